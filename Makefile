@@ -1,0 +1,46 @@
+# `make train` and `make test` need Python 3.10 or newer, make, g++ and a package registry; the rest is installed here.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all check clean
+
+help:
+	@echo "make train      fine-tune the sample BERT, on the GPUs of this machine or on two CPU processes"
+	@echo "make test       run the tests, without the slow ones"
+	@echo "make test-all   run all tests"
+	@echo "make check      ruff, mypy and the floors (import-linter)"
+	@echo "make clean      remove what make has built; runs/ stays"
+
+# the largest power of two, because the sample's batch divides by it
+train: $(INSTALLED)
+	@processes=$$($(BIN)/python -c 'import torch; print(1 << (torch.cuda.device_count() or 2).bit_length() - 1)') && \
+	$(BIN)/trainer run recipes/bert_sample.json --processes $$processes
+
+test: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow"
+
+test-all: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+		echo "$(PYTHON) is missing or older than Python 3.10; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
+		exit 1; }
+	@echo "installing into $(VENV), once; this takes some minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,tensorboard,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
