@@ -1,0 +1,347 @@
+"""Starts the local ranks of a run, or joins the ranks that a launcher has started.
+
+Ranks of our own run under torch's elastic agent, as forks of this process: they need not import torch again. Rank 0 has
+the terminal; the other ranks' lines follow with their rank in front. A rank leaves its error in a file, so that the one
+that failed first is shown, once, and last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import psutil
+
+from trainer.errors import ExitCode, LaunchError, TrainerError
+from trainer.launch.environment import LOCAL_ROLE, LaunchEnvironment, check_agrees, detect, threads_per_rank
+from trainer.recipe.plan import plan_run
+from trainer.recipe.strategies import STRATEGIES, Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from trainer.recipe.loading import ResolvedRecipe
+
+GRACE_SECONDS = 60.0
+"""What the ranks get to finish their step and save, between the signal that asks and the one that kills."""
+
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class RankError(TrainerError):
+    """A rank that we started failed; holds its message, and the exit code that it left with."""
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run_or_join(resolved: ResolvedRecipe, processes: int | None) -> int:
+    """Runs a recipe on `processes` ranks, or on those of the launcher that started this process; returns the exit code.
+
+    Alone and without a number, it takes every GPU, or one process where there is none.
+
+    Raises:
+        RecipeError: the recipe does not fit on that many ranks.
+        LaunchError: ranks and request, or ranks and devices, contradict each other.
+        RankError: a rank failed.
+    """
+    environment = detect()
+    recipe = resolved.recipe
+    check_agrees(environment, precision=recipe.precision, strategy=recipe.parallel.strategy)
+    if environment.has_ranks:
+        if processes not in (None, environment.world_size):
+            raise LaunchError(
+                f"--processes is {processes}, but {environment.launcher} started {environment.world_size} ranks;"
+                " drop --processes"
+            )
+        plan_run(recipe, environment.world_size, environment.local_world_size)
+        _check_devices(environment.local_world_size)
+        return _join(resolved, environment)
+    number = _number_of_processes(environment, processes, STRATEGIES[recipe.parallel.strategy])
+    plan_run(recipe, number)
+    _check_devices(number)
+    return _join(resolved, environment) if number == 1 else _start(resolved, number)
+
+
+def _number_of_processes(environment: LaunchEnvironment, processes: int | None, strategy: Strategy) -> int:
+    if processes is not None:
+        if processes < 1:
+            raise LaunchError(f"--processes must be at least 1, but is {processes}")
+        return processes
+    if environment.launcher == "sbatch":
+        raise LaunchError(
+            f"the batch job has {environment.world_size} tasks, but no srun started this process;"
+            " use `srun trainer run ...`, or pass --processes for ranks on this node only"
+        )
+    if environment.launcher == "accelerate-single":
+        return _asked_of_accelerate()
+    return 1 if strategy.single_process else max(1, _num_gpus())
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _check_devices(local_ranks: int) -> None:
+    """One GPU per rank where there are GPUs; ranks that share one would only wait for each other."""
+    gpus = _num_gpus()
+    if 0 < gpus < local_ranks:
+        raise LaunchError(
+            f"{local_ranks} processes need {local_ranks} GPUs, but this machine shows {gpus};"
+            f" use at most {gpus}, or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
+        )
+
+
+def _asked_of_accelerate() -> int:
+    """The number of processes that `accelerate launch --cpu` was asked for, read as accelerate itself reads it.
+
+    It starts a single one and passes the number on to nobody, so it is taken from its command line and its file.
+
+    Raises:
+        LaunchError: the command line is not to be seen, or asks for several machines.
+    """
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    arguments = _arguments_of_accelerate()
+    if arguments is None:
+        raise LaunchError(
+            "`accelerate launch` started one process, and how many it was asked for cannot be seen from here;"
+            " pass --processes to `trainer run`, or --multi_gpu to `accelerate launch`, which starts all, on CPU too"
+        )
+    asked = launch_command_parser().parse_args(arguments)
+    number, machines = asked.num_processes, asked.num_machines
+    if asked.config_file is not None or not asked.cpu:
+        with suppress(FileNotFoundError):  # no file: what accelerate was not told has its default
+            config = load_config_from_file(asked.config_file)
+            number, machines = number or config.num_processes, machines or config.num_machines
+    if (machines or 1) > 1:
+        raise LaunchError(
+            "`accelerate launch` on CPU gives no ranks to several machines; add --multi_gpu, which does, on CPU too"
+        )
+    if (number or 1) > 1:
+        sys.stderr.write(f"accelerate started one process of the {number} it was asked for: starting them here\n")
+    return number or 1
+
+
+def _arguments_of_accelerate() -> list[str] | None:
+    """What follows `accelerate launch` on the command line of the nearest ancestor that is one."""
+    names = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
+    for ancestor in psutil.Process().parents():
+        with suppress(psutil.Error):
+            command: list[str] = ancestor.cmdline()
+            # `python -m` stands in the command line as the module's name or, after a re-exec, as its file
+            for index, word in enumerate(command[:4]):
+                if Path(word).name in names or word.endswith(("accelerate/commands/launch.py", "accelerate_cli.py")):
+                    rest = command[index + 1 :]
+                    return rest[1:] if rest[:1] == ["launch"] else rest
+    return None
+
+
+def _join(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+    """Runs this process's rank."""
+    import torch
+
+    from trainer.run import run
+
+    if environment.world_size > 1 and (threads := threads_per_rank(environment.local_world_size)) is not None:
+        torch.set_num_threads(threads)
+    return run(resolved, environment)
+
+
+def _start(resolved: ResolvedRecipe, number: int) -> int:
+    """Runs `number` local ranks under an elastic agent and returns their exit code."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for logger in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # we say ourselves what failed
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder, _forwarded_signals() as stop:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=number,
+            role=LOCAL_ROLE,
+            run_id=LOCAL_ROLE,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",  # the agent's own store takes a free port, and the ranks share it
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            start_method=_start_method(),
+            logs_specs=DefaultLogsSpecs(folder, tee=dict.fromkeys(range(1, number), Std.ALL)),
+            log_line_prefix_template="[rank ${rank}] ",
+            signals_to_handle="SIGQUIT",  # the others are forwarded; the agent would give up waiting after 30 s
+        )
+        sys.stdout.flush()  # or each fork would write again what this process has not yet written
+        try:
+            codes: dict[int, int] = elastic_launch(config, _run_rank)(resolved)
+        except ChildFailedError as error:
+            return _outcome(error.failures, _reports(Path(folder)), number, stop)
+    return next(filter(None, codes.values()), ExitCode.DONE)
+
+
+def _start_method() -> str:
+    """A fork has torch already and saves its import; CUDA, once it was asked anything, does not survive one."""
+    return "spawn" if _num_gpus() or sys.platform != "linux" else "fork"
+
+
+def _run_rank(resolved: ResolvedRecipe) -> int:
+    """The life of a rank under our own agent; what ends it badly is left in the rank's error file.
+
+    When its agent dies it gets SIGINT (torch sees to that), and saves and leaves as after any signal.
+    """
+    agent = os.getppid()
+    threading.Thread(target=_leave_without, args=(agent,), daemon=True).start()
+    os.setsid()  # Ctrl-C in the terminal reaches the agent alone, which forwards it
+    for number in _FORWARDED:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    environment = detect()
+    try:
+        returned = _join(resolved, environment)
+        if os.getppid() != agent:
+            os._exit(returned)  # nobody is left to take a return value; torch would wait for it to be taken
+        return returned
+    except TrainerError as error:
+        code, message = error.exit_code, str(error)
+    except Exception:
+        code, message = ExitCode.FAILED, traceback.format_exc()
+    assert environment.error_file is not None
+    _Report(environment.rank, code, message, time.time_ns()).write(environment.error_file)
+    if environment.rank > 0:
+        time.sleep(1)  # the agent ends all ranks when one leaves, and rank 0 has an end to tell
+    sys.exit(code)
+
+
+def _leave_without(agent: int) -> None:
+    """Ends a rank that has not stopped by itself after its agent's death, so that none is ever left behind."""
+    while os.getppid() == agent:
+        time.sleep(1)
+    time.sleep(GRACE_SECONDS)
+    os._exit(ExitCode.FAILED)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """The error that ended a rank."""
+
+    rank: int
+    exit_code: ExitCode
+    message: str
+    time_ns: int
+
+    def write(self, file: Path) -> None:
+        """Writes what the elastic agent reads as a worker's error too."""
+        error = {"message": self.message, "extraInfo": {"timestamp": str(self.time_ns // 10**9)}}
+        file.write_text(json.dumps({"message": error, "report": asdict(self)}), encoding="utf-8")
+
+
+def _reports(folder: Path) -> list[_Report]:
+    """The reports below the agent's folder, earliest first."""
+    contents = (json.loads(file.read_text(encoding="utf-8")) for file in folder.rglob("error.json"))
+    reports = [_Report(**content["report"]) for content in contents if "report" in content]
+    return sorted(reports, key=lambda report: report.time_ns)
+
+
+class _Stop:
+    """The signal that asked the run to stop, if one came, and whether patience ended."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.killed = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Asks the ranks to save and leave; kills them on a second Ctrl-C or after the grace."""
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            ranks = psutil.Process().children()
+            if not ranks:
+                raise RankError(f"stopped by {self.signal.name} before training had begun", ExitCode.FAILED)
+            timer = threading.Timer(GRACE_SECONDS, self.kill)
+            timer.daemon = True
+            timer.start()
+            for rank in ranks:
+                with suppress(psutil.NoSuchProcess):
+                    rank.terminate()  # the rank alone, not its group: its data loaders still serve it
+        elif number == signal.SIGINT:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kills the ranks with all that they started; each leads its own process group."""
+        self.killed = True
+        for rank in psutil.Process().children():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.pid, signal.SIGKILL)
+
+
+@contextmanager
+def _forwarded_signals() -> Iterator[_Stop]:
+    """Forwards what asks this process to stop to its ranks; what it was told to ignore stays ignored."""
+    stop = _Stop()
+    previous = {number: signal.getsignal(number) for number in _FORWARDED}
+    try:
+        for number, handler in previous.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, stop.handle)
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _outcome(failures: Mapping[int, ProcessFailure], reports: Sequence[_Report], number: int, stop: _Stop) -> int:
+    """Raises the error of the rank that failed first, or gives the exit code of one that left none.
+
+    `failures` holds the rank that the agent saw end first. Where that one left no report, it died without a word and
+    brought the others down; else the earliest report is nearest to the cause.
+    """
+    rank, failure = next(iter(failures.items()))
+    code = failure.exitcode
+    if stop.killed:
+        raise RankError(
+            f"stopped by {_name(stop)}; the ranks were killed before they had saved",
+            ExitCode.FAILED,
+        )
+    if rank in (report.rank for report in reports):
+        raise _first_error(reports, number)
+    if stop.signal is not None and code == -signal.SIGTERM:
+        raise RankError(f"stopped by {_name(stop)} before training had begun; nothing was saved", ExitCode.FAILED)
+    if code < 0:
+        raise RankError(
+            f"rank {rank} (process {failure.pid}) was killed by {failure.signal_name()}"
+            + ("; the system does so when memory runs out" if code == -signal.SIGKILL else ""),
+            ExitCode.FAILED,
+        )
+    return code
+
+
+def _first_error(reports: Sequence[_Report], number: int) -> RankError:
+    """The earliest error; a bug's with its traceback, and with the ranks that may have died before it."""
+    first, code = reports[0], ExitCode(reports[0].exit_code)
+    if code is not ExitCode.FAILED:
+        return RankError(first.message, code)
+    silent = sorted(set(range(number)) - {report.rank for report in reports})
+    hint = f"\nrank {', '.join(map(str, silent))} left no error; the system may have killed it" if silent else ""
+    return RankError(f"rank {first.rank} failed:\n{first.message}{hint}", code)
+
+
+def _name(stop: _Stop) -> str:
+    assert stop.signal is not None
+    return stop.signal.name

@@ -1,0 +1,245 @@
+"""Rules that span several keys of a recipe and need neither the world size nor the data.
+
+Each rule sees sections that are valid by themselves, with their paths already absolute. To add one, write a generator
+and its row in `RULES`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.recipe.deepspeed import refused_keys
+from trainer.recipe.reading import KeyPath, dotted, shown_value
+from trainer.recipe.schema import (
+    Checkpoint,
+    Evaluation,
+    FileData,
+    FolderData,
+    HubData,
+    Model,
+    Parallel,
+    Schedule,
+    SequenceClassification,
+    SequenceRegression,
+    Training,
+)
+from trainer.recipe.strategies import STRATEGIES
+
+Task = SequenceClassification | SequenceRegression
+Data = HubData | FileData | FolderData
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Keys that do not go together; reported where the first of them stands."""
+
+    keys: tuple[KeyPath, ...]
+    text: str  # follows the first key
+
+
+def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
+    """Every rule that these sections break; a rule is left out where a section that it needs is not there."""
+    for names, rule in RULES:
+        if all(name in sections for name in names):
+            yield from rule(*(sections[name] for name in names))
+
+
+def _clash(text: str, *keys: str) -> Contradiction:
+    return Contradiction(tuple(tuple(key.split(".")) for key in keys), text)
+
+
+def _weights(model: Model) -> Iterator[Contradiction]:
+    if model.name_or_path is None and model.config is None:
+        yield _clash("is missing; write it, or `model.config` for random weights", "model.name_or_path", "model.config")
+    if model.name_or_path is not None and model.config is not None:
+        yield _clash(
+            "and `model.name_or_path` exclude each other: random or pretrained weights; set one of them to null",
+            "model.config",
+            "model.name_or_path",
+        )
+    if model.config is not None:
+        yield from _random_weights(model, model.config)
+
+
+def _random_weights(model: Model, config: dict[str, Any]) -> Iterator[Contradiction]:
+    if not isinstance(config.get("model_type"), str):
+        yield _clash('must hold a "model_type", such as "bert"', "model.config")
+    if model.tokenizer is None:
+        yield _clash(
+            "is missing; random weights (`model.config`) bring no tokenizer, so name one",
+            "model.tokenizer",
+            "model.config",
+        )
+    if model.revision is not None and model.name_or_path is None:
+        yield _clash("is of a hub repository; random weights (`model.config`) have none", "model.revision")
+
+
+def _model_folders(model: Model) -> Iterator[Contradiction]:
+    for key, place in (("model.name_or_path", model.name_or_path), ("model.tokenizer", model.tokenizer)):
+        if place and os.path.isabs(place) and not os.path.isdir(place):
+            yield _clash(f"is a folder that does not exist: {place}", key)
+    if model.revision and model.name_or_path and os.path.isabs(model.name_or_path):
+        yield _clash("is of a hub repository, but `model.name_or_path` is a folder; remove it", "model.revision")
+
+
+def _data_places(data: Data) -> Iterator[Contradiction]:
+    if isinstance(data, FileData):
+        for split in ("train", "validation"):
+            yield from _files(split, getattr(data, split))
+    elif isinstance(data, FolderData):
+        if not os.path.isdir(data.path):
+            yield _clash(f"is a folder that does not exist: {data.path}", "data.path")
+    elif os.path.isabs(data.name):
+        if not os.path.isdir(data.name):
+            yield _clash(f"is a folder that does not exist: {data.name}", "data.name")
+        if data.revision is not None:
+            yield _clash("is of a hub repository, but `data.name` is a folder; remove it", "data.revision")
+
+
+def _files(split: str, places: str | list[str] | None) -> Iterator[Contradiction]:
+    single = isinstance(places, str)
+    for index, place in enumerate([places] if isinstance(places, str) else places or ()):
+        if not os.path.isfile(place):
+            path: KeyPath = ("data", split) if single else ("data", split, index)
+            yield Contradiction((path,), f"is a file that does not exist: {place}")
+
+
+def _columns(task: Task) -> Iterator[Contradiction]:
+    text = [task.text] if isinstance(task.text, str) else task.text
+    if len(set(text)) < len(text):
+        yield _clash(f"names the column {shown_value(text[0])} twice; a pair is two columns", "task.text")
+    if task.label in text:
+        yield _clash(f"is {shown_value(task.label)}, which `task.text` names as a text", "task.label", "task.text")
+
+
+def _labels(task: Task) -> Iterator[Contradiction]:
+    yield from _repeated("task.metrics", task.metrics)
+    if not isinstance(task, SequenceClassification) or task.labels is None:
+        return
+    yield from _repeated("task.labels", task.labels)
+    if "f1" in task.metrics and len(task.labels) != 2:
+        yield _clash(
+            f'holds "f1", which needs two classes, but `task.labels` has {len(task.labels)}; use "f1_macro"',
+            "task.metrics",
+            "task.labels",
+        )
+
+
+def _repeated(key: str, values: list[Any]) -> Iterator[Contradiction]:
+    for value in (value for value, count in Counter(values).items() if count > 1):
+        yield _clash(f"holds {shown_value(value)} more than once", key)
+
+
+def _strategy(parallel: Parallel) -> Iterator[Contradiction]:
+    strategy = STRATEGIES[parallel.strategy]
+    if parallel.offload not in strategy.offloads:
+        able = [name for name, row in STRATEGIES.items() if parallel.offload in row.offloads]
+        yield _clash(
+            f'is "{parallel.offload}", which {strategy.name} does not have; use {", ".join(able)}, or "none"',
+            "parallel.offload",
+            "parallel.strategy",
+        )
+    if parallel.shard != "auto" and not strategy.groups:
+        yield _clash(f"is of hsdp, but `parallel.strategy` is {strategy.name}", "parallel.shard", "parallel.strategy")
+    if not parallel.reshard_after_forward and (strategy.zero_stage or not strategy.cuts_parameters):
+        yield _clash(
+            f"is of fsdp and hsdp, but `parallel.strategy` is {strategy.name}",
+            "parallel.reshard_after_forward",
+            "parallel.strategy",
+        )
+    if parallel.deepspeed and not strategy.zero_stage:
+        yield _clash(
+            f"is of zero1, zero2 and zero3, but `parallel.strategy` is {strategy.name}",
+            "parallel.deepspeed",
+            "parallel.strategy",
+        )
+    for path, reason in refused_keys(parallel.deepspeed):
+        yield Contradiction((("parallel", "deepspeed", *path),), reason)
+
+
+def _recomputation(activation_checkpointing: str, parallel: Parallel) -> Iterator[Contradiction]:
+    # Seen: the gradient norm then differs from that of one process by 2e-4, more than rounding explains.
+    if activation_checkpointing == "selective" and parallel.strategy == "zero3":
+        yield _clash(
+            'is "selective", which does not give the same training under zero3; use "full" or "none", or fsdp',
+            "activation_checkpointing",
+            "parallel.strategy",
+        )
+
+
+def _steps(training: Training) -> Iterator[Contradiction]:
+    stop, last = training.stop_at_step, training.max_steps
+    if stop is not None and last is not None and stop > last:
+        yield _clash(
+            f"must be at most `training.max_steps` {last}, but is {stop}", "training.stop_at_step", "training.max_steps"
+        )
+
+
+def _warmup(training: Training, schedule: Schedule) -> Iterator[Contradiction]:
+    warmup, last = schedule.warmup, training.max_steps
+    if isinstance(warmup, int) and last is not None and warmup >= last:
+        yield _clash(
+            f"must be below `training.max_steps` {last}, but is {warmup}; a number below 1 is a share of the steps",
+            "schedule.warmup",
+            "training.max_steps",
+        )
+
+
+def _best_metric(task: Task, evaluation: Evaluation) -> Iterator[Contradiction]:
+    allowed = [*task.metrics, "loss"]
+    if evaluation.best is not None and evaluation.best not in allowed:
+        yield _clash(
+            f"must be one of `task.metrics` or loss ({', '.join(allowed)}), but is {shown_value(evaluation.best)}",
+            "evaluation.best",
+            "task.metrics",
+        )
+
+
+def _nothing_evaluated(data: Data, evaluation: Evaluation) -> Iterator[Contradiction]:
+    written = evaluation.model_fields_set
+    if data.validation is None and "every" in written and evaluation.every is not None:
+        yield _clash(
+            f'is "{evaluation.every}", but there is no `data.validation` to evaluate on; name one, or write null',
+            "evaluation.every",
+            "data.validation",
+        )
+    if data.validation is None or evaluation.every is None:
+        reason = "`data.validation` is null" if data.validation is None else "`evaluation.every` is null"
+        for key in ("best", "patience"):
+            if key in written and getattr(evaluation, key) is not None:
+                yield _clash(
+                    f"needs evaluations, but {reason}", f"evaluation.{key}", "evaluation.every", "data.validation"
+                )
+
+
+def _folder_name(checkpoint: Checkpoint) -> Iterator[Contradiction]:
+    for placeholder in re.findall(r"\{.*?\}", checkpoint.folder):
+        if placeholder != "{name}":
+            yield _clash(f"holds {shown_value(placeholder)}; only {{name}} is replaced", "checkpoint.folder")
+
+
+RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...] = (
+    (("task",), _columns),
+    (("task",), _labels),
+    (("model",), _weights),
+    (("model",), _model_folders),
+    (("data",), _data_places),
+    (("parallel",), _strategy),
+    (("activation_checkpointing", "parallel"), _recomputation),
+    (("training",), _steps),
+    (("training", "schedule"), _warmup),
+    (("task", "evaluation"), _best_metric),
+    (("data", "evaluation"), _nothing_evaluated),
+    (("checkpoint",), _folder_name),
+)
+"""The sections that a rule takes, and the rule."""
+
+
+def message(contradiction: Contradiction) -> str:
+    """The contradiction as a sentence."""
+    return f"`{dotted(contradiction.keys[0])}` {contradiction.text}"
