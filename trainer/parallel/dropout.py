@@ -1,0 +1,150 @@
+"""Dropout as a pure function of (seed, step, row of the global batch, site, call of the site, position, head).
+
+A site that a forward pass comes through more than once (a layer that ALBERT shares, T5's one dropout for both ends of a
+stack) has a mask for each call.
+
+The key of the microbatch that is in the model is held by one `DropoutKeys` per model, which every dropout site of that
+model refers to. A recomputation in the backward pass may run after another microbatch's forward, so whoever recomputes
+takes `capture()` in the forward and enters it again: the key travels with its microbatch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import UsageError
+from trainer.parallel.random import MAX_INDEX_DIMS, element_keys, keep_mask, quantised, stream_key
+
+REMEDY = "set `training.layout_invariant_dropout` to false, which uses torch's own dropout"
+
+
+@dataclass(frozen=True)
+class MicrobatchKey:
+    """What distinguishes the masks of one microbatch: the optimizer step, and the rows `[batch]` (int64) it holds."""
+
+    step: int
+    rows: Tensor
+
+
+class _Moment(threading.local):
+    """Where a thread's forward pass is; DataParallel runs one for each GPU, at the same time."""
+
+    key: MicrobatchKey | None = None
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()  # of each site, since the microbatch entered the model
+
+
+class DropoutKeys:
+    """The seed of a model's dropout, and the key of the microbatch that is now in the model."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._now = _Moment()
+
+    def __reduce__(self) -> tuple[type[DropoutKeys], tuple[int]]:
+        """A copy of a model is in no microbatch."""
+        return DropoutKeys, (self.seed,)
+
+    @contextmanager
+    def use(self, key: MicrobatchKey | None, calls: Mapping[str, int] | None = None) -> Iterator[None]:
+        """Every mask drawn inside belongs to this microbatch; `calls` were drawn of it before."""
+        previous = self._now.key, self._now.calls
+        self._now.key, self._now.calls = key, Counter(calls)
+        try:
+            yield
+        finally:
+            self._now.key, self._now.calls = previous
+
+    def capture(self) -> Callable[[], AbstractContextManager[None]]:
+        """A way back to this moment of this microbatch, for a recomputation of what follows now."""
+        key, calls = self._now.key, Counter(self._now.calls)
+        return lambda: self.use(key, calls)
+
+    def mask(self, site: str, shape: Sequence[int], probability: float, offsets: Sequence[int] | None = None) -> Tensor:
+        """The keep mask of one call of a site for the current microbatch.
+
+        Args:
+            site: name of the place in the model; each has masks of its own.
+            shape: of the activation, `[batch, ..., features]`: the dimensions between are positions, or heads and
+                positions.
+            probability: share to drop.
+            offsets: where this rank's slice of each dimension after the batch begins; None: at zero.
+
+        Returns:
+            uint8 of `shape`.
+
+        Raises:
+            UsageError: the first dimension is not that of the microbatch's rows, or there are more than four.
+        """
+        key = self._now.key
+        assert key is not None, f"the dropout at {site} ran outside of a microbatch"
+        batch, *between, features = shape
+        if batch != key.rows.numel():
+            raise UsageError(
+                f"the model's dropout at {site} works on {tuple(shape)}, whose first dimension is not that of the"
+                f" {key.rows.numel()} rows of the microbatch, so its mask would depend on the layout; {REMEDY}"
+            )
+        if len(between) > MAX_INDEX_DIMS:
+            raise UsageError(
+                f"the model's dropout at {site} works on {tuple(shape)}, but masks have at most {MAX_INDEX_DIMS + 2}"
+                f" dimensions; {REMEDY}"
+            )
+        *starts, first_feature = offsets or [0] * (len(shape) - 1)
+        call = self._now.calls[site]
+        self._now.calls[site] += 1
+        keys = element_keys(stream_key(self.seed, key.step, site, call), key.rows, between, starts)
+        return keep_mask(keys, features, probability, first_feature)
+
+
+class _MaskedScale(torch.autograd.Function):
+    """`x * mask * scale`; its gradient is the same product, so only the mask (1 byte an element) is saved."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale  # type: ignore[attr-defined]
+        return x.mul(mask).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grads[0].mul(mask).mul_(ctx.scale), None, None  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class DropoutSite:
+    """One place of a model at which activations are dropped."""
+
+    keys: DropoutKeys
+    name: str
+
+    def drop(self, x: Tensor, probability: float, offsets: Sequence[int] | None = None) -> Tensor:
+        """Drops elements of `x` `[batch, ..., features]` and scales the kept ones by 1 / (share kept)."""
+        mask = self.keys.mask(self.name, x.shape, probability, offsets)
+        dropped: Tensor = _MaskedScale.apply(x, mask, 1.0 / (1.0 - quantised(probability)))  # type: ignore[no-untyped-call]
+        return dropped
+
+
+class KeyedDropout(nn.Module):
+    """Takes the place of `nn.Dropout` in a model."""
+
+    def __init__(self, site: DropoutSite, p: float) -> None:
+        super().__init__()
+        self.site = site
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        return self.site.drop(x, self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, site={self.site.name}"

@@ -1,0 +1,170 @@
+"""The ranks as a grid: one owner of every process group, passed as an argument and never a global."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.errors import TrainerError
+
+Result = TypeVar("Result")
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # outermost first: tensor ranks are neighbours, on the fastest links
+DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+class ParallelMesh:
+    """The grid of ranks, its axes and their process groups.
+
+    Axis names are those of `AXES`, and `dp` for the two data axes together. On an axis of size 1 there is no group and
+    every collective is the identity, so that one process needs no process group at all.
+
+    Args:
+        device: of this rank.
+        degrees: size of each axis; those not named are 1. Their product must be the world size.
+    """
+
+    def __init__(self, device: torch.device, **degrees: int) -> None:
+        assert set(degrees) <= set(AXES), f"unknown axes {set(degrees) - set(AXES)}"
+        self.device = device
+        self._sizes = {axis: degrees.get(axis, 1) for axis in AXES}
+        self.world_size = 1
+        for size in self._sizes.values():
+            self.world_size *= size
+        assert self.world_size == 1 or dist.is_initialized(), "several ranks need a process group"
+        self.rank = 0
+        self.device_mesh: DeviceMesh | None = None
+        self._control: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            assert dist.get_world_size() == self.world_size, "the degrees must multiply to the world size"
+            self.rank = dist.get_rank()
+            self.device_mesh = init_device_mesh(device.type, tuple(self._sizes.values()), mesh_dim_names=AXES)
+            self._data_mesh = self.device_mesh[DATA_AXES]._flatten("dp")
+            # Decisions (stop, save) and gathered metrics are CPU tensors: they go over gloo, beside the device's queue.
+            self._control = dist.group.WORLD
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis`."""
+        if axis == "dp":
+            return self._sizes["dp_replicate"] * self._sizes["dp_shard"]
+        return self._sizes[axis]
+
+    def index(self, axis: str) -> int:
+        """Place of this rank along `axis`."""
+        if self.device_mesh is None:
+            return 0
+        mesh = self._data_mesh if axis == "dp" else self.device_mesh[axis]
+        return mesh.get_local_rank()
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The process group along `axis`, or None where the axis has one rank."""
+        if self.device_mesh is None or self.size(axis) == 1:
+            return None
+        mesh = self._data_mesh if axis == "dp" else self.device_mesh[axis]
+        return mesh.get_group()
+
+    def sum_(self, tensor: Tensor, axis: str) -> Tensor:
+        """Sums `tensor` over `axis`, in place."""
+        return self.begin_sum_(tensor, axis)()
+
+    def begin_sum_(self, tensor: Tensor, axis: str) -> Callable[[], Tensor]:
+        """Begins to sum `tensor` over `axis`, in place; what is returned waits for the sum and gives it."""
+        if self.size(axis) == 1:
+            return lambda: tensor
+        return _begin_all_reduce(tensor, dist.ReduceOp.SUM, self.group(axis))
+
+    def agree_max(self, value: int) -> int:
+        """The largest `value` of all ranks, the same answer on each: how ranks decide together."""
+        return self.begin_agree_max(value)()
+
+    def begin_agree_max(self, value: int) -> Callable[[], int]:
+        """As `agree_max`; what is returned waits for the answer, so that the ranks can work in between."""
+        if self.world_size == 1:
+            return lambda: value
+        agreed = _begin_all_reduce(torch.tensor(value, dtype=torch.int64), dist.ReduceOp.MAX, self._control)
+        return lambda: int(agreed())
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The `value` of every rank, in order of rank, on rank 0; None on the others."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, gathered, group=self._control)
+        return gathered
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's `value`, on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=self._control)
+        return box[0]
+
+    def on_rank_zero(self, action: Callable[[], Result]) -> Result:
+        """What `action` gives on rank 0, the only rank that runs it, on every rank.
+
+        Ranks so leave together where, say, a file cannot be written, instead of waiting for one that has left.
+
+        Raises:
+            TrainerError: the one that `action` raised, on every rank.
+        """
+        result: Result | None = None
+        error: TrainerError | None = None
+        if self.rank == 0:
+            try:
+                result = action()
+            except TrainerError as raised:
+                error = raised
+        result, error = self.share((result, error))
+        if error is not None:
+            raise error
+        return result
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if self.world_size > 1:
+            dist.barrier(group=self._control)
+
+
+def _begin_all_reduce(
+    tensor: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> Callable[[], Tensor]:
+    work = dist.all_reduce(tensor, operation, group, async_op=True)
+    assert work is not None
+
+    def wait() -> Tensor:
+        work.wait()
+        return tensor
+
+    return wait
+
+
+def backend(device: torch.device) -> str:
+    """What carries the collectives of ranks on devices of this type; tensors on the CPU always travel."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def init_process_group(
+    device: torch.device, rank: int, world_size: int, addr: str, port: int, timeout: timedelta
+) -> None:
+    """Joins the other ranks; `gloo` for tensors on CPUs, `nccl` for those on GPUs.
+
+    Torch's store listens on all interfaces of the host.
+    """
+    if world_size == 1:  # nobody to meet: no port is opened
+        dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        return
+    dist.init_process_group(
+        backend(device),
+        init_method=f"tcp://{addr}:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
