@@ -1,0 +1,169 @@
+"""One cache entry: the folder that holds one tokenised split.
+
+`meta.json` describes raw little-endian arrays, one file each: `offsets`, and the columns. An entry is written next to
+its final place and renamed, so it is there whole or not at all; the checksums find what a disk did to it later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.split import EncodedSplit
+
+_META = "meta.json"
+_OFFSETS = "offsets"
+_HASH_BLOCK_BYTES = 1 << 20
+
+
+class CorruptEntryError(Exception):
+    """A cache entry that is not what was written; the cure is to write it again."""
+
+
+class EntryWriter:
+    """Writes an entry piece by piece, so that a split larger than memory can be tokenised.
+
+    A context manager: leaving it without an error puts the entry in its place, leaving it with one removes the pieces.
+
+    Args:
+        folder: the place of the entry; must not exist. What an earlier writer that was killed left beside it is
+            removed, so the caller must hold the entry's lock.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._partial = folder.with_name(f"{folder.name}.partial")
+        self._arrays: dict[str, _ArrayFile] = {}
+        self._num_cut = 0
+        self._num_tokens = 0
+
+    def __enter__(self) -> EntryWriter:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        self._append(_OFFSETS, "offsets", np.zeros(1, np.int64))
+        return self
+
+    def add(self, features: Mapping[str, list[Any]]) -> None:
+        """Appends rows, in the form that `Task.encode` returns."""
+        columns = dict(features)
+        self._num_cut += sum(columns.pop("cut"))
+        lengths = np.array([len(ids) for ids in columns["input_ids"]], np.int64)
+        self._append(_OFFSETS, "offsets", self._num_tokens + np.cumsum(lengths))
+        num_tokens = int(lengths.sum())
+        self._num_tokens += num_tokens
+        for name, values in columns.items():
+            if isinstance(values[0], list):
+                flat = np.fromiter(chain.from_iterable(values), np.int32)
+                assert len(flat) == num_tokens, f"column {name} does not run along with input_ids"
+                self._append(name, "tokens", flat)
+            else:
+                self._append(
+                    name, "scalars", np.array(values, np.float32 if isinstance(values[0], float) else np.int64)
+                )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        arrays = {name: array.close() for name, array in self._arrays.items()}
+        if error is not None:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            return
+        meta = {"num_cut": self._num_cut, "content_hash": _digest(arrays), "arrays": arrays}
+        (self._partial / _META).write_text(json.dumps(meta, indent=1))
+        self._partial.rename(self._folder)
+
+    def _append(self, name: str, role: str, values: NDArray[Any]) -> None:
+        if name not in self._arrays:
+            self._arrays[name] = _ArrayFile(self._partial / name, role, values.dtype)
+        self._arrays[name].append(values)
+
+
+class _ArrayFile:
+    """One array, growing on disk, with its running checksum."""
+
+    def __init__(self, path: Path, role: str, dtype: np.dtype[Any]) -> None:
+        self._role = role
+        self._dtype = dtype.newbyteorder("<")
+        self._num_values = 0
+        self._hash = hashlib.sha256()
+        self._file: IO[bytes] = path.open("wb")
+
+    def append(self, values: NDArray[Any]) -> None:
+        raw = values.astype(self._dtype, casting="equiv").tobytes()
+        self._num_values += len(values)
+        self._hash.update(raw)
+        self._file.write(raw)
+
+    def close(self) -> dict[str, Any]:
+        """Closes the file and describes the array."""
+        self._file.close()
+        return {
+            "role": self._role,
+            "dtype": self._dtype.str,
+            "num_values": self._num_values,
+            "sha256": self._hash.hexdigest(),
+        }
+
+
+def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
+    """Maps an entry into memory.
+
+    Args:
+        folder: the entry.
+        verify: whether to read every byte and compare the checksums (about 1 GB a second).
+
+    Raises:
+        FileNotFoundError: there is no such entry.
+        CorruptEntryError: the entry is damaged.
+    """
+    if not folder.exists():
+        raise FileNotFoundError(folder)
+    try:
+        meta = json.loads((folder / _META).read_text())
+        arrays = {name: _map_array(folder / name, array, verify) for name, array in meta["arrays"].items()}
+        if meta["content_hash"] != _digest(meta["arrays"]):
+            raise CorruptEntryError(f"{folder / _META} was changed")
+        columns = {
+            role: {name: arrays[name] for name, array in meta["arrays"].items() if array["role"] == role}
+            for role in ("tokens", "scalars")
+        }
+        return EncodedSplit(
+            arrays[_OFFSETS], columns["tokens"], columns["scalars"], meta["content_hash"], meta["num_cut"], folder
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CorruptEntryError(f"{folder}: {error}") from error
+
+
+def _map_array(path: Path, array: Mapping[str, Any], verify: bool) -> NDArray[Any]:
+    dtype = np.dtype(array["dtype"])
+    if path.stat().st_size != dtype.itemsize * array["num_values"]:
+        raise CorruptEntryError(f"{path} does not have the size that was written")
+    values = np.memmap(path, dtype, mode="r")
+    if verify and _file_digest(path) != array["sha256"]:
+        raise CorruptEntryError(f"{path} does not hold what was written")
+    return np.asarray(values)  # a plain array over the same pages: indexing the subclass is slower
+
+
+def _file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in _blocks(file):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _blocks(file: IO[bytes]) -> Iterable[bytes]:
+    return iter(lambda: file.read(_HASH_BLOCK_BYTES), b"")
+
+
+def _digest(arrays: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(arrays, sort_keys=True).encode()).hexdigest()

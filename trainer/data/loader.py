@@ -1,0 +1,242 @@
+"""Feeds the loop: one `RankBatch` for each optimizer step, one `Microbatch` for each forward pass of an evaluation."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from trainer.data.collate import Padding, collate
+from trainer.data.order import GlobalOrder
+from trainer.data.partition import partition
+from trainer.data.split import EncodedSplit
+from trainer.errors import TrainerError
+from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.recipe.plan import BatchPlan
+from trainer.stopping import STOP_SIGNALS
+
+_DEATH_SECONDS = 1.0  # how long a dying worker may take to be gone, once its connection is
+
+
+class TrainLoader:
+    """The rank's part of every global batch that is still to be trained on.
+
+    Iterating again starts again at `start_sample`.
+
+    Args:
+        split: the training split.
+        order: the order of its rows.
+        plan: the batch arithmetic.
+        data_rank: this rank among the data-parallel ranks; ranks that share a model replica share it.
+        padding: how to pad.
+        total_steps: the optimizer steps of the whole training, those already done included.
+        start_sample: the rows of all ranks and epochs that were consumed before.
+        num_workers: processes that prepare batches; 0: the rank itself does.
+        pin_memory: whether to copy batches into page-locked memory, for asynchronous copies to a GPU.
+
+    Raises:
+        UsageError: no global batch starts at `start_sample`.
+        TrainerError: while iterating: a worker died.
+    """
+
+    def __init__(
+        self,
+        split: EncodedSplit,
+        order: GlobalOrder,
+        plan: BatchPlan,
+        data_rank: int,
+        padding: Padding,
+        total_steps: int,
+        start_sample: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        epoch, index = order.position(start_sample)
+        self._steps = range(epoch * order.steps_per_epoch + index, total_steps)
+        self._batches = _TrainBatches(split, order, plan, data_rank, padding)
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+
+    def __len__(self) -> int:
+        """Optimizer steps that are left."""
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        return _load(self._batches, self._steps, self._num_workers, self._pin_memory)
+
+
+class EvalLoader:
+    """The rank's part of a whole split: over all ranks, every row stands in exactly one microbatch.
+
+    Fillers aside; `Microbatch.rows` are row ids. Every rank gets equally many microbatches. Rows come longest first,
+    so that a batch that does not fit in memory shows at once.
+
+    Args:
+        split: the split to evaluate on.
+        batch_size: the most rows of one microbatch.
+        data_rank: this rank among the data-parallel ranks.
+        data_parallel_size: the number of data-parallel ranks.
+        padding: how to pad.
+        num_workers: processes that prepare batches; 0: the rank itself does.
+        pin_memory: whether to copy batches into page-locked memory.
+
+    Raises:
+        TrainerError: while iterating: a worker died.
+    """
+
+    def __init__(
+        self,
+        split: EncodedSplit,
+        batch_size: int,
+        data_rank: int,
+        data_parallel_size: int,
+        padding: Padding,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self._batches = _EvalBatches(split, batch_size, data_rank, data_parallel_size, padding)
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+
+    def __len__(self) -> int:
+        """Microbatches of this rank, fillers included: the same on every rank."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        return _load(self._batches, range(len(self)), self._num_workers, self._pin_memory)
+
+
+class _TrainBatches:
+    """The rank's part of the global batch of any step, by the step's number from 0."""
+
+    def __init__(
+        self, split: EncodedSplit, order: GlobalOrder, plan: BatchPlan, data_rank: int, padding: Padding
+    ) -> None:
+        self._split = split
+        self._order = order
+        self._plan = plan
+        self._data_rank = data_rank
+        self._padding = padding
+
+    def __getitem__(self, step: int) -> RankBatch:
+        row_ids = self._order.batch(*divmod(step, self._order.steps_per_epoch))
+        lengths = self._split.lengths[row_ids]
+        chunks = partition(
+            len(row_ids),
+            self._data_rank,
+            self._plan.data_parallel_size,
+            self._plan.micro_batch_size,
+            filler_place=int(lengths.argmin()),  # the cheapest row to repeat
+        )
+        microbatches = [
+            collate(self._split, row_ids[chunk.places], self._padding, chunk.places, chunk.filler) for chunk in chunks
+        ]
+        return RankBatch(microbatches, num_rows=len(row_ids), num_tokens=int(lengths.sum()))
+
+
+class _EvalBatches:
+    """The rank's microbatches of a whole split, by their number from 0."""
+
+    def __init__(
+        self, split: EncodedSplit, batch_size: int, data_rank: int, data_parallel_size: int, padding: Padding
+    ) -> None:
+        self._split = split
+        self._padding = padding
+        self._row_ids = np.argsort(-split.lengths, kind="stable")
+        self._chunks = partition(len(split), data_rank, data_parallel_size, batch_size, filler_place=len(split) - 1)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __getitem__(self, index: int) -> Microbatch:
+        chunk = self._chunks[index]
+        row_ids = self._row_ids[chunk.places]
+        return collate(self._split, row_ids, self._padding, places=row_ids, filler=chunk.filler)
+
+
+def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool) -> Iterator[Any]:
+    """Yields `batches[key]` for each key, in order.
+
+    Raises:
+        TrainerError: a worker died.
+    """
+    loader = DataLoader(
+        batches,
+        sampler=keys,
+        batch_size=None,
+        collate_fn=_identity,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        worker_init_fn=_ignore_stop_signals,
+        generator=torch.Generator(),  # without one, the loader would draw from the generator that dropout may use
+    )
+    before = multiprocessing.active_children()
+    with _stop_signals_held():  # for the workers too, until they ignore them
+        iterator = iter(loader)
+    workers = [process for process in multiprocessing.active_children() if process not in before]
+    # At exit, multiprocessing ends its children with a SIGTERM, which these ignore, and waits for them forever.
+    weakref.finalize(iterator, _kill, workers)
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:  # of the loader, or of a connection cut short
+            if dead := _dead(workers):
+                raise TrainerError(_worker_death(dead, num_workers)) from error
+            raise
+        yield batch
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+@contextmanager
+def _stop_signals_held() -> Iterator[None]:
+    """Keeps the stop signals pending for this thread and for the processes that it starts meanwhile."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _ignore_stop_signals(worker_id: int) -> None:
+    """Leaves the answer to the rank: it needs its workers until it has saved a checkpoint and shuts them down."""
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _kill(workers: Sequence[BaseProcess]) -> None:
+    alive = [worker for worker in workers if worker.is_alive()]
+    if alive:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report these deaths as an error
+    for worker in alive:
+        worker.kill()
+
+
+def _dead(workers: Sequence[BaseProcess]) -> list[BaseProcess]:
+    """The workers that have died, after a moment for one that is about to."""
+    for sentinel in wait([worker.sentinel for worker in workers], _DEATH_SECONDS):
+        next(worker for worker in workers if worker.sentinel == sentinel).join(_DEATH_SECONDS)
+    return [worker for worker in workers if worker.exitcode is not None]
+
+
+def _worker_death(dead: Sequence[BaseProcess], num_workers: int) -> str:
+    codes = sorted({worker.exitcode or 0 for worker in dead})
+    how = ", ".join(f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}" for code in codes)
+    return (
+        f"a process of `data.num_workers` ({num_workers}) died: {how}; SIGKILL often means that memory ran out, SIGBUS"
+        " that shared memory (/dev/shm) did: give it more, or set `data.num_workers` to 0"
+    )

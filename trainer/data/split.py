@@ -1,0 +1,55 @@
+"""One tokenised split, memory-mapped from its cache entry: all ranks and workers of a node share the same pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.order import IndexArray
+
+FlatArray: TypeAlias = NDArray[Any]
+
+
+class EncodedSplit:
+    """Rows as flat arrays: row `i` owns `tokens[name][offsets[i] : offsets[i + 1]]` and `scalars[name][i]`.
+
+    Args:
+        offsets: where each row starts in the flat columns, and where the last one ends `[rows + 1]`.
+        tokens: the columns with one value for each token `[all tokens]`, `input_ids` among them.
+        scalars: the columns with one value for each row `[rows]`.
+        content_hash: names the content; equal for equal content only.
+        num_cut: rows that were longer than `data.max_length`.
+        folder: the cache entry to map again in another process; None: the arrays themselves travel.
+    """
+
+    def __init__(
+        self,
+        offsets: IndexArray,
+        tokens: Mapping[str, FlatArray],
+        scalars: Mapping[str, FlatArray],
+        content_hash: str,
+        num_cut: int = 0,
+        folder: Path | None = None,
+    ) -> None:
+        self.offsets = offsets
+        self.tokens = dict(tokens)
+        self.scalars = dict(scalars)
+        self.content_hash = content_hash
+        self.num_cut = num_cut
+        self.folder = folder
+        self.lengths: IndexArray = np.diff(offsets)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled memory map would carry the whole data set to each spawned worker.
+        if self.folder is not None:
+            from trainer.data.cache import open_entry
+
+            return open_entry, (self.folder,)
+        return EncodedSplit, (self.offsets, self.tokens, self.scalars, self.content_hash, self.num_cut)

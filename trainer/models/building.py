@@ -1,0 +1,201 @@
+"""Builds the model of a recipe: a pretrained one from a folder or the hub, or one with random weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
+
+from trainer.errors import TrainerError, UsageError
+from trainer.models.attention import KEYED_ATTENTION
+from trainer.models.dropout import key_dropout, set_probabilities
+from trainer.models.initialising import Gather, draw_weights, whole_already
+from trainer.parallel.dropout import DropoutKeys
+from trainer.recipe.schema import Model, Training
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A Hugging Face model in fp32 on the CPU, ready to be placed.
+
+    `dropout_keys` is None where the recipe chose torch's own dropout. `notes` are what a user should know of how it was
+    built, such as weights that the checkpoint does not hold.
+    """
+
+    model: nn.Module
+    dropout_keys: DropoutKeys | None
+    notes: list[str] = field(default_factory=list)
+
+
+def _one_line(error: Exception) -> str:
+    """What transformers says, which can be a page."""
+    return shorten(str(error), 300, placeholder=" ...") or type(error).__name__
+
+
+def _not_found(key: str, name: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"`{key}` is {name!r}, which could not be opened: {_one_line(error)}; give a folder that holds it, or the name"
+        " of a repository that this machine can reach or has in its cache"
+    )
+
+
+def load_tokenizer(recipe: Model) -> Any:
+    """The fast tokenizer of the recipe's model.
+
+    Raises:
+        UsageError: there is none, or it cannot be reached.
+    """
+    key, name, revision = "model.name_or_path", str(recipe.name_or_path), recipe.revision
+    if recipe.tokenizer is not None:  # a place of its own, of which the model's revision says nothing
+        key, name, revision = "model.tokenizer", recipe.tokenizer, None
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _not_found(key, name, error) from error
+
+
+def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """The configuration that a recipe's `model.config` describes.
+
+    Raises:
+        UsageError: a key is the task's to set, or nobody reads it.
+        ValueError: the model type is unknown.
+        TypeError, StrictDataclassError: a value is of the wrong type.
+    """
+    keys = dict(described)
+    model_type = keys.pop("model_type", None)
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        near = get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
+        meant = f'did you mean "{near[0]}"?' if near else 'write one such as "bert"'
+        raise UsageError(
+            f"`model.config.model_type` must be a model type of transformers, but is {model_type!r}; {meant}"
+        )
+    for key in keys:
+        if key in options or key == "num_labels":
+            raise UsageError(f"`model.config.{key}` is what `task` decides; remove it")
+    config = AutoConfig.for_model(model_type, **keys, **options)
+    known = {*(field.name for field in fields(config)), *config.attribute_map}
+    # Transformers keeps a key that it does not know as an attribute; one that it knows by an older name is gone.
+    for key in keys.keys() - known:
+        if key in vars(config):
+            near = get_close_matches(key, known, n=1)
+            meant = f"did you mean `{near[0]}`?" if near else "remove it"
+            raise UsageError(f"`model.config.{key}` is not a key of a {model_type} configuration; {meant}")
+    return config
+
+
+def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
+    """The transformers configuration of the recipe's model, with the `options` of its task and its dropout.
+
+    Raises:
+        UsageError: it cannot be reached, or does not describe a model.
+    """
+    try:
+        if recipe.config is not None:
+            config = _described_config(recipe.config, options)
+        else:
+            config = AutoConfig.from_pretrained(
+                recipe.name_or_path, revision=recipe.revision or "main", trust_remote_code=False, **options
+            )
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        if recipe.config is not None:
+            raise UsageError(
+                f"`model.config` does not describe a model of transformers: {_one_line(error)}; mend it"
+            ) from error
+        raise _not_found("model.name_or_path", str(recipe.name_or_path), error) from error
+    if recipe.dropout is not None:
+        set_probabilities(config, recipe.dropout)
+    return config
+
+
+def _initialise(
+    auto_class: Any, recipe: Model, config: Any, attention: str, seed: int, gather: Gather
+) -> tuple[nn.Module, list[str]]:
+    """The model in fp32 on the CPU, and notes; weights that are not loaded are drawn from `seed` alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if recipe.config is not None:
+            model = auto_class.from_config(config, attn_implementation=attention, dtype=torch.float32)
+            draw_weights(model, dict(model.named_parameters()), seed, gather)
+            return model, []
+        model, loading = auto_class.from_pretrained(
+            recipe.name_or_path,
+            config=config,
+            revision=recipe.revision or "main",
+            attn_implementation=attention,
+            dtype=torch.float32,
+            use_safetensors=True,  # never a pickle
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    notes = []
+    if missing := sorted(loading["missing_keys"]):
+        draw_weights(model, missing, seed, gather)
+        notes.append(f"not in the checkpoint, drawn at random: {', '.join(missing)}")
+    if unexpected := sorted(loading["unexpected_keys"]):
+        notes.append(f"in the checkpoint, not in this model: {', '.join(unexpected)}")
+    return model, notes
+
+
+def build_model(
+    recipe: Model,
+    training: Training,
+    auto_class_name: str,
+    options: Mapping[str, Any],
+    gather: Gather = whole_already,
+) -> BuiltModel:
+    """Builds the model; the same weights on every rank and under every layout.
+
+    Args:
+        recipe: the recipe's `model`.
+        training: the recipe's `training`, for the seed and the kind of dropout.
+        auto_class_name: the head, as the name of an auto class of transformers.
+        options: keys of the configuration that the task decides, such as `num_labels`.
+        gather: makes parameters whole, where they are partitioned while the model is built.
+
+    Raises:
+        UsageError: it cannot be reached, holds no safetensors, or has a dropout that cannot be keyed.
+    """
+    config = load_config(recipe, options)
+    attention = KEYED_ATTENTION if training.layout_invariant_dropout else "sdpa"
+    try:
+        model, notes = _initialise(
+            getattr(transformers, auto_class_name), recipe, config, attention, training.seed, gather
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if recipe.config is not None:
+            raise UsageError(f"`model.config` does not describe an {auto_class_name}: {_one_line(error)}") from error
+        raise _not_found("model.name_or_path", str(recipe.name_or_path), error) from error
+    keys = None
+    if training.layout_invariant_dropout:
+        keys = DropoutKeys(training.seed)
+        key_dropout(model, keys)
+    return BuiltModel(model, keys, notes)
+
+
+def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Writes a plain Hugging Face folder: safetensors and configuration.
+
+    Raises:
+        TrainerError: it cannot be written.
+    """
+    # transformers looks for DeepSpeed when it saves, which greets on stderr; the progress bar of one file says nothing.
+    transformers.utils.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        model.save_pretrained(folder, state_dict=dict(weights))  # type: ignore[operator]
+    except (OSError, SafetensorError) as error:
+        raise TrainerError(f"the model could not be written to {folder}: {error}") from error
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,1 @@
+"""Architectures as data: one file for each family, one row each in `table.py`."""

@@ -1,0 +1,54 @@
+"""Random weights that do not depend on the layout: each module draws from a stream of its own.
+
+One generator for the whole model would make a weight depend on what was drawn before it, which differs where a rank
+holds only some of the modules, or where DeepSpeed partitions them while they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from trainer.parallel.random import stream_key
+
+Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
+"""A context in which partitioned parameters are whole, and after which they are cut again as they were left."""
+
+
+def whole_already(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
+    """The `Gather` of a model that is not partitioned."""
+    return nullcontext()
+
+
+def draw_weights(model: nn.Module, names: Collection[str], seed: int, gather: Gather) -> None:
+    """Draws the parameters `names` of a transformers model again, by the model's own rules.
+
+    Args:
+        model: of transformers.
+        names: as in `model.named_parameters()`.
+        seed: the recipe's.
+        gather: makes parameters whole.
+    """
+    wanted = set(names)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        _draw(model, "", model, wanted, seed, gather)
+
+
+def _draw(module: nn.Module, path: str, owner: nn.Module, wanted: set[str], seed: int, gather: Gather) -> None:
+    owner = module if isinstance(module, PreTrainedModel) else owner  # whose rules these are
+    for name, child in module.named_children():
+        _draw(child, f"{path}{name}.", owner, wanted, seed, gather)
+    own = dict(module.named_parameters(recurse=False))
+    drawn = [parameter for name, parameter in own.items() if f"{path}{name}" in wanted]
+    if not drawn:
+        return
+    for parameter in own.values():  # transformers leaves alone what carries this mark
+        parameter._is_hf_initialized = all(parameter is not other for other in drawn)  # type: ignore[attr-defined]
+    torch.manual_seed(stream_key(seed, "weights", path))
+    with gather(drawn):
+        owner._init_weights(module)  # type: ignore[operator]

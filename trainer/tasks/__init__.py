@@ -1,0 +1,7 @@
+"""What is learned: each task's labels, loss and metrics. Knows no model family, no source of data and no layout."""
+
+from trainer.tasks.metrics import greater_is_better
+from trainer.tasks.registry import build_task
+from trainer.tasks.task import Task
+
+__all__ = ["Task", "build_task", "greater_is_better"]

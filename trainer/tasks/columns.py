@@ -1,0 +1,93 @@
+"""What tasks on text columns share: checking the columns, tokenising them, and naming a cell in a message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.errors import DataError, UsageError
+from trainer.tasks.types import Dataset, Tokenizer
+
+STRING_TYPES = ("string", "large_string")
+
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+
+
+def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str, where: str) -> None:
+    """Refuses a split without one of the columns `names`, which the recipe's `key` asks for.
+
+    Raises:
+        DataError: names the missing column and the columns that there are.
+    """
+    for name in names:
+        if name not in features:
+            raise DataError(
+                f"`{key}` names the column `{name}`, but {where} has none of that name; its columns are"
+                f" {', '.join(f'`{column}`' for column in features)}"
+            )
+
+
+def require_text(features: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    """Refuses a split whose columns `names` are missing or do not hold strings.
+
+    Raises:
+        DataError: names the column and what it holds.
+    """
+    require_columns(features, names, "task.text", where)
+    for name in names:
+        if getattr(features[name], "dtype", None) not in STRING_TYPES:
+            raise DataError(
+                f"`task.text` must name columns of strings, but column `{name}` of {where} holds"
+                f" {type_name(features[name])}"
+            )
+
+
+def type_name(feature: Any) -> str:
+    """The type of a column, as a message shows it: `int64`, `string`, `List(...)`."""
+    kind = type(feature).__name__
+    return "values of several types" if kind == "Json" else str(feature.dtype if kind == "Value" else feature)
+
+
+def cell(column: str, row: int, where: str) -> str:
+    """Names one cell; `row` counts from 0, what the user reads counts from 1."""
+    return f"column `{column}`, row {row + 1} of {where}"
+
+
+def tokenise(
+    rows: Dataset, columns: Sequence[str], tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+) -> dict[str, list[Any]]:
+    """Tokenises one text column, or two as pairs, and cuts at `max_length`.
+
+    Returns:
+        The tokenizer's columns without the attention mask, which is 1 on every token of an unpadded row, and `cut`:
+        whether the row was longer than `max_length`.
+
+    Raises:
+        DataError: a text is null, or no token is left of it.
+        UsageError: `max_length` has no room for text.
+    """
+    num_special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
+    if max_length <= num_special:  # the tokenizer would not cut at all
+        raise UsageError(f"`data.max_length` must be more than the {num_special} special tokens, but is {max_length}")
+    texts = [list(rows[column]) for column in columns]
+    for column, values in zip(columns, texts, strict=True):
+        if None in values:
+            raise DataError(f"{cell(column, first_row + values.index(None), where)} is null; every row needs a text")
+    features = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
+    if [] in features["input_ids"]:
+        row = first_row + features["input_ids"].index([])
+        raise DataError(f"{cell(columns[0], row, where)} is a text without a token; leave the row out")
+    at_limit = [row for row, ids in enumerate(features["input_ids"]) if len(ids) == max_length]
+    cut = [False] * len(rows)
+    if at_limit:  # a row of exactly `max_length` tokens may have been longer, or just as long
+        whole = tokenizer(*[[values[row] for row in at_limit] for values in texts], verbose=False)
+        for row, ids in zip(at_limit, whole["input_ids"], strict=True):
+            cut[row] = len(ids) > max_length
+    return {**features, "cut": cut}
+
+
+def finite_number(value: Any) -> float | None:
+    """`value` as a float, or None where it is not a finite float32 (strings and booleans are not numbers)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_FLOAT32:
+        return None
+    return float(value)

@@ -1,0 +1,88 @@
+"""The closed table of metrics, computed over a whole split by scikit-learn and scipy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`compute(predictions, labels)`, each `[rows]`, and which way is better."""
+
+    compute: Callable[[Values, Values], float]
+    greater_is_better: bool = True
+
+
+# scikit-learn and scipy take half a second each to import; the first evaluation pays for it, not the start.
+
+
+def _accuracy(predictions: Values, labels: Values) -> float:
+    return float(np.mean(predictions == labels))
+
+
+def _f1(predictions: Values, labels: Values) -> float:
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, predictions, average="binary", pos_label=1, zero_division=0))
+
+
+def _f1_macro(predictions: Values, labels: Values) -> float:
+    """The mean over the classes that occur in the labels or in the predictions: F1 is not defined for others."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, predictions, average="macro", zero_division=0))
+
+
+def _matthews(predictions: Values, labels: Values) -> float:
+    from sklearn.metrics import matthews_corrcoef
+
+    return float(matthews_corrcoef(labels, predictions))
+
+
+def _pearson(predictions: Values, labels: Values) -> float:
+    from scipy import stats
+
+    return _correlation(stats.pearsonr, predictions, labels)
+
+
+def _spearman(predictions: Values, labels: Values) -> float:
+    from scipy import stats
+
+    return _correlation(stats.spearmanr, predictions, labels)
+
+
+def _correlation(function: Callable[..., Any], predictions: Values, labels: Values) -> float:
+    """Zero where one side is constant, as Matthews has it: the correlation is not defined, and nothing was learned."""
+    if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
+        return 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "nearly constant": early predictions are, and the value still stands
+        return float(function(predictions.astype(np.float64), labels.astype(np.float64)).statistic)
+
+
+def _mse(predictions: Values, labels: Values) -> float:
+    return float(np.mean(np.square(predictions.astype(np.float64) - labels.astype(np.float64))))
+
+
+METRICS: dict[str, Metric] = {
+    "accuracy": Metric(_accuracy),
+    "f1": Metric(_f1),
+    "f1_macro": Metric(_f1_macro),
+    "matthews": Metric(_matthews),
+    "pearson": Metric(_pearson),
+    "spearman": Metric(_spearman),
+    "mse": Metric(_mse, greater_is_better=False),
+}
+
+
+def greater_is_better(metric: str) -> bool:
+    """Whether a larger value of `metric` (a name of the table, or "loss") is the better one."""
+    return metric != "loss" and METRICS[metric].greater_is_better

@@ -1,0 +1,91 @@
+"""Give each text, or pair of texts, a number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.errors import DataError
+from trainer.parallel.dtypes import at_least_fp32
+from trainer.tasks.columns import cell, finite_number, require_columns, require_text, tokenise
+from trainer.tasks.metrics import METRICS
+from trainer.tasks.types import Dataset, Tokenizer
+
+
+@dataclass(frozen=True)
+class SequenceRegressionTask:
+    """One number for each row, learned by squared error."""
+
+    text_columns: tuple[str, ...]
+    label_column: str
+    metric_names: tuple[str, ...]
+
+    auto_class_name = "AutoModelForSequenceClassification"
+    rows_are_labels = True
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.text_columns, self.label_column)
+
+    @property
+    def fingerprint(self) -> str:
+        return json.dumps(["sequence_regression", self.text_columns, self.label_column])
+
+    def resolve(self, train: Dataset, where: str) -> SequenceRegressionTask:
+        self.check_columns(train.features, where)
+        return self
+
+    def model_options(self) -> dict[str, Any]:
+        return {"num_labels": 1, "problem_type": "regression"}
+
+    def check_columns(self, features: Mapping[str, Any], where: str) -> None:
+        require_text(features, self.text_columns, where)
+        require_columns(features, [self.label_column], "task.label", where)
+
+    def encode(
+        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+    ) -> dict[str, list[Any]]:
+        features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
+        return {**features, "labels": self._numbers(rows, where, first_row)}
+
+    def num_valid(self, labels: Tensor) -> Tensor:
+        return labels.new_tensor(labels.numel()).long()
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Squared error summed over the rows.
+
+        Args:
+            logits: `[batch, 1]`.
+            labels: `[batch]`.
+        """
+        scores = at_least_fp32(logits).squeeze(-1)
+        return F.mse_loss(scores, labels.to(scores.dtype), reduction="sum")
+
+    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"predictions": logits.float().squeeze(-1).cpu(), "labels": labels.float().cpu()}
+
+    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
+        predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
+        return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
+
+    def _numbers(self, rows: Dataset, where: str, first_row: int) -> list[float]:
+        """The target of each row.
+
+        Raises:
+            DataError: a target is null, not a number, NaN or infinite.
+        """
+        numbers: list[float] = []
+        for place, value in enumerate(rows[self.label_column]):
+            number = finite_number(value)
+            if number is None:
+                raise DataError(
+                    f"{cell(self.label_column, first_row + place, where)} must be a finite number, but is"
+                    f" {'null' if value is None else repr(value)}"
+                )
+            numbers.append(number)
+        return numbers
