@@ -1,0 +1,81 @@
+"""The seam between the loop and the strategies: one whole optimizer step at a time.
+
+It cannot be finer: with pipeline stages the schedule owns the backward pass, and DeepSpeed owns its own step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.placement import Placements
+
+MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
+"""What stands before a parameter's name in `Engine.state`."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step was, the same on every rank."""
+
+    loss: float  # over the whole global batch: sum of losses / number of valid labels
+    grad_norm: float  # of the whole model, unscaled, before clipping
+    learning_rate: float
+    loss_scale: float | None = None  # that this step used; fp16 only
+    skipped_steps: int | None = None  # so far, this one included; fp16 only
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step could be taken."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What one microbatch of an evaluation gave on this rank; a filler gives nothing."""
+
+    loss_sum: float
+    num_valid: int
+    predictions: dict[str, Tensor]  # on the CPU, each [batch, ...], in the order of the microbatch's rows
+
+
+class Engine(Protocol):
+    """Holds the model and the optimizer, however they lie over the ranks."""
+
+    @property
+    def placements(self) -> Placements:
+        """How each parameter lies."""
+        ...
+
+    def train_step(self, batch: RankBatch) -> StepResult:
+        """Forward, backward, gradient sync, clipping, optimizer and schedule for one global batch.
+
+        Raises:
+            NonFiniteError: the loss or the gradient norm is not finite; weights and optimizer are as before the step.
+        """
+        ...
+
+    def eval_step(self, microbatch: Microbatch) -> EvalResult:
+        """A forward pass without dropout and without gradients."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and optimizer state by the parameter's name in the unsharded model, for a checkpoint.
+
+        All ranks must call it, because parts are gathered; only rank 0 gets the whole.
+        """
+        ...
+
+    def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Goes on from what `state` gave rank 0 after `step` steps; every rank has all of it."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Writes the model as a plain Hugging Face folder, once, over all ranks."""
+        ...

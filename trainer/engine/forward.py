@@ -1,0 +1,107 @@
+"""Microbatches through the model, as every engine does it: dropout keys, the sum of losses, its denominator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.engine.engine import EvalResult
+from trainer.engine.precision import cast_forward
+from trainer.models.building import BuiltModel
+from trainer.models.checkpointing import checkpoint_layers
+from trainer.models.dropout import RefuseUnkeyedDropout
+from trainer.models.families.table import layers_of
+from trainer.parallel.dropout import MicrobatchKey
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.random import seed_generator, stream_key
+from trainer.recipe.plan import RunPlan
+from trainer.tasks.task import Task
+
+ModelCall = Callable[..., Any]
+
+
+def prepare_model(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan) -> None:
+    """Gives the model the recipe's precision and activation checkpointing; before it is placed, and inside of that.
+
+    Raises:
+        UsageError: its layers are to be found, but it is in no family of the table.
+    """
+    how = plan.recipe.activation_checkpointing
+    if how != "none":
+        checkpoint_layers(layers_of(built.model).values(), how, built.dropout_keys)
+    cast_forward(built.model, plan.recipe.precision, mesh.device)
+
+
+class ModelForward:
+    """Runs a task's model.
+
+    Args:
+        built: the model.
+        call: the model as it is called in training: wrapped by a strategy, or itself.
+        eval_call: as it is called in an evaluation.
+        task: gives the loss.
+        mesh: the ranks.
+        seed: the recipe's.
+    """
+
+    def __init__(
+        self, built: BuiltModel, call: ModelCall, eval_call: ModelCall, task: Task, mesh: ParallelMesh, seed: int
+    ) -> None:
+        self._model = built.model
+        self._keys = built.dropout_keys
+        self._call = call
+        self._eval_call = eval_call
+        self._task = task
+        self._mesh = mesh
+        self._seed = seed
+        self._step = 0
+        # One step is enough to see every dropout of the model, and the watch costs time in each.
+        self._watch: AbstractContextManager[object] = RefuseUnkeyedDropout() if built.dropout_keys else nullcontext()
+
+    def begin_step(self, step: int) -> None:
+        """Makes ready for the microbatches of the optimizer step after `step` steps."""
+        self._step = step
+        self._set_training(True)
+        if self._keys is None:
+            # Torch's own dropout: other masks on each data-parallel rank, and the same ones again after a resumption.
+            seed_generator(self._mesh.device, stream_key(self._seed, step, self._mesh.index("dp")))
+
+    def denominator(self, batch: RankBatch) -> Tensor:
+        """Valid labels of the global batch over all ranks and microbatches, known before the first forward."""
+        if self._task.rows_are_labels:
+            return torch.tensor(float(batch.num_rows), device=self._mesh.device)
+        counts = [self._task.num_valid(m.labels) for m in batch.microbatches if not m.filler]
+        local = torch.tensor(float(sum(int(count) for count in counts)), device=self._mesh.device)
+        # A batch in which every label is ignored has a loss of 0, not 0 / 0.
+        return self._mesh.sum_(local, "dp").clamp(min=1.0)
+
+    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+        """The sum of losses of a microbatch; a filler joins the collectives with a gradient of zero."""
+        microbatch = microbatch.to(self._mesh.device)
+        keyed = self._keys.use(MicrobatchKey(self._step, microbatch.rows)) if self._keys else nullcontext()
+        with self._watch, keyed:
+            logits = self._call(**microbatch.inputs).logits
+        self._watch = nullcontext()
+        loss = self._task.loss_sum(logits, microbatch.labels)
+        return loss * 0.0 if microbatch.filler else loss
+
+    @torch.no_grad()
+    def evaluate(self, microbatch: Microbatch) -> EvalResult:
+        """A forward pass without dropout and without gradients."""
+        self._set_training(False)
+        num_valid = int(self._task.num_valid(microbatch.labels))  # on the CPU still, so that no device is waited for
+        microbatch = microbatch.to(self._mesh.device)
+        logits = self._eval_call(**microbatch.inputs).logits
+        if microbatch.filler:
+            return EvalResult(0.0, 0, {})
+        loss_sum = self._task.loss_sum(logits, microbatch.labels).item()
+        return EvalResult(loss_sum, num_valid, self._task.predictions(logits, microbatch.labels))
+
+    def _set_training(self, mode: bool) -> None:
+        if self._model.training != mode:
+            self._model.train(mode)

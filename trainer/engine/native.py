@@ -1,0 +1,188 @@
+"""The native engine: PyTorch alone, on one process, with DistributedDataParallel or with FSDP."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.engine.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, EvalResult, StepResult
+from trainer.engine.forward import ModelForward, prepare_model
+from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
+from trainer.engine.scaling import LossScaler, settle
+from trainer.engine.schedule import AccumulationSchedule
+from trainer.engine.sharded import defer_all_reduce, shard
+from trainer.errors import UsageError
+from trainer.models.building import BuiltModel, save_model
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
+from trainer.parallel.placement import Placements, whole
+from trainer.parallel.whole import copy_whole_, gather_on_rank_zero, local_part, shard_like
+from trainer.recipe.plan import RunPlan
+from trainer.tasks.task import Task
+
+
+def _sum_gradients(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
+    """DDP's communication hook that sums: each rank's loss is already its share of the global mean."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return summed
+
+
+def wrap_ddp(model: nn.Module, mesh: ParallelMesh) -> DistributedDataParallel:
+    """`model` with its gradients summed, not averaged, over the data-parallel ranks while the backward pass runs."""
+    group = mesh.group("dp")
+    # Buffers of transformers' models are constants, such as position ids; torch 2.13 renamed the option.
+    options = inspect.signature(DistributedDataParallel).parameters
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
+        process_group=group,
+        gradient_as_bucket_view=True,
+        **{sync_buffers: False},  # type: ignore[arg-type]
+    )
+    # A lambda, because DDP compares a hook's annotations with its own classes, and ours are strings.
+    wrapped.register_comm_hook(group, lambda group, bucket: _sum_gradients(group, bucket))  # noqa: PLW0108
+    return wrapped
+
+
+def _lie_as(parameter: Tensor, state: Tensor) -> Tensor:
+    """A tensor of the optimizer's state, cut as its parameter is; a count of steps stays the scalar that it is."""
+    if state.shape == parameter.shape:
+        return shard_like(state, parameter)
+    return state.to(local_part(parameter).device, copy=True)
+
+
+class NativeEngine:
+    """One model, one optimizer, one schedule of microbatches.
+
+    Args:
+        forward: runs the model.
+        model: with its parameters placed.
+        no_sync: a context in which a backward pass leaves to a later one what it can.
+        placements: how each parameter lies.
+        mesh: the ranks.
+        plan: precision, optimizer, schedule, clipping.
+        total_steps: where the schedule ends.
+    """
+
+    def __init__(
+        self,
+        forward: ModelForward,
+        model: nn.Module,
+        no_sync: Callable[[], AbstractContextManager[None]],
+        placements: Placements,
+        mesh: ParallelMesh,
+        plan: RunPlan,
+        total_steps: int,
+    ) -> None:
+        self.placements = placements
+        self._forward = forward
+        self._model = model
+        self._mesh = mesh
+        self._recipe = plan.recipe
+        self._total_steps = total_steps
+        self._step = 0
+        self._parameters = dict(model.named_parameters())
+        self._optimizer = build_optimizer(plan.recipe.optimizer, self._parameters.items(), no_decay_names(model))
+        self._schedule = AccumulationSchedule(forward.loss_sum, no_sync)
+        self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
+        self._needs_all_gradients = plan.recipe.parallel.strategy == "ddp" and mesh.size("dp") > 1
+
+    def train_step(self, batch: RankBatch) -> StepResult:
+        self._forward.begin_step(self._step)
+        scale = self._scaler.scale if self._scaler else 1.0
+        share = self._schedule.run(batch.microbatches, self._forward.denominator(batch), scale)
+        loss = self._mesh.begin_sum_(share, "dp")
+        if self._needs_all_gradients:
+            self._refuse_unused_parameters()
+        norm = global_grad_norm(((p, self.placements[name]) for name, p in self._parameters.items()), self._mesh)
+        # The one moment at which the host waits for the device.
+        loss_value, norm_value = torch.stack([loss().double(), norm.double()]).tolist()
+        result = StepResult(
+            loss=loss_value,
+            grad_norm=norm_value / scale,
+            learning_rate=self._learning_rate(),
+            loss_scale=scale if self._scaler else None,
+        )
+        if result.is_finite:
+            factor = clip_factor(result.grad_norm, self._recipe.training.max_grad_norm)
+            multiply_gradients_(self._parameters.values(), factor / scale)
+            for group in self._optimizer.param_groups:
+                group["lr"] = result.learning_rate
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._step += 1
+        return settle(result, self._scaler, self._step)
+
+    def eval_step(self, microbatch: Microbatch) -> EvalResult:
+        return self._forward.evaluate(microbatch)
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = {f"{MODEL_PREFIX}{name}": parameter.detach() for name, parameter in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"{OPTIMIZER_PREFIX}{name}.{key}"] = value
+        return gather_on_rank_zero(tensors, self._mesh) | (self._scaler.state() if self._scaler else {})
+
+    def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        for name, parameter in self._parameters.items():
+            copy_whole_(parameter, tensors[f"{MODEL_PREFIX}{name}"])
+            prefix = f"{OPTIMIZER_PREFIX}{name}."
+            state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+            if state:
+                self._optimizer.state[parameter] = {key: _lie_as(parameter, tensor) for key, tensor in state.items()}
+        if self._scaler:
+            self._scaler.load_state(tensors)
+        self._step = step
+
+    def export(self, folder: Path) -> None:
+        weights = gather_on_rank_zero(self._model.state_dict(), self._mesh)
+        self._mesh.on_rank_zero(lambda: save_model(self._model, folder, weights))
+
+    def _refuse_unused_parameters(self) -> None:
+        """DDP leaves gradients that share a bucket with an unused parameter unsummed, and says so one step too late."""
+        unused = [name for name, p in self._parameters.items() if p.requires_grad and p.grad is None]
+        if unused:
+            raise UsageError(
+                f"`parallel.strategy` is {self._recipe.parallel.strategy}, which needs every parameter to take part in"
+                f" the loss, but of this model {', '.join(unused[:5])} do not ({len(unused)} in all); train it on one"
+                " process"
+            )
+
+    def _learning_rate(self) -> float:
+        """That of the coming step; a skipped step does not count."""
+        done = self._step - (self._scaler.skipped_steps if self._scaler else 0)
+        return learning_rate(self._recipe.optimizer, self._recipe.schedule, done, self._total_steps)
+
+
+def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
+    """The engine of `ddp`, `fsdp` and `hsdp`; under `ddp` a lone data-parallel rank runs the model unwrapped."""
+    model, parallel = built.model, plan.recipe.parallel
+    prepare_model(built, mesh, plan)
+    call: nn.Module = model
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    if plan.strategy.cuts_parameters:
+        if parallel.offload == "none":
+            model.to(mesh.device)
+        placements = shard(model, mesh, parallel.reshard_after_forward, parallel.offload == "parameters")
+        no_sync = partial(defer_all_reduce, model)
+    else:
+        model.to(mesh.device)
+        placements = whole(model)
+        if mesh.size("dp") > 1:
+            call = wrapped = wrap_ddp(model, mesh)
+            no_sync = wrapped.no_sync
+    forward = ModelForward(built, call, model, task, mesh, plan.recipe.training.seed)
+    return NativeEngine(forward, model, no_sync, placements, mesh, plan, total_steps)

@@ -1,0 +1,78 @@
+"""DataParallel: one process, a copy of the model on every GPU; kept for those who come from the older articles.
+
+Its memory is lopsided because outputs are gathered on the first GPU. Here each copy computes its own loss, so that only
+scalars are gathered.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.engine.forward import ModelForward, prepare_model
+from trainer.engine.native import NativeEngine
+from trainer.errors import UsageError
+from trainer.models.building import BuiltModel
+from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import Microbatch
+from trainer.parallel.placement import whole
+from trainer.recipe.plan import RunPlan
+from trainer.tasks.task import Task
+
+
+class LossReplica(nn.Module):
+    """What is copied to every GPU: the model and its loss; rows come cut along the batch, as does their key."""
+
+    def __init__(self, model: nn.Module, task: Task, keys: DropoutKeys | None) -> None:
+        super().__init__()
+        self.model = model
+        self._task = task
+        self._keys = keys
+
+    def forward(self, step: int, rows: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+        """The sum of losses of this copy's rows, `[1]`."""
+        with self._keys.use(MicrobatchKey(step, rows)) if self._keys else nullcontext():
+            logits = self.model(**inputs).logits
+        return self._task.loss_sum(logits, labels).unsqueeze(0)
+
+
+class ReplicatedForward(ModelForward):
+    """Spreads each microbatch over the GPUs; evaluations run on the first."""
+
+    def __init__(self, built: BuiltModel, task: Task, mesh: ParallelMesh, seed: int) -> None:
+        super().__init__(built, built.model, built.model, task, mesh, seed)
+        self._replicas = nn.DataParallel(LossReplica(built.model, task, built.dropout_keys))
+
+    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+        microbatch = microbatch.to(self._mesh.device)
+        with self._watch:
+            sums: Tensor = self._replicas(
+                step=self._step, rows=microbatch.rows, labels=microbatch.labels, **microbatch.inputs
+            )
+        self._watch = nullcontext()
+        return sums.sum()
+
+
+def build_replicated(
+    built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int
+) -> NativeEngine:
+    """The engine of `dp`.
+
+    Raises:
+        UsageError: there are fewer than two GPUs.
+    """
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        raise UsageError(
+            f"`parallel.strategy` is dp, which spreads one process over several GPUs, but this machine shows {gpus};"
+            " use ddp, which runs on any number of processes"
+        )
+    model: Any = built.model
+    prepare_model(built, mesh, plan)
+    model.to(mesh.device)
+    forward = ReplicatedForward(built, task, mesh, plan.recipe.training.seed)
+    return NativeEngine(forward, model, nullcontext, whole(model), mesh, plan, total_steps)

@@ -1,0 +1,66 @@
+"""FSDP and HSDP: parameters, gradients and optimizer state cut over the data-parallel ranks (torch's `fully_shard`).
+
+Zhao et al. 2023 (arXiv:2304.11277). In the words of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) this is stage 3,
+and stage 2 where parameters stay whole between forward and backward. HSDP shards within groups and replicates across
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainer.models.families.table import layers_of
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import ParameterPlacement, Placements, Split
+
+
+def shard(model: nn.Module, mesh: ParallelMesh, reshard_after_forward: bool, offload_parameters: bool) -> Placements:
+    """Shards each layer of the model's family, then the rest as one group, over the mesh axis `dp_shard`.
+
+    Gradients are summed, never averaged: each rank's loss is already its share of the global mean.
+
+    Returns:
+        How the parameters lie now.
+
+    Raises:
+        UsageError: the model is in no family of the table.
+    """
+    assert mesh.device_mesh is not None, "one process has nobody to share with"
+    axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
+    policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload_parameters else OffloadPolicy()
+    shapes = {name: (tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()}
+    for layer in layers_of(model).values():
+        fully_shard(
+            layer, mesh=mesh.device_mesh[axes], reshard_after_forward=reshard_after_forward, offload_policy=policy
+        )
+    fully_shard(model, mesh=mesh.device_mesh[axes], reshard_after_forward=reshard_after_forward, offload_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "a parameter was left whole"
+    splits = (Split(dim=0, axis="dp_shard"),)
+    return {
+        name: ParameterPlacement(name, shape, splits, partial_over=("dp",), trainable=trainable)
+        for name, (shape, trainable) in shapes.items()
+    }
+
+
+@contextmanager
+def defer_all_reduce(model: nn.Module) -> Iterator[None]:
+    """Inside, a backward pass sums gradients within the shard group only; the last one sums them across groups too.
+
+    Each backward pass reduces to shards at once: whole gradients kept over an accumulation would cost the memory that
+    sharding saves.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        model.set_requires_all_reduce(True)

@@ -1,0 +1,281 @@
+"""ZeRO-1, 2 and 3 through DeepSpeed's own engine; the only room that imports deepspeed.
+
+Rajbhandari et al. 2020 (arXiv:1910.02054). DeepSpeed averages gradients over the ranks, so each rank's loss is
+multiplied by their number first. Autocast, loss scaling and the accumulation boundary are ours, as under every
+strategy; partitioning, communication, clipping and the optimizer step are DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.engine.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, EvalResult, StepResult
+from trainer.engine.forward import ModelForward, prepare_model
+from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
+from trainer.engine.scaling import LossScaler, settle
+from trainer.errors import UsageError
+from trainer.models.building import BuiltModel, save_model
+from trainer.models.initialising import Gather, whole_already
+from trainer.parallel.mesh import ParallelMesh, backend
+from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.placement import ParameterPlacement, Placements, Split
+from trainer.recipe.deepspeed import deepspeed_config
+from trainer.recipe.plan import RunPlan
+from trainer.tasks.task import Task
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """DeepSpeed, quietly.
+
+    Raises:
+        UsageError: it is not installed, or cannot build the operation that it needs on this device.
+    """
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # it reads this, also where a launcher set others
+    try:
+        with redirect_stdout(io.StringIO()):
+            import deepspeed
+    except ImportError as error:
+        raise UsageError(
+            "`parallel.strategy` zero1, zero2 and zero3 need the package deepspeed; install it"
+            f' (pip install "trainer[deepspeed]") or use fsdp ({error})'
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # importing it sets the level back
+    # It calls collectives by names that torch is about to drop; that is for DeepSpeed to mend, not for a user.
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if device.type == "cpu":
+        for tool in ("g++", "ninja"):
+            if shutil.which(tool) is None:
+                raise UsageError(
+                    f"DeepSpeed compiles an operation for the CPU on first use, but {tool} is not on the PATH; install"
+                    " it, or use `parallel.strategy` fsdp"
+                )
+    return deepspeed
+
+
+@contextmanager
+def partitioned_loading(plan: RunPlan, device: torch.device) -> Iterator[Gather]:
+    """Inside, transformers builds and loads a model in partitions: no rank ever holds the whole of it (ZeRO-3).
+
+    Gives what makes parameters whole for a moment; under other strategies nothing is partitioned yet.
+    """
+    if plan.strategy.zero_stage != 3:
+        yield whole_already
+        return
+    deepspeed = _import_deepspeed(device)
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    with redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed(backend(device), verbose=False, dist_init_required=False)
+        alive = HfDeepSpeedConfig(deepspeed_config(plan))  # transformers keeps a weak reference to it
+        try:
+            yield lambda parameters: deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+        finally:
+            del alive
+
+
+class ZeroEngine:
+    """A model in DeepSpeed's hands.
+
+    Args:
+        forward: runs the model through the DeepSpeed engine.
+        engine: of `deepspeed.initialize`.
+        optimizer: the torch optimizer that it steps.
+        placements: how each parameter lies.
+        mesh: the ranks.
+        plan: precision, optimizer, schedule.
+        total_steps: where the schedule ends.
+    """
+
+    def __init__(
+        self,
+        forward: ModelForward,
+        engine: Any,
+        optimizer: torch.optim.Optimizer,
+        placements: Placements,
+        mesh: ParallelMesh,
+        plan: RunPlan,
+        total_steps: int,
+    ) -> None:
+        self.placements = placements
+        self._forward = forward
+        self._engine = engine
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._recipe = plan.recipe
+        self._total_steps = total_steps
+        self._step = 0
+        self._parameters = dict(engine.module.named_parameters())
+        self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
+        self._is_partitioned = plan.strategy.cuts_parameters  # stage 3
+
+    def train_step(self, batch: RankBatch) -> StepResult:
+        self._forward.begin_step(self._step)
+        if self._scaler:
+            # DeepSpeed multiplies the loss by this, and `_accumulate` by the number of ranks: together the scale, since
+            # more than that would leave the range of fp16 on many ranks. Its average divides by the ranks again.
+            self._engine.optimizer.override_loss_scale(self._scaler.scale / self._mesh.size("dp"))
+        loss = self._accumulate(batch)
+        rate = self._learning_rate()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._engine.step()  # skips by itself where the norm is not finite
+        self._step += 1
+        result = StepResult(
+            loss=self._mesh.sum_(loss, "dp").item(),
+            grad_norm=float(self._engine.get_global_grad_norm()),
+            learning_rate=rate,
+            loss_scale=self._scaler.scale if self._scaler else None,
+        )
+        return settle(result, self._scaler, self._step)
+
+    def eval_step(self, microbatch: Microbatch) -> EvalResult:
+        return self._forward.evaluate(microbatch)
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = {}
+        for name, parameter in self._parameters.items():
+            for key, tensor in self._whole(parameter).items():
+                if self._mesh.rank == 0:
+                    label = f"{OPTIMIZER_PREFIX}{name}.{key}" if key else f"{MODEL_PREFIX}{name}"
+                    tensors[label] = tensor.reshape(self.placements[name].shape).cpu()
+            if self._mesh.rank == 0 and (count := self._step_count()) is not None:
+                tensors[f"{OPTIMIZER_PREFIX}{name}.step"] = count.clone()  # one for each: files share no memory
+        return tensors | (self._scaler.state() if self._scaler else {})
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        self._prepare_moments(tensors)
+        for name, parameter in self._parameters.items():
+            self._set_whole(parameter, tensors[f"{MODEL_PREFIX}{name}"], None)
+            for key in self._moments():
+                self._set_whole(parameter, tensors[f"{OPTIMIZER_PREFIX}{name}.{key}"], key)
+        if self._scaler:
+            self._scaler.load_state(tensors)
+        self._step = step
+
+    def export(self, folder: Path) -> None:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        weights = {}
+        for name, parameter in self._parameters.items():
+            whole = safe_get_full_fp32_param(parameter)
+            if self._mesh.rank == 0:
+                weights[name] = whole.reshape(self.placements[name].shape).cpu()
+        self._mesh.on_rank_zero(lambda: save_model(self._engine.module, folder, weights))
+
+    def _accumulate(self, batch: RankBatch) -> Tensor:
+        """Forward and backward of each microbatch; returns this rank's share of the loss."""
+        denominator = self._forward.denominator(batch)
+        total = torch.zeros((), device=self._mesh.device)
+        for index, microbatch in enumerate(batch.microbatches):
+            self._engine.set_gradient_accumulation_boundary(index == len(batch.microbatches) - 1)
+            loss = self._forward.loss_sum(microbatch) / denominator
+            self._engine.backward(loss * self._mesh.size("dp"), scale_wrt_gas=False)
+            total = total + loss.detach()
+        return total
+
+    def _learning_rate(self) -> float:
+        done = self._step - (self._scaler.skipped_steps if self._scaler else 0)
+        return learning_rate(self._recipe.optimizer, self._recipe.schedule, done, self._total_steps)
+
+    def _moments(self) -> list[str]:
+        """The optimizer's tensors for each parameter; none before the first step."""
+        keys = {key for state in self._optimizer.state.values() for key in state}
+        return [key for key in _MOMENTS if key in keys]
+
+    def _step_count(self) -> Tensor | None:
+        return next((state["step"].detach().cpu() for state in self._optimizer.state.values() if "step" in state), None)
+
+    def _link_moments(self) -> None:
+        """Tells each parameter where its moments lie in the flat partitions (stages 1 and 2).
+
+        DeepSpeed does so after the first step, but stops after the first of several parameter groups.
+        """
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+        zero = self._engine.optimizer
+        if not self._is_partitioned:
+            for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+                lazy_init_hp_params_optimizer_state(parameters, flat, self._optimizer.state)
+
+    def _whole(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The master weight, under the key "", and the moments of a parameter; a collective."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        self._link_moments()
+        moments = {key: safe_get_full_optimizer_state(parameter, key) for key in self._moments()}
+        return {"": safe_get_full_fp32_param(parameter), **moments}
+
+    def _prepare_moments(self, tensors: Mapping[str, Tensor]) -> None:
+        """Makes room for the moments of a checkpoint, which DeepSpeed has from the first step on only."""
+        keys = {
+            label.rsplit(".", 1)[1]: tensor for label, tensor in tensors.items() if label.startswith(OPTIMIZER_PREFIX)
+        }
+        zero = self._engine.optimizer
+        for flat in zero.fp32_partitioned_groups_flat if self._is_partitioned else zero.single_partition_of_fp32_groups:
+            state = {key: torch.zeros_like(flat) for key in _MOMENTS if key in keys}
+            if "step" in keys:
+                state["step"] = keys["step"].to(flat.device, copy=True)
+            if state:
+                self._optimizer.state[flat] = state
+        self._link_moments()
+
+    def _set_whole(self, parameter: Any, whole: Tensor, key: str | None) -> None:
+        """Gives this rank its part of a master weight (key None) or a moment; no communication."""
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        if not self._is_partitioned:
+            whole = whole.to(parameter.device)
+            if key is not None:
+                safe_set_full_optimizer_state(parameter, whole, key)
+            else:
+                safe_set_full_fp32_param(parameter, whole)
+                parameter.copy_(whole)
+            return
+        # The local form, because the full one reads beyond a tensor whose size the ranks do not divide.
+        size = parameter.ds_tensor.ds_numel
+        padded = torch.zeros(size * self._mesh.size("dp_shard"))
+        padded[: whole.numel()] = whole.flatten()
+        part = padded[size * self._mesh.index("dp_shard") :][:size].to(parameter.ds_tensor.device)
+        if key is not None:
+            safe_set_local_optimizer_state(parameter, part, key)
+        else:
+            safe_set_local_fp32_param(parameter, part)
+            parameter.ds_tensor.copy_(part)
+
+
+def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> ZeroEngine:
+    """The engine of `zero1`, `zero2` and `zero3`."""
+    deepspeed = _import_deepspeed(mesh.device)
+    model = built.model
+    prepare_model(built, mesh, plan)
+    splits = (Split(dim=None, axis="dp_shard"),) if plan.strategy.cuts_parameters else ()
+    placements = {
+        name: ParameterPlacement(name, tuple(getattr(p, "ds_shape", p.shape)), splits, trainable=p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+    optimizer = build_optimizer(plan.recipe.optimizer, model.named_parameters(), no_decay_names(model))
+    with redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=deepspeed_config(plan), dist_init_required=False
+        )
+    forward = ModelForward(built, engine, engine, task, mesh, plan.recipe.training.seed)
+    return ZeroEngine(forward, engine, optimizer, placements, mesh, plan, total_steps)
