@@ -1,0 +1,1 @@
+"""Saving the state of a run and finding it again. Knows an `Engine`, never which one."""

@@ -1,0 +1,28 @@
+"""How far a run has come: what the loop counts, and what a checkpoint carries beside the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.observe.records import BestMetric
+
+
+@dataclass
+class Progress:
+    """Counted over all ranks since the start of the training, resumed parts included."""
+
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # rows consumed: the position in the data
+    tokens: int = 0  # likewise, without padding
+    best: BestMetric | None = None
+    evaluations_since_best: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Progress:
+        best = values["best"]
+        return cls(**{**values, "best": BestMetric(**best) if best else None})

@@ -1,0 +1,197 @@
+"""The command line: verbs, arguments and exit codes; every verb's work is done in the rooms below.
+
+Nothing heavy is imported before a verb needs it: only `run` imports torch, and only after the recipe was found valid.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainer import __version__
+from trainer.errors import ExitCode, RecipeError, TrainerError, UsageError
+
+if TYPE_CHECKING:
+    from trainer.recipe.loading import ResolvedRecipe
+    from trainer.recipe.plan import RunPlan
+
+INTERRUPTED = 130
+"""128 + SIGINT, as shells report it: stopped by Ctrl-C before there was anything to save."""
+
+app = typer.Typer(
+    help="Fine-tunes Hugging Face models from one JSON recipe, on one process or many.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help: the styled one takes longer to import than all else together
+)
+recipes_app = typer.Typer(help="List the shipped recipes.")
+app.add_typer(recipes_app, name="recipes")
+
+# An unknown option is taken as an override, so that `--learning_rate 2e-5` is answered with the key to write.
+OVERRIDES = {"ignore_unknown_options": True}
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.", show_default=False)
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Overrides, such as training.epochs=1.", show_default=False),
+]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; `argv` is what follows the program's name."""
+    arguments = _without_local_rank(sys.argv[1:] if argv is None else argv)
+    try:
+        typer.main.get_command(app).main(list(arguments), prog_name="trainer")
+        sys.stdout.flush()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except TrainerError as error:
+        for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
+            print(f"error: {problem}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has seen enough, as in `trainer schema | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ExitCode.DONE
+
+
+def _without_local_rank(argv: Sequence[str]) -> Iterator[str]:
+    """Drops the `--local_rank=N` that the deepspeed launcher puts anywhere; its environment variables say the same."""
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument in ("--local_rank", "--local-rank"):
+            next(arguments, None)
+        elif not argument.startswith(("--local_rank=", "--local-rank=")):
+            yield argument
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trainer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(context_settings=OVERRIDES)
+def run(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks to start on this machine; default: one for each GPU, or one."),
+    ] = None,
+) -> None:
+    """Train a recipe.
+
+    Under torchrun, accelerate, deepspeed or srun it joins the ranks that it is given; alone it starts its own.
+    """
+    from trainer.recipe.loading import load_recipe
+
+    resolved = load_recipe(recipe, overrides or ())
+
+    from trainer.launch.local import run_or_join
+
+    raise typer.Exit(run_or_join(resolved, processes))
+
+
+@app.command(context_settings=OVERRIDES)
+def check(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks to plan for.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show the resolved recipe and where each value came from.
+
+    Also its layout and batch arithmetic on N ranks. Needs no GPU, no network and no torch, and trains nothing.
+    """
+    from trainer.recipe.loading import load_recipe
+    from trainer.recipe.plan import plan_run
+
+    resolved = load_recipe(recipe, overrides or ())
+    plan = plan_run(resolved.recipe, processes)
+    if as_json:
+        typer.echo(json.dumps(_as_json(resolved, plan), indent=2))
+    else:
+        _show(resolved, plan)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    from trainer.recipe.schema import file_schema
+
+    typer.echo(json.dumps(file_schema(), indent=2))
+
+
+@recipes_app.callback(invoke_without_command=True)
+def recipes(context: typer.Context) -> None:
+    """List the shipped recipes."""
+    if context.invoked_subcommand is not None:
+        return
+    from trainer.recipe.shipped import is_base, shipped_recipes, summary
+
+    shipped = shipped_recipes()
+    width = max(map(len, shipped), default=0)
+    for name, path in sorted(shipped.items(), key=lambda item: is_base(item[1])):
+        typer.echo(f"{name:<{width}}  {'(to extend) ' if is_base(path) else ''}{summary(path)}")
+
+
+@recipes_app.command()
+def show(name: Annotated[str, typer.Argument(help="As `trainer recipes` lists it.", show_default=False)]) -> None:
+    """Print a shipped recipe."""
+    from trainer.recipe.shipped import shipped_recipes
+
+    shipped = shipped_recipes()
+    path = shipped.get(name.removesuffix(".json"))
+    if path is None:
+        near = get_close_matches(name, shipped, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(shipped)}"
+        raise UsageError(f"no shipped recipe is called {name!r}; {hint}")
+    typer.echo(path.read_text(encoding="utf-8"), nl=False)
+
+
+def _as_json(resolved: ResolvedRecipe, plan: RunPlan) -> dict[str, object]:
+    from trainer.recipe.deepspeed import deepspeed_config
+
+    return {
+        "file": str(resolved.file),
+        "recipe": resolved.recipe.model_dump(mode="json"),
+        "origins": {key: str(origin) for key, origin in resolved.origins.items()},
+        "layout": asdict(plan.layout),
+        "batch": asdict(plan.batch),
+        "deepspeed": deepspeed_config(plan) or None,
+    }
+
+
+def _show(resolved: ResolvedRecipe, plan: RunPlan) -> None:
+    from trainer.recipe.deepspeed import deepspeed_config
+
+    rows = [(key, json.dumps(value, ensure_ascii=False)) for key, value in resolved.values.items()]
+    key_width = max(len(key) for key, _ in rows)
+    value_width = min(36, max(len(value) for _, value in rows))  # a longer one pushes its origin aside
+    for key, value in rows:
+        origin = typer.style(str(resolved.origins[key]), dim=True)  # echo drops styles where there is no terminal
+        typer.echo(f"{key:<{key_width}}  {value:<{value_width}}  {origin}")
+    typer.echo(
+        f"\nlayout    {plan.layout}\nbatch     {plan.batch}\nstrategy  {plan.strategy.name}: {plan.strategy.summary}"
+    )
+    if config := deepspeed_config(plan):
+        typer.echo(f"deepspeed {json.dumps(config, indent=2)}")

@@ -1,0 +1,133 @@
+"""The training loop: epochs and steps, when to log, evaluate, save and stop. No strategy has a name here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.checkpoint.progress import Progress
+from trainer.engine.engine import Engine, StepResult
+from trainer.evaluation import Evaluator
+from trainer.observe.meter import Meter
+from trainer.observe.observer import Observer
+from trainer.observe.records import BestMetric, EvaluationRecord, StepRecord
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import RankBatch
+from trainer.recipe.schema import Interval, Recipe
+from trainer.stopping import StopRequest
+
+Ending = Literal["finished", "patience", "stop_at_step", "signal"]
+
+
+@dataclass
+class Loop:
+    """Trains until the last step, or until something says stop.
+
+    `save` writes a checkpoint of the state after the step just done, `keep_best` exports the model that the evaluation
+    just found to be the best, `peak_memory` gives the most bytes that this rank has used.
+    """
+
+    recipe: Recipe
+    engine: Engine
+    batches: Iterable[RankBatch]
+    evaluator: Evaluator | None
+    best_metric: str
+    greater_is_better: bool
+    mesh: ParallelMesh
+    observers: Observer
+    meter: Meter
+    progress: Progress
+    steps_per_epoch: int
+    total_steps: int
+    save: Callable[[], None]
+    keep_best: Callable[[], None]
+    peak_memory: Callable[[], int]
+    stop: StopRequest
+
+    def run(self) -> Ending:
+        """Runs the steps that are left.
+
+        Raises:
+            NonFiniteError: the loss or the gradient norm is not finite.
+        """
+        for batch in self.batches:
+            # Asked before the step and heard after it: no rank waits only to learn that nobody was told to stop.
+            stop_signal = self.mesh.begin_agree_max(self.stop.received)
+            result = self.engine.train_step(batch)
+            self._count(batch)
+            if self._due(self.recipe.logging.every):
+                self._log(result)
+            out_of_patience = self._due(self.recipe.evaluation.every) and self._evaluate()
+            ending = self._ending(out_of_patience, stop_signal())
+            if ending or self._due(self.recipe.checkpoint.every):
+                with self.meter.paused():
+                    self.save()
+            if ending:
+                return ending
+        return "finished"
+
+    def _count(self, batch: RankBatch) -> None:
+        self.progress.step += 1
+        self.progress.samples += batch.num_rows
+        self.progress.tokens += batch.num_tokens
+        self.meter.add(batch.num_rows, batch.num_tokens)
+
+    def _due(self, every: Interval | None) -> bool:
+        """Whether something is due after this step: at each interval, and at the very end."""
+        if every is None:
+            return False
+        steps = every.count * (self.steps_per_epoch if every.unit == "epochs" else 1)
+        return self.progress.step % steps == 0 or self.progress.step == self.total_steps
+
+    def _log(self, result: StepResult) -> None:
+        rates = self.meter.read()
+        self.observers.step(
+            StepRecord(
+                step=self.progress.step,
+                epoch=self.progress.step / self.steps_per_epoch,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                learning_rate=result.learning_rate,
+                samples=self.progress.samples,
+                tokens=self.progress.tokens,
+                step_seconds=rates.step_seconds,
+                samples_per_second=rates.samples_per_second,
+                tokens_per_second=rates.tokens_per_second,
+                peak_memory_bytes=self.mesh.agree_max(self.peak_memory()),
+                skipped_steps=result.skipped_steps,
+                loss_scale=result.loss_scale,
+                mfu=rates.mfu,
+            )
+        )
+
+    def _evaluate(self) -> bool:
+        """Evaluates; says whether patience has run out."""
+        if self.evaluator is None:
+            return False
+        with self.meter.paused():
+            metrics = self.evaluator.evaluate()
+            self.observers.evaluation(EvaluationRecord(self.progress.step, metrics))
+            if self._is_best(metrics[self.best_metric]):
+                self.progress.best = BestMetric(self.best_metric, metrics[self.best_metric], self.progress.step)
+                self.progress.evaluations_since_best = 0
+                self.keep_best()
+            else:
+                self.progress.evaluations_since_best += 1
+        patience = self.recipe.evaluation.patience
+        return patience is not None and self.progress.evaluations_since_best >= patience
+
+    def _is_best(self, value: float) -> bool:
+        best = self.progress.best
+        if best is None or best.name != self.best_metric:  # a resumed run may ask for another metric
+            return True
+        return value > best.value if self.greater_is_better else value < best.value
+
+    def _ending(self, out_of_patience: bool, stop_signal: int) -> Ending | None:
+        if self.progress.step >= self.total_steps:
+            return "finished"
+        if stop_signal:
+            return "signal"
+        if out_of_patience:
+            return "patience"
+        return "stop_at_step" if self.progress.step == self.recipe.training.stop_at_step else None

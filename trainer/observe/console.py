@@ -1,0 +1,57 @@
+"""The run on standard output: a progress bar where that is a terminal, else plain lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from trainer.observe.meter import TimeLeft
+from trainer.observe.observer import Observer
+from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.summary import end_summary, evaluation_line, start_summary, step_line
+
+
+class PlainConsole(Observer):
+    """One line for each logging interval, without colours or cursor movements: for files, pipes and batch systems."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream, clock
+        self._run: RunInfo | None = None
+        self._time_left: TimeLeft | None = None
+
+    def start(self, run: RunInfo) -> None:
+        self._run = run
+        self._time_left = TimeLeft(run.resumed_from or 0, run.total_steps, self._clock)
+        self._write(*start_summary(run), "")
+
+    def step(self, record: StepRecord) -> None:
+        assert self._run is not None, "a run starts before it is observed"
+        assert self._time_left is not None, "a run starts before it is observed"
+        self._write(step_line(record, self._run.total_steps, self._time_left.after(record.step)))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._write(evaluation_line(record))
+
+    def note(self, text: str) -> None:
+        self._write(text)
+
+    def end(self, record: EndRecord) -> None:
+        self._write("", *end_summary(record, self._run))
+
+    def _write(self, *lines: str) -> None:
+        text = "".join(f"{line}\n" for line in lines)
+        # A label or a path that the stream's encoding has no letters for must not end the training.
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+        self._stream.flush()
+
+
+def open_console(stream: TextIO) -> Observer:
+    """The console that suits `stream`."""
+    if stream.isatty():
+        from trainer.observe.progress import ProgressConsole, can_draw
+
+        if can_draw(stream):
+            return ProgressConsole(stream)
+    return PlainConsole(stream)

@@ -1,0 +1,170 @@
+"""How fast the training runs: rates over a logging interval, and the share of the hardware's peak that it uses."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, sequence_length: float) -> float:
+    """Floating-point operations of the model itself for one token, forward and backward.
+
+    6 for each parameter (a multiplication and an addition in the forward pass, twice that in the backward pass), and
+    `12 * layers * hidden * sequence` for the attention scores and their weighted sum. What activation checkpointing
+    computes again does not count.
+
+    Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
+    appendix B.
+
+    Args:
+        num_parameters: without the embedding tables, which are looked up and not multiplied.
+        num_layers: transformer layers.
+        hidden_size: heads times the size of a head.
+        sequence_length: tokens that attend to each other.
+    """
+    return 6 * num_parameters + 12 * num_layers * hidden_size * sequence_length
+
+
+@dataclass(frozen=True)
+class PeakFlops:
+    """Dense peak of one device in FLOP/s; None where the device cannot compute in that type.
+
+    `fp32` is that of the plain cores: torch uses TF32 only when told to.
+    """
+
+    fp32: float
+    fp16: float
+    bf16: float | None
+
+
+# The vendor's data sheets, without sparsity: where a sheet gives only the figure "with sparsity", half of it. The first
+# pattern that is found in the device's name counts. Variants with their own figures stand first or are excluded: a
+# slice of a GPU (MIG) and the chips for laptops match nothing.
+_PEAK_FLOPS: tuple[tuple[str, PeakFlops], ...] = (
+    (r"\bB200\b", PeakFlops(fp32=75e12, fp16=2250e12, bf16=2250e12)),  # Blackwell data sheet, HGX B200
+    (r"\bH200 NVL\b", PeakFlops(fp32=60e12, fp16=835.5e12, bf16=835.5e12)),  # H200 data sheet
+    (r"\bH200\b", PeakFlops(fp32=67e12, fp16=989.5e12, bf16=989.5e12)),
+    (r"\bH100 NVL\b", PeakFlops(fp32=60e12, fp16=835.5e12, bf16=835.5e12)),  # H100 data sheet
+    (r"\bH100 PCIe\b", PeakFlops(fp32=51e12, fp16=756.5e12, bf16=756.5e12)),
+    (r"\bH100\b", PeakFlops(fp32=67e12, fp16=989.5e12, bf16=989.5e12)),
+    (r"\bA100\b", PeakFlops(fp32=19.5e12, fp16=312e12, bf16=312e12)),  # A100 data sheet
+    (r"\bL40S\b", PeakFlops(fp32=91.6e12, fp16=362.05e12, bf16=362.05e12)),  # L40S data sheet
+    (r"\bL4\b", PeakFlops(fp32=30.3e12, fp16=121e12, bf16=121e12)),  # L4 data sheet
+    (r"\bA10\b", PeakFlops(fp32=31.2e12, fp16=125e12, bf16=125e12)),  # A10 data sheet
+    (r"\bV100-PCIE\b", PeakFlops(fp32=14e12, fp16=112e12, bf16=None)),  # V100 data sheet
+    (r"\bV100-SXM2\b", PeakFlops(fp32=15.7e12, fp16=125e12, bf16=None)),
+    # Ada GPU architecture paper, appendix A: FP16 and BF16 with FP32 accumulation, which is what torch asks for.
+    (r"\bRTX 4090$", PeakFlops(fp32=82.6e12, fp16=165.2e12, bf16=165.2e12)),
+)
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Dense peak of one device in FLOP/s, or None where it is not known.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name` gives it.
+        precision: the recipe's word: "fp32", "fp16" or "bf16".
+    """
+    if " MIG " in device_name:
+        return None
+    for pattern, peak in _PEAK_FLOPS:
+        if re.search(pattern, device_name):
+            flops: float | None = getattr(peak, precision)
+            return flops
+    return None
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the FLOPs of a model follow from; see `flops_per_token`."""
+
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Means over one logging interval, over all ranks."""
+
+    step_seconds: float
+    samples_per_second: float
+    tokens_per_second: float
+    mfu: float | None  # model FLOPs utilisation, 0 to 1
+
+
+class Meter:
+    """Counts the steps of a logging interval and the seconds that they took.
+
+    The clock runs from one `read` to the next, not from step to step: a GPU works behind the host, which catches up
+    with it only where the interval's loss is read. Read the loss first, then the meter.
+
+    Args:
+        model: None where the FLOPs of the model are not known.
+        peak_flops: of all ranks together, in FLOP/s; None where it is not known.
+        clock: seconds since some fixed moment.
+    """
+
+    def __init__(
+        self,
+        model: ModelSize | None = None,
+        peak_flops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._model, self._peak_flops, self._clock = model, peak_flops, clock
+        self._restart()
+
+    def _restart(self) -> None:
+        self._start = self._clock()
+        self._steps = self._samples = self._tokens = 0
+
+    def add(self, samples: int, tokens: int) -> None:
+        """Counts one step; both arguments are of the global batch, `tokens` without padding."""
+        self._steps += 1
+        self._samples += samples
+        self._tokens += tokens
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what happens within, such as an evaluation or a checkpoint."""
+        paused_at = self._clock()
+        try:
+            yield
+        finally:
+            self._start += self._clock() - paused_at
+
+    def read(self) -> Rates:
+        """The rates since the last `read`; at least one step must lie between."""
+        assert self._steps, "an interval without steps has no rates"
+        seconds = max(self._clock() - self._start, 1e-9)  # a clock may be too coarse for a tiny step
+        rates = Rates(
+            step_seconds=seconds / self._steps,
+            samples_per_second=self._samples / seconds,
+            tokens_per_second=self._tokens / seconds,
+            mfu=self._mfu(seconds),
+        )
+        self._restart()
+        return rates
+
+    def _mfu(self, seconds: float) -> float | None:
+        if self._model is None or self._peak_flops is None:
+            return None
+        model, length = self._model, self._tokens / self._samples
+        flops = self._tokens * flops_per_token(model.num_parameters, model.num_layers, model.hidden_size, length)
+        return flops / seconds / self._peak_flops
+
+
+class TimeLeft:
+    """Guesses the seconds until the last step from those since the first, evaluations and checkpoints included."""
+
+    def __init__(self, first_step: int, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._first_step, self._total_steps, self._clock = first_step, total_steps, clock
+        self._start = clock()
+
+    def after(self, step: int) -> float | None:
+        """Seconds left when `step` is done; None before the first step of this process."""
+        done = step - self._first_step
+        return (self._clock() - self._start) / done * (self._total_steps - step) if done > 0 else None

@@ -1,0 +1,76 @@
+"""The seam between the training loop and everything that watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
+
+
+class Observer:
+    """Something that watches a run. A subclass overrides the moments that it cares about; the others do nothing.
+
+    The order is `start`, then steps and evaluations, then `end`, then `close`. A `note` may come at any time; where the
+    run fails before it is built, `end` comes without `start`. Only rank 0 has observers, so none may communicate.
+    """
+
+    def start(self, run: RunInfo) -> None:
+        """The run is built, and its first step follows."""
+
+    def step(self, record: StepRecord) -> None:
+        """A logging interval has passed."""
+
+    def evaluation_progress(self, done: int, total: int) -> None:
+        """`done` of `total` batches of an evaluation are through."""
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """An evaluation is through."""
+
+    def note(self, text: str) -> None:
+        """Something that the user should read: one sentence, no line break."""
+
+    def end(self, record: EndRecord) -> None:
+        """The run is over, good or bad."""
+
+    def close(self) -> None:
+        """Releases files and the terminal; may be called twice, and without `end`."""
+
+
+class Observers(Observer):
+    """Tells every observer in turn; with none, as on every rank but 0, does nothing."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = tuple(observers)
+
+    def start(self, run: RunInfo) -> None:
+        for observer in self._observers:
+            observer.start(run)
+
+    def step(self, record: StepRecord) -> None:
+        for observer in self._observers:
+            observer.step(record)
+
+    def evaluation_progress(self, done: int, total: int) -> None:
+        for observer in self._observers:
+            observer.evaluation_progress(done, total)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        for observer in self._observers:
+            observer.evaluation(record)
+
+    def note(self, text: str) -> None:
+        for observer in self._observers:
+            observer.note(text)
+
+    def end(self, record: EndRecord) -> None:
+        """Tells all, even where one raises: the user must learn how the run ended."""
+        with ExitStack() as stack:
+            for observer in self._observers:
+                stack.callback(observer.end, record)
+
+    def close(self) -> None:
+        """Closes all, even where one raises."""
+        with ExitStack() as stack:
+            for observer in self._observers:
+                stack.callback(observer.close)

@@ -1,0 +1,117 @@
+"""The run as one progress bar on a terminal, drawn by rich."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from trainer.observe.meter import TimeLeft
+from trainer.observe.observer import Observer
+from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.summary import end_summary, evaluation_line, format_seconds, start_summary, step_fields
+
+_OUTCOME_STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
+
+
+def can_draw(stream: TextIO) -> bool:
+    """Whether the terminal behind `stream` can move its cursor (`TERM=dumb` says that it cannot)."""
+    return not Console(file=stream).is_dumb_terminal
+
+
+def fold_fields(fields: Sequence[tuple[str, str]], width: int) -> str:
+    """Names and values on as few lines of `width` columns as hold them, none torn apart."""
+    lines = [""]
+    for name, value in fields:
+        field = f"{name} {value}"
+        if lines[-1] and len(lines[-1]) + 2 + len(field) > width:
+            lines.append("")
+        lines[-1] += f"  {field}" if lines[-1] else field
+    return "\n".join(lines)
+
+
+class ProgressConsole(Observer):
+    """A bar of the steps with the newest numbers below it; a second bar while an evaluation runs.
+
+    Summaries, evaluations and notes scroll away above it.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        self._clock = clock
+        self._run: RunInfo | None = None
+        self._time_left: TimeLeft | None = None
+        self._live: Live | None = None
+        self._evaluation: TaskID | None = None
+        self._fields: list[tuple[str, str]] = []
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+            expand=True,
+        )
+        self._training = self._bars.add_task("training", left="")
+
+    def start(self, run: RunInfo) -> None:
+        first_step = run.resumed_from or 0
+        self._run = run
+        self._time_left = TimeLeft(first_step, run.total_steps, self._clock)
+        title, *lines = start_summary(run)
+        self._print(title, style="bold")
+        self._print(*lines, "")
+        self._bars.update(self._training, total=run.total_steps, completed=first_step)
+        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
+        self._live.start()
+
+    def step(self, record: StepRecord) -> None:
+        assert self._time_left is not None, "a run starts before it is observed"
+        self._fields = step_fields(record, None)
+        seconds = self._time_left.after(record.step)
+        left = "" if seconds is None else f"{format_seconds(seconds)} left"
+        self._bars.update(self._training, completed=record.step, left=left)
+
+    def evaluation_progress(self, done: int, total: int) -> None:
+        if self._evaluation is None:
+            self._evaluation = self._bars.add_task("evaluating", total=total, left="")
+        self._bars.update(self._evaluation, completed=done)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._drop_evaluation()
+        self._print(evaluation_line(record))
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def end(self, record: EndRecord) -> None:
+        self.close()
+        title, *lines = end_summary(record, self._run)
+        self._print("")
+        self._print(title, style=_OUTCOME_STYLES[record.outcome])
+        self._print(*lines)
+
+    def close(self) -> None:
+        """Leaves the bar as it stands and gives the cursor back."""
+        if self._live is not None:
+            self._drop_evaluation()
+            self._live.stop()
+            self._live = None
+
+    def _drop_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._bars.remove_task(self._evaluation)
+            self._evaluation = None
+
+    def _render(self) -> Group:
+        return Group(self._bars.get_renderable(), Text(fold_fields(self._fields, self._console.width)))
+
+    def _print(self, *lines: str, style: str | None = None) -> None:
+        # Lines are left to the terminal to fold, so that a command that is copied holds no line break.
+        for line in lines:
+            self._console.print(line, style=style, soft_wrap=True)

@@ -1,0 +1,113 @@
+"""What happened, as plain values: the only things that pass from the training loop to an observer.
+
+Everything is global, over all ranks, unless its name says otherwise, so that any observer can stand on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.parallel.state_bytes import StateBytes
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """The parameters that lie in one way. Each parameter is in exactly one group; a frozen one is in `frozen`."""
+
+    placement: Literal["split", "replicated", "frozen"]
+    num_tensors: int
+    num_parameters: int  # of the whole model, a split parameter counted once
+    bytes_per_rank: int  # on the rank that holds the most
+
+
+@dataclass(frozen=True)
+class MajorityClass:
+    """The commonest class of the validation split: what a model that has learned nothing can say."""
+
+    label: str
+    share: float  # of the rows, 0 to 1: the accuracy of always saying it
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """All that is known before the first step."""
+
+    name: str
+    folder: Path
+    launcher: str
+    device: str  # as the vendor calls it: "NVIDIA H100 80GB HBM3", or "cpu"
+    world_size: int
+    layout: str
+    batch: str
+    strategy: str
+    precision: str
+    parameters: tuple[ParameterGroup, ...]
+    state_bytes: StateBytes  # by formula; activations and buffers come on top
+    num_train_rows: int
+    num_validation_rows: int | None  # None: the data has no validation split
+    majority: MajorityClass | None  # None: not a classification
+    steps_per_epoch: int
+    total_steps: int
+    versions: Mapping[str, str]  # package -> version
+    recipe_hash: str
+    recipe: Mapping[str, Any]  # resolved, as JSON values
+    resumed_from: int | None = None  # the last step that the loaded checkpoint holds
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, made at every logging interval.
+
+    `loss`, `grad_norm` and `learning_rate` are of this step; the seconds and rates are means over the steps since the
+    record before, without the time of evaluations and checkpoints.
+    """
+
+    step: int  # the first step is 1
+    epoch: float  # passes over the training split when the step ended
+    loss: float  # mean over the global batch
+    grad_norm: float  # before clipping
+    learning_rate: float
+    samples: int  # consumed since the start of the training, resumed parts included
+    tokens: int  # likewise, without padding
+    step_seconds: float
+    samples_per_second: float
+    tokens_per_second: float
+    peak_memory_bytes: int  # of the rank that used the most
+    skipped_steps: int | None = None  # so far, for overflow; fp16 only
+    loss_scale: float | None = None  # fp16 only
+    mfu: float | None = None  # model FLOPs utilisation, 0 to 1; None: unknown peak
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """The metrics of the whole validation split after `step` steps."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class BestMetric:
+    """The evaluation that `evaluation.best` prefers so far."""
+
+    name: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
+class EndRecord:
+    """How the run ended, good or bad, and how to go on."""
+
+    outcome: Literal["finished", "stopped", "failed"]
+    exit_code: int
+    folder: Path
+    model_folder: Path | None  # None: no model was exported
+    best: BestMetric | None  # None: nothing was evaluated
+    step: int  # the last step done
+    seconds: float  # of this process, from start to end
+    resume_command: str  # exact, to paste into a shell
+    message: str | None = None  # why, where the outcome alone does not say it

@@ -1,0 +1,162 @@
+"""The words and numbers that a user reads: every line of the terminal is composed here, none is printed here."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict
+
+from trainer.observe.records import EndRecord, EvaluationRecord, ParameterGroup, RunInfo, StepRecord
+
+_LABEL_WIDTH = 12
+_TEXT_WIDTH = 80  # of summaries; the classic terminal, and what a README shows without a scroll bar
+
+
+def format_decimal(value: float) -> str:
+    """Four decimals, or a power of ten where these would hide the number or grow too long."""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """In binary units: 1536 is "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def format_rate(value: float) -> str:
+    """Three significant digits: 0.0123, 8.12, 812, 33.1k, 1.20M."""
+    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor * 0.9995:
+            return f"{value / factor:#.3g}".rstrip(".") + suffix
+    return f"{value:#.3g}".rstrip(".")
+
+
+def format_seconds(seconds: float) -> str:
+    """Hours, minutes and seconds: 0:01:12."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def _row(label: str, text: str) -> list[str]:
+    """A label and its text, folded at words below itself."""
+    return textwrap.wrap(
+        text,
+        _TEXT_WIDTH,
+        initial_indent=f"  {label:<{_LABEL_WIDTH}}",
+        subsequent_indent=" " * (_LABEL_WIDTH + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _parameter_rows(groups: tuple[ParameterGroup, ...]) -> list[str]:
+    cells = [
+        (group.placement, f"{group.num_parameters:,}", f"{group.num_tensors:,}", format_bytes(group.bytes_per_rank))
+        for group in groups
+    ]
+    widths = [max(len(cell[column]) for cell in cells) for column in range(4)] if cells else []
+    lines = [
+        f"{kind:<{widths[0]}}  {parameters:>{widths[1]}} in {tensors:>{widths[2]}} tensors, {size:>{widths[3]}} a rank"
+        for kind, parameters, tensors, size in cells
+    ]
+    labels = ["parameters"] + [""] * len(lines)
+    return [f"  {label:<{_LABEL_WIDTH}}{line}" for label, line in zip(labels, lines, strict=False)]
+
+
+def _state_text(run: RunInfo) -> str:
+    parts = asdict(run.state_bytes).items()
+    return f"{', '.join(f'{name} {format_bytes(size)}' for name, size in parts)} a rank"
+
+
+def _data_text(run: RunInfo) -> str:
+    text = f"{run.num_train_rows:,} training rows"
+    if run.num_validation_rows is not None:
+        text += f", {run.num_validation_rows:,} validation rows"
+    if run.majority is not None:
+        # As JSON, because a label comes from the data: its control characters must not reach the terminal.
+        label = json.dumps(run.majority.label, ensure_ascii=False)
+        text += f"; majority class {label}: {format_decimal(run.majority.share)}"
+    return text
+
+
+def start_summary(run: RunInfo) -> list[str]:
+    """What is about to be trained, on what, and how it is cut."""
+    ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
+    steps = f"{run.total_steps:,}, of which {run.steps_per_epoch:,} make an epoch"
+    if run.resumed_from is not None:
+        steps += f"; going on after step {run.resumed_from:,}"
+    return [
+        run.name,
+        *_row("ranks", f"{ranks} on {run.device}, started by {run.launcher}"),
+        *_row("layout", f"{run.layout}, {run.strategy}, {run.precision}"),
+        *_parameter_rows(run.parameters),
+        *_row("state", _state_text(run)),
+        *_row("batch", run.batch),
+        *_row("data", _data_text(run)),
+        *_row("steps", steps),
+        *_row("folder", str(run.folder)),
+    ]
+
+
+def step_fields(record: StepRecord, seconds_left: float | None) -> list[tuple[str, str]]:
+    """Names and values of what is shown of a step, most wanted first."""
+    fields = [
+        ("epoch", f"{record.epoch:.2f}"),
+        ("loss", format_decimal(record.loss)),
+        ("grad_norm", format_decimal(record.grad_norm)),
+        ("lr", f"{record.learning_rate:.2e}"),
+        ("samples/s", format_rate(record.samples_per_second)),
+        ("tokens/s", format_rate(record.tokens_per_second)),
+    ]
+    if record.mfu is not None:
+        fields.append(("mfu", f"{record.mfu:.1%}"))
+    fields.append(("memory", format_bytes(record.peak_memory_bytes)))
+    if record.loss_scale is not None:
+        fields.append(("loss_scale", f"{record.loss_scale:g}"))
+    if record.skipped_steps is not None:
+        fields.append(("skipped", f"{record.skipped_steps}"))
+    if seconds_left is not None:
+        fields.append(("left", format_seconds(seconds_left)))
+    return fields
+
+
+# Widths that hold the usual values, so that lines below each other stay aligned.
+_FIELD_WIDTHS = {"loss": 6, "grad_norm": 7, "samples/s": 5, "tokens/s": 5, "mfu": 5, "memory": 9}
+
+
+def step_line(record: StepRecord, total_steps: int, seconds_left: float | None) -> str:
+    """A step as one line of names and values, to read and to grep."""
+    step = f"step {record.step:>{len(str(total_steps))}}/{total_steps}"
+    fields = [f"{name} {value:<{_FIELD_WIDTHS.get(name, 0)}}" for name, value in step_fields(record, seconds_left)]
+    return "  ".join([step, *fields]).rstrip()
+
+
+def evaluation_line(record: EvaluationRecord) -> str:
+    metrics = "  ".join(f"{name} {format_decimal(value)}" for name, value in record.metrics.items())
+    return f"evaluation at step {record.step}: {metrics}"
+
+
+def _best_text(record: EndRecord, run: RunInfo | None) -> str:
+    if record.best is None:
+        return "nothing was evaluated"
+    text = f"{record.best.name} {format_decimal(record.best.value)} at step {record.best.step}"
+    if record.best.name == "accuracy" and run is not None and run.majority is not None:
+        text += f" (majority class: {format_decimal(run.majority.share)})"
+    return text
+
+
+def end_summary(record: EndRecord, run: RunInfo | None) -> list[str]:
+    """How the run ended and how to go on; `run` is None where it never started."""
+    steps = "1 step" if record.step == 1 else f"{record.step} steps"
+    title = f"{record.outcome} after {steps} in {format_seconds(record.seconds)}, exit code {record.exit_code}"
+    lines = [title, *(f"  {line}" for line in (record.message or "").splitlines())]
+    lines += _row("best", _best_text(record, run))
+    lines += _row("folder", str(record.folder))
+    if record.model_folder is not None:
+        lines += _row("model", str(record.model_folder))
+    # Never folded: it is there to be pasted.
+    return [*lines, f"  {'resume':<{_LABEL_WIDTH}}{record.resume_command}"]

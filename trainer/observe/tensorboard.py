@@ -1,0 +1,61 @@
+"""The run as TensorBoard events; the only room that imports the package tensorboard."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from trainer.errors import UsageError
+from trainer.observe.observer import Observer
+from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+
+class TensorBoard(Observer):
+    """Writes scalars by step into `tensorboard/` in the run's folder: `train/loss`, `eval/accuracy` and so on.
+
+    Raises:
+        UsageError: the package tensorboard is not installed. Said at construction, before anything is trained.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise UsageError(
+                '`logging.to` holds "tensorboard", which needs the package of that name;'
+                f' install it (pip install "trainer[tensorboard]") or take it out of `logging.to` ({error})'
+            ) from error
+        self._writer_class = SummaryWriter
+        self._writer: SummaryWriter | None = None
+
+    def start(self, run: RunInfo) -> None:
+        """Opens a new event file, which hides the points of earlier files that this run writes again."""
+        first_step = 0 if run.resumed_from is None else run.resumed_from + 1
+        self._writer = self._writer_class(str(run.folder / "tensorboard"), purge_step=first_step, flush_secs=30)
+        self._writer.add_text("recipe", f"```json\n{json.dumps(dict(run.recipe), indent=2)}\n```", first_step)
+
+    def step(self, record: StepRecord) -> None:
+        values = asdict(record)
+        step = values.pop("step")
+        self._add("train", values, step)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._add("eval", dict(record.metrics), record.step)
+
+    def end(self, record: EndRecord) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _add(self, group: str, values: dict[str, float | None], step: int) -> None:
+        assert self._writer is not None, "a run starts before it is observed"
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(f"{group}/{name}", value, step)

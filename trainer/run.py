@@ -1,0 +1,298 @@
+"""The composition root: recipe and environment become mesh, data, model, engine and loop. Only this room knows all."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.saving import Saver, identity
+from trainer.checkpoint.store import CheckpointStore
+from trainer.data.collate import Padding
+from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.order import GlobalOrder
+from trainer.data.sources import load_splits
+from trainer.data.split import EncodedSplit
+from trainer.data.tokenise import encode_split
+from trainer.engine.building import build_engine, partitioned_loading
+from trainer.engine.engine import Engine
+from trainer.errors import ExitCode, TrainerError
+from trainer.evaluation import Evaluator
+from trainer.launch.command import command_line
+from trainer.launch.environment import LaunchEnvironment, cache_folder
+from trainer.loop import Ending, Loop
+from trainer.models.building import build_model, load_tokenizer
+from trainer.observe.build import build_observers
+from trainer.observe.memory import peak_memory_bytes
+from trainer.observe.meter import Meter
+from trainer.observe.observer import Observers
+from trainer.observe.records import EndRecord
+from trainer.parallel.mesh import ParallelMesh, init_process_group
+from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.schema import Recipe
+from trainer.run_info import model_size, run_info, total_peak_flops
+from trainer.stopping import StopRequest
+from trainer.tasks.metrics import greater_is_better
+from trainer.tasks.registry import build_task
+from trainer.tasks.task import Task
+
+if TYPE_CHECKING:
+    from trainer.recipe.loading import ResolvedRecipe
+
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+_ENDINGS: dict[Ending, tuple[ExitCode, str | None]] = {
+    "finished": (ExitCode.DONE, None),
+    "patience": (ExitCode.DONE, "no better evaluation within `evaluation.patience`"),
+    "stop_at_step": (ExitCode.STOPPED, "`training.stop_at_step` is reached"),
+    "signal": (ExitCode.STOPPED, "stopped by a signal"),
+}
+_OUTCOMES: dict[ExitCode, Literal["finished", "stopped"]] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped"}
+
+
+@dataclass
+class _Session:
+    """What an end, good or bad, has to tell, as far as the run has come."""
+
+    folder: Path
+    observers: Observers
+    command: str
+    started: float = field(default_factory=time.monotonic)
+    progress: Progress = field(default_factory=Progress)
+    model_folder: Path | None = None
+
+    def end(self, code: ExitCode, message: str | None) -> int:
+        """Tells the observers how it ended and gives the exit code."""
+        self.observers.end(
+            EndRecord(
+                outcome=_OUTCOMES.get(code, "failed"),
+                exit_code=int(code),
+                folder=self.folder,
+                model_folder=self.model_folder,
+                best=self.progress.best,
+                step=self.progress.step,
+                seconds=time.monotonic() - self.started,
+                resume_command=self.command,
+                message=message,
+            )
+        )
+        return int(code)
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The tokenised splits, the task that knows their labels, and the tokenizer."""
+
+    task: Task
+    tokenizer: Any
+    train: EncodedSplit
+    validation: EncodedSplit | None
+
+
+def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+    """Trains the recipe as the rank that `environment` says, and returns the exit code.
+
+    Raises:
+        TrainerError: what the user can mend; the end summary has been shown.
+    """
+    recipe = resolved.recipe
+    plan = plan_run(recipe, environment.world_size, environment.local_world_size)
+    observers = build_observers(recipe.logging.to, sys.stdout) if environment.rank == 0 else Observers()
+    session = _Session(Path(recipe.checkpoint.folder), observers, command_line(environment))
+    with StopRequest() as stop, closing(observers):
+        try:
+            # The data first: ranks share its cache through file locks, and its errors need no process group to be told.
+            data = _prepare_data(recipe)
+            device = _device(environment)
+            with _process_group(plan, environment, device):
+                stop.listen()
+                ending = _train(plan, environment, data, device, session, stop)
+            return session.end(*_ENDINGS[ending])
+        except TrainerError as error:
+            session.end(error.exit_code, str(error))
+            raise
+        except BaseException as error:
+            session.end(ExitCode.FAILED, f"{type(error).__name__}: {error}")
+            raise
+
+
+def _prepare_data(recipe: Recipe) -> _Data:
+    tokenizer = load_tokenizer(recipe.model)
+    splits = load_splits(recipe.data)
+    task = build_task(recipe.task).resolve(splits.train.rows, splits.train.where)
+    cache = Path(recipe.data.cache) if recipe.data.cache else cache_folder()
+    train = encode_split(splits.train, task, tokenizer, recipe.data.max_length, cache)
+    validation = None
+    if splits.validation is not None:
+        validation = encode_split(splits.validation, task, tokenizer, recipe.data.max_length, cache)
+    return _Data(task, tokenizer, train, validation)
+
+
+def _device(environment: LaunchEnvironment) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", environment.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def _process_group(plan: RunPlan, environment: LaunchEnvironment, device: torch.device) -> Iterator[None]:
+    """Joins the other ranks for as long as the training lasts."""
+    if environment.world_size == 1 and not plan.strategy.cuts_anything:
+        yield
+        return
+    address, port = environment.master_addr, environment.master_port
+    init_process_group(device, environment.rank, environment.world_size, address, port, _COLLECTIVE_TIMEOUT)
+    try:
+        yield
+        _let_go()
+        dist.barrier()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # their variables hold model and engine
+        _let_go()
+        if _is_lost_peer(error):
+            raise TrainerError(
+                "another rank failed or was killed, so this one cannot go on; what that rank says tells why"
+            ) from error
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank; gloo says so by a plain `RuntimeError` of its transport."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def _let_go() -> None:
+    """Frees what still holds the process group: on gloo, the interpreter aborts at exit where something does."""
+    gc.collect()
+
+
+def _train(
+    plan: RunPlan,
+    environment: LaunchEnvironment,
+    data: _Data,
+    device: torch.device,
+    session: _Session,
+    stop: StopRequest,
+) -> Ending:
+    """Builds everything on the joined ranks, runs the loop, and exports what it learned."""
+    recipe, layout, task = plan.recipe, plan.layout, data.task
+    mesh = ParallelMesh(device, pp=layout.pp, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp)
+    with partitioned_loading(plan, device) as gather:
+        built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather)
+    meter = Meter(model_size(built.model), total_peak_flops(recipe, mesh))
+    total_steps = plan.total_steps(len(data.train))
+    engine = build_engine(built, task, mesh, plan, total_steps)
+
+    store = CheckpointStore(session.folder, recipe.checkpoint.keep)
+    saver = Saver(store, engine, mesh, identity(recipe, data.train.content_hash))
+    notes = [*built.notes, *_cut_notes(data, recipe.data.max_length), *saver.resume(recipe.checkpoint.resume)]
+    progress = session.progress = saver.progress
+    info = run_info(
+        plan, environment, task, data.train, data.validation, engine.placements, mesh, progress.step or None
+    )
+    mesh.on_rank_zero(lambda: session.observers.start(info))
+    for note in notes:
+        session.observers.note(note)
+
+    best_metric = recipe.evaluation.best or task.metric_names[0]
+    ending = Loop(
+        recipe=recipe,
+        engine=engine,
+        batches=_train_batches(plan, data, mesh, total_steps, progress),
+        evaluator=_evaluator(recipe, engine, data, mesh, session.observers),
+        best_metric=best_metric,
+        greater_is_better=greater_is_better(best_metric),
+        mesh=mesh,
+        observers=session.observers,
+        meter=meter,
+        progress=progress,
+        steps_per_epoch=info.steps_per_epoch,
+        total_steps=total_steps,
+        save=saver.save,
+        keep_best=lambda: _export(engine, data.tokenizer, mesh, session.folder / "best"),
+        peak_memory=lambda: peak_memory_bytes(device),
+        stop=stop,
+    ).run()
+    if _ENDINGS[ending][0] == ExitCode.DONE:
+        session.model_folder = session.folder / "model"
+        _export(engine, data.tokenizer, mesh, session.model_folder)
+    return ending
+
+
+def _train_batches(plan: RunPlan, data: _Data, mesh: ParallelMesh, total_steps: int, progress: Progress) -> TrainLoader:
+    recipe = plan.recipe
+    lengths = data.train.lengths if recipe.data.group_by_length else None
+    return TrainLoader(
+        data.train,
+        GlobalOrder(len(data.train), lengths, plan.batch.global_batch_size, recipe.training.seed),
+        plan.batch,
+        mesh.index("dp"),
+        Padding.of(data.tokenizer),
+        total_steps,
+        start_sample=progress.samples,
+        num_workers=recipe.data.num_workers,
+        pin_memory=mesh.device.type == "cuda",
+    )
+
+
+def _evaluator(
+    recipe: Recipe, engine: Engine, data: _Data, mesh: ParallelMesh, observers: Observers
+) -> Evaluator | None:
+    if data.validation is None or recipe.evaluation.every is None:
+        return None
+    batches = EvalLoader(
+        data.validation,
+        recipe.evaluation.batch_size,
+        mesh.index("dp"),
+        mesh.size("dp"),
+        Padding.of(data.tokenizer),
+        num_workers=recipe.data.num_workers,
+        pin_memory=mesh.device.type == "cuda",
+    )
+    return Evaluator(engine, batches, len(data.validation), data.task, mesh, observers)
+
+
+def _cut_notes(data: _Data, max_length: int) -> list[str]:
+    return [
+        f"{split.num_cut:,} of {len(split):,} {name} rows are longer than `data.max_length` ({max_length} tokens)"
+        " and were cut"
+        for name, split in (("training", data.train), ("validation", data.validation))
+        if split is not None and split.num_cut
+    ]
+
+
+def _export(engine: Engine, tokenizer: Any, mesh: ParallelMesh, folder: Path) -> None:
+    """Writes a Hugging Face folder, whole or not at all: beside its place first, then into it.
+
+    Raises:
+        TrainerError: it cannot be written.
+    """
+    temporary = folder.with_name(f".saving-{folder.name}")
+
+    def complete() -> None:
+        try:
+            tokenizer.save_pretrained(temporary)
+            shutil.rmtree(folder, ignore_errors=True)
+            temporary.rename(folder)
+        except OSError as error:
+            raise TrainerError(f"the model could not be written to {folder}: {error}") from error
+
+    if mesh.rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed here
+    engine.export(temporary)
+    mesh.on_rank_zero(complete)
