@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# The machines of a hostfile under the deepspeed launcher: start this on each of them, with its own NODE_RANK.
+#
+#   NODE_RANK=0 MASTER_ADDR=node0 launchers/deepspeed.sh bert_base_mrpc
+#   NODE_RANK=1 MASTER_ADDR=node0 launchers/deepspeed.sh bert_base_mrpc
+#
+# NODE_RANK is the line of the machine in HOSTFILE, from 0; PROCESSES is the number of ranks on each, if not all slots.
+# With ssh from the first machine to all, drop the two lines of --no_ssh and start it there alone. One machine needs no
+# hostfile: deepspeed --module trainer run bert_sample
+set -euo pipefail
+exec deepspeed \
+    --hostfile "${HOSTFILE:-$(dirname "$0")/deepspeed_hostfile}" \
+    --no_ssh --node_rank "${NODE_RANK:?line of this machine in the hostfile, from 0}" \
+    --master_addr "${MASTER_ADDR:?address of machine 0}" \
+    --master_port "${MASTER_PORT:-29500}" \
+    ${PROCESSES:+--num_accelerators "$PROCESSES"} \
+    --module trainer run "$@"
