@@ -1,0 +1,127 @@
+"""The trainings that are compared: each takes the same model, recipe and batches, and runs a loop of its own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from transformers import get_linear_schedule_with_warmup
+
+from tests.benchmarks.setting import Setting
+from trainer.checkpoint.progress import Progress
+from trainer.engine.building import build_engine
+from trainer.launch.environment import LaunchEnvironment
+from trainer.loop import Loop
+from trainer.observe.build import build_observers
+from trainer.observe.memory import peak_memory_bytes
+from trainer.observe.meter import Meter
+from trainer.observe.observer import Observers
+from trainer.parallel.microbatch import RankBatch
+from trainer.run_info import model_size, run_info, total_peak_flops
+from trainer.stopping import StopRequest
+
+
+def hand_written(setting: Setting, batches: Iterable[RankBatch]) -> None:
+    """The shortest PyTorch loop that computes the same step: no logging, no checks, no signals."""
+    recipe, ranks = setting.recipe, setting.mesh.world_size
+    model = setting.model().model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.optimizer.learning_rate, fused=True)
+    schedule = get_linear_schedule_with_warmup(optimizer, setting.warmup_steps, setting.total_steps)
+    ddp = model
+    if ranks > 1:
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
+    for batch in batches:
+        for microbatch in batch.microbatches:
+            if ranks > 1:
+                ddp.require_backward_grad_sync = microbatch is batch.microbatches[-1]
+            loss = F.cross_entropy(ddp(**microbatch.inputs).logits, microbatch.labels, reduction="sum")
+            (loss * ranks / batch.num_rows).backward()  # DDP averages over the ranks
+        clip_grad_norm_(model.parameters(), recipe.training.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def hugging_face(setting: Setting, batches: Iterable[RankBatch]) -> None:
+    """The Trainer of transformers with its own loop; it neither evaluates nor saves, and logs as often as ours."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    class OnOurBatches(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return _Flat(batches)
+
+    recipe = setting.recipe
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=setting.total_steps,
+            per_device_train_batch_size=setting.plan.batch.micro_batch_size,
+            gradient_accumulation_steps=setting.plan.batch.num_microbatches,
+            learning_rate=recipe.optimizer.learning_rate,
+            weight_decay=recipe.optimizer.weight_decay,
+            max_grad_norm=recipe.training.max_grad_norm,
+            lr_scheduler_type="linear",
+            warmup_steps=setting.warmup_steps,
+            optim="adamw_torch_fused",
+            logging_steps=recipe.logging.every.count,
+            save_strategy="no",
+            eval_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            ddp_backend="gloo",
+            ddp_find_unused_parameters=False,
+            ddp_broadcast_buffers=False,
+        )
+        trainer = OnOurBatches(setting.model().model, arguments)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+class _Flat:
+    """The microbatches of rank batches as the dictionaries that transformers' Trainer takes; of unknown length."""
+
+    def __init__(self, batches: Iterable[RankBatch]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for batch in self._batches:
+            for microbatch in batch.microbatches:
+                yield {**microbatch.inputs, "labels": microbatch.labels}
+
+
+def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
+    """The real loop and engine, with the observers of a default run on rank 0."""
+    recipe, mesh, task = setting.recipe, setting.mesh, setting.task
+    built = setting.model()
+    engine = build_engine(built, task, mesh, setting.plan, setting.total_steps)
+    info = run_info(setting.plan, LaunchEnvironment("none"), task, setting.train, None, engine.placements, mesh, None)
+    with open(os.devnull, "w", encoding="utf-8") as console:
+        observers = build_observers(recipe.logging.to, console) if mesh.rank == 0 else Observers()
+        observers.start(info)
+        Loop(
+            recipe=recipe,
+            engine=engine,
+            batches=batches,
+            evaluator=None,
+            best_metric=task.metric_names[0],
+            greater_is_better=True,
+            mesh=mesh,
+            observers=observers,
+            meter=Meter(model_size(built.model), total_peak_flops(recipe, mesh)),
+            progress=Progress(),
+            steps_per_epoch=info.steps_per_epoch,
+            total_steps=setting.total_steps,
+            save=lambda: None,
+            keep_best=lambda: None,
+            peak_memory=lambda: peak_memory_bytes(mesh.device),
+            stop=StopRequest(),
+        ).run()
+        observers.close()

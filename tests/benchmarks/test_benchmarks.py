@@ -1,0 +1,44 @@
+"""The benchmarks run and report; what they measure is judged by people, on a machine that does nothing else."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.helpers import processes
+
+NUMBER = r"-?\d+\.\d+"
+
+
+def cells(output: str) -> list[list[str]]:
+    """The rows of the tables in an output, without their heads."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines() if line[:1] == "|"]
+    return [row for row in rows if re.search(r"\d", row[-1])]
+
+
+def run(*arguments: str) -> list[list[str]]:
+    done = processes.run([sys.executable, "-m", *arguments], timeout_seconds=280)
+    assert done.returncode == 0, done.stderr
+    return cells(done.stdout)
+
+
+@pytest.mark.timeout(300)
+def test_throughput():
+    rows = run("tests.benchmarks.throughput", "--processes=2", "--models=small", "--rounds=2", "--steps=2")
+    assert [row[0] for row in rows] == ["PyTorch by hand", "ours", "ours, torch's dropout", "transformers' Trainer"]
+    for _, rate, *ratios in rows:
+        assert float(rate) > 0
+        for ratio in ratios:
+            # very loose: a training that does another work than the others is far out
+            assert 0.1 < float(re.match(NUMBER, ratio)[0]) < 10, rows
+
+
+@pytest.mark.timeout(300)
+def test_startup():
+    ((processes, imports, whole, *added),) = run("tests.benchmarks.startup", "--processes=1", "--rounds=1")
+    assert processes == "1"
+    assert float(re.match(NUMBER, imports)[0]) > 0
+    assert float(re.match(NUMBER, whole)[0]) > 0
+    assert all(re.match(NUMBER, cell) for cell in added)

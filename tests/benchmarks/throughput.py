@@ -1,0 +1,128 @@
+"""Samples per second of our loop beside a hand-written PyTorch loop and transformers' Trainer, on the same batches.
+
+All trainings live in the same processes and take turns, a block of steps each, so that what else the machine does hits
+them alike; the ratios are medians over the rounds. From the root of the repository:
+
+    python -m tests.benchmarks.throughput --processes 1 2 --rounds 50
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.benchmarks.contestants import hand_written, hugging_face, ours
+from tests.benchmarks.setting import MODELS, Setting, benchmark_recipe
+from tests.benchmarks.turns import Contestant, Cost
+from tests.helpers.ranks import RankPool
+from trainer.recipe.schema import Recipe
+
+BASELINE = "PyTorch by hand"
+NAMES = (BASELINE, "ours", "ours, torch's dropout", "transformers' Trainer")
+
+
+@dataclass(frozen=True)
+class Round:
+    """One block of steps of each training: the samples of all ranks, and the cost on rank 0 by the training's name."""
+
+    samples: int
+    costs: dict[str, Cost]
+
+
+def compete(recipe: Recipe, num_rounds: int, num_steps: int) -> list[Round]:
+    """Runs the rounds on this rank; every rank of the process group must call it at the same time.
+
+    The first of the rounds warms up and is not reported.
+    """
+    world_size = dist.get_world_size()
+    _name_ranks_in_environment(dist.get_rank(), world_size)
+    keyed = Setting.of(recipe, world_size)
+    torchs = keyed.with_dropout(layout_invariant=False)
+    ready = list(keyed.batches())
+    # Ours prepares its batches while it trains; the others get them ready-made.
+    contestants = [
+        Contestant(name, partial(train, setting), batches)
+        for name, train, setting, batches in zip(
+            NAMES,
+            (hand_written, ours, ours, hugging_face),
+            (torchs, keyed, torchs, torchs),
+            (ready, keyed.batches(), torchs.batches(), ready),
+            strict=True,
+        )
+    ]
+    rounds = []
+    for number in range(num_rounds + 1):
+        costs = {}
+        for contestant in _rotated(contestants, number):
+            dist.barrier()
+            costs[contestant.name] = contestant.block(num_steps)
+        block = ready[number * num_steps : (number + 1) * num_steps]
+        rounds.append(Round(sum(batch.num_rows for batch in block), costs))
+    for contestant in contestants:
+        contestant.end()
+    return rounds[1:]
+
+
+def _name_ranks_in_environment(rank: int, world_size: int) -> None:
+    """Tells accelerate, which transformers' Trainer asks, of the process group that exists already."""
+    if world_size > 1:
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        os.environ |= {name: str(value) for name, value in variables.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def _rotated(items: Sequence[Contestant], places: int) -> list[Contestant]:
+    """`items` beginning with another one in each round, so that none always follows the same other."""
+    start = places % len(items)
+    return [*items[start:], *items[:start]]
+
+
+def report(rounds: Sequence[Round]) -> Iterator[str]:
+    """A table of medians over the rounds; ratios are of one round's rates, with the middle half of all rounds."""
+    yield f"| training | samples/s | of {BASELINE} | the same, by processor time |"
+    yield "|---|---|---|---|"
+    for name in NAMES:
+        rate = statistics.median(r.samples / r.costs[name].seconds for r in rounds)
+        elapsed = [r.costs[BASELINE].seconds / r.costs[name].seconds for r in rounds]
+        processor = [r.costs[BASELINE].cpu_seconds / r.costs[name].cpu_seconds for r in rounds]
+        yield f"| {name} | {rate:.1f} | {_with_spread(elapsed)} | {_with_spread(processor)} |"
+
+
+def _with_spread(values: Sequence[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+    return f"{middle:.3f} ({low:.2f} to {high:.2f})"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="numbers of ranks to compare on")
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS), help="sizes of BERT")
+    parser.add_argument("--rounds", type=int, default=50, help="rounds that count; one more warms up")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each training in a round")
+    options = parser.parse_args(arguments)
+    os.environ["OMP_NUM_THREADS"] = "1"  # before a rank imports torch: ranks share the cores
+    # One step is left over, so that no training ends before its last block does.
+    total_steps = (options.rounds + 1) * options.steps + 1
+    for processes in options.processes:
+        for model in options.models:
+            with tempfile.TemporaryDirectory() as folder:
+                recipe = benchmark_recipe(model, total_steps, Path(folder))
+                pool = RankPool(processes)
+                try:
+                    rounds = pool.run(compete, recipe, options.rounds, options.steps, timeout_seconds=3600)[0]
+                finally:
+                    pool.close()
+            ranks = "1 process" if processes == 1 else f"{processes} processes"
+            print(f"\n{model} BERT, {ranks}\n", *report(rounds), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""What a run may go on from, and what it must refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import TINY_BERT, tiny_recipe
+from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.saving import Saver, identity
+from trainer.checkpoint.store import CheckpointStore
+from trainer.errors import TrainerError, UsageError
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import ParameterPlacement
+
+
+class FakeEngine:
+    """One parameter, and a count of what was loaded."""
+
+    def __init__(self, shape: tuple[int, ...] = (2, 3), name: str = "weight") -> None:
+        self.placements = {name: ParameterPlacement(name, shape)}
+        self.tensors = {f"model.{name}": torch.ones(shape), f"optimizer.{name}.step": torch.tensor(1.0)}
+        self.loaded_step: int | None = None
+
+    def state(self):
+        return self.tensors
+
+    def load_state(self, tensors, step):
+        self.tensors, self.loaded_step = dict(tensors), step
+
+
+def saver(folder: Path, engine: FakeEngine | None = None, content: str = "data", world_size: int = 1, **recipe: Any):
+    mesh = ParallelMesh(torch.device("cpu"), dp_replicate=world_size)
+    return Saver(CheckpointStore(folder, 2), engine or FakeEngine(), mesh, identity(tiny_recipe(**recipe), content))
+
+
+def saved(folder: Path, step: int = 4, **recipe: Any) -> None:
+    run = saver(folder, **recipe)
+    run.progress = Progress(step, step * 12)
+    run.save()
+
+
+class TestResume:
+    def test_from_nothing(self, tmp_path):
+        run = saver(tmp_path)
+        assert run.resume("auto") == run.resume("never") == []
+        assert run.progress == Progress()
+
+    def test_from_the_newest(self, tmp_path):
+        saved(tmp_path, 3)
+        saved(tmp_path, 4)
+        engine = FakeEngine()
+        run = saver(tmp_path, engine)
+        assert run.resume("auto") == []
+        assert run.progress == Progress(4, 48)
+        assert engine.loaded_step == 4
+
+    def test_a_damaged_one_is_noted(self, tmp_path):
+        saved(tmp_path, 3)
+        saved(tmp_path, 4)
+        (tmp_path / "checkpoints" / "step-00000004" / "state.json").write_text("{")
+        run = saver(tmp_path)
+        (note,) = run.resume("auto")
+        assert "passed over" in note
+        assert run.progress.step == 3
+
+    def test_never_refuses_a_folder_that_holds_one(self, tmp_path):
+        saved(tmp_path)
+        with pytest.raises(UsageError, match=r"`checkpoint.resume` is never, but .*step-00000004 exists; name another"):
+            saver(tmp_path).resume("never")
+
+
+class TestIdentity:
+    @pytest.mark.parametrize(
+        "recipe",
+        [
+            {"name": "other"},
+            {"training": {"micro_batch_size": 3}},
+            {"training": {"stop_at_step": 9}},
+            {"evaluation": {"every": "2 steps", "best": "loss"}},
+            {"checkpoint": {"every": "1 step", "keep": 7}},
+            {"logging": {"every": "1 step"}},
+            {"task": {"metrics": ["accuracy", "f1_macro"]}},
+            {"model": {"tokenizer": "elsewhere"}},
+            {"data": {"num_workers": 2, "cache": "elsewhere"}},
+        ],
+        ids=str,
+    )
+    def test_how_may_change(self, tmp_path, recipe):
+        saved(tmp_path)
+        run = saver(tmp_path, **recipe)
+        run.resume("auto")
+        assert run.progress.step == 4
+
+    @pytest.mark.parametrize(
+        ("recipe", "words"),
+        [
+            ({"optimizer": {"learning_rate": 2e-3}}, "`optimizer.learning_rate` was 0.001 and is 0.002"),
+            ({"training": {"seed": 1}}, "`training.seed` was 42 and is 1"),
+            ({"training": {"global_batch_size": 24}}, "`training.global_batch_size` was 12 and is 24"),
+            ({"training": {"max_steps": 40}}, "`training.max_steps` was 20 and is 40"),
+            ({"schedule": {"name": "cosine"}}, "`schedule.name` was 'linear' and is 'cosine'"),
+            ({"precision": "bf16"}, "`precision` was 'fp32' and is 'bf16'"),
+            ({"model": {"dropout": 0.3}}, "`model.dropout` was None and is 0.3"),
+            ({"model": {"config": {**TINY_BERT, "hidden_size": 64}}}, "`model.config.hidden_size` was 32 and is 64"),
+            ({"data": {"group_by_length": True}}, "`data.group_by_length` was False and is True"),
+            ({"content": "other"}, "`data.train` was 'data' and is 'other'"),
+        ],
+        ids=str,
+    )
+    def test_what_is_learned_may_not(self, tmp_path, recipe, words):
+        saved(tmp_path)
+        engine = FakeEngine()
+        with pytest.raises(UsageError) as error:
+            saver(tmp_path, engine, **recipe).resume("auto")
+        assert words in str(error.value)
+        assert "is of another training" in str(error.value)
+        assert "Name another `checkpoint.folder`, or restore" in str(error.value)
+        assert engine.loaded_step is None
+
+    def test_another_kind_of_optimizer_names_every_key(self, tmp_path):
+        saved(tmp_path)
+        recipe = {"optimizer": {"name": "sgd", "learning_rate": 1e-3, "weight_decay": 0.01}}
+        with pytest.raises(UsageError, match=r"`optimizer.betas` was \[0.9, 0.999\] and is None.*`optimizer.name` was"):
+            saver(tmp_path, **recipe).resume("auto")
+
+    @pytest.mark.parametrize(
+        ("engine", "words"),
+        [
+            (FakeEngine((2, 4)), r"weight has the shape \(2, 3\) there and \(2, 4\) here"),
+            (FakeEngine((1, 3)), r"weight has the shape \(2, 3\) there and \(1, 3\) here"),
+            (FakeEngine(name="bias"), r"bias has the shape None there and \(2, 3\) here"),
+        ],
+        ids=["shape", "broadcastable", "name"],
+    )
+    def test_weights_of_another_model_are_refused(self, tmp_path, engine, words):
+        """`model.name_or_path` is no part of the identity: the weights are the checkpoint's."""
+        saved(tmp_path)
+        with pytest.raises(UsageError, match=f"another model than `model` describes: {words}"):
+            saver(tmp_path, engine).resume("auto")
+        assert engine.loaded_step is None
+
+
+def save_on_ranks(folder: Path) -> str:
+    run = saver(folder, world_size=2)
+    run.progress = Progress(2, 24)
+    try:
+        run.save()
+    except TrainerError as error:
+        return str(error)
+    return f"steps {CheckpointStore(folder, 1).steps()}"
+
+
+def resume_on_ranks(own: Path, shared: Path) -> str:
+    """Rank 1 looks into another folder, as on a node without the shared file system."""
+    import torch.distributed as dist
+
+    run = saver(shared if dist.get_rank() == 0 else own, world_size=2)
+    try:
+        run.resume("auto")
+    except UsageError as error:
+        return str(error)
+    return f"step {run.progress.step}"
+
+
+class TestRanks:
+    def test_rank_0_writes_and_the_others_wait(self, ranks: RankPools, tmp_path):
+        assert ranks(2).run(save_on_ranks, tmp_path) == ["steps [2]"] * 2
+
+    def test_what_cannot_be_written_is_told_on_every_rank(self, ranks: RankPools, tmp_path):
+        (tmp_path / "checkpoints").touch()
+        for message in ranks(2).run(save_on_ranks, tmp_path):
+            assert "could not be written" in message
+
+    def test_all_go_on_from_the_same_step(self, ranks: RankPools, tmp_path):
+        saved(tmp_path)
+        assert ranks(2).run(resume_on_ranks, tmp_path, tmp_path) == ["step 4"] * 2
+
+    def test_a_folder_that_is_not_shared_is_refused_on_every_rank(self, ranks: RankPools, tmp_path):
+        saved(tmp_path / "shared")
+        for message in ranks(2).run(resume_on_ranks, tmp_path / "own", tmp_path / "shared"):
+            assert "`checkpoint.folder` must be one folder for all ranks" in message

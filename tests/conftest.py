@@ -1,0 +1,17 @@
+"""Fixtures for every test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.ranks import RankPools
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPools]:
+    """`ranks(N).run(function, *args)` calls a function on N gloo ranks; the processes live as long as the session."""
+    pools = RankPools()
+    yield pools
+    pools.close()

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from trainer.data.cache import EntryWriter, open_entry
+from trainer.data.collate import Padding
+from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.order import GlobalOrder
+from trainer.errors import TrainerError, UsageError
+from trainer.recipe.plan import BatchPlan
+
+ROOT = Path(__file__).parents[2]
+PADDING = Padding(token_id=0)
+
+
+def entry_of(folder, num_rows):
+    """Row i holds 1 to 9 tokens that are all i + 1, and the label i."""
+    lengths = np.random.default_rng(0).integers(1, 10, num_rows)
+    ids = [[i + 1] * int(length) for i, length in enumerate(lengths)]
+    with EntryWriter(folder) as writer:
+        writer.add({"input_ids": ids, "labels": list(range(num_rows)), "cut": [False] * num_rows})
+    return open_entry(folder)
+
+
+@pytest.fixture
+def split(tmp_path):
+    return entry_of(tmp_path / "entry", 31)
+
+
+def train_loader(split, data_rank=0, ranks=1, micro_batch_size=4, grouped=True, total_steps=8, **keys):
+    size = 12
+    plan = BatchPlan(size, ranks, micro_batch_size, -(-size // ranks // micro_batch_size))
+    order = GlobalOrder(len(split), split.lengths if grouped else None, size, seed=5)
+    return TrainLoader(split, order, plan, data_rank, PADDING, total_steps, **keys)
+
+
+def real_rows(rank_batch):
+    """(place in the global batch, row id) of the rows that count."""
+    return [
+        (int(place), int(label))
+        for microbatch in rank_batch.microbatches
+        if not microbatch.filler
+        for place, label in zip(microbatch.rows, microbatch.labels, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_world_size_learns_from_the_same_rows(split, ranks, grouped):
+    steps = zip(*[train_loader(split, rank, ranks, grouped=grouped) for rank in range(ranks)], strict=True)
+    order = GlobalOrder(31, split.lengths if grouped else None, 12, seed=5)
+    for step, batches in enumerate(steps):
+        expected = order.batch(*divmod(step, 3))  # 12 + 12 + 7 rows
+        rows = sorted(itertools.chain.from_iterable(real_rows(batch) for batch in batches))
+        assert rows == list(enumerate(expected.tolist()))
+        assert {batch.num_rows for batch in batches} == {len(expected)}
+        assert {batch.num_tokens for batch in batches} == {split.lengths[expected].sum()}
+        assert len({len(batch.microbatches) for batch in batches}) == 1
+    assert step == 7
+
+
+def test_a_ragged_batch_of_seven_rows_on_three_ranks(split):
+    ragged = [list(train_loader(split, rank, 3, micro_batch_size=1))[2] for rank in range(3)]
+    assert [len(batch.microbatches) for batch in ragged] == [3, 3, 3]
+    assert [[microbatch.filler for microbatch in batch.microbatches] for batch in ragged] == [
+        [False, False, False],
+        [False, False, True],
+        [False, False, True],
+    ]
+    filler = ragged[1].microbatches[-1]
+    assert filler.labels.tolist() == [row for place, row in real_rows(ragged[0]) if place == filler.rows]
+
+
+def test_one_row_on_two_ranks(tmp_path):
+    split = entry_of(tmp_path / "entry", 13)
+    last = [list(train_loader(split, rank, 2, total_steps=2))[1] for rank in range(2)]
+    assert [(len(batch.microbatches), batch.microbatches[0].filler) for batch in last] == [(1, False), (1, True)]
+    assert torch.equal(last[0].microbatches[0].inputs["input_ids"], last[1].microbatches[0].inputs["input_ids"])
+    assert [batch.num_rows for batch in last] == [1, 1]
+
+
+@pytest.mark.parametrize("done", range(9))
+def test_going_on_gives_the_steps_that_are_left(split, done):
+    whole = [real_rows(batch) for batch in train_loader(split)]
+    consumed = sum(batch.num_rows for batch in itertools.islice(train_loader(split), done))
+    rest = train_loader(split, start_sample=consumed)
+    assert len(rest) == 8 - done
+    assert [real_rows(batch) for batch in rest] == whole[done:]
+
+
+def test_a_position_of_another_batch_size_is_refused(split):
+    with pytest.raises(UsageError, match=r"`training.global_batch_size`"):
+        train_loader(split, start_sample=5)
+
+
+def assert_same(one, other):
+    assert (one.num_rows, one.num_tokens) == (other.num_rows, other.num_tokens)
+    for a, b in zip(one.microbatches, other.microbatches, strict=True):
+        assert a.filler == b.filler
+        tensors = [(a.labels, b.labels), (a.rows, b.rows), *((a.inputs[name], b.inputs[name]) for name in a.inputs)]
+        assert all(torch.equal(x, y) for x, y in tensors)
+
+
+def test_workers_change_nothing(split):
+    state = torch.get_rng_state()
+    for one, other in zip(train_loader(split), train_loader(split, num_workers=2), strict=True):
+        assert_same(one, other)
+    assert torch.equal(torch.get_rng_state(), state), "the loader must not draw from the model's generator"
+
+
+@pytest.mark.parametrize(("num_rows", "ranks", "batch_size"), [(31, 1, 8), (31, 3, 4), (2, 3, 4), (7, 2, 1)])
+def test_evaluation_covers_every_row_once(tmp_path, num_rows, ranks, batch_size):
+    split = entry_of(tmp_path / "entry", num_rows)
+    parts = [list(EvalLoader(split, batch_size, rank, ranks, PADDING)) for rank in range(ranks)]
+    assert len({len(part) for part in parts}) == 1
+    assert len(parts[0]) == len(EvalLoader(split, batch_size, 0, ranks, PADDING))
+    rows = [microbatch for part in parts for microbatch in part if not microbatch.filler]
+    assert sorted(torch.cat([microbatch.rows for microbatch in rows]).tolist()) == list(range(num_rows))
+    assert all(torch.equal(microbatch.rows, microbatch.labels) for microbatch in rows)
+    widths = [microbatch.inputs["input_ids"].shape[1] for microbatch in parts[0]]
+    assert widths == sorted(widths, reverse=True)
+
+
+@pytest.fixture
+def silent_deaths():
+    """Without torch's SIGCHLD handler, which raises wherever the rank happens to be: the loader itself must notice."""
+    yield lambda: signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def test_a_dead_worker_is_told_with_a_remedy(split, silent_deaths):
+    others = psutil.Process().children()  # ranks that other tests keep alive
+    batches = iter(train_loader(split, total_steps=1000, num_workers=1))
+    next(batches)
+    silent_deaths()
+    (worker,) = (child for child in psutil.Process().children() if child not in others)
+    worker.send_signal(signal.SIGKILL)
+    with pytest.raises(
+        TrainerError, match=r"`data.num_workers` \(1\) died: signal SIGKILL.* set `data.num_workers` to 0"
+    ):
+        collections.deque(batches, maxlen=0)
+
+
+def test_an_error_in_a_worker_is_not_called_a_death(split):
+    loader = train_loader(split, num_workers=1)
+    loader._batches._order = None
+    with pytest.raises(AttributeError):
+        next(iter(loader))
+
+
+STOPPED = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+import psutil
+from trainer.data import loader
+from trainer.data.cache import open_entry
+from tests.data.test_loader import train_loader
+
+ignore = loader._ignore_stop_signals
+
+def start_late(worker_id):
+    time.sleep(worker_id)  # the second worker still starts when the signals come
+    ignore(worker_id)
+
+loader._ignore_stop_signals = start_late
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.signal(signal.SIGINT, lambda *_: None)
+batches = iter(train_loader(open_entry(Path({entry!r})), total_steps=10**6, num_workers=2))
+next(batches)
+os.killpg(0, signal.SIGTERM)
+os.killpg(0, signal.SIGINT)
+for _ in range(50):
+    next(batches)
+print("saved", len(psutil.Process().children()), flush=True)
+raise SystemExit(3)
+"""
+
+
+def test_a_stop_signal_leaves_the_workers_to_the_rank_which_still_ends(split):
+    script = STOPPED.format(root=str(ROOT), entry=str(split.folder))
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, stdout, stderr) == (3, "saved 2\n", "")

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.order import GlobalOrder
+from trainer.errors import UsageError
+
+
+def epoch_rows(order: GlobalOrder, epoch: int) -> np.ndarray:
+    return np.concatenate([order.batch(epoch, index) for index in range(order.steps_per_epoch)])
+
+
+sizes = st.tuples(st.integers(1, 300), st.integers(1, 50), st.booleans(), st.integers(0, 2**63 - 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, st.integers(0, 3))
+def test_every_epoch_holds_every_row_once(size, epoch):
+    num_rows, batch_size, grouped, seed = size
+    lengths = np.random.default_rng(0).integers(1, 40, num_rows) if grouped else None
+    order = GlobalOrder(num_rows, lengths, batch_size, seed)
+    assert sorted(epoch_rows(order, epoch)) == list(range(num_rows))
+    batches = [len(order.batch(epoch, index)) for index in range(order.steps_per_epoch)]
+    assert batches[:-1] == [batch_size] * (len(batches) - 1)
+    assert batches[-1] == (num_rows % batch_size or batch_size)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes)
+def test_a_batch_does_not_depend_on_what_was_asked_before(size):
+    num_rows, batch_size, grouped, seed = size
+    lengths = np.arange(num_rows) % 17 if grouped else None
+    walked = GlobalOrder(num_rows, lengths, batch_size, seed)
+    for epoch in range(2):
+        epoch_rows(walked, epoch)
+    index = walked.steps_per_epoch // 2
+    jumped = GlobalOrder(num_rows, lengths, batch_size, seed)
+    np.testing.assert_array_equal(jumped.batch(1, index), walked.batch(1, index))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_seed_and_epoch_change_the_order(grouped):
+    lengths = np.arange(200) % 13 if grouped else None
+    orders = [epoch_rows(GlobalOrder(200, lengths, 8, seed), epoch).tolist() for seed in (1, 2) for epoch in (0, 1)]
+    assert len({tuple(rows) for rows in orders}) == 4
+
+
+def test_the_order_is_the_same_in_every_version():
+    order = GlobalOrder(10, None, 10, seed=42)
+    assert order.batch(0, 0).tolist() == [0, 1, 4, 2, 6, 8, 5, 9, 7, 3]
+
+
+def test_grouped_batches_hold_rows_of_similar_length_sorted():
+    lengths = np.random.default_rng(1).integers(1, 100, 2003)
+    order = GlobalOrder(2003, lengths, 16, seed=0)
+    batches = [lengths[order.batch(0, index)] for index in range(order.steps_per_epoch)]
+    assert all(np.all(np.diff(batch) >= 0) for batch in batches)
+    spread = np.mean([batch[-1] - batch[0] for batch in batches[:-1]])
+    assert spread < 10  # of shuffled rows it is near 90
+    means = [batch.mean() for batch in batches]
+    assert abs(np.corrcoef(np.arange(len(means)), means)[0, 1]) < 0.3, "batches must not come sorted by length"
+
+
+def test_the_ragged_batch_is_last_and_random():
+    lengths = np.arange(103)
+    ragged = [GlobalOrder(103, lengths, 10, seed).batch(0, 10).tolist() for seed in range(5)]
+    assert {len(rows) for rows in ragged} == {3}
+    assert len({tuple(rows) for rows in ragged}) == 5
+
+
+def test_position_counts_ragged_batches():
+    order = GlobalOrder(10, None, 4, seed=0)  # an epoch: 4 + 4 + 2
+    consumed, seen = 0, []
+    for step in range(7):
+        seen.append(order.position(consumed))
+        consumed += len(order.batch(*divmod(step, 3)))
+    assert seen == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+
+
+def test_a_position_inside_a_batch_is_refused():
+    with pytest.raises(UsageError, match=r"`training.global_batch_size` is 4.* after the 5 samples"):
+        GlobalOrder(10, None, 4, seed=0).position(5)
+
+
+def test_a_batch_past_the_epoch_is_refused():
+    with pytest.raises(IndexError):
+        GlobalOrder(10, None, 4, seed=0).batch(0, 3)

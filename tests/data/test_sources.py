@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import datasets
+import pytest
+
+from trainer.data.sources import load_splits
+from trainer.errors import DataError, TrainerError, UsageError
+from trainer.recipe.schema import FileData, FolderData, HubData
+
+ROWS = [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}]
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def load_files(train, validation=None, file_format=None):
+    return load_splits(FileData(source="files", train=train, validation=validation, format=file_format))
+
+
+def write(folder, name, content):
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return name
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", lines(ROWS)),
+        ("rows.json", json.dumps(ROWS, indent=1)),
+        ("rows.ndjson", lines(ROWS)),
+        ("rows.csv", "text,label\none,a\ntwo,b\n"),
+    ],
+)
+def test_text_formats(in_folder, name, content):
+    splits = load_files(write(in_folder, name, content))
+    assert splits.train.rows.to_list() == ROWS
+    assert splits.train.where == f"`{name}`"
+    assert splits.validation is None
+
+
+def test_parquet_and_a_list_of_files(in_folder):
+    datasets.Dataset.from_list(ROWS).to_parquet("a.parquet")
+    datasets.Dataset.from_list(ROWS[:1]).to_parquet("b.parquet")
+    splits = load_files(["a.parquet", "b.parquet"], "b.parquet")
+    assert splits.train.rows["text"][:] == ["one", "two", "one"]
+    assert splits.train.where == "`a.parquet`, `b.parquet`"
+    assert len(splits.validation.rows) == 1
+
+
+def test_a_format_can_be_said(in_folder):
+    assert load_files(write(in_folder, "rows.txt", lines(ROWS)), file_format="json").train.rows.to_list() == ROWS
+
+
+def test_a_file_that_changed_is_read_again(in_folder):
+    name = write(in_folder, "rows.jsonl", lines(ROWS))
+    assert len(load_files(name).train.rows) == 2
+    write(in_folder, name, lines(ROWS * 2))
+    assert len(load_files(name).train.rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", "", "`data.train` must hold at least one row, but `rows.jsonl` is empty"),
+        ("rows.jsonl", "\n\n", "`data.train` must hold at least one row, but `rows.jsonl` is empty"),
+        ("rows.json", "[]", "`data.train` must hold at least one row, but `rows.json` is empty"),
+        ("rows.csv", "text,label\n", "`data.train` must hold at least one row, but `rows.csv` is empty"),
+        (
+            "rows.jsonl",
+            lines(ROWS) + '{"text": }\n',
+            "line 3 of `rows.jsonl` is not JSON: Expecting value at column 10",
+        ),
+        ("rows.json", '[{"text": "a"},\n{"text" "b"}]', "line 2 of `rows.json` is not JSON: Expecting ':' delimiter"),
+        ("rows.jsonl", lines(ROWS) + "3\n", "line 3 of `rows.jsonl` is not a JSON object"),
+        ("rows.csv", "text,label\none,a\ntwo,b,c\n", "Expected 2 fields in line 3, saw 3"),
+        ("rows.parquet", "no parquet", "`data.train` must hold parquet, but `rows.parquet` cannot be read"),
+    ],
+)
+def test_a_bad_file_is_told_with_its_line(in_folder, capfd, name, content, message):
+    with pytest.raises(DataError, match=re.escape(message)):
+        load_files(write(in_folder, name, content))
+    assert capfd.readouterr() == ("", ""), "the message is told once, by us"
+
+
+def test_files_that_differ_in_columns_are_told(in_folder):
+    names = [write(in_folder, "a.jsonl", lines(ROWS)), write(in_folder, "b.jsonl", lines([ROWS[0] | {"extra": 1}]))]
+    with pytest.raises(DataError, match=r"`a.jsonl`, `b.jsonl` cannot be read: .*extra.* column names don't match"):
+        load_files(names)
+
+
+def test_missing_files(in_folder):
+    with pytest.raises(DataError, match=r"`data.train` must name files, but `none.jsonl` does not exist"):
+        load_files("none.jsonl")
+    with pytest.raises(DataError, match=r"`data.validation` must name files, but `\.` is a folder"):
+        load_files(write(in_folder, "rows.jsonl", lines(ROWS)), ".")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_without_permission(in_folder):
+    name = write(in_folder, "rows.jsonl", lines(ROWS))
+    (in_folder / name).chmod(0)
+    with pytest.raises(DataError, match=r"`data.train` must name files that can be read"):
+        load_files(name)
+
+
+def test_endings_must_agree(in_folder):
+    json_file = write(in_folder, "a.jsonl", lines(ROWS))
+    csv_file = write(in_folder, "b.csv", "text,label\none,a\n")
+    with pytest.raises(UsageError, match=r"files of one format, but `a.jsonl` is json and `b.csv` is csv"):
+        load_files(json_file, csv_file)
+    with pytest.raises(UsageError, match=r"`data.format` must be set .* `c.tsv`; known endings are .json,"):
+        load_files(write(in_folder, "c.tsv", "text\tlabel\n"))
+
+
+@pytest.fixture
+def glue(in_folder):
+    """A folder of the shape that `nyu-mll/glue` has on the hub."""
+    features = datasets.Features(
+        {
+            "sentence1": datasets.Value("string"),
+            "sentence2": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["not_equivalent", "equivalent"]),
+        }
+    )
+    (in_folder / "glue" / "mrpc").mkdir(parents=True)
+    card = ["---", "configs:", "- config_name: mrpc", "  data_files:"]
+    for name, labels in {"train": [0, 1], "validation": [1], "test": [-1]}.items():
+        rows = {"sentence1": ["a"] * len(labels), "sentence2": ["b"] * len(labels), "label": labels}
+        path = f"mrpc/{name}-00000-of-00001.parquet"
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(in_folder / "glue" / path)
+        card += [f"  - split: {name}", f"    path: {path}"]
+    card += ["- config_name: sst2", "  data_files:", "  - split: train", "    path: mrpc/train-*", "---", ""]
+    (in_folder / "glue" / "README.md").write_text("\n".join(card))
+    return "glue"
+
+
+def load_hub(name, **keys):
+    return load_splits(HubData(source="hub", name=name, **keys))
+
+
+def test_a_local_folder_of_the_hub_shape(glue):
+    splits = load_hub(glue, subset="mrpc")
+    assert len(splits.train.rows) == 2
+    assert splits.train.where == "split `train` of `glue` (subset `mrpc`)"
+    assert splits.validation.rows.features["label"].names == ["not_equivalent", "equivalent"]
+    assert load_hub(glue, subset="mrpc", validation=None).validation is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "`data.name` and `data.subset` must name a data set, .* pick one among .*mrpc.*sst2"),
+        ({"subset": "mprc"}, "`glue` \\(subset `mprc`\\) cannot be read: BuilderConfig 'mprc' not found.*'mrpc'"),
+        ({"subset": "sst2"}, "`data.validation` must name a split of .*, but is `validation`; there are `train`$"),
+        ({"subset": "mrpc", "train": "all"}, "`data.train` .* but is `all`; there are `train`, `validation`, `test`"),
+    ],
+)
+def test_wrong_subsets_and_splits_list_what_there_is(glue, keys, message):
+    with pytest.raises(DataError, match=message):
+        load_hub(glue, **keys)
+
+
+def test_an_unreachable_hub_has_a_remedy(in_folder, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(TrainerError, match=r"the hub cannot be reached; set `data.name` to a local copy"):
+        load_hub("nyu-mll/glue", subset="mrpc")
+
+
+def test_code_that_comes_with_a_data_set_is_not_run(in_folder):
+    (in_folder / "evil").mkdir()
+    write(in_folder, "evil/evil.py", f"open({str(in_folder / 'ran')!r}, 'w')")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_hub("evil")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_hub("evil/evil.py")
+    assert not (in_folder / "ran").exists()
+
+
+def load_folder(path, **keys):
+    return load_splits(FolderData(source="folder", path=path, **keys))
+
+
+def test_a_saved_dataset_dict(in_folder):
+    split = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": split, "validation": split.select([0])}).save_to_disk("saved")
+    splits = load_folder("saved")
+    assert splits.train.rows.to_list() == ROWS
+    assert splits.validation.where == "split `validation` of `saved`"
+    with pytest.raises(DataError, match=r"`data.train` must name a split of `saved`, but is `all`"):
+        load_folder("saved", train="all")
+
+
+def test_folders_that_hold_something_else(in_folder):
+    with pytest.raises(DataError, match=r"`data.path` must be a folder, but there is none at `none`"):
+        load_folder("none")
+    with pytest.raises(DataError, match=r"cannot be read as one"):
+        load_folder(".")
+    datasets.Dataset.from_list(ROWS).save_to_disk("single")
+    with pytest.raises(DataError, match=r"`single` holds a single split"):
+        load_folder("single")
+
+
+def test_an_empty_split_of_a_saved_folder(in_folder):
+    split = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": split.select([]), "validation": split}).save_to_disk("saved")
+    with pytest.raises(DataError, match=r"each split with a row, but `saved` cannot be read as one"):
+        load_folder("saved")

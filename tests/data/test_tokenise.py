@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from trainer.data.sources import Split
+from trainer.data.tokenise import encode_split
+from trainer.errors import DataError, UsageError
+from trainer.tasks.sequence_classification import SequenceClassificationTask
+
+ROOT = Path(__file__).parents[2]
+TASK = SequenceClassificationTask(("text",), "label", ("accuracy",), ("no", "yes"), labels_are_names=True)
+
+
+def split_of(num_rows=6, text="sends a message over the socket"):
+    rows = {"text": [f"{text} {i}" for i in range(num_rows)], "label": ["no", "yes"] * (num_rows // 2)}
+    return Split(datasets.Dataset.from_dict(rows | {"unread": list(range(num_rows))}), "`some.jsonl`")
+
+
+def entries(cache):
+    return [path for path in cache.iterdir() if path.is_dir()]
+
+
+class CountingTask(SequenceClassificationTask):
+    """Says whether it was asked to encode at all."""
+
+    calls = 0
+
+    def encode(self, *args):
+        CountingTask.calls += 1
+        return super().encode(*args)
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    monkeypatch.setattr(CountingTask, "calls", 0)
+    return CountingTask(TASK.text_columns, TASK.label_column, TASK.metric_names, TASK.class_names, True)
+
+
+def test_what_the_model_reads(tokenizer, tmp_path):
+    split = encode_split(split_of(), TASK, tokenizer, 32, tmp_path)
+    expected = tokenizer([f"sends a message over the socket {i}" for i in range(6)])["input_ids"]
+    assert [split.tokens["input_ids"][a:b].tolist() for a, b in itertools.pairwise(split.offsets)] == expected
+    assert split.scalars["labels"].tolist() == [0, 1, 0, 1, 0, 1]
+    assert split.num_cut == 0
+
+
+def test_rows_that_are_cut_are_counted(tokenizer, tmp_path):
+    whole = tokenizer("sends a message over the socket 1")["input_ids"]
+    exact = encode_split(split_of(), TASK, tokenizer, len(whole), tmp_path)
+    assert exact.num_cut == 0
+    cut = encode_split(split_of(), TASK, tokenizer, len(whole) - 1, tmp_path)
+    assert cut.num_cut == 6
+    assert set(cut.lengths) == {len(whole) - 1}
+
+
+def test_many_pieces_are_one_split(tokenizer, tmp_path):
+    split = encode_split(split_of(2500, "a"), TASK, tokenizer, 32, tmp_path)
+    assert len(split) == 2500
+    assert split.scalars["labels"].tolist() == [0, 1] * 1250
+
+
+def test_the_second_time_nothing_is_tokenised(tokenizer, tmp_path, counting):
+    first = encode_split(split_of(), counting, tokenizer, 32, tmp_path)
+    tokenizer("leaves truncation and padding states behind", truncation=True, max_length=4, padding="max_length")
+    again = encode_split(split_of(), counting, tokenizer, 32, tmp_path)
+    assert CountingTask.calls == 1
+    assert again.content_hash == first.content_hash
+
+
+def test_whatever_changes_the_result_changes_the_entry(tokenizer, tmp_path):
+    def encode(split=None, task=TASK, max_length=32):
+        encode_split(split or split_of(), task, tokenizer, max_length, tmp_path)
+        return len(entries(tmp_path))
+
+    swapped = SequenceClassificationTask(("text",), "label", ("accuracy",), ("yes", "no"), True)
+    counts = [
+        encode(),
+        encode(split_of(text="other")),
+        encode(task=swapped),
+        encode(max_length=16),
+        encode(split_of(8)),
+    ]
+    assert counts == [1, 2, 3, 4, 5]
+    unread = split_of()
+    assert encode(Split(unread.rows.remove_columns("unread"), "elsewhere")) == 5, "what is not read must not matter"
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels", "offsets", "meta.json"])
+def test_a_damaged_entry_is_made_again(tokenizer, tmp_path, counting, name):
+    first = encode_split(split_of(), counting, tokenizer, 32, tmp_path)
+    (entry,) = entries(tmp_path)
+    ids = first.tokens["input_ids"].tolist()
+    damaged = (entry / name).read_bytes()[:-1] + b"\x7f"
+    (entry / name).unlink()  # `first` still maps the old pages
+    (entry / name).write_bytes(damaged)
+    again = encode_split(split_of(), counting, tokenizer, 32, tmp_path)
+    assert CountingTask.calls == 2
+    assert again.tokens["input_ids"].tolist() == ids
+    encode_split(split_of(), counting, tokenizer, 32, tmp_path)
+    assert CountingTask.calls == 2
+
+
+def encode_in_process(cache, start):
+    from transformers import AutoTokenizer
+
+    class Slow(SequenceClassificationTask):
+        def encode(self, *args):
+            (cache / f"{os.getpid()}.encoded").touch()
+            time.sleep(0.5)
+            return super().encode(*args)
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "sample" / "tokenizer")
+    task = Slow(TASK.text_columns, TASK.label_column, TASK.metric_names, TASK.class_names, True)
+    start.wait(60)
+    return encode_split(split_of(), task, tokenizer, 32, cache).content_hash
+
+
+def put_result(cache, start, queue):
+    queue.put(encode_in_process(cache, start))
+
+
+def test_four_processes_at_once_share_one_tokenisation(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [__name__, "transformers.models.auto.tokenization_auto"]
+    )  # imported once, not 4 times
+    start, queue = context.Barrier(4), context.Queue()
+    processes = [context.Process(target=put_result, args=(tmp_path, start, queue)) for _ in range(4)]
+    try:
+        for process in processes:
+            process.start()
+        hashes = [queue.get(timeout=90) for _ in processes]
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    assert len(set(hashes)) == 1
+    assert len(list(tmp_path.glob("*.encoded"))) == 1
+    assert len(entries(tmp_path)) == 1
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.data.test_tokenise import TASK, SequenceClassificationTask, encode_split, split_of
+from transformers import AutoTokenizer
+
+class Dies(SequenceClassificationTask):
+    def encode(self, *args):
+        if args[-1] > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(*args)
+
+task = Dies(TASK.text_columns, TASK.label_column, TASK.metric_names, TASK.class_names, True)
+tokenizer = AutoTokenizer.from_pretrained({root!r} + "/recipes/sample/tokenizer")
+encode_split(split_of(1500), task, tokenizer, 32, Path({cache!r}))
+"""
+
+
+def test_a_run_that_was_killed_while_tokenising_is_no_obstacle(tokenizer, tmp_path):
+    script = KILLED.format(root=str(ROOT), cache=str(tmp_path))
+    killed = subprocess.run([sys.executable, "-c", script], timeout=90, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    (partial,) = entries(tmp_path)
+    assert partial.suffix == ".partial"
+    split = encode_split(split_of(1500), TASK, tokenizer, 32, tmp_path)
+    assert len(split) == 1500
+    assert [entry.suffix for entry in entries(tmp_path)] == [""]
+
+
+def test_an_error_in_a_row_leaves_no_entry(tokenizer, tmp_path):
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": ["no", "maybe"]})
+    with pytest.raises(DataError, match=r"row 2 of `v.csv` is the label 'maybe'"):
+        encode_split(Split(rows, "`v.csv`"), TASK, tokenizer, 32, tmp_path)
+    assert not entries(tmp_path)
+
+
+def test_rows_are_numbered_through_all_pieces(tokenizer, tmp_path):
+    rows = datasets.Dataset.from_dict({"text": ["a"] * 2000, "label": ["no"] * 1500 + [None] * 500})
+    with pytest.raises(DataError, match=r"column `label`, row 1501 of `v.csv` is null"):
+        encode_split(Split(rows, "`v.csv`"), TASK, tokenizer, 32, tmp_path)
+
+
+def test_lengths_that_do_not_fit_the_tokenizer_are_refused(tokenizer, tmp_path):
+    with pytest.raises(UsageError, match=r"`data.max_length` must be at most the 128 tokens.*but is 129"):
+        encode_split(split_of(), TASK, tokenizer, 129, tmp_path)
+    with pytest.raises(UsageError, match=r"`data.max_length` must be more than the 2 special tokens, but is 2"):
+        encode_split(split_of(), TASK, tokenizer, 2, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tokenizer, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(UsageError, match=r"`data.cache` must be a folder that can be written"):
+        encode_split(split_of(), TASK, tokenizer, 32, blocked / "cache")
+
+
+def test_the_cache_holds_no_pickle(tokenizer, tmp_path):
+    encode_split(split_of(), TASK, tokenizer, 32, tmp_path)
+    (entry,) = entries(tmp_path)
+    assert sorted(path.name for path in entry.iterdir()) == [
+        "input_ids",
+        "labels",
+        "meta.json",
+        "offsets",
+        "token_type_ids",
+    ]
+    raw = np.fromfile(entry / "labels", "<i8")
+    assert raw.tolist() == [0, 1, 0, 1, 0, 1]

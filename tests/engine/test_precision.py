@@ -1,0 +1,27 @@
+"""What is computed in which type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.engine.precision import cast_forward
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_products_are_computed_in_the_type_and_weights_stay(precision, dtype):
+    layer = torch.nn.Linear(4, 4)
+    cast_forward(layer, precision, torch.device("cpu"))
+    output = layer(torch.ones(2, 4))
+    assert output.dtype == dtype
+    output.float().sum().backward()
+    assert layer.weight.dtype == layer.weight.grad.dtype == torch.float32
+
+
+def test_nothing_outside_of_the_model_is_cast():
+    layer = torch.nn.Linear(4, 4)
+    cast_forward(layer, "bf16", torch.device("cpu"))
+    layer(torch.ones(2, 4))
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32

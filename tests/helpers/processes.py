@@ -1,0 +1,66 @@
+"""Runs programs as a user would, and never leaves one behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+LAUNCHER_PREFIXES = ("ACCELERATE_", "CROSS_", "GROUP_", "LOCAL_", "MASTER_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of a user's shell: no launcher's variables, one thread per process, no network."""
+    names = ("RANK", "WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHER_PREFIXES) and name not in names
+    }
+    path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
+    ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
+    return inherited | ours | variables
+
+
+def start(command: Sequence[str | Path], **variables: str) -> subprocess.Popen[str]:
+    """Starts a command in a process group of its own, with both outputs as pipes."""
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Waits for a started process; one that does not end in time is killed with its group, and the test fails."""
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_seconds)
+    except BaseException:
+        kill(process)
+        with suppress(subprocess.TimeoutExpired):  # something that it left behind may hold the pipes
+            print(*process.communicate(timeout=5), sep="\n")
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kills a started process and its group, if they are still there."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(
+    command: Sequence[str | Path], timeout_seconds: float = 120.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end."""
+    return finish(start(command, **variables), timeout_seconds)

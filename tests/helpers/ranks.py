@@ -1,0 +1,259 @@
+"""Runs a test function on N gloo ranks, and gives the failing rank's traceback.
+
+A `RankPool` keeps its processes, and their process group, from call to call, because importing torch costs seconds. The
+first failure throws the processes away; the next call starts fresh ones. A test writes:
+
+    def sum_of_ranks(offset):
+        total = torch.tensor(dist.get_rank() + offset)
+        dist.all_reduce(total)
+        return total.item()
+
+    def test_sum(ranks):
+        assert ranks(3).run(sum_of_ranks, 10) == [33, 33, 33]
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import reduce
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+START_SECONDS = 120.0  # imports and rendezvous, on a busy machine
+GRACE_SECONDS = 2.0  # what the other ranks get to answer once one has failed
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not answer; the message holds its traceback."""
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """What a rank answers: a pickled result, or the text of a traceback."""
+
+    result: bytes | None
+    failure: str | None = None
+    died: bool = False
+
+
+@dataclass(frozen=True)
+class _Rank:
+    process: BaseProcess
+    connection: Connection
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def kill(self) -> None:
+        """Kills the rank and whatever it started: it leads its own process group."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class RankPool:
+    """`world_size` processes with one gloo process group, ready to run functions."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks: list[_Rank] = []
+
+    def run(
+        self, function: Callable[..., Any], /, *args: Any, timeout_seconds: float = 120.0, **kwargs: Any
+    ) -> list[Any]:
+        """Calls `function(*args, **kwargs)` on every rank and returns the results in the order of the ranks.
+
+        `function` is found again by its module's file and its name, so it must stand at the top of a module (or be a
+        static method); arguments and results are pickled. Before each call torch's seed is 0 on every rank.
+
+        Raises:
+            RankError: a rank raised, died, or did not answer in `timeout_seconds`.
+        """
+        call = pickle.dumps((_address(function), pickle.dumps((args, kwargs))))
+        try:
+            if not self._ranks:
+                self._start()
+            for rank in self._ranks:
+                rank.connection.send_bytes(call)
+            replies = self._replies(timeout_seconds)
+        except BaseException:
+            self.close()
+            raise
+        return [pickle.loads(reply) for reply in replies]
+
+    def close(self) -> None:
+        """Ends the processes; a later `run` starts new ones."""
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for index in range(self.world_size):
+            ours, theirs = context.Pipe()
+            # not a daemon: a daemon may not have children, and data loaders do
+            process = context.Process(target=_serve, args=(index, self.world_size, theirs), name=f"rank {index}")
+            process.start()
+            theirs.close()  # so that a dead rank is an end of file here
+            self._ranks.append(_Rank(process, ours))
+        first, *others = self._ranks
+        if not first.connection.poll(START_SECONDS):
+            raise RankError(f"rank 0 did not open its store in {START_SECONDS:.0f} s")
+        port = first.connection.recv_bytes()
+        for rank in others:
+            rank.connection.send_bytes(port)
+        self._replies(START_SECONDS)
+
+    def _replies(self, timeout_seconds: float) -> list[bytes]:
+        """One pickled result per rank, or the error of the first rank that failed."""
+        deadline = time.monotonic() + timeout_seconds
+        replies: dict[int, _Reply] = {}
+        failed: int | None = None
+        while waiting := {rank.connection: index for index, rank in enumerate(self._ranks) if index not in replies}:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                index = waiting[connection]
+                replies[index] = self._receive(index)
+                if replies[index].failure and failed is None:
+                    failed = index
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failed is None and waiting:
+            raise RankError(self._hanging(sorted(waiting.values()), timeout_seconds))
+        if failed is not None:
+            # A rank that died is the cause, also where another noticed the broken connection before we did.
+            failed = next((index for index in sorted(replies) if replies[index].died), failed)
+            raise RankError(self._failure(failed, replies))
+        return [replies[index].result or b"" for index in range(self.world_size)]
+
+    def _receive(self, index: int) -> _Reply:
+        rank = self._ranks[index]
+        try:
+            reply: _Reply = pickle.loads(rank.connection.recv_bytes())
+            return reply
+        except (EOFError, OSError):
+            rank.process.join(GRACE_SECONDS)
+            code = rank.process.exitcode
+            died = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
+            return _Reply(None, f"the process died {died}", died=True)
+
+    def _failure(self, failed: int, replies: dict[int, _Reply]) -> str:
+        lines = [f"rank {failed} of {self.world_size} failed:", str(replies[failed].failure)]
+        for index in range(self.world_size):
+            if index not in replies:
+                lines.append(f"rank {index} had not answered and was killed")
+            elif index != failed and (failure := replies[index].failure):
+                lines.append(f"rank {index} failed too: {failure.strip().splitlines()[-1]}")
+        return "\n".join(lines)
+
+    def _hanging(self, indices: list[int], timeout_seconds: float) -> str:
+        for index in indices:  # each writes its stack to stderr
+            with suppress(ProcessLookupError):
+                os.kill(self._ranks[index].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        names = ", ".join(map(str, indices))
+        return f"rank {names} of {self.world_size} did not answer in {timeout_seconds:g} s; the stacks are on stderr"
+
+
+class RankPools:
+    """One pool per world size, made on first use."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, world_size: int) -> RankPool:
+        return self._pools.setdefault(world_size, RankPool(world_size))
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Module name, file and qualified name of a function, by which another process finds it."""
+    module = sys.modules[function.__module__]
+    if "<" in function.__qualname__ or module.__file__ is None:
+        raise TypeError(f"{function.__qualname__} must stand at the top of a module: ranks find it by its name")
+    return module.__name__, module.__file__, function.__qualname__
+
+
+def _find(address: tuple[str, str, str]) -> Any:
+    """The function at an address; loads its module from the file, as pytest's importlib mode does."""
+    name, file, qualname = address
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return reduce(getattr, qualname.split("."), sys.modules[name])
+
+
+def _serve(rank: int, world_size: int, connection: Connection) -> None:
+    """The life of one rank: join the group, then answer calls until the parent hangs up."""
+    os.setsid()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    faulthandler.register(signal.SIGUSR1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    _join_group(rank, world_size, connection)
+    connection.send_bytes(pickle.dumps(_Reply(pickle.dumps(None))))
+    while True:
+        try:
+            call = connection.recv_bytes()
+        except EOFError:
+            os._exit(0)  # the interpreter's own exit would wait for gloo's threads
+        connection.send_bytes(pickle.dumps(_answer(call)))
+
+
+def _leave_with(parent: BaseProcess) -> None:
+    """A rank never outlives the tests, not even one that hangs in a collective."""
+    parent.join()
+    os._exit(1)
+
+
+def _join_group(rank: int, world_size: int, connection: Connection) -> None:
+    """Rank 0 opens the store on a port that the system chooses, so that no other program can take it in between."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        connection.send_bytes(str(store.port).encode())
+    else:
+        store = dist.TCPStore("127.0.0.1", int(connection.recv_bytes()), world_size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def _answer(call: bytes) -> _Reply:
+    import torch
+
+    try:
+        torch.manual_seed(0)
+        address, arguments = pickle.loads(call)
+        function = _find(address)
+        args, kwargs = pickle.loads(arguments)  # after the module is loaded: they may hold its classes
+        return _Reply(pickle.dumps(function(*args, **kwargs)))
+    except BaseException:  # SystemExit and pytest's skip too: any of them must reach the test
+        return _Reply(None, traceback.format_exc())

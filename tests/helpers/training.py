@@ -1,0 +1,194 @@
+"""A tiny training without files: what the parity tests run under every layout and compare."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.data.collate import Padding
+from trainer.data.loader import TrainLoader
+from trainer.data.order import GlobalOrder
+from trainer.data.split import EncodedSplit
+from trainer.engine.building import build_engine, partitioned_loading
+from trainer.engine.engine import MODEL_PREFIX, Engine, StepResult
+from trainer.models.building import build_model
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.whole import local_part
+from trainer.recipe.plan import Layout, plan_run
+from trainer.recipe.schema import Recipe
+from trainer.recipe.strategies import STRATEGIES
+from trainer.tasks.sequence_classification import SequenceClassificationTask
+
+NUM_ROWS, NUM_CLASSES, VOCABULARY = 50, 3, 211
+RANK_STRATEGIES = [name for name, row in STRATEGIES.items() if not row.single_process]
+"""Every strategy that runs on several ranks; a new row of the table is tested without another line."""
+
+TINY_BERT = {
+    "model_type": "bert",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+}
+
+
+def tiny_recipe(**sections: Any) -> Recipe:
+    """A recipe for a tiny BERT with random weights; `sections` are merged key by key into it."""
+    recipe: dict[str, Any] = {
+        "name": "tiny",
+        "task": {"type": "sequence_classification", "text": "text"},
+        "model": {"config": TINY_BERT, "tokenizer": "none"},
+        "data": {"source": "files", "train": "none"},
+        "training": {"max_steps": 20, "global_batch_size": 12, "micro_batch_size": 12},
+        "optimizer": {"name": "adamw", "learning_rate": 1e-3, "weight_decay": 0.01},
+        "schedule": {"warmup": 0.1},
+    }
+    for section, keys in sections.items():
+        recipe[section] = {**recipe.get(section, {}), **keys} if isinstance(keys, Mapping) else keys
+    return Recipe.model_validate(recipe)
+
+
+def tiny_split(num_rows: int = NUM_ROWS) -> EncodedSplit:
+    """Rows of 3 to 17 random tokens with random classes, the same on every rank."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(3, 18, num_rows)
+    return EncodedSplit(
+        offsets=np.concatenate([[0], lengths.cumsum()]),
+        tokens={"input_ids": random.integers(5, VOCABULARY, int(lengths.sum()))},
+        scalars={"labels": random.integers(0, NUM_CLASSES, num_rows)},
+        content_hash="tiny",
+    )
+
+
+def parallel_keys(strategy: str, world_size: int) -> dict[str, Any]:
+    """The recipe's `parallel` on so many ranks: two groups where a strategy cuts within groups and the ranks allow."""
+    if STRATEGIES[strategy].groups and world_size % 2 == 0:
+        return {"strategy": strategy, "shard": world_size // 2}
+    return {"strategy": strategy}
+
+
+def sgd_sections(learning_rate: float = 1.0) -> dict[str, Any]:
+    """Plain descent, whose step shows the gradient itself; Adam would hide its scale."""
+    return {
+        "optimizer": {"name": "sgd", "learning_rate": learning_rate, "weight_decay": 0.0},
+        "schedule": {"name": "constant", "warmup": 0},
+    }
+
+
+@dataclass
+class Curve:
+    """What a training was: each step's numbers, and the weights it ended with."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    part: int = 0  # which part of the parameters this rank holds
+    digest: str = ""  # of that part: ranks that hold the same part hold the same bits
+
+
+def weights_of(engine: Engine) -> dict[str, Tensor]:
+    """The whole weights on rank 0; all ranks must call it."""
+    return {
+        name.removeprefix(MODEL_PREFIX): tensor.detach().clone()
+        for name, tensor in engine.state().items()
+        if name.startswith(MODEL_PREFIX)
+    }
+
+
+def held_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds of each parameter: all of it, FSDP's shard or DeepSpeed's partition."""
+    return {
+        name: parameter.ds_tensor if hasattr(parameter, "ds_tensor") else local_part(parameter.detach())
+        for name, parameter in model.named_parameters()
+    }
+
+
+@dataclass
+class TinyTraining:
+    """All that a loop needs, on this rank."""
+
+    engine: Engine
+    model: nn.Module
+    loader: TrainLoader
+    mesh: ParallelMesh
+    total_steps: int
+
+    def steps(self, number: int) -> list[StepResult]:
+        """Takes the first steps."""
+        return [self.engine.train_step(batch) for batch in islice(self.loader, number)]
+
+    def close(self) -> None:
+        """Lets go of DeepSpeed's hooks, which would keep the engine alive as long as the process."""
+        deepspeed = getattr(self.engine, "_engine", None)
+        if deepspeed is not None:
+            deepspeed.destroy()
+
+
+@cache
+def _mesh(layout: Layout, device: torch.device) -> ParallelMesh:
+    """One for all trainings of a process, because process groups are never given back."""
+    return ParallelMesh(device, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard)
+
+
+def build_tiny(
+    recipe: Recipe,
+    dtype: torch.dtype = torch.float32,
+    num_rows: int = NUM_ROWS,
+    start_sample: int = 0,
+    device: str = "cpu",
+) -> TinyTraining:
+    """Builds on all ranks of the default process group (or alone, where there is none)."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    plan = plan_run(recipe, world_size)
+    mesh = _mesh(plan.layout, torch.device(device))
+    task = SequenceClassificationTask(("text",), "label", ("accuracy",), tuple("abc"))
+    with partitioned_loading(plan, mesh.device) as gather:
+        built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather)
+    if dtype != torch.float32:
+        built.model.to(dtype)
+    split = tiny_split(num_rows)
+    order = GlobalOrder(len(split), split.lengths, recipe.training.global_batch_size, recipe.training.seed)
+    total_steps = plan.total_steps(len(split))
+    loader = TrainLoader(split, order, plan.batch, mesh.index("dp"), Padding(0), total_steps, start_sample)
+    engine = build_engine(built, task, mesh, plan, total_steps)
+    return TinyTraining(engine, built.model, loader, mesh, total_steps)
+
+
+@contextmanager
+def tiny_training(recipe: Recipe, dtype: torch.dtype = torch.float32, **options: Any) -> Iterator[TinyTraining]:
+    """As `build_tiny`, for a process that lives on: nothing of it is left afterwards."""
+    training = build_tiny(recipe, dtype, **options)
+    try:
+        yield training
+    finally:
+        training.close()
+        del training
+        gc.collect()
+
+
+def train_tiny(recipe: Recipe, dtype: torch.dtype = torch.float32, num_rows: int = NUM_ROWS) -> Curve:
+    """Trains to the last step."""
+    with tiny_training(recipe, dtype, num_rows=num_rows) as training:
+        curve = Curve(
+            part=training.mesh.index("dp_shard") if STRATEGIES[recipe.parallel.strategy].cuts_parameters else 0
+        )
+        for result in training.steps(training.total_steps):
+            curve.losses.append(result.loss)
+            curve.grad_norms.append(result.grad_norm)
+        curve.weights = training.mesh.share(weights_of(training.engine))
+        parts = held_parameters(training.model).values()
+        curve.digest = hashlib.sha256(b"".join(part.cpu().numpy().tobytes() for part in parts)).hexdigest()
+        return curve

@@ -1,0 +1,98 @@
+"""A program as `trainer run` is one, but whose run is a few lines: what `test_local.py` starts.
+
+`python program.py BEHAVIOUR [--processes N] [--spawn]`. Importing it puts that run in the place of `trainer.run`, for a
+spawned rank too, which imports this file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from trainer.errors import DataError, NonFiniteError, TrainerError
+from trainer.launch import local
+from trainer.launch.environment import LaunchEnvironment
+from trainer.recipe.schema import Recipe
+
+
+def recipe(batch_size: int) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "program",
+            "task": {"type": "sequence_classification", "text": "text"},
+            "model": {"config": {"model_type": "bert"}},
+            "data": {"source": "files", "train": "train.jsonl"},
+            "training": {"global_batch_size": batch_size},
+        }
+    )
+
+
+def stop_when_told(folder: Path, rank: int) -> int:
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: told.append(number))
+    (folder / f"ready{rank}").touch()
+    while not told:
+        time.sleep(0.05)
+    time.sleep(0.5)  # the step ends
+    (folder / f"saved{rank}").touch()
+    return 75
+
+
+def ignore_signals(folder: Path, rank: int) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / f"ready{rank}").write_text(str(os.getpid()))
+    time.sleep(600)
+    return 0
+
+
+def run(resolved: SimpleNamespace, environment: LaunchEnvironment) -> int:
+    rank, behaviour, folder = environment.rank, resolved.behaviour, Path(os.environ.get("PROGRAM_FOLDER", "."))
+    if behaviour == "report":
+        print(f"{environment} on a terminal: {sys.stdout.isatty()} threads: {torch.get_num_threads()}")
+    elif behaviour == "raise":
+        time.sleep(0 if rank == 1 else 0.2)
+        raise ValueError(f"rank {rank} cannot divide")
+    elif behaviour == "same":
+        raise DataError("`task.label` must be a column of the data, but is mood; use label")
+    elif behaviour == "infinite":
+        raise NonFiniteError("the loss is not finite at step 3")
+    elif behaviour == "return":
+        return 75
+    elif behaviour == "die" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif behaviour == "die":
+        time.sleep(1)
+        raise RuntimeError("connection closed by peer")
+    elif behaviour == "stop":
+        return stop_when_told(folder, rank)
+    elif behaviour == "deaf":
+        return ignore_signals(folder, rank)
+    return 0
+
+
+sys.modules["trainer.run"] = types.ModuleType("trainer.run")
+sys.modules["trainer.run"].run = run  # type: ignore[attr-defined]
+
+
+def main() -> int:
+    argv = sys.argv[1:]
+    if "--spawn" in argv:
+        local._start_method = lambda: "spawn"
+    processes = int(argv[argv.index("--processes") + 1]) if "--processes" in argv else None
+    try:
+        return local.run_or_join(SimpleNamespace(recipe=recipe(32), behaviour=argv[0]), processes)
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""One recipe under every launcher, and every file of `launchers/`: two ranks and the losses of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.processes import ROOT, finish, run, start
+
+BIN = Path(sys.executable).parent
+FILES = ROOT / "launchers"
+RECIPE = ROOT / "recipes" / "bert_sample.json"
+MODULE = ["-m", "trainer", "run"]
+ACCELERATE = [BIN / "accelerate", "launch"]
+PORT = "<a free port>"
+LOSS_TOLERANCE = 1e-5  # relative: the promise for any layout against one process
+
+SRUN = """#!/bin/sh
+# Stands in for srun: two tasks on this machine, with the variables that Slurm sets in a step.
+while case "$1" in --*) true;; *) false;; esac; do shift; done
+export SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=2 SLURM_NODEID=0
+SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_TASK_PID=2 "$@" & other=$!
+SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_TASK_PID=1 "$@"; code=$?
+wait $other; other=$?
+[ $code -ge $other ] && exit $code
+exit $other
+"""
+SCONTROL = """#!/bin/sh
+echo "$@" >> "$PROGRAM_FOLDER/requeued"
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to start two ranks: a command for each machine, before the recipe and its overrides."""
+
+    launcher: str  # what the run must report
+    commands: list[list[str | Path]]
+    variables: list[dict[str, str]] = field(default_factory=lambda: [{}])
+    after: tuple[str, ...] = ()  # what follows the overrides
+
+
+MULTI_NODE = [BIN / "accelerate", "launch", "--config_file", FILES / "accelerate_multi_node.yaml"]
+MULTI_NODE += ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", PORT, "--machine_rank"]
+TORCHRUN_NODE = {"NODES": "2", "PROCESSES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
+DEEPSPEED_NODE = {"HOSTFILE": str(FILES / "deepspeed_hostfile"), "PROCESSES": "1", "MASTER_ADDR": "127.0.0.1"}
+DEEPSPEED_NODE |= {"MASTER_PORT": PORT}
+RANK = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
+SLURM_TASK = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": PORT}
+
+CASES = {
+    "trainer": Case("trainer", [[sys.executable, *MODULE]], after=("--processes", "2")),
+    "torchrun": Case("torchrun", [[BIN / "torchrun", "--standalone", "--nproc-per-node", "2", *MODULE]]),
+    "torchrun_single_node.sh": Case("torchrun", [[FILES / "torchrun_single_node.sh"]], [{"PROCESSES": "2"}]),
+    "torchrun_multi_node.sh": Case(
+        "torchrun",
+        [[FILES / "torchrun_multi_node.sh"]] * 2,
+        [TORCHRUN_NODE | {"NODE_RANK": node} for node in "01"],
+    ),
+    "accelerate": Case(
+        "accelerate",
+        [[*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", PORT, *MODULE]],
+    ),
+    "accelerate --cpu": Case("trainer", [[*ACCELERATE, "--cpu", "--num_processes", "2", *MODULE]]),
+    "accelerate_cpu.yaml": Case("trainer", [[*ACCELERATE, "--config_file", FILES / "accelerate_cpu.yaml", *MODULE]]),
+    "accelerate_multi_gpu.yaml": Case(
+        "accelerate",
+        [[*ACCELERATE, "--config_file", FILES / "accelerate_multi_gpu.yaml", "--main_process_port", PORT, *MODULE]],
+    ),
+    "accelerate_multi_node.yaml": Case(
+        "accelerate", [[*MULTI_NODE, "0", *MODULE], [*MULTI_NODE, "1", *MODULE]], [{}, {}]
+    ),
+    "deepspeed --module": Case(
+        "deepspeed",
+        [[BIN / "deepspeed", "--num_accelerators", "2", "--master_port", PORT, "--module", "trainer", "run"]],
+    ),
+    "train.py": Case(
+        "deepspeed", [[BIN / "deepspeed", "--num_accelerators", "2", "--master_port", PORT, FILES / "train.py"]]
+    ),
+    "deepspeed.sh": Case(
+        "deepspeed", [[FILES / "deepspeed.sh"]] * 2, [DEEPSPEED_NODE | {"NODE_RANK": n} for n in "01"]
+    ),
+    "srun": Case(
+        "srun",
+        [[sys.executable, *MODULE]] * 2,
+        [SLURM_TASK | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"],
+    ),
+    "slurm.sbatch": Case("srun", [["bash", FILES / "slurm.sbatch"]], [SLURM_TASK | {"SLURM_TASK_PID": "1"}]),
+}
+QUICK = ("trainer", "torchrun")
+
+
+def overrides(folder: Path, *more: str, steps: int = 3) -> list[str]:
+    return [
+        f"training.max_steps={steps}",
+        "logging.every=1 step",
+        "evaluation.every=null",
+        "evaluation.best=null",
+        f"checkpoint.folder={folder}",
+        *more,
+    ]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def programs(folder: Path) -> str:
+    """A PATH whose first folder holds the stand-ins for Slurm's programs, and its second those of this environment."""
+    folder.mkdir(exist_ok=True)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(stat.S_IRWXU)
+    return os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder) if "loss" in line]
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory) -> list[float]:
+    """The losses of the recipe on one process."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    ended = run([sys.executable, *MODULE, RECIPE, *overrides(folder)])
+    assert ended.returncode == 0, ended.stderr
+    assert metrics(folder)[0]["run"]["world_size"] == 1
+    assert len(losses(folder)) == 3
+    return losses(folder)
+
+
+def launch(case: Case, folder: Path, *more: str, path: str, recipe: Path = RECIPE, steps: int = 3) -> list[int]:
+    """Starts the commands of all machines at once; gives their exit codes, and shows what they said."""
+    port, arguments = free_port(), overrides(folder, *more, steps=steps)
+    started = [
+        start(
+            [port if word == PORT else word for word in [*command, recipe, *arguments, *case.after]],
+            **{name: port if value == PORT else value for name, value in variables.items()},
+            PATH=path,
+            PROGRAM_FOLDER=str(folder.parent),
+        )
+        for command, variables in zip(case.commands, case.variables, strict=True)
+    ]
+    ended = [finish(process, 240) for process in started]
+    for process in ended:
+        print(process.stdout, process.stderr, sep="\n")
+    return [process.returncode for process in ended]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+def test_two_ranks_learn_what_one_process_learns(name, one_process, tmp_path):
+    case, folder = CASES[name], tmp_path / "run"
+    assert set(launch(case, folder, path=programs(tmp_path / "bin"))) == {0}
+    header = metrics(folder)[0]["run"]
+    assert header["world_size"] == 2
+    assert header["launcher"] == case.launcher
+    assert losses(folder) == pytest.approx(one_process, rel=LOSS_TOLERANCE)
+    assert (folder / "model" / "config.json").exists()
+
+
+def test_every_file_of_launchers_is_started_by_a_test():
+    files = {file.name for file in FILES.iterdir() if not file.name.startswith((".", "__"))}
+    assert {name for name in files if f"/{name}'" not in repr(CASES)} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_batch_job_that_was_stopped_is_queued_again(tmp_path):
+    codes = launch(CASES["slurm.sbatch"], tmp_path / "run", "training.stop_at_step=2", path=programs(tmp_path / "bin"))
+    assert codes == [75]
+    assert (tmp_path / "requeued").read_text() == "requeue 1234\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--mixed_precision", "fp16"], ["`precision` is fp32", "fp16"]),
+        (["--use_fsdp", "--fsdp_version", "2"], ["`parallel.strategy` is ddp", "--use_fsdp"]),
+    ],
+)
+def test_a_flag_of_accelerate_that_contradicts_the_recipe_is_refused(flags, words, tmp_path):
+    kind = [] if "--use_fsdp" in flags else ["--multi_gpu"]
+    command = [*ACCELERATE, *kind, *flags, "--num_processes", "2", "--main_process_port", free_port(), *MODULE]
+    ended = run([*command, RECIPE, *overrides(tmp_path / "run")])
+    assert ended.returncode != 0
+    for word in words:
+        assert word in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(300)
+def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(tmp_path):
+    ended = run([sys.executable, *MODULE, RECIPE, *overrides(tmp_path / "run"), "--processes", "5"])
+    assert ended.returncode == 2
+    assert "`training.global_batch_size` must be divisible by the data-parallel size 5" in ended.stderr
+    assert "rank" not in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_thirty_runs_end_without_a_crash(tmp_path):
+    """Gloo used to abort one interpreter in five at its exit (SIGABRT), after all work was done.
+
+    Half of the runs are bare processes, which end as interpreters do; the others are our own local ranks.
+    """
+    case = Case("variables", [[sys.executable, *MODULE]] * 2, [RANK | {"RANK": r, "LOCAL_RANK": r} for r in "01"])
+    codes = [
+        code
+        for index in range(30)
+        for code in launch(case if index % 2 else CASES["trainer"], tmp_path / str(index), path=os.environ["PATH"])
+    ]
+    assert codes == [0] * 45

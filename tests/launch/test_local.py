@@ -1,0 +1,196 @@
+"""Local ranks: how many start, what they print, what their ends and the user's signals become."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers import processes
+from tests.helpers.processes import ROOT, finish, start
+
+HOW = [(), pytest.param(("--spawn",), marks=pytest.mark.slow)]  # as forks on a CPU, spawned where there are GPUs
+PROGRAM = [sys.executable, ROOT / "tests" / "launch" / "program.py"]
+
+
+def program(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return processes.run([*PROGRAM, *arguments], **variables)
+
+
+def wait_for(*files: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, f"{files} did not appear"
+        time.sleep(0.05)
+
+
+def test_alone_without_a_number_one_process_runs():
+    ended = program("report")
+    assert ended.returncode == 0
+    assert ended.stdout.count("rank 0 of 1, started by none") == 1
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_local_ranks_start(how):
+    ended = program("report", "--processes", "2", *how)
+    assert ended.returncode == 0, ended.stderr
+    assert "rank 0 of 2, started by trainer" in ended.stdout
+    assert "[rank 1] rank 1 of 2, started by trainer" in ended.stdout
+    assert ended.stderr == ""
+
+
+def test_the_cores_are_shared_out_to_local_ranks():
+    variables = processes.environment()
+    del variables["OMP_NUM_THREADS"]
+    command = [*map(str, PROGRAM), "report", "--processes", "2"]
+    ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert ended.stdout.count(f"threads: {threads}\n") == 2
+
+
+def test_rank_0_has_the_terminal():
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*map(str, PROGRAM), "report", "--processes", "2"],
+        cwd=ROOT, env=processes.environment(), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.start()
+    shown = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    except OSError:  # the other end is closed
+        pass
+    watchdog.cancel()
+    os.close(ours)
+    assert process.wait() == 0
+    assert b"rank 0 of 2, started by trainer on a terminal: True" in shown
+    assert b"[rank 1] rank 1 of 2, started by trainer on a terminal: False" in shown
+
+
+@pytest.mark.parametrize(("behaviour", "code"), [("raise", 1), ("same", 2), ("infinite", 3), ("return", 75)])
+@pytest.mark.parametrize("how", HOW)
+def test_the_exit_code_of_the_ranks_is_handed_through(behaviour, code, how):
+    assert program(behaviour, "--processes", "2", *how).returncode == code
+
+
+def test_the_error_of_the_first_failing_rank_is_shown_once():
+    ended = program("raise", "--processes", "2")
+    assert "error: rank 1 failed:" in ended.stderr
+    assert ended.stderr.count("ValueError: rank 1 cannot divide") == 1
+    assert "rank 0 cannot divide" not in ended.stderr
+    assert program("same", "--processes", "2").stderr == (
+        "error: `task.label` must be a column of the data, but is mood; use label\n"
+    )
+
+
+def test_a_killed_rank_is_named_even_if_another_complains_first():
+    ended = program("die", "--processes", "2")
+    assert ended.returncode == 1
+    assert "rank 1 (process " in ended.stderr
+    assert "SIGKILL" in ended.stderr
+    assert "connection closed" not in ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("how", HOW)
+def test_a_signal_lets_the_ranks_save(number, how, tmp_path):
+    process = start([*PROGRAM, "stop", "--processes", "2", *how], PROGRAM_FOLDER=str(tmp_path))
+    wait_for(tmp_path / "ready0", tmp_path / "ready1")
+    process.send_signal(number)
+    ended = finish(process, 30)
+    assert ended.returncode == 75, ended.stderr
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+
+
+def test_a_second_interrupt_kills(tmp_path):
+    process = start([*PROGRAM, "deaf", "--processes", "2"], PROGRAM_FOLDER=str(tmp_path))
+    wait_for(tmp_path / "ready0", tmp_path / "ready1")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    ended = finish(process, 30)
+    assert ended.returncode == 1
+    assert "killed before they had saved" in ended.stderr
+    assert not any(psutil.pid_exists(int((tmp_path / f"ready{rank}").read_text())) for rank in range(2))
+
+
+def test_ranks_stop_when_their_parent_is_killed(tmp_path):
+    process = start([*PROGRAM, "stop", "--processes", "2"], PROGRAM_FOLDER=str(tmp_path))
+    wait_for(tmp_path / "ready0", tmp_path / "ready1")
+    process.kill()
+    wait_for(tmp_path / "saved0", tmp_path / "saved1")
+    finish(process, 30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        (["--processes", "0"], {}, ["--processes", "0"]),
+        (["--processes", "3"], {}, ["`training.global_batch_size`", "3", "30 or 33"]),
+        (
+            ["--processes", "3"],
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+            | {"MASTER_PORT": "1"},
+            ["--processes is 3", "started 2 ranks"],
+        ),
+        ([], {"RANK": "0"}, ["RANK set", "WORLD_SIZE"]),
+        ([], {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_TASK_PID": "7"}, ["4 tasks", "srun", "--processes"]),
+        ([], {"ACCELERATE_USE_CPU": "True"}, ["cannot be seen", "--processes"]),
+        ([], {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "bf16"}, ["`precision` is fp32", "bf16"]),
+    ],
+)
+def test_what_contradicts_is_refused_before_anything_starts(arguments, variables, words):
+    ended = program("report", *arguments, **variables)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    for word in words:
+        assert word in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        (["--num_processes", "2"], 2),
+        pytest.param(["--num-processes=2"], 2, marks=pytest.mark.slow),
+        pytest.param(["--num_processes", "1"], 1, marks=pytest.mark.slow),
+        pytest.param([], 1, marks=pytest.mark.slow),
+    ],
+)
+def test_accelerate_on_cpu_gets_the_ranks_it_was_asked_for(flags, ranks):
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", *flags]
+    ended = processes.run([*launch, ROOT / "tests" / "launch" / "program.py", "report"])
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count(f" of {ranks}, started by") == ranks
+    assert ("starting them here" in ended.stderr) == (ranks == 2)
+
+
+def test_accelerate_on_several_machines_without_ranks_is_refused():
+    flags = ["--cpu", "--num_machines", "2", "--num_processes", "2", "--machine_rank", "0"]
+    meeting = ["--main_process_ip", "127.0.0.1", "--main_process_port", "29511"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *flags, *meeting]
+    ended = processes.run([*launch, ROOT / "tests" / "launch" / "program.py", "report"])
+    assert ended.returncode != 0
+    assert "several machines; add --multi_gpu" in ended.stderr
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    from trainer.errors import LaunchError
+    from trainer.launch import local
+
+    monkeypatch.setattr(local, "_num_gpus", lambda: 2)
+    local._check_devices(2)
+    with pytest.raises(LaunchError, match="3 processes need 3 GPUs, but this machine shows 2"):
+        local._check_devices(3)

@@ -1,0 +1,237 @@
+"""Models from a configuration and from a folder; what cannot be built is refused in words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertForMaskedLM, BertModel
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import TINY_BERT
+from trainer.errors import TrainerError, UsageError
+from trainer.models.attention import KEYED_ATTENTION
+from trainer.models.building import build_model, load_tokenizer, save_model
+from trainer.parallel.dropout import KeyedDropout
+from trainer.recipe.schema import Model, Training
+
+HEAD = "AutoModelForSequenceClassification"
+OPTIONS = {"num_labels": 3, "problem_type": "single_label_classification"}
+
+
+def build(recipe: dict[str, Any], options: dict[str, Any] = OPTIONS, **training: Any):
+    return build_model(Model.model_validate(recipe), Training.model_validate(training), HEAD, options)
+
+
+def weights(recipe: dict[str, Any], seed: int = 42) -> dict[str, torch.Tensor]:
+    return dict(build(recipe, seed=seed).model.state_dict())
+
+
+def weights_of_a_rank(recipe: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """After a draw that leaves the generator of each rank in another state."""
+    torch.manual_seed(dist.get_rank())
+    return weights(recipe)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT without a classifier, as on the hub."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    torch.manual_seed(7)
+    BertModel(AutoConfig.for_model(**TINY_BERT)).save_pretrained(folder)
+    return folder
+
+
+class TestFromConfig:
+    def test_random_weights_are_drawn_from_the_seed_alone(self):
+        recipe = {"config": TINY_BERT}
+        one = weights(recipe)
+        torch.manual_seed(99)
+        assert equal(one, weights(recipe))
+        assert not equal(one, weights(recipe, seed=43))
+
+    def test_and_are_the_same_on_every_rank(self, ranks: RankPools):
+        first, second = ranks(2).run(weights_of_a_rank, {"config": TINY_BERT})
+        assert equal(first, second)
+        assert equal(first, weights({"config": TINY_BERT}))
+
+    def test_leaves_torchs_generator_alone(self):
+        state = torch.get_rng_state()
+        build({"config": TINY_BERT})
+        assert torch.equal(state, torch.get_rng_state())
+
+    def test_options_of_the_task_and_the_recipes_dropout_reach_the_model(self):
+        model = build({"config": TINY_BERT, "dropout": 0.25}).model
+        assert model.config.num_labels == model.classifier.out_features == 3
+        assert {module.p for module in model.modules() if isinstance(module, KeyedDropout)} == {0.25}
+
+    def test_is_in_fp32_whatever_the_configuration_says(self):
+        model = build({"config": {**TINY_BERT, "dtype": "bfloat16"}}).model
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+    @pytest.mark.parametrize(
+        ("keys", "words"),
+        [
+            ({"hiden_size": 16}, r"`model.config.hiden_size` is not a key of a bert configuration; did you mean"),
+            ({"xyzzy": 1}, r"`model.config.xyzzy` is not a key .* remove it"),
+            ({"model_type": "brt"}, r"`model.config.model_type` .* 'brt'; did you mean \"bert\"\?"),
+            ({"model_type": 3}, r"`model.config.model_type` must be a model type"),
+            ({"hidden_size": "wide"}, r"`model.config` does not describe .*hidden_size.*expected int"),
+            (
+                {"hidden_size": 30},
+                r"`model.config` does not describe an AutoModel.*multiple of the number of attention",
+            ),
+            ({"num_labels": 5}, r"`model.config.num_labels` is what `task` decides; remove it"),
+            ({"problem_type": "regression"}, r"`model.config.problem_type` is what `task` decides"),
+            ({"model_type": "vit_mae"}, r"`model.config` does not describe an AutoModelForSequenceClassification"),
+        ],
+    )
+    def test_what_describes_no_model_is_refused(self, keys, words):
+        config = keys if "model_type" in keys else {**TINY_BERT, **keys}
+        with pytest.raises(UsageError, match=words) as error:
+            build({"config": config})
+        assert len(str(error.value)) < 600, "transformers' own page of words is cut"
+
+    def test_a_missing_model_type_is_refused(self):
+        with pytest.raises(UsageError, match="model_type"):
+            build({"config": {"hidden_size": 16}})
+
+    def test_an_older_name_of_a_key_that_transformers_knows_is_taken(self):
+        config = {"model_type": "gpt2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        assert build({"config": {**config, "vocab_size": 50, "pad_token_id": 0}}).model.config.n_embd == 16
+        llama = {**config, "model_type": "llama", "intermediate_size": 32, "rope_theta": 500.0, "vocab_size": 50}
+        assert build({"config": llama}).model.config.rope_parameters["rope_theta"] == 500.0
+
+
+class TestFromFolder:
+    def test_loads_the_weights_and_draws_the_head_from_the_seed_alone(self, pretrained):
+        recipe = {"name_or_path": str(pretrained)}
+        one = weights(recipe)
+        torch.manual_seed(7)
+        saved = BertModel(AutoConfig.for_model(**TINY_BERT)).state_dict()
+        assert all(torch.equal(one[f"bert.{name}"], tensor) for name, tensor in saved.items())
+        torch.manual_seed(99)
+        assert equal(one, weights(recipe))
+        other = weights(recipe, seed=43)
+        assert {name for name in one if not torch.equal(one[name], other[name])} == {"classifier.weight"}
+
+    def test_and_gives_the_same_on_every_rank(self, ranks: RankPools, pretrained):
+        first, second = ranks(2).run(weights_of_a_rank, {"name_or_path": str(pretrained)})
+        assert equal(first, second)
+
+    def test_notes_say_what_was_drawn_and_what_was_left(self, pretrained, tmp_path):
+        assert build({"name_or_path": str(pretrained)}).notes == [
+            "not in the checkpoint, drawn at random: classifier.bias, classifier.weight"
+        ]
+        BertForMaskedLM(AutoConfig.for_model(**TINY_BERT)).save_pretrained(tmp_path)
+        drawn, left = build({"name_or_path": str(tmp_path)}).notes
+        assert "bert.pooler.dense.weight" in drawn
+        assert left.startswith("in the checkpoint, not in this model: cls.predictions")
+
+    def test_a_checkpoint_in_half_precision_is_loaded_as_fp32(self, tmp_path):
+        BertModel(AutoConfig.for_model(**TINY_BERT)).bfloat16().save_pretrained(tmp_path)
+        model = build({"name_or_path": str(tmp_path)}).model
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+    def test_a_folder_that_is_not_there(self, tmp_path):
+        with pytest.raises(UsageError, match=r"`model.name_or_path` is '.*nowhere', which could not be opened.*give a"):
+            build({"name_or_path": str(tmp_path / "nowhere")})
+
+    def test_a_revision_that_cannot_be_reached(self, monkeypatch):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read at import
+        with pytest.raises(UsageError, match=r"`model.name_or_path` is 'nobody/no-model', which could not be opened"):
+            build({"name_or_path": "nobody/no-model", "revision": "v9"})
+
+    def test_a_pickle_is_refused(self, pretrained, tmp_path):
+        shutil.copy(pretrained / "config.json", tmp_path)
+        torch.save(BertModel(AutoConfig.for_model(**TINY_BERT)).state_dict(), tmp_path / "pytorch_model.bin")
+        with pytest.raises(UsageError, match=r"`model.name_or_path` is .*safetensors"):
+            build({"name_or_path": str(tmp_path)})
+
+    def test_a_configuration_that_is_not_json(self, pretrained, tmp_path):
+        shutil.copytree(pretrained, tmp_path, dirs_exist_ok=True)
+        (tmp_path / "config.json").write_text("{")
+        with pytest.raises(UsageError, match=r"could not be opened.*not a valid JSON"):
+            build({"name_or_path": str(tmp_path)})
+
+    def test_an_unknown_model_type(self, pretrained, tmp_path):
+        shutil.copytree(pretrained, tmp_path, dirs_exist_ok=True)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "brt"}))
+        with pytest.raises(UsageError, match=r"could not be opened.*brt"):
+            build({"name_or_path": str(tmp_path)})
+
+    def test_weights_that_are_cut_short(self, pretrained, tmp_path):
+        shutil.copytree(pretrained, tmp_path, dirs_exist_ok=True)
+        whole = (tmp_path / "model.safetensors").read_bytes()
+        (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UsageError, match="could not be opened"):
+            build({"name_or_path": str(tmp_path)})
+
+    def test_weights_of_another_shape(self, pretrained, tmp_path):
+        shutil.copytree(pretrained, tmp_path, dirs_exist_ok=True)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+        with pytest.raises(UsageError, match=r"could not be opened.*mismatch"):
+            build({"name_or_path": str(tmp_path)})
+
+
+class TestDropout:
+    def test_layout_invariant(self):
+        built = build({"config": TINY_BERT}, seed=5)
+        assert built.dropout_keys.seed == 5
+        assert built.model.config._attn_implementation == KEYED_ATTENTION
+
+    def test_torchs_own(self):
+        built = build({"config": TINY_BERT}, layout_invariant_dropout=False)
+        assert built.dropout_keys is None
+        assert any(isinstance(module, nn.Dropout) for module in built.model.modules())
+        assert built.model.config._attn_implementation == "sdpa"
+
+
+class TestTokenizer:
+    def test_from_a_folder_of_its_own_the_models_revision_does_not_apply(self, tmp_path, monkeypatch):
+        write_tiny_run(tmp_path)
+        asked = []
+        from_pretrained = "trainer.models.building.AutoTokenizer.from_pretrained"
+        monkeypatch.setattr(from_pretrained, lambda name, revision, **_: asked.append((name, revision)))
+        load_tokenizer(Model(name_or_path="a/model", revision="v1", tokenizer="a/tokenizer"))
+        load_tokenizer(Model(name_or_path="a/model", revision="v1"))
+        assert asked == [("a/tokenizer", "main"), ("a/model", "v1")]
+
+    def test_reads_a_folder(self, tmp_path):
+        write_tiny_run(tmp_path)
+        tokenizer = load_tokenizer(Model(config=TINY_BERT, tokenizer=str(tmp_path / "tokenizer")))
+        assert tokenizer("word0")["input_ids"] == [2, 5, 3]
+
+    @pytest.mark.parametrize("key", ["tokenizer", "name_or_path"])
+    def test_a_folder_without_one_is_refused(self, tmp_path, key):
+        with pytest.raises(UsageError, match=rf"`model.{key}` is .* could not be opened"):
+            load_tokenizer(Model.model_validate({key: str(tmp_path / "nowhere")}))
+
+
+class TestSave:
+    def test_a_folder_that_transformers_opens(self, tmp_path, capfd):
+        built = build({"config": TINY_BERT})
+        save_model(built.model, tmp_path / "model", built.model.state_dict())
+        opened = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+        assert equal(dict(built.model.state_dict()), dict(opened.state_dict()))
+        saved = json.loads((tmp_path / "model" / "config.json").read_text())
+        assert KEYED_ATTENTION not in json.dumps(saved), "a plain folder knows nothing of us"
+        assert capfd.readouterr() == ("", "")
+
+    def test_a_place_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "file").touch()
+        model = build({"config": TINY_BERT}).model
+        with pytest.raises(TrainerError, match=r"the model could not be written to"):
+            save_model(model, tmp_path / "file" / "model", model.state_dict())

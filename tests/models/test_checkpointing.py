@@ -1,0 +1,151 @@
+"""Recomputation: less is kept, and not one bit of the result changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from tests.helpers.training import VOCABULARY
+from trainer.engine.precision import cast_forward
+from trainer.models.building import BuiltModel, build_model
+from trainer.models.checkpointing import checkpoint_layers
+from trainer.models.families.table import layers_of
+from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+from trainer.recipe.schema import Model, Training
+
+KINDS = ["none", "selective", "full"]
+CONFIG = {
+    "model_type": "bert",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "max_position_embeddings": 64,
+}
+
+
+def build(how: str, dropout: float = 0.1, keyed: bool = True, precision: str = "fp32") -> BuiltModel:
+    built = build_model(
+        Model.model_validate({"config": CONFIG, "tokenizer": "none", "dropout": dropout}),
+        Training(layout_invariant_dropout=keyed),
+        "AutoModelForSequenceClassification",
+        {"num_labels": 3},
+    )
+    assert checkpoint_layers(layers_of(built.model).values(), how, built.dropout_keys) == (4 if how != "none" else 0)
+    cast_forward(built.model, precision, torch.device("cpu"))
+    built.model.train()
+    return built
+
+
+def inputs(index: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(5, VOCABULARY, (4, 48), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def loss_of(built: BuiltModel, index: int) -> Tensor:
+    """Of one microbatch, whose dropout is that of its rows."""
+    rows = torch.arange(4) + 4 * index
+    keyed: AbstractContextManager[Any] = nullcontext()
+    if built.dropout_keys is not None:
+        keyed = built.dropout_keys.use(MicrobatchKey(0, rows))
+    with keyed:
+        return built.model(**inputs(index)).logits.float().square().sum()
+
+
+def gradients(built: BuiltModel) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in built.model.named_parameters()}
+
+
+def one_after_the_other(built: BuiltModel) -> list[float]:
+    losses = []
+    for index in range(2):
+        loss = loss_of(built, index)
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def interleaved(built: BuiltModel) -> list[float]:
+    """As a pipeline does it: both forward passes, then both backward passes."""
+    losses = [loss_of(built, index) for index in range(2)]
+    for loss in losses:
+        loss.backward()
+    return [loss.item() for loss in losses]
+
+
+def assert_same_results(one: BuiltModel, other: BuiltModel, run: Callable[[BuiltModel], list[float]]) -> None:
+    torch.manual_seed(0)
+    losses = run(one)
+    torch.manual_seed(0)
+    assert run(other) == losses
+    expected = gradients(one)
+    for name, gradient in gradients(other).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+class TestResults:
+    @pytest.mark.parametrize("run", [one_after_the_other, interleaved])
+    @pytest.mark.parametrize("dropout", [0.0, 0.1])
+    def test_are_the_same_bit_for_bit(self, how, dropout, run):
+        assert_same_results(build("none", dropout), build(how, dropout), run)
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    def test_in_half_precision_too(self, how, precision):
+        assert_same_results(build("none", precision=precision), build(how, precision=precision), interleaved)
+
+    @pytest.mark.parametrize("run", [one_after_the_other, interleaved])
+    def test_with_torchs_own_dropout(self, how, run):
+        assert_same_results(build("none", keyed=False), build(how, keyed=False), run)
+
+    def test_a_key_that_does_not_travel_is_found(self, how, monkeypatch):
+        """Recomputed under whatever key there is: in the backward pass none, and here that of the last forward."""
+        keys = MicrobatchKey(0, torch.arange(4) + 4)
+        monkeypatch.setattr(DropoutKeys, "capture", lambda self: lambda: self.use(keys))
+        with pytest.raises(AssertionError):
+            assert_same_results(build("none"), build(how), interleaved)
+
+    def test_an_evaluation_keeps_nothing(self, how):
+        built = build(how)
+        built.model.eval()
+        with torch.no_grad():
+            assert not built.model(**inputs(0)).logits.requires_grad
+
+    def test_parameters_keep_their_names(self, how):
+        assert [name for name, _ in build(how).model.named_parameters()] == [
+            name for name, _ in build("none").model.named_parameters()
+        ]
+
+
+def kept_bytes(how: str, dropout: float = 0.1, precision: str = "fp32") -> int:
+    """Bytes that a forward pass leaves allocated for its backward pass: the allocator's own count."""
+    built = build(how, dropout, precision=precision)
+    loss_of(built, 0).backward()  # what is made once is there
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        loss = loss_of(built, 0)
+    assert loss.requires_grad  # and so alive until here
+    return sum(event.self_cpu_memory_usage for event in watched.events())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_more_is_recomputed_the_less_is_kept(dropout, precision):
+    none, selective, full = (kept_bytes(how, dropout, precision) for how in KINDS)
+    print(f"kept for the backward pass: {none:,} bytes, {selective:,} selective, {full:,} full")
+    assert full < 0.35 * none
+    assert 1.5 * full < selective < 0.9 * none
+
+
+def test_full_keeps_one_tensor_for_each_layer():
+    """The input of each layer, [4, 48, 64] in fp32, besides what embeddings, pooler and head keep."""
+    layer_input = 4 * 48 * 64 * 4
+    outside = kept_bytes("full", 0.0) - 4 * layer_input
+    assert 0 < outside < 6 * layer_input

@@ -1,0 +1,114 @@
+import pytest
+
+from trainer.observe.meter import Meter, ModelSize, TimeLeft, flops_per_token, peak_flops
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_rates_are_means_over_the_interval(clock):
+    meter = Meter(clock=clock)
+    for _ in range(4):
+        clock.now += 0.5
+        meter.add(samples=32, tokens=1000)
+    rates = meter.read()
+    assert (rates.step_seconds, rates.samples_per_second, rates.tokens_per_second) == (0.5, 64, 2000)
+    assert rates.mfu is None
+
+
+def test_each_interval_starts_anew(clock):
+    meter = Meter(clock=clock)
+    clock.now += 10
+    meter.add(32, 1000)
+    meter.read()
+    clock.now += 1
+    meter.add(16, 500)
+    assert meter.read().samples_per_second == 16
+
+
+def test_a_pause_does_not_count_even_where_it_raises(clock):
+    meter = Meter(clock=clock)
+    clock.now += 1
+    meter.add(32, 1000)
+
+    def fail() -> None:
+        clock.now += 100
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError), meter.paused():
+        fail()
+    assert meter.read().step_seconds == 1
+
+
+def test_a_clock_too_coarse_for_the_step_does_not_divide_by_zero(clock):
+    meter = Meter(clock=clock)
+    meter.add(32, 1000)
+    assert meter.read().samples_per_second > 0
+
+
+def test_flops_of_bert_base():
+    # 12 layers of 12 * 768^2 weights in their matrices; 512 tokens. Per layer and token: 6 * 12 h^2 + 12 h s.
+    flops = flops_per_token(12 * 12 * 768**2, 12, 768, 512)
+    assert flops == 12 * (72 * 768**2 + 12 * 768 * 512)
+
+
+def test_mfu_is_one_where_the_model_uses_the_whole_peak(clock):
+    model = ModelSize(num_parameters=1000, num_layers=2, hidden_size=10)
+    peak = 1024 * flops_per_token(1000, 2, 10, 128)  # 8 rows of 128 tokens in a second
+    meter = Meter(model, peak, clock)
+    clock.now += 2
+    meter.add(samples=8, tokens=1024)
+    assert meter.read().mfu == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.5),
+        ("NVIDIA H100 PCIe", "fp16", 756.5),
+        ("NVIDIA H100 NVL", "bf16", 835.5),
+        ("NVIDIA H200", "bf16", 989.5),
+        ("NVIDIA H200 NVL", "bf16", 835.5),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "bf16", 362.05),
+        ("NVIDIA A10", "fp16", 125),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-PCIE-32GB", "fp16", 112),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+    ],
+)
+def test_peak_of_known_devices(name, precision, tera):
+    assert peak_flops(name, precision) == tera * 1e12
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cpu", "NVIDIA L40", "NVIDIA A10G", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 Laptop GPU",
+     "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A800-SXM4-80GB", "Tesla V100S-PCIE-32GB"],
+)  # fmt: skip
+def test_no_peak_is_guessed(name):
+    assert peak_flops(name, "fp32") is None
+
+
+def test_a_type_that_the_device_lacks_has_no_peak():
+    assert peak_flops("Tesla V100-SXM2-16GB", "bf16") is None
+
+
+def test_time_left(clock):
+    left = TimeLeft(10, 30, clock)
+    assert left.after(10) is None
+    clock.now += 5
+    assert left.after(20) == 5
+    assert left.after(30) == 0

@@ -1,0 +1,159 @@
+"""The matrix of layouts and precisions that must give the same training, and how nearly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+
+from tests.helpers.training import RANK_STRATEGIES, Curve, parallel_keys, sgd_sections, tiny_recipe, train_tiny
+from trainer.recipe.schema import Recipe
+from trainer.recipe.strategies import STRATEGIES
+
+GLOBAL_BATCH_SIZE = 12
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest differences from one process: relative for loss and norm of a step, absolute for the weights."""
+
+    loss: float
+    grad_norm: float
+    sgd_weights: float  # after one step with learning rate 1
+
+
+# fp32 is the promise. The others are what was measured over the whole matrix, rounded up to a simple share of the
+# type's epsilon: products are rounded to it, in an order that the layout decides; sums, loss and norm are fp32.
+_BF16, _FP16 = torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float16).eps
+TOLERANCES = {
+    "fp32": Tolerance(1e-5, 1e-4, 1e-5),
+    "bf16": Tolerance(_BF16 / 8, _BF16, _BF16),
+    "fp16": Tolerance(_FP16 / 8, _FP16, _FP16),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout, and what is computed."""
+
+    strategy: str
+    world_size: int
+    accumulates: bool  # three microbatches a step instead of one (four, where the rows of a rank do not divide by 3)
+    precision: str
+    checkpointing: str
+    dropout: float
+
+    def __str__(self) -> str:
+        words = [self.strategy, f"{self.world_size}ranks", self.precision]
+        words += ["accumulated"] * self.accumulates + [f"recompute_{self.checkpointing}"] * (
+            self.checkpointing != "none"
+        )
+        return "-".join(words + ["dropout"] * (self.dropout > 0))
+
+    @property
+    def is_fast(self) -> bool:
+        """Every strategy at two ranks, with each precision and each kind of checkpointing once."""
+        kinds = {("fp32", "none", True), ("bf16", "selective", False), ("fp16", "full", True)}
+        return self.world_size == 2 and (self.precision, self.checkpointing, self.accumulates) in kinds
+
+    def recipe(self, sgd: bool = False) -> Recipe:
+        """Twenty steps with AdamW, or one of plain descent without clipping."""
+        share = GLOBAL_BATCH_SIZE // self.world_size
+        return _recipe(
+            sgd,
+            model={"dropout": self.dropout},
+            training={"micro_batch_size": share // 3 if self.accumulates else share},
+            parallel=parallel_keys(self.strategy, self.world_size),
+            precision=self.precision,
+            activation_checkpointing=self.checkpointing,
+        )
+
+
+def _recipe(sgd: bool, training: dict[str, Any], **sections: Any) -> Recipe:
+    if sgd:
+        training = {**training, "max_steps": 1, "max_grad_norm": None}
+        sections |= sgd_sections()
+    return tiny_recipe(training=training, **sections)
+
+
+def matrix() -> Iterator[Case]:
+    """Every strategy, on numbers of ranks that divide the tensors and on one that does not; dropout in half of it."""
+    shapes = [
+        *product((2,), (False, True), ("none", "selective", "full")),
+        *product((3,), (True,), ("none", "full")),
+        *product((4,), (False, True), ("none", "full")),
+    ]
+    for strategy, precision in product(RANK_STRATEGIES, TOLERANCES):
+        for index, (world_size, accumulates, checkpointing) in enumerate(shapes):
+            if strategy == "zero3" and checkpointing == "selective" and precision != "bf16":
+                continue  # refused to users: its gradient norm is off by 2e-4, which only the tolerance of bf16 hides
+            dropout = 0.1 if (index + RANK_STRATEGIES.index(strategy) + world_size) % 2 else 0.0
+            yield Case(strategy, world_size, accumulates, precision, checkpointing, dropout)
+
+
+@dataclass
+class Outcome:
+    """What one rank, or one process, found."""
+
+    curve: Curve
+    sgd: Curve
+    sgd_fp64: Curve | None
+
+
+def train(case: Case) -> Outcome:
+    """On this rank."""
+    in_fp64 = case.precision == "fp32" and not STRATEGIES[case.strategy].zero_stage  # whose master weights are fp32
+    return Outcome(
+        train_tiny(case.recipe()),
+        train_tiny(case.recipe(sgd=True)),
+        train_tiny(case.recipe(sgd=True), torch.float64) if in_fp64 else None,
+    )
+
+
+@cache
+def reference(precision: str, dropout: float) -> Outcome:
+    """One process, one microbatch, nothing recomputed."""
+    return train(Case("ddp", 1, False, precision, "none", dropout))
+
+
+def relative(one: float, other: float) -> float:
+    return abs(one - other) / abs(other)
+
+
+def largest_difference(curve: Curve, expected: Curve) -> float:
+    assert curve.weights.keys() == expected.weights.keys()
+    return max((curve.weights[name] - weight).abs().max().item() for name, weight in expected.weights.items())
+
+
+def assert_same_curve(curve: Curve, expected: Curve, tolerance: Tolerance = TOLERANCES["fp32"]) -> None:
+    """Loss and gradient norm at each step."""
+    assert len(curve.losses) == len(expected.losses)
+    for step in range(len(expected.losses)):
+        loss = relative(curve.losses[step], expected.losses[step])
+        norm = relative(curve.grad_norms[step], expected.grad_norms[step])
+        assert loss <= tolerance.loss, f"loss of step {step + 1} is off by {loss:.1e}"
+        assert norm <= tolerance.grad_norm, f"norm of step {step + 1} is off by {norm:.1e}"
+
+
+def assert_parity(outcomes: list[Outcome], case: Case) -> None:
+    """All that the promise says of one layout.
+
+    Args:
+        outcomes: of every rank.
+        case: what they trained.
+    """
+    expected, tolerance = reference(case.precision, case.dropout), TOLERANCES[case.precision]
+    digests: dict[int, str] = {}
+    for outcome in outcomes:
+        assert_same_curve(outcome.curve, expected.curve, tolerance)
+        assert relative(outcome.sgd.grad_norms[0], expected.sgd.grad_norms[0]) <= tolerance.grad_norm
+        assert largest_difference(outcome.sgd, expected.sgd) <= tolerance.sgd_weights, "weights after one step"
+        if outcome.sgd_fp64 is not None:
+            assert expected.sgd_fp64 is not None
+            assert largest_difference(outcome.sgd_fp64, expected.sgd_fp64) <= 1e-11, "weights after one step in fp64"
+        held = digests.setdefault(outcome.curve.part, outcome.curve.digest)
+        assert outcome.curve.digest == held, "ranks that hold the same part hold the same bits"

@@ -1,0 +1,96 @@
+"""Measures how far layouts are apart, and prints the table of the README: `python -m tests.parity.measure`.
+
+The training is that of the parity tests: a tiny BERT with dropout 0.1 and global batches of 12 rows. Each row of the
+table is compared with one process that takes the global batch in one microbatch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import Curve, tiny_recipe, train_tiny
+from trainer.recipe.schema import Recipe
+
+GLOBAL_BATCH_SIZE = 12  # of `tiny_recipe`
+LAYOUTS = [(1, 1), (2, 6), (2, 2), (3, 4), (3, 1)]  # ranks, rows of a microbatch
+ONE_SGD_STEP: dict[str, Any] = {
+    "training": {"max_steps": 1, "max_grad_norm": None},
+    "optimizer": {"name": "sgd", "learning_rate": 1.0},
+    "schedule": {"name": "constant", "warmup": 0},
+}
+HEADER = """
+|  | loss | gradient norm | loss, bf16 | gradient norm, bf16 | weights | weights, fp64 |
+|---|---|---|---|---|---|---|
+""".strip()
+
+
+class Measured:
+    """Curves by layout; what is compared with is trained once."""
+
+    def __init__(self, pools: RankPools) -> None:
+        self._pools = pools
+        self._references: dict[str, Curve] = {}
+
+    def differences(self, num_ranks: int, micro_batch_size: int, **training: Any) -> list[float]:
+        """The columns of the table for one layout; `training` is laid over that section of the recipe."""
+        cells = []
+        for precision in ("fp32", "bf16"):
+            one, other = self._pair(num_ranks, micro_batch_size, training, {"precision": precision}, torch.float32)
+            cells += [_relative(one.losses, other.losses), _relative(one.grad_norms, other.grad_norms)]
+        for dtype in (torch.float32, torch.float64):
+            one, other = self._pair(num_ranks, micro_batch_size, training, ONE_SGD_STEP, dtype)
+            cells.append(_absolute(one, other))
+        return cells
+
+    def _pair(
+        self, num_ranks: int, micro_batch_size: int, training: dict[str, Any], sections: Any, dtype: torch.dtype
+    ) -> tuple[Curve, Curve]:
+        key = repr((sections, dtype))
+        if key not in self._references:
+            self._references[key] = self._train(1, _recipe(sections, micro_batch_size=GLOBAL_BATCH_SIZE), dtype)
+        recipe = _recipe(sections, micro_batch_size=micro_batch_size, **training)
+        return self._train(num_ranks, recipe, dtype), self._references[key]
+
+    def _train(self, num_ranks: int, recipe: Recipe, dtype: torch.dtype) -> Curve:
+        curve: Curve = self._pools(num_ranks).run(train_tiny, recipe, dtype)[0]
+        return curve
+
+
+def _recipe(sections: dict[str, Any], **training: Any) -> Recipe:
+    keys = {"model": {"dropout": 0.1}, **sections}
+    return tiny_recipe(**{**keys, "training": {**keys.get("training", {}), **training}})
+
+
+def _relative(values: list[float], reference: list[float]) -> float:
+    """The largest relative difference of any step."""
+    return max(abs(one - other) / abs(other) for one, other in zip(values, reference, strict=True))
+
+
+def _absolute(one: Curve, other: Curve) -> float:
+    """The largest absolute difference of any weight."""
+    return max((one.weights[name] - weight).abs().max().item() for name, weight in other.weights.items())
+
+
+def _row(label: str, cells: list[float]) -> str:
+    return f"| {' | '.join([label, *(f'{cell:.0e}' for cell in cells)])} |"
+
+
+def main() -> None:
+    pools = RankPools()
+    measured = Measured(pools)
+    print(HEADER)
+    try:
+        for ranks, rows in LAYOUTS:
+            label = f"{ranks} rank{'s' * (ranks > 1)} x {GLOBAL_BATCH_SIZE // ranks // rows} microbatches"
+            print(_row(label.replace(" 1 microbatches", " 1 microbatch"), measured.differences(ranks, rows)))
+        torchs = measured.differences(2, GLOBAL_BATCH_SIZE // 2, layout_invariant_dropout=False)
+        print(_row("2 ranks, torch's own dropout", torchs))
+    finally:
+        pools.close()
+
+
+if __name__ == "__main__":
+    main()

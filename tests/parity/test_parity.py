@@ -1,0 +1,199 @@
+"""The promise: the same recipe gives the same training, whatever the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.ranks import RankError, RankPools
+from tests.helpers.training import tiny_recipe, train_tiny
+from tests.parity.cases import (
+    Case,
+    Outcome,
+    assert_parity,
+    assert_same_curve,
+    largest_difference,
+    matrix,
+    reference,
+    train,
+)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=() if case.is_fast else pytest.mark.slow) for case in matrix()]
+)
+def test_any_layout_is_one_process(ranks: RankPools, case: Case):
+    assert_parity(ranks(case.world_size).run(train, case), case)
+
+
+def test_the_matrix_holds_what_it_promises():
+    cases = list(matrix())
+    assert len({str(case) for case in cases}) == len(cases)
+    assert 0.4 < sum(case.dropout > 0 for case in cases) / len(cases) < 0.6
+    for strategy in {case.strategy for case in cases}:
+        own = [case for case in cases if case.strategy == strategy]
+        assert {case.world_size for case in own} == {2, 3, 4}
+        fast = [case for case in own if case.is_fast]
+        assert {case.precision for case in fast} == {"fp32", "bf16", "fp16"}
+        assert {case.checkpointing for case in fast} == {"none", "selective", "full"}
+        assert {case.dropout for case in own} == {0.0, 0.1}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no_dropout", "dropout"])
+@pytest.mark.parametrize("micro_batch_size", [5, 1])
+def test_accumulation_on_one_process_changes_nothing(micro_batch_size, dropout):
+    recipe = tiny_recipe(model={"dropout": dropout}, training={"micro_batch_size": micro_batch_size})
+    assert_same_curve(train_tiny(recipe), reference("fp32", dropout).curve)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_the_ragged_last_batch_leaves_a_rank_without_rows(ranks: RankPools, strategy):
+    """13 rows in batches of 12: the second step holds one row, and two of three ranks only a filler."""
+    keys = {"model": {"dropout": 0.1}}
+    expected = train_tiny(tiny_recipe(**keys, training={"max_steps": 4}), num_rows=13)
+    recipe = tiny_recipe(**keys, training={"max_steps": 4, "micro_batch_size": 2}, parallel={"strategy": strategy})
+    for curve in ranks(3).run(train_tiny, recipe, num_rows=13):
+        assert_same_curve(curve, expected)
+
+
+def test_the_same_layout_twice_is_equal_bit_for_bit(ranks: RankPools):
+    one, two = (ranks(2).run(train, Case("ddp", 2, True, "fp32", "none", 0.1))[0].curve for _ in range(2))
+    assert one.losses == two.losses
+    assert one.grad_norms == two.grad_norms
+    assert largest_difference(one, two) == 0.0
+
+
+class TestTheTestCanFail:
+    """A mistake that is planted must be found."""
+
+    def test_another_seed(self):
+        with pytest.raises(AssertionError):
+            assert_same_curve(
+                train_tiny(tiny_recipe(model={"dropout": 0.0}, training={"seed": 1})), reference("fp32", 0.0).curve
+            )
+
+    @pytest.mark.parametrize(
+        ("strategy", "mistake", "words"),
+        [
+            ("ddp", "doubled_buckets", "norm of step 1"),
+            ("fsdp", "doubled_shards", "norm of step 1"),
+            ("fsdp", "averaged_shards", "norm of step 1"),
+            ("hsdp", "doubled_shards", "norm of step 1"),
+            ("zero2", "doubled_losses", "norm of step 1"),
+            ("zero3", "doubled_losses", "norm of step 1"),
+            ("fsdp", "mean_of_means", "loss of step"),
+            ("zero1", "mean_of_means", "loss of step"),
+            ("fsdp", "dropout_keyed_by_rank", "loss of step 1"),
+            ("zero3", "dropout_keyed_by_rank", "loss of step 1"),
+        ],
+    )
+    def test_a_planted_mistake(self, ranks: RankPools, strategy, mistake, words):
+        case = Case(strategy, 3 if mistake == "mean_of_means" else 2, False, "fp32", "none", 0.1)
+        with pytest.raises(AssertionError, match=words):
+            assert_parity(ranks(case.world_size).run(train_with, mistake, case), case)
+
+    def test_a_layer_left_whole(self, ranks: RankPools):
+        case = Case("fsdp", 2, False, "fp32", "none", 0.1)
+        with pytest.raises(RankError, match="a parameter was left whole"):
+            ranks(2).run(train_with, "layer_left_whole", case)
+
+
+def train_with(mistake: str, case: Case) -> Outcome:
+    """`train` with a mistake in the trainer, on this rank."""
+    with MISTAKES[mistake]():
+        return train(case)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, `owner.name` is `make` of what it was."""
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _doubled_buckets():
+    from trainer.engine import native
+
+    return _replaced(
+        native,
+        "_sum_gradients",
+        lambda summed: lambda group, bucket: summed(group, bucket).then(lambda future: future.value() * 2),
+    )
+
+
+def _doubled_shards():
+    from torch.distributed.fsdp import FSDPModule
+
+    return _replaced(FSDPModule, "set_gradient_divide_factor", lambda set_: lambda self, factor: set_(self, factor / 2))
+
+
+def _averaged_shards():
+    """What fully_shard does unless told otherwise."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return _replaced(FSDPModule, "set_gradient_divide_factor", lambda set_: lambda self, factor: set_(self, 2.0))
+
+
+def _doubled_losses():
+    import deepspeed
+
+    return _replaced(
+        deepspeed.DeepSpeedEngine,
+        "backward",
+        lambda backward: lambda self, loss, **options: backward(self, loss * 2, **options),
+    )
+
+
+def _mean_of_means():
+    """What most trainers do: the mean of each rank, averaged over the ranks; wrong where they hold unequal rows."""
+    from trainer.tasks.sequence_classification import SequenceClassificationTask
+
+    return _replaced(
+        SequenceClassificationTask,
+        "loss_sum",
+        lambda summed: lambda self, logits, labels: summed(self, logits, labels) / len(labels) * 4,
+    )
+
+
+def _dropout_keyed_by_rank():
+    from trainer.engine import forward
+
+    rank = torch.distributed.get_rank()
+    return _replaced(forward, "MicrobatchKey", lambda key: lambda step, rows: key(step, rows + 1000 * rank))
+
+
+def _layer_left_whole():
+    from trainer.engine import sharded
+
+    def skipping(fully_shard: Any) -> Any:
+        def shard(module: Any, **options: Any) -> Any:
+            first = getattr(module, "bert", None)
+            ignored = set(first.encoder.layer[0].parameters()) if first else set()
+            return (
+                module
+                if type(module).__name__ == "BertLayer"
+                else fully_shard(module, ignored_params=ignored, **options)
+            )
+
+        return shard
+
+    return _replaced(sharded, "fully_shard", skipping)
+
+
+MISTAKES = {
+    "doubled_buckets": _doubled_buckets,
+    "doubled_shards": _doubled_shards,
+    "averaged_shards": _averaged_shards,
+    "doubled_losses": _doubled_losses,
+    "mean_of_means": _mean_of_means,
+    "dropout_keyed_by_rank": _dropout_keyed_by_rank,
+    "layer_left_whole": _layer_left_whole,
+}

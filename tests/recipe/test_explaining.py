@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Minimal = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            'training.epochs="3"',
+            '`training.epochs` must be an integer of at least 1, but is "3"; write 3 without quotes',
+        ),
+        ("training.epochs=3.0", "`training.epochs` must be an integer of at least 1, but is 3.0; write 3"),
+        ("training.epochs=true", "`training.epochs` must be an integer of at least 1, but is true"),
+        ("training.epochs=null", "`training.epochs` must be an integer of at least 1, but is null"),
+        ("data.num_workers=65", "`data.num_workers` must be an integer of at least 0 and at most 64, but is 65"),
+        ("training.max_grad_norm=0", "`training.max_grad_norm` must be a number above 0, or null, but is 0"),
+        (
+            "training.max_grad_norm=None",
+            '`training.max_grad_norm` must be a number above 0, or null, but is "None"; write null without quotes',
+        ),
+        (
+            'optimizer.learning_rate="2e-5"',
+            '`optimizer.learning_rate` must be a number above 0, but is "2e-5"; write 2e-5 without quotes',
+        ),
+        (
+            "data.group_by_length=True",
+            '`data.group_by_length` must be true or false, but is "True"; write true without quotes',
+        ),
+        ("data.subset=3", '`data.subset` must be text, or null, but is 3; write "3"'),
+        (
+            "evaluation.every=500",
+            '`evaluation.every` must be an interval such as "100 steps" or "1 epoch", or null, but is 500;'
+            ' write "500 steps"',
+        ),
+        (
+            "logging.every=0 steps",
+            '`logging.every` must be an interval such as "100 steps" or "1 epoch", but is "0 steps"',
+        ),
+        (
+            "schedule.warmup=1.5",
+            "`schedule.warmup` must be an integer of at least 0, or a number of at least 0 and below 1, but is 1.5",
+        ),
+        (
+            "schedule.name=Cosine",
+            '`schedule.name` must be one of "linear", "cosine", "constant", but is "Cosine"; did you mean "cosine"?',
+        ),
+        ("precision=fp8", '`precision` must be one of "fp32", "bf16", "fp16", but is "fp8"'),
+        (
+            "task.metrics=f1",
+            '`task.metrics` must be a list of at least 1 item, each one of "accuracy", "f1", "f1_macro", "matthews",'
+            ' but is "f1"; write ["f1"]',
+        ),
+        (
+            'task.metrics=["acuracy"]',
+            '`task.metrics[0]` must be one of "accuracy", "f1", "f1_macro", "matthews", but is "acuracy";'
+            ' did you mean "accuracy"?',
+        ),
+        (
+            'task.text=["a", "b", "c"]',
+            '`task.text` must be text, or a list of 1 to 2 items, each text, but is ["a", "b", "c"]',
+        ),
+        (
+            "task.type=classification",
+            '`task.type` must be one of "sequence_classification", "sequence_regression", but is "classification"',
+        ),
+        ("data=3", "`data` must be an object, but is 3"),
+        ("parallel=null", "`parallel` must be an object, but is null"),
+        ('data.name=""', '`data.name` must be non-empty text, but is ""'),
+        ("trainig.epochs=3", "`trainig` is not a key; did you mean `training`?"),
+        ("epochs=3", "`epochs` is not a key; did you mean `training.epochs`?"),
+        ("model.name=x", "`model.name` is not a key; did you mean `model.name_or_path`?"),
+        ("training.learning_rate=1", "`training.learning_rate` is `optimizer.learning_rate` here"),
+        ("data.path=x", '`data.path` is a key of `data.source` "folder", but `data.source` is "hub"'),
+        (
+            "optimizer.momentum=0.9",
+            '`optimizer.momentum` is a key of `optimizer.name` "sgd", but `optimizer.name` is "adamw"',
+        ),
+        ("model.trust_remote_code=true", "`model.trust_remote_code` has no counterpart here: a recipe never runs code"),
+        (
+            "schedule.qqq=1",
+            "`schedule.qqq` is not a key; the keys here are name, warmup",
+        ),
+        ('optimizer={"params": {"lr": 1}}', "`optimizer.params.lr` is `optimizer.learning_rate` here"),
+    ],
+)
+def test_messages_say_the_key_the_rule_the_value_and_the_remedy(
+    problems: Callable[..., list[str]], minimal: Minimal, override: str, message: str
+) -> None:
+    assert problems(minimal, override) == [f"command line: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("section", "content", "message"),
+    [
+        ("task", None, "`task` must be an object, but is null"),
+        ("task", {}, '`task.type` is missing; it must be one of "sequence_classification", "sequence_regression"'),
+        (
+            "data",
+            {"source": "folder"},
+            "`data.path` is missing; it must be non-empty text (the folder)",
+        ),
+    ],
+)
+def test_what_is_missing_is_described(
+    problems: Callable[..., list[str]], minimal: Minimal, section: str, content: object, message: str
+) -> None:
+    (problem,) = problems(minimal | {section: content})
+    assert problem.partition(": ")[2] == message
+
+
+def test_a_missing_section_is_described(problems: Callable[..., list[str]], minimal: Minimal) -> None:
+    del minimal["data"]
+    assert problems(minimal) == [
+        'r.json:1:1: `data` is missing; it must be an object with `source` one of "hub", "files", "folder"'
+        " (where the examples come from, and how they are prepared)"
+    ]

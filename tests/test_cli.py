@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import ROOT, environment, finish, kill, start
+from trainer import __version__, cli
+from trainer.cli import main
+from trainer.errors import DataError, ExitCode, NonFiniteError, RecipeError
+from trainer.launch import local
+from trainer.recipe.loading import ResolvedRecipe
+
+PROGRAM = [sys.executable, "-m", "trainer"]
+LIGHT = [
+    ["--help"],
+    ["--version"],
+    ["recipes"],
+    ["recipes", "show", "bert_base_mrpc"],
+    ["schema"],
+    ["check", "bert_base_mrpc", "training.epochs=1"],
+    ["run", "bert_base_mrpc", "training.epoch=1"],
+]
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "deepspeed")
+
+
+@pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
+def test_light_verbs_import_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys; from trainer.__main__ import main; sys.argv[1:] = sys.argv[2:]; code = main()\n"
+        f"assert not set({HEAVY}) & set(sys.modules), set({HEAVY}) & set(sys.modules)\n"
+        "sys.exit(code)"
+    )
+    done = finish(start([sys.executable, "-c", code, "-", *arguments]))
+    assert "AssertionError" not in done.stderr
+    assert done.returncode == (2 if arguments[0] == "run" else 0)
+
+
+@pytest.mark.parametrize("arguments", LIGHT[:6], ids=" ".join)
+def test_light_verbs_answer_in_half_a_second(arguments: list[str]) -> None:
+    """Processor time, which busy neighbours do not stretch; these verbs wait for nothing else."""
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*PROGRAM, *arguments], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"trainer {__version__}\n"
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(verb in shown for verb in ("run", "check", "recipes", "schema"))
+
+
+def test_check_shows_every_value_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "bert_base_mrpc", "training.epochs=1", "--processes", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines if line}
+    assert rows["training.epochs"].split() == ["training.epochs", "1", "command", "line"]
+    assert rows["training.seed"].split()[1] == "42"
+    assert "recipes/bert_base.json:" in rows["training.seed"]
+    assert rows["data.cache"].split() == ["data.cache", "null", "default"]
+    assert lines[-3:] == [
+        "layout    dp_replicate 4",
+        "batch     32 rows a step = 4 data-parallel ranks x 1 microbatch of at most 8 rows",
+        "strategy  ddp: every rank holds the whole model (DistributedDataParallel)",
+    ]
+
+
+def test_check_prints_the_whole_deepspeed_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "bert_base_mrpc", "parallel.strategy=zero2", "--processes", "2", "--json"]) == 0
+    config = json.loads(capsys.readouterr().out)["deepspeed"]
+    assert config["gradient_clipping"] == 1.0
+    assert config["train_batch_size"] == 32
+    assert config["zero_optimization"]["stage"] == 2
+
+
+def test_check_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "bert_base_mrpc", "--json", "--processes", "2"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["recipe"]["data"]["name"] == "nyu-mll/glue"
+    assert answer["origins"]["data.cache"] == "default"
+    assert answer["layout"] == {"dp_replicate": 2, "dp_shard": 1, "tp": 1, "pp": 1}
+    assert answer["batch"]["num_microbatches"] == 2
+
+
+def test_what_check_shows_can_be_run_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["check", "bert_base_mrpc", "--json"])
+    first = json.loads(capsys.readouterr().out)
+    monkeypatch.chdir(tmp_path)
+    Path("again.json").write_text(json.dumps(first["recipe"]))
+    assert main(["check", "again.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"] == first["recipe"]
+
+
+def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    assert "bert_base_mrpc   BERT base on MRPC of GLUE" in capsys.readouterr().out
+    assert main(["recipes", "show", "bert_base_mrpc.json"]) == 0
+    assert capsys.readouterr().out == (ROOT / "recipes/bert_base_mrpc.json").read_text()
+    assert main(["recipes", "show", "bert_base_mprc"]) == 2
+    assert (
+        capsys.readouterr().err == "error: no shipped recipe is called 'bert_base_mprc'; did you mean bert_base_mrpc?\n"
+    )
+
+
+def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert {"$schema", "extends", "task"} <= json.loads(capsys.readouterr().out)["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Usage: trainer"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["check"], "Missing argument 'RECIPE'"),
+        (["check", "bert_base_mrpc", "--processes", "0"], "--processes"),
+        (["check", "bert_base_mrpc", "--processes", "two"], "--processes"),
+        (["check", "nope"], "error: nope: no such file"),
+        (["run", "nope"], "error: nope: no such file"),
+        (["run", "bert_base_mrpc", "--epochs", "3"], "error: command line: `--epochs` is no option; as a key it is"),
+        (["check", "bert_base_mrpc", "training.epochs=0"], "error: command line: `training.epochs` must be an integer"),
+        (["check", "bert_base_mrpc", "--processes", "5"], "error: `training.global_batch_size` must be divisible"),
+    ],
+)
+def test_the_users_mistakes_exit_with_two(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == ExitCode.USER
+    captured = capsys.readouterr()
+    assert message in captured.err + captured.out
+    assert "Traceback" not in captured.err
+
+
+def test_each_problem_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "bert_base_mrpc", "training.epochs=0", "a=1", "training.seed=-1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("error: command line: `") for line in lines)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+    """What `run` hands over, in place of a training."""
+    handed_over: list[tuple[str, int | None]] = []
+
+    def run_or_join(resolved: ResolvedRecipe, processes: int | None) -> int:
+        handed_over.append((resolved.recipe.name, processes))
+        return ExitCode.STOPPED
+
+    monkeypatch.setattr(local, "run_or_join", run_or_join)
+    return handed_over
+
+
+def test_run_hands_over_and_returns_the_exit_code(runs: list[tuple[str, int | None]]) -> None:
+    assert main(["run", "bert_base_mrpc", "training.epochs=1", "--processes", "2"]) == ExitCode.STOPPED
+    assert main(["run", "--processes", "3", "bert_base_sst2"]) == ExitCode.STOPPED
+    assert main(["run", "bert_base_sst2"]) == ExitCode.STOPPED
+    assert runs == [("bert_base_mrpc", 2), ("bert_base_sst2", 3), ("bert_base_sst2", None)]
+
+
+@pytest.mark.parametrize("rank", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"], ["--local-rank", "1"]])
+@pytest.mark.parametrize("position", [0, 1, 2, 3])
+def test_the_rank_that_deepspeed_adds_is_taken_anywhere(
+    runs: list[tuple[str, int | None]], rank: list[str], position: int
+) -> None:
+    arguments = ["run", "bert_base_mrpc", "training.epochs=1"]
+    assert main([*arguments[:position], *rank, *arguments[position:]]) == ExitCode.STOPPED
+    assert runs == [("bert_base_mrpc", None)]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (DataError("the column is missing"), 2, "error: the column is missing\n"),
+        (NonFiniteError("the loss is nan"), 3, "error: the loss is nan\n"),
+        (RecipeError(["one", "two"]), 2, "error: one\nerror: two\n"),
+        (KeyboardInterrupt(), cli.INTERRUPTED, ""),
+    ],
+)
+def test_errors_become_exit_codes_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, message: str
+) -> None:
+    def fail(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(local, "run_or_join", fail)
+    assert main(["run", "bert_base_mrpc"]) == code
+    assert capsys.readouterr().err == message
+
+
+def test_our_own_bugs_show_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(local, "run_or_join", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["run", "bert_base_mrpc"])
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    process = start([*PROGRAM, "schema"])
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    done = finish(process)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_every_name_can_be_shown(tmp_path: Path, encoding: str) -> None:
+    path = os.path.join(os.fsencode(tmp_path), b"\xff\xc3\xa9.json")  # not UTF-8
+    Path(os.fsdecode(path)).write_text('{"extends": "bert_base_mrpc"}')
+    for override, code in (("training.epochs=1", 0), ("training.epochs=0", 2), ("checkpoint.folder=\xe9", 0)):
+        done = subprocess.run(
+            [*PROGRAM, "check", path, override],
+            env=environment(PYTHONIOENCODING=encoding),
+            capture_output=True,
+            timeout=60,
+        )
+        assert b"Traceback" not in done.stderr
+        assert done.returncode == code
+
+
+def test_ctrl_c_shows_no_traceback(tmp_path: Path) -> None:
+    """Interrupts at many moments, from the first import on; a recipe of many keys makes the work long enough."""
+    (tmp_path / "r.json").write_text(json.dumps({f"key{number}": number for number in range(30_000)}))
+    for seconds in (0.2, 0.4, 0.6, 1.0):
+        process = start([*PROGRAM, "check", tmp_path / "r.json"])
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+            process.send_signal(signal.SIGINT)
+            done = finish(process, timeout_seconds=30)
+        finally:
+            kill(process)
+        assert "Traceback" not in done.stderr
+        # -SIGINT: before the interpreter was up
+        assert done.returncode in (cli.INTERRUPTED, ExitCode.USER, -signal.SIGINT)

@@ -1,0 +1,47 @@
+"""What leaves the house: the wheel holds the shipped recipes, and the pinned versions fit what is declared."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import ROOT, run
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_recipes_with_their_data(tmp_path):
+    pytest.importorskip("hatchling")
+    ended = run([sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", tmp_path])
+    assert ended.returncode == 0, ended.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    recipes = {path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*") if path.is_file()}
+    shipped = {f"trainer/shipped_recipes/{path}" for path in recipes if path.suffix in (".json", ".jsonl")}
+    assert len(shipped) > 5
+    assert shipped <= held
+    assert {path for path in held if Path(path).parts[0] == "trainer"} >= {"trainer/cli.py", "trainer/run.py"}
+    assert not {path for path in held if path.startswith("tests/")}
+
+
+def test_every_dependency_is_pinned():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    requirements = pytest.importorskip("packaging.requirements")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = [
+        requirements.Requirement(line)
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    declared = list(chain(project["dependencies"], *project["optional-dependencies"].values()))
+    for version in ("3.10", "3.11"):
+        pinned = {
+            pin.name.lower(): next(iter(pin.specifier)).version
+            for pin in pins
+            if pin.marker is None or pin.marker.evaluate({"python_version": version})
+        }
+        for requirement in map(requirements.Requirement, declared):
+            assert requirement.specifier.contains(pinned[requirement.name.lower()]), (requirement, version)
