@@ -1,0 +1,162 @@
+"""Writes the generated blocks of `README.md` and `docs/*.md`, whose facts stand in the code.
+
+A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. Run `python docs/generate.py` after a change of the
+schema, the strategies or the shipped recipes; a test fails where a block is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from trainer.recipe.keys import default_tag, kinds, section_models
+from trainer.recipe.schema import Recipe, Section
+from trainer.recipe.shipped import is_base, shipped_recipes, summary
+from trainer.recipe.strategies import STRATEGIES, Strategy
+
+ROOT = Path(__file__).resolve().parents[1]
+_BLOCK = re.compile(r"(?P<begin><!-- generated: (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+_REQUIRED = "required"
+
+
+def pages() -> list[Path]:
+    """The pages that may hold generated blocks."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def with_blocks(text: str) -> str:
+    """`text` with each of its generated blocks as it should be.
+
+    Raises:
+        KeyError: a block of an unknown name.
+    """
+    return _BLOCK.sub(lambda block: f"{block['begin']}{BLOCKS[block['name']]()}\n{block['end']}", text)
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _strategies() -> str:
+    header = (
+        "`parallel.strategy`",
+        "what lies where",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "sent by a rank in a step",
+    )
+    return _table(header, [_strategy(row) for row in STRATEGIES.values()])
+
+
+def _strategy(row: Strategy) -> tuple[str, ...]:
+    """The bytes that a rank holds for P parameters in fp32 with AdamW, and what it sends, as formulas."""
+    master = " + 4P/N" if row.zero_stage else ""  # DeepSpeed's master copy of the rank's part
+    return (
+        f"`{row.name}`",
+        row.summary,
+        "4P/N" if row.cuts_parameters else "4P",
+        "4P/N" if row.cuts_gradients else "4P",
+        ("8P/N" if row.cuts_optimizer else "8P") + master,
+        row.communication,
+    )
+
+
+def _shipped() -> str:
+    rows = [(f"`{name}`", summary(path)) for name, path in shipped_recipes().items() if not is_base(path)]
+    return _table(("name", "what it trains"), rows)
+
+
+def _keys() -> str:
+    """One table for the plain keys of a recipe, then one for each section and each kind of a section."""
+    plain = {name: field for name, field in Recipe.model_fields.items() if not section_models(field.annotation)}
+    parts = [_key_table("", Recipe, plain)]
+    for name, field in Recipe.model_fields.items():
+        if name not in plain:
+            parts += _section(name, field)
+    return "\n\n".join(parts)
+
+
+def _section(name: str, field: FieldInfo) -> Iterator[str]:
+    of_kind = kinds(field)
+    if not of_kind:
+        (model,) = section_models(field.annotation)
+        yield f"### `{name}`\n\n{model.__doc__}"
+        yield _key_table(f"{name}.", model, model.model_fields)
+        return
+    yield f"### `{name}`\n\n{_kinds(name, field, list(of_kind))}"
+    shared = _shared_keys(list(of_kind.values()))
+    if shared:
+        yield _key_table(f"{name}.", next(iter(of_kind.values())), shared)
+    for tag, model in of_kind.items():
+        own = {key: row for key, row in model.model_fields.items() if key not in (field.discriminator, *shared)}
+        yield f"#### `{name}.{field.discriminator}`: `{json.dumps(tag)}`\n\n{model.__doc__}"
+        yield _key_table(f"{name}.", model, own)
+
+
+def _kinds(name: str, field: FieldInfo, tags: list[str]) -> str:
+    named = ", ".join(f"`{json.dumps(tag)}`" + " (the default)" * (tag == default_tag(field)) for tag in tags)
+    return " ".join(filter(None, [field.description, f"`{name}.{field.discriminator}` says which: {named}."]))
+
+
+def _shared_keys(models: list[type[Section]]) -> dict[str, FieldInfo]:
+    """The keys that every kind of a section has with the same type, default and meaning."""
+    first, *others = (model.model_fields for model in models)
+    return {key: row for key, row in first.items() if all(repr(other.get(key)) == repr(row) for other in others)}
+
+
+def _key_table(prefix: str, model: type[Section], fields: Mapping[str, FieldInfo]) -> str:
+    properties = model.model_json_schema()["properties"]
+    rows = [
+        (f"`{prefix}{key}`", _values(properties[key]), _default(field), field.description or "")
+        for key, field in fields.items()
+    ]
+    return _table(("key", "value", "default", "meaning"), rows)
+
+
+def _default(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    if field.is_required():
+        return _REQUIRED
+    return f"`{json.dumps(default, default=str)}`"
+
+
+def _values(schema: Mapping[str, Any]) -> str:
+    """The values that a key takes, in words."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_values(choice) for choice in schema["anyOf"]))
+    if "const" in schema or "enum" in schema:
+        return ", ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
+    kind = schema["type"]
+    if kind == "null":
+        return "`null`"
+    if kind == "string":
+        return str(schema.get("patternErrorMessage") or ("path" if schema.get("format") == "path" else "text"))
+    if kind == "array":
+        return f"list of {_length(schema)}{_values(schema['items'])}"
+    if kind == "boolean":
+        return "`true`, `false`"
+    bounds = [f"{sign} {schema[bound]}" for bound, sign in _BOUNDS.items() if bound in schema]
+    return " ".join([kind, ", ".join(bounds)]).strip()
+
+
+def _length(schema: Mapping[str, Any]) -> str:
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    if most is None:
+        return ""
+    return f"{most}: " if least == most else f"{least} to {most}: "
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {"keys": _keys, "shipped": _shipped, "strategies": _strategies}
+
+
+if __name__ == "__main__":
+    for page in pages():
+        page.write_text(with_blocks(page.read_text(encoding="utf-8")), encoding="utf-8")
