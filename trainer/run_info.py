@@ -63,7 +63,8 @@ def _parameter_groups(placements: Placements, mesh: ParallelMesh, bytes_per_elem
     return tuple(groups)
 
 
-def _state_bytes(plan: RunPlan, placements: Placements, mesh: ParallelMesh) -> StateBytes:
+def planned_state_bytes(plan: RunPlan, placements: Placements, mesh: ParallelMesh) -> StateBytes:
+    """What the rank that holds the most holds of this run's training state, by formula."""
     optimizer, strategy = plan.recipe.optimizer, plan.strategy
     tensors = 2 if isinstance(optimizer, AdamW) else int(optimizer.momentum > 0)
     master_copies = int(strategy.zero_stage > 0)  # DeepSpeed keeps one beside the parameters, in fp32 too
@@ -123,7 +124,7 @@ def run_info(
         batch=str(plan.batch),
         strategy=recipe.parallel.strategy,
         precision=recipe.precision,
-        state_bytes=_state_bytes(plan, placements, mesh),
+        state_bytes=planned_state_bytes(plan, placements, mesh),
         parameters=_parameter_groups(placements, mesh, bytes_per_element=4),  # fp32 master weights
         num_train_rows=len(train),
         num_validation_rows=None if validation is None else len(validation),

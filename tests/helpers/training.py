@@ -131,10 +131,11 @@ class TinyTraining:
         return [self.engine.train_step(batch) for batch in islice(self.loader, number)]
 
     def close(self) -> None:
-        """Lets go of DeepSpeed's hooks, which would keep the engine alive as long as the process."""
+        """Lets go of what DeepSpeed leaves in a process: hooks that keep the engine alive, and a linear of its own."""
         deepspeed = getattr(self.engine, "_engine", None)
         if deepspeed is not None:
             deepspeed.destroy()
+            nn.functional.linear = torch._C._nn.linear
 
 
 @cache

@@ -194,6 +194,7 @@ def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) ->
     transformers.utils.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     try:
+        folder.mkdir(parents=True, exist_ok=True)  # or raises: save_pretrained only logs that a file is in the way
         model.save_pretrained(folder, state_dict=dict(weights))  # type: ignore[operator]
     except (OSError, SafetensorError) as error:
         raise TrainerError(f"the model could not be written to {folder}: {error}") from error

@@ -39,6 +39,7 @@ _OWNED: dict[tuple[str, ...], str | None] = {
     ("zero_optimization", "offload_param"): "parallel.offload",
     ("zero_optimization", "cpu_offload"): "parallel.offload",
     ("zero_optimization", "cpu_offload_params"): "parallel.offload",
+    ("zero_optimization", "memory_efficient_linear"): "activation_checkpointing",
 }
 # Top-level keys that a recipe may add. DeepSpeed knows more, which switch on other engines, optimizers or tools.
 _FREE = (
@@ -64,7 +65,6 @@ _FREE_ZERO = (
     "contiguous_gradients",
     "load_from_fp32_weights",
     "log_trace_cache_warnings",
-    "memory_efficient_linear",
     "overlap_comm",
     "reduce_bucket_size",
     "reduce_scatter",
@@ -130,6 +130,9 @@ def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
     if stage == 3:
         zero["offload_param"] = {"device": "cpu" if parallel.offload == "parameters" else "none"}
         zero["stage3_param_persistence_threshold"] = 0
+        # DeepSpeed's own linear adds the bias to the product in place. Where the product is kept for a recomputation,
+        # it would be added a second time.
+        zero["memory_efficient_linear"] = plan.recipe.activation_checkpointing != "selective"
     extra = dict(parallel.deepspeed)
     zero |= extra.pop("zero_optimization", {})
     return {

@@ -162,16 +162,6 @@ def _strategy(parallel: Parallel) -> Iterator[Contradiction]:
         yield Contradiction((("parallel", "deepspeed", *path),), reason)
 
 
-def _recomputation(activation_checkpointing: str, parallel: Parallel) -> Iterator[Contradiction]:
-    # Seen: the gradient norm then differs from that of one process by 2e-4, more than rounding explains.
-    if activation_checkpointing == "selective" and parallel.strategy == "zero3":
-        yield _clash(
-            'is "selective", which does not give the same training under zero3; use "full" or "none", or fsdp',
-            "activation_checkpointing",
-            "parallel.strategy",
-        )
-
-
 def _steps(training: Training) -> Iterator[Contradiction]:
     stop, last = training.stop_at_step, training.max_steps
     if stop is not None and last is not None and stop > last:
@@ -230,7 +220,6 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("model",), _model_folders),
     (("data",), _data_places),
     (("parallel",), _strategy),
-    (("activation_checkpointing", "parallel"), _recomputation),
     (("training",), _steps),
     (("training", "schedule"), _warmup),
     (("task", "evaluation"), _best_metric),
