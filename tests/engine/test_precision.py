@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trainer.engine.precision import cast_forward
+from trainer.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,16 @@ def test_nothing_outside_of_the_model_is_cast():
     cast_forward(layer, "bf16", torch.device("cpu"))
     layer(torch.ones(2, 4))
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_a_gpu_without_bf16_is_refused(monkeypatch):
+    """As one older than Ampere, where torch would emulate it, slowly."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(UsageError, match="`precision` is bf16, which Tesla T4 does not compute in; use fp16 or fp32"):
+        cast_forward(torch.nn.Linear(4, 4), "bf16", torch.device("cuda"))
+
+
+def test_a_device_without_autocast_is_refused():
+    with pytest.raises(UsageError, match="`precision` is fp16, which meta does not compute in; use fp32"):
+        cast_forward(torch.nn.Linear(4, 4), "fp16", torch.device("meta"))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.processes import ROOT, finish, run, start
+from tests.helpers.training import RANK_STRATEGIES
 
 BIN = Path(sys.executable).parent
 FILES = ROOT / "launchers"
@@ -171,6 +172,22 @@ def test_two_ranks_learn_what_one_process_learns(name, one_process, tmp_path):
     assert header["launcher"] == case.launcher
     assert losses(folder) == pytest.approx(one_process, rel=LOSS_TOLERANCE)
     assert (folder / "model" / "config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("launcher", "strategy"),
+    [
+        *(("trainer", strategy) for strategy in RANK_STRATEGIES),
+        *((launcher, "zero3") for launcher in ("torchrun", "accelerate", "deepspeed --module", "srun")),
+    ],
+)
+def test_each_strategy_runs_the_sample_under_each_launcher(launcher, strategy, one_process, tmp_path):
+    folder, word = tmp_path / "run", f"parallel.strategy={strategy}"
+    assert set(launch(CASES[launcher], folder, word, path=programs(tmp_path / "bin"))) == {0}
+    assert losses(folder) == pytest.approx(one_process, rel=LOSS_TOLERANCE)
+    assert (folder / "model" / "model.safetensors").exists()
 
 
 def test_every_file_of_launchers_is_started_by_a_test():

@@ -14,8 +14,8 @@ from tests.helpers.training import (
     parallel_keys,
     tiny_recipe,
     tiny_training,
+    weights_of,
 )
-from tests.helpers.training import weights_of
 from tests.parity.cases import GLOBAL_BATCH_SIZE, assert_same_curve, largest_difference, reference
 from trainer.engine.engine import OPTIMIZER_PREFIX
 from trainer.recipe.schema import Recipe

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trainer.errors import UsageError
+
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -18,9 +20,23 @@ def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.devic
 
     The model's own forward is changed, inside of whatever wraps it, so that every strategy computes alike; in
     particular DeepSpeed's engine, which would switch an autocast around it off.
+
+    Raises:
+        UsageError: the device does not compute in this type.
     """
     if precision != "fp32":
+        _require(precision, device)
         model.forward = partial(_autocast, model.forward, COMPUTE_DTYPES[precision], device.type)
+
+
+def _require(precision: PrecisionName, device: torch.device) -> None:
+    able = torch.amp.autocast_mode.is_autocast_available(device.type)
+    if device.type == "cuda" and precision == "bf16":
+        able = torch.cuda.is_bf16_supported(including_emulation=False)
+    if not able:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        other = "fp16 or fp32" if device.type == "cuda" else "fp32"
+        raise UsageError(f"`precision` is {precision}, which {name} does not compute in; use {other}")
 
 
 def _autocast(forward: Callable[..., Any], dtype: torch.dtype, device_type: str, *args: Any, **kwargs: Any) -> Any:

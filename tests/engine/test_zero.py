@@ -1,0 +1,44 @@
+"""DeepSpeed where it cannot run: said before training starts, with a remedy."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import run
+from tests.helpers.tiny_run import write_tiny_run
+
+
+def refusal(folder: Path, strategy: str, **variables: str) -> str:
+    """What a run of two ranks says that must end with exit code 2 and leave nothing behind."""
+    recipe = write_tiny_run(folder, parallel={"strategy": strategy})
+    ended = run([sys.executable, "-m", "trainer", "run", recipe, "--processes", "2"], **variables)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (folder / "run" / "model").exists()
+    return ended.stderr
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_without_deepspeed(tmp_path, strategy):
+    package = tmp_path / "path" / "deepspeed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('no module named deepspeed')")
+    said = refusal(tmp_path / "tiny", strategy, PYTHONPATH=str(package.parent))
+    assert 'pip install "trainer[deepspeed]"' in said
+    assert "or use fsdp" in said
+
+
+@pytest.mark.parametrize("missing", ["g++", "ninja"])
+def test_without_a_compiler(tmp_path, missing):
+    """DeepSpeed would end with a traceback of many lines, or compile with something else."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in {"g++", "ninja"} - {missing}:
+        (programs / name).write_text("#!/bin/sh\n")
+        (programs / name).chmod(0o755)
+    said = refusal(tmp_path / "tiny", "zero2", PATH=str(programs))
+    assert f"{missing} is not on the PATH" in said
+    assert "`parallel.strategy` fsdp" in said
