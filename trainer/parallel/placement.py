@@ -12,16 +12,21 @@ from math import ceil, prod
 
 from torch import nn
 
+TENSOR_AXIS = "tp"
+"""The mesh axis over which layers are cut."""
+
 
 @dataclass(frozen=True)
 class Split:
     """The parameter's dimension `dim` is cut over the mesh axis `axis`, into parts of equal size up to rounding.
 
-    `dim` None cuts the flattened parameter, as DeepSpeed does.
+    `dim` None cuts the flattened parameter, as DeepSpeed does. The dimension is `blocks` blocks of equal size, laid one
+    after the other, each of which is cut over the axis (q, k and v in one projection): see `slicing.part_of`.
     """
 
     dim: int | None
     axis: str
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class ParameterPlacement:
             if split.dim is None:
                 shape = [prod(shape)]
             dim = split.dim or 0
-            shape[dim] = ceil(shape[dim] / sizes[split.axis])
+            shape[dim] = split.blocks * ceil(shape[dim] // split.blocks / sizes[split.axis])
         return prod(shape)
 
 

@@ -1,0 +1,132 @@
+"""An embedding whose rows, the vocabulary, are cut over the tensor axis."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.errors import UsageError
+from trainer.parallel.communication import (
+    Group,
+    group_size,
+    index_in_group,
+    reduce_from_group,
+    scatter_sum_sequence,
+)
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
+from trainer.parallel.slicing import part_of
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Takes the place of `nn.Embedding`; each rank holds `ceil(vocab / tp)` rows of the weight.
+
+    A rank gives zero for an id that it does not hold, and the ranks' vectors are summed, which is exact: all but one
+    are zero. Where the vocabulary does not divide by the degree, the last rows are zeros that no id reaches; a decoder
+    may hold the same `weight`, if its loss leaves the padded columns out, as `vocab_parallel_cross_entropy` does.
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+
+    Args:
+        num_embeddings: of the whole vocabulary.
+        embedding_dim: of a vector.
+        group: the tensor axis.
+        padding_idx: the id whose vector gets no gradient, as in `nn.Embedding`.
+        sequence_parallel: give this rank's positions of the output only.
+        sequence_dim: of the positions in the output.
+        device: of the weight; on `meta` it is filled later, by `slicing.part_of` and `placements`.
+        dtype: of the weight, which is not initialised.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        group: Group,
+        *,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if padding_idx is not None:
+            assert -num_embeddings <= padding_idx < num_embeddings, f"no id is padding_idx {padding_idx}"
+            padding_idx %= num_embeddings
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.sequence_dim = sequence_dim
+        rows = -(-num_embeddings // group_size(group))
+        self.weight = nn.Parameter(torch.empty(rows, embedding_dim, device=device, dtype=dtype))
+
+    @classmethod
+    def from_whole(
+        cls, embedding: nn.Embedding, group: Group, *, sequence_parallel: bool = False, sequence_dim: int = 1
+    ) -> VocabParallelEmbedding:
+        """This rank's part of `embedding`; its weight is a copy, as trainable as it was.
+
+        Raises:
+            UsageError: the embedding does something that the parts cannot (`max_norm`, `scale_grad_by_freq`, `sparse`,
+                a `forward` of its own).
+        """
+        unusual = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(embedding, name)]
+        if type(embedding).forward is not nn.Embedding.forward:
+            unusual.append(f"the forward of {type(embedding).__name__}")
+        if unusual:
+            raise UsageError(
+                f"an embedding with {' and '.join(unusual)} cannot be cut over tensor ranks; use a tensor degree of 1"
+            )
+        part = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            group,
+            padding_idx=embedding.padding_idx,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device="meta",
+        )
+        weight = embedding.weight
+        held = part_of(weight.detach(), part._split, index_in_group(group), group_size(group))
+        part.weight = nn.Parameter(held, requires_grad=weight.requires_grad)
+        return part.train(embedding.training)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The vectors `[*, hidden]` of `ids` `[*]`, or those at this rank's positions.
+
+        Raises:
+            IndexError: an id outside of the vocabulary, on every rank (on a GPU: a device-side assertion).
+        """
+        if group_size(self.group) == 1:
+            return F.embedding(ids, self.weight, self.padding_idx)
+        rows = self.weight.shape[0]
+        first = index_in_group(self.group) * rows
+        elsewhere = (ids < first) | (ids >= first + rows)
+        unknown = (ids < 0) | (ids >= self.num_embeddings)
+        # An unknown id reads beyond the last row, so that torch refuses it as it does in a whole embedding.
+        local = (ids - first).masked_fill(elsewhere, 0).masked_fill(unknown, rows)
+        padding_row = None
+        if self.padding_idx is not None and first <= self.padding_idx < first + rows:
+            padding_row = self.padding_idx - first
+        # The mask also stops the gradient of ids that are elsewhere, which would go to row 0.
+        vectors = F.embedding(local, self.weight, padding_row).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.sequence_parallel:
+            return scatter_sum_sequence(vectors, self.group, self.sequence_dim)
+        return reduce_from_group(vectors, self.group)
+
+    def placements(self, prefix: str = "") -> Placements:
+        """How the weight lies, by its name after `prefix` (which ends in a dot, unless it is empty)."""
+        name = prefix + "weight"
+        shape = (self.num_embeddings, self.embedding_dim)
+        return {name: ParameterPlacement(name, shape, (self._split,), trainable=self.weight.requires_grad)}
+
+    @property
+    def _split(self) -> Split:
+        return Split(0, TENSOR_AXIS)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, degree={group_size(self.group)}"

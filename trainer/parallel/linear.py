@@ -1,0 +1,304 @@
+"""Linear layers cut over the tensor axis by their outputs (column) or by their inputs (row).
+
+A column-parallel layer followed by a row-parallel one needs one sum forward and one backward (Shoeybi et al. 2019,
+arXiv:1909.08053). The parameters are plain local tensors under the names `weight` and `bias` that the unsharded layer
+gives them, so that the names of a state dict do not depend on the degree.
+
+A layer knows how its own parameters lie (`placements`) and nothing of the model around it: that the heads of an
+attention divide by the degree, or that a caller has applied `f`, is the caller's affair.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.parallel.communication import (
+    Group,
+    copy_to_group,
+    group_size,
+    index_in_group,
+    reduce_from_group,
+    scatter_sum_sequence,
+)
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
+from trainer.parallel.slicing import part_of
+
+
+class _ParallelLinear(nn.Module):
+    """What the two have in common: a local weight, perhaps a local bias, and how they lie.
+
+    `in_features` and `out_features` are local sizes: those of this rank's `weight`.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        whole_shape: tuple[int, int],
+        weight_split: Split,
+        bias_split: Split | None,
+        group: Group,
+        *,
+        bias: bool,
+        transposed: bool,
+        pads: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        size = group_size(group)
+        assert weight_split.dim is not None
+        cut = whole_shape[weight_split.dim]
+        assert cut % weight_split.blocks == 0, f"{cut} features are not {weight_split.blocks} equal blocks"
+        block = cut // weight_split.blocks
+        assert pads or block % size == 0, f"{block} features do not divide by the tensor degree {size}"
+        local_shape = list(whole_shape)
+        local_shape[weight_split.dim] = weight_split.blocks * -(-block // size)
+        self.group = group
+        self.transposed = transposed
+        self.weight_split = weight_split
+        self.bias_split = bias_split
+        self.whole_shape = whole_shape
+        self.in_features, self.out_features = local_shape if transposed else reversed(local_shape)
+        self.weight = nn.Parameter(torch.empty(local_shape, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+
+    @torch.no_grad()
+    def _take_part_of(self, whole: nn.Module) -> None:
+        """Holds this rank's part of the parameters of `whole` from now on, on their device."""
+        for name, split in (("weight", self.weight_split), ("bias", self.bias_split)):
+            tensor = getattr(whole, name)
+            if tensor is not None:
+                part = self._part_of(tensor, split)
+                setattr(self, name, nn.Parameter(part, requires_grad=tensor.requires_grad))
+        self.train(whole.training)
+
+    def _part_of(self, whole: Tensor, split: Split | None) -> Tensor:
+        if split is None:
+            return whole.detach().clone()
+        return part_of(whole.detach(), split, index_in_group(self.group), group_size(self.group))
+
+    def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.weight.t() if self.transposed else self.weight, bias)
+
+    def _placement(
+        self, name: str, parameter: nn.Parameter, shape: tuple[int, ...], split: Split | None, *, partial: bool = False
+    ) -> ParameterPlacement:
+        partial_over = ("dp", TENSOR_AXIS) if partial else ("dp",)
+        splits = () if split is None else (split,)
+        return ParameterPlacement(name, shape, splits, partial_over, parameter.requires_grad)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
+            f" degree={group_size(self.group)}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer of which each rank computes its share of the outputs, `[..., in] -> [..., out / tp]`.
+
+    The gradient of its input is a partial sum. It is summed (`f`) by whoever hands the same input to several of these
+    layers, once for q, k and v; or, with `copies_input`, here. With sequence parallelism the caller's
+    `gather_sequence` takes the place of `f`.
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+
+    Args:
+        in_features: of the whole layer.
+        out_features: of the whole layer.
+        group: the tensor axis.
+        bias: whether there is one; it is cut as the outputs are.
+        blocks: the outputs are so many blocks of equal size, each of which is cut by itself (q, k and v together).
+        transposed: the weight is `[in, out]`, as in GPT-2's Conv1D, and not `[out, in]`.
+        copies_input: sum the input's gradient over the group.
+        pads: outputs that do not divide by the degree are followed by zero rows (a head over a vocabulary, whose loss
+            must not look at them); without it they are our own bug.
+        device: of the parameters; on `meta` they are filled later, by `slicing.part_of` and `placements`.
+        dtype: of the parameters, which are not initialised.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        *,
+        bias: bool = True,
+        blocks: int = 1,
+        transposed: bool = False,
+        copies_input: bool = False,
+        pads: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            (in_features, out_features) if transposed else (out_features, in_features),
+            Split(1 if transposed else 0, TENSOR_AXIS, blocks),
+            Split(0, TENSOR_AXIS, blocks),
+            group,
+            bias=bias,
+            transposed=transposed,
+            pads=pads,
+            device=device,
+            dtype=dtype,
+        )
+        self.copies_input = copies_input
+
+    @classmethod
+    def from_whole(
+        cls,
+        linear: nn.Module,
+        group: Group,
+        *,
+        blocks: int = 1,
+        transposed: bool = False,
+        copies_input: bool = False,
+        pads: bool = False,
+    ) -> ColumnParallelLinear:
+        """This rank's part of `linear`, which has a `weight` `[out, in]` (`[in, out]` if `transposed`) and a `bias`.
+
+        Parameters are copies of what this rank holds, as trainable as they were. Whoever ties the weight ties it anew.
+        """
+        out_features, in_features = _whole_features(linear, transposed)
+        part = cls(
+            in_features,
+            out_features,
+            group,
+            bias=linear.bias is not None,
+            blocks=blocks,
+            transposed=transposed,
+            copies_input=copies_input,
+            pads=pads,
+            device="meta",
+        )
+        part._take_part_of(linear)
+        return part
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs `[..., out / tp]` of this rank for `x` `[..., in]`, which is equal on all ranks."""
+        return self._linear(copy_to_group(x, self.group) if self.copies_input else x, self.bias)
+
+    def placements(self, prefix: str = "") -> Placements:
+        """How the parameters lie, by their names after `prefix` (which ends in a dot, unless it is empty)."""
+        out_features = self.whole_shape[1 if self.transposed else 0]
+        name = prefix + "weight"
+        placed = {name: self._placement(name, self.weight, self.whole_shape, self.weight_split)}
+        if self.bias is not None:
+            name = prefix + "bias"
+            placed[name] = self._placement(name, self.bias, (out_features,), self.bias_split)
+        return placed
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer of which each rank takes its share of the inputs, `[..., in / tp] -> [..., out]`.
+
+    The ranks' products are summed (`g`), in the type that they are computed in, and the bias, which all ranks hold, is
+    added once, after the sum. With `sequence_parallel` each rank gets its positions of the sum only, so that the bias's
+    gradient is partial: `placements` says so.
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+
+    Args:
+        in_features: of the whole layer; must divide by the degree.
+        out_features: of the whole layer.
+        group: the tensor axis.
+        bias: whether there is one.
+        transposed: the weight is `[in, out]`, as in GPT-2's Conv1D, and not `[out, in]`.
+        sequence_parallel: give this rank's positions of the output only.
+        sequence_dim: of the positions in the output.
+        device: of the parameters; on `meta` they are filled later, by `slicing.part_of` and `placements`.
+        dtype: of the parameters, which are not initialised.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        *,
+        bias: bool = True,
+        transposed: bool = False,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            (in_features, out_features) if transposed else (out_features, in_features),
+            Split(0 if transposed else 1, TENSOR_AXIS),
+            None,
+            group,
+            bias=bias,
+            transposed=transposed,
+            pads=False,
+            device=device,
+            dtype=dtype,
+        )
+        self.sequence_parallel = sequence_parallel
+        self.sequence_dim = sequence_dim
+
+    @classmethod
+    def from_whole(
+        cls,
+        linear: nn.Module,
+        group: Group,
+        *,
+        transposed: bool = False,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+    ) -> RowParallelLinear:
+        """This rank's part of `linear`, which has a `weight` `[out, in]` (`[in, out]` if `transposed`) and a `bias`.
+
+        Parameters are copies of what this rank holds, as trainable as they were.
+        """
+        out_features, in_features = _whole_features(linear, transposed)
+        part = cls(
+            in_features,
+            out_features,
+            group,
+            bias=linear.bias is not None,
+            transposed=transposed,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device="meta",
+        )
+        part._take_part_of(linear)
+        return part
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output `[..., out]` for this rank's inputs `x` `[..., in / tp]`, or this rank's positions of it."""
+        if group_size(self.group) == 1:
+            return self._linear(x, self.bias)  # in one kernel: to the last bit what the unsharded layer gives
+        product = self._linear(x, None)
+        if self.sequence_parallel:
+            total = scatter_sum_sequence(product, self.group, self.sequence_dim)
+        else:
+            total = reduce_from_group(product, self.group)
+        # Under autocast the product is in the low precision and the bias is not: the sum of both would be in neither.
+        return total if self.bias is None else total + self.bias.to(total.dtype)
+
+    def placements(self, prefix: str = "") -> Placements:
+        """How the parameters lie, by their names after `prefix` (which ends in a dot, unless it is empty)."""
+        name = prefix + "weight"
+        placed = {name: self._placement(name, self.weight, self.whole_shape, self.weight_split)}
+        if self.bias is not None:
+            name = prefix + "bias"
+            shape = tuple(self.bias.shape)
+            placed[name] = self._placement(name, self.bias, shape, None, partial=self.sequence_parallel)
+        return placed
+
+
+def _whole_features(linear: nn.Module, transposed: bool) -> tuple[int, int]:
+    """Outputs and inputs of a whole layer."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    assert weight.dim() == 2, f"a linear layer's weight has two dimensions, not {weight.dim()}"
+    rows, columns = weight.shape
+    return (columns, rows) if transposed else (rows, columns)
