@@ -49,7 +49,8 @@ class Evaluator:
                 parts[name].append(tensor)
             self._observers.evaluation_progress(done, len(self._loader))
         here = {name: torch.cat(tensors) for name, tensors in parts.items()}
-        gathered = self._mesh.gather((loss_sum, num_valid, here))
+        # Ranks that share a model replica have the same rows: one of them counts.
+        gathered = self._mesh.gather((loss_sum, num_valid, here) if self._mesh.index("tp") == 0 else (0.0, 0, {}))
         metrics: dict[str, float] = self._mesh.share(self._combine(gathered) if gathered else None)
         return metrics
 

@@ -141,7 +141,7 @@ class TinyTraining:
 @cache
 def _mesh(layout: Layout, device: torch.device) -> ParallelMesh:
     """One for all trainings of a process, because process groups are never given back."""
-    return ParallelMesh(device, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard)
+    return ParallelMesh(device, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp)
 
 
 def build_tiny(

@@ -22,11 +22,12 @@ from trainer.engine.schedule import AccumulationSchedule
 from trainer.engine.sharded import defer_all_reduce, shard
 from trainer.errors import UsageError
 from trainer.models.building import BuiltModel, save_model
+from trainer.models.tensor import split_model
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
-from trainer.parallel.placement import Placements, whole
-from trainer.parallel.whole import copy_whole_, gather_on_rank_zero, local_part, shard_like
+from trainer.parallel.placement import TENSOR_AXIS, Placements, whole
+from trainer.parallel.whole import copy_whole_, gather_on_rank_zero, local_part, part_like
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
@@ -55,13 +56,6 @@ def wrap_ddp(model: nn.Module, mesh: ParallelMesh) -> DistributedDataParallel:
     # A lambda, because DDP compares a hook's annotations with its own classes, and ours are strings.
     wrapped.register_comm_hook(group, lambda group, bucket: _sum_gradients(group, bucket))  # noqa: PLW0108
     return wrapped
-
-
-def _lie_as(parameter: Tensor, state: Tensor) -> Tensor:
-    """A tensor of the optimizer's state, cut as its parameter is; a count of steps stays the scalar that it is."""
-    if state.shape == parameter.shape:
-        return shard_like(state, parameter)
-    return state.to(local_part(parameter).device, copy=True)
 
 
 class NativeEngine:
@@ -130,26 +124,44 @@ class NativeEngine:
         return self._forward.evaluate(microbatch)
 
     def state(self) -> dict[str, Tensor]:
-        tensors = {f"{MODEL_PREFIX}{name}": parameter.detach() for name, parameter in self._parameters.items()}
+        tensors, placements = {}, {}
         for name, parameter in self._parameters.items():
+            own = {f"{MODEL_PREFIX}{name}": parameter.detach()}
             for key, value in self._optimizer.state.get(parameter, {}).items():
-                tensors[f"{OPTIMIZER_PREFIX}{name}.{key}"] = value
-        return gather_on_rank_zero(tensors, self._mesh) | (self._scaler.state() if self._scaler else {})
+                own[f"{OPTIMIZER_PREFIX}{name}.{key}"] = value
+            tensors |= own
+            placements |= dict.fromkeys(own, self.placements[name])
+        return gather_on_rank_zero(tensors, placements, self._mesh) | (self._scaler.state() if self._scaler else {})
 
     def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
         for name, parameter in self._parameters.items():
-            copy_whole_(parameter, tensors[f"{MODEL_PREFIX}{name}"])
+            copy_whole_(parameter, tensors[f"{MODEL_PREFIX}{name}"], self.placements[name], self._mesh)
             prefix = f"{OPTIMIZER_PREFIX}{name}."
             state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
             if state:
-                self._optimizer.state[parameter] = {key: _lie_as(parameter, tensor) for key, tensor in state.items()}
+                self._optimizer.state[parameter] = {
+                    key: self._lie_as(name, tensor) for key, tensor in state.items()
+                }
         if self._scaler:
             self._scaler.load_state(tensors)
         self._step = step
 
     def export(self, folder: Path) -> None:
-        weights = gather_on_rank_zero(self._model.state_dict(), self._mesh)
+        state = self._model.state_dict()
+        first_names = {id(parameter): name for name, parameter in self._parameters.items()}
+        placements = {
+            name: self.placements[first_names[id(parameter)]]
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+        }
+        weights = gather_on_rank_zero(state, placements, self._mesh)
         self._mesh.on_rank_zero(lambda: save_model(self._model, folder, weights))
+
+    def _lie_as(self, name: str, state: Tensor) -> Tensor:
+        """A tensor of the optimizer's state, cut as its parameter is; a count of steps stays the scalar that it is."""
+        parameter, placement = self._parameters[name], self.placements[name]
+        if state.shape == torch.Size(placement.shape):
+            return part_like(state, parameter, placement, self._mesh)
+        return state.to(local_part(parameter).device, copy=True)
 
     def _refuse_unused_parameters(self) -> None:
         """DDP leaves gradients that share a bucket with an unused parameter unsummed, and says so one step too late."""
@@ -170,17 +182,20 @@ class NativeEngine:
 def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
     """The engine of `ddp`, `fsdp` and `hsdp`; under `ddp` a lone data-parallel rank runs the model unwrapped."""
     model, parallel = built.model, plan.recipe.parallel
+    # Cut first: what computes in another type or computes again then wraps the parts.
+    placements = split_model(model, mesh.group(TENSOR_AXIS)) if mesh.size(TENSOR_AXIS) > 1 else whole(model)
     prepare_model(built, mesh, plan)
     call: nn.Module = model
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     if plan.strategy.cuts_parameters:
         if parallel.offload == "none":
             model.to(mesh.device)
-        placements = shard(model, mesh, parallel.reshard_after_forward, parallel.offload == "parameters")
+        placements = shard(
+            model, placements, mesh, parallel.reshard_after_forward, parallel.offload == "parameters"
+        )
         no_sync = partial(defer_all_reduce, model)
     else:
         model.to(mesh.device)
-        placements = whole(model)
         if mesh.size("dp") > 1:
             call = wrapped = wrap_ddp(model, mesh)
             no_sync = wrapped.no_sync

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -16,13 +17,22 @@ from torch.distributed.tensor import DTensor
 
 from trainer.models.families.table import layers_of
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.placement import ParameterPlacement, Placements, Split
+from trainer.parallel.placement import Placements, Split
 
 
-def shard(model: nn.Module, mesh: ParallelMesh, reshard_after_forward: bool, offload_parameters: bool) -> Placements:
+def shard(
+    model: nn.Module, placements: Placements, mesh: ParallelMesh, reshard_after_forward: bool, offload_parameters: bool
+) -> Placements:
     """Shards each layer of the model's family, then the rest as one group, over the mesh axis `dp_shard`.
 
     Gradients are summed, never averaged: each rank's loss is already its share of the global mean.
+
+    Args:
+        model: on its device, perhaps cut over the tensor axis already: a part is then sharded further.
+        placements: how its parameters lie.
+        mesh: the ranks.
+        reshard_after_forward: whether gathered parameters are freed between forward and backward.
+        offload_parameters: whether all is kept in CPU memory.
 
     Returns:
         How the parameters lie now.
@@ -33,7 +43,6 @@ def shard(model: nn.Module, mesh: ParallelMesh, reshard_after_forward: bool, off
     assert mesh.device_mesh is not None, "one process has nobody to share with"
     axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
     policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload_parameters else OffloadPolicy()
-    shapes = {name: (tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()}
     for layer in layers_of(model).values():
         fully_shard(
             layer, mesh=mesh.device_mesh[axes], reshard_after_forward=reshard_after_forward, offload_policy=policy
@@ -44,10 +53,9 @@ def shard(model: nn.Module, mesh: ParallelMesh, reshard_after_forward: bool, off
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "a parameter was left whole"
-    splits = (Split(dim=0, axis="dp_shard"),)
     return {
-        name: ParameterPlacement(name, shape, splits, partial_over=("dp",), trainable=trainable)
-        for name, (shape, trainable) in shapes.items()
+        name: replace(placement, splits=(*placement.splits, Split(dim=0, axis="dp_shard")))
+        for name, placement in placements.items()
     }
 
 

@@ -50,6 +50,12 @@ def site_of(module: nn.Module) -> DropoutSite:
     return site
 
 
+def move_site(module: nn.Module, move: Callable[[DropoutSite], DropoutSite]) -> None:
+    """Changes the dropout site of an attention module; one that was never told a site uses torch's own dropout."""
+    if hasattr(module, _SITE):
+        setattr(module, _SITE, move(site_of(module)))
+
+
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 
 

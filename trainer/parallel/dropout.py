@@ -121,14 +121,23 @@ class _MaskedScale(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class DropoutSite:
-    """One place of a model at which activations are dropped."""
+    """One place of a model at which activations are dropped.
+
+    Where a rank holds only its part of dimension `cut_dim` of the activations, all parts being equally large, `part` is
+    which; its mask is then that part of the mask of one process.
+    """
 
     keys: DropoutKeys
     name: str
+    cut_dim: int | None = None
+    part: int = 0
 
-    def drop(self, x: Tensor, probability: float, offsets: Sequence[int] | None = None) -> Tensor:
+    def drop(self, x: Tensor, probability: float) -> Tensor:
         """Drops elements of `x` `[batch, ..., features]` and scales the kept ones by 1 / (share kept)."""
-        mask = self.keys.mask(self.name, x.shape, probability, offsets)
+        offsets = [0] * x.dim()
+        if self.cut_dim is not None:
+            offsets[self.cut_dim] = self.part * x.shape[self.cut_dim]
+        mask = self.keys.mask(self.name, x.shape, probability, offsets[1:])
         dropped: Tensor = _MaskedScale.apply(x, mask, 1.0 / (1.0 - quantised(probability)))  # type: ignore[no-untyped-call]
         return dropped
 

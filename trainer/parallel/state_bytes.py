@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,9 +50,11 @@ def state_bytes(
     """
     trainable = [placement for placement in placements.values() if placement.trainable]
     held = sum(placement.num_elements(sizes) for placement in placements.values())
-    whole = sum(prod(placement.shape) for placement in trainable)
+    whole = sum(placement.num_elements(sizes) for placement in trainable)  # of what the tensor axis leaves to this rank
     part = sum(
-        placement.num_elements(sizes) if placement.splits else ceil(prod(placement.shape) / sizes["dp_shard"])
+        placement.num_elements(sizes)
+        if "dp_shard" in placement.split_axes
+        else ceil(placement.num_elements(sizes) / sizes["dp_shard"])
         for placement in trainable
     )
     return StateBytes(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Split
+from trainer.parallel.slicing import join_parts, part_of
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -30,20 +33,57 @@ def shard_like(whole: Tensor, pattern: Tensor) -> Tensor:
     )
 
 
+def part_like(whole: Tensor, pattern: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> Tensor:
+    """What this rank holds of `whole`, which every rank has, cut as `pattern` is; no communication.
+
+    Args:
+        whole: a parameter of this placement, or a tensor of the optimizer's that goes with it.
+        pattern: the parameter of this rank.
+        placement: of the parameter.
+        mesh: the ranks.
+    """
+    for split in tensor_splits(placement, mesh):
+        whole = part_of(whole, split, mesh.index(split.axis), mesh.size(split.axis))
+    return shard_like(whole, pattern)
+
+
 @torch.no_grad()
-def copy_whole_(target: Tensor, whole: Tensor) -> None:
+def copy_whole_(target: Tensor, whole: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> None:
     """Gives `target` its part of `whole`, in place."""
-    local_part(target).copy_(local_part(shard_like(whole, target)))
+    local_part(target).copy_(local_part(part_like(whole, target, placement, mesh)))
 
 
-def gather_on_rank_zero(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, Tensor]:
+def tensor_splits(placement: ParameterPlacement, mesh: ParallelMesh) -> list[Split]:
+    """The cuts that are made before any sharding: plain tensors are the parts."""
+    return [split for split in placement.splits if split.axis == TENSOR_AXIS and mesh.size(split.axis) > 1]
+
+
+def gather_on_rank_zero(
+    tensors: Mapping[str, Tensor], placements: Mapping[str, ParameterPlacement], mesh: ParallelMesh
+) -> dict[str, Tensor]:
     """The whole of every tensor on rank 0; nothing is kept on the others. All ranks must call it.
 
     What was gathered is on the CPU, one tensor after the other, so that no device holds more than one whole tensor.
+
+    Args:
+        tensors: of this rank.
+        placements: by the names of `tensors`; one that is not there, or that has not its placement's dimensions (a
+            count of steps), is not cut over the tensor axis.
+        mesh: the ranks.
     """
     gathered = {}
     for name, tensor in tensors.items():
         whole = gather_whole(tensor)
+        placement = placements.get(name)
+        if placement is not None and whole.dim() == len(placement.shape):
+            for split in tensor_splits(placement, mesh):
+                whole = _join(whole, split, placement.shape, mesh)
         if mesh.rank == 0:
             gathered[name] = whole.cpu() if whole is not tensor else tensor
     return gathered
+
+
+def _join(part: Tensor, split: Split, shape: tuple[int, ...], mesh: ParallelMesh) -> Tensor:
+    parts = [torch.empty_like(part) for _ in range(mesh.size(split.axis))]
+    dist.all_gather(parts, part.contiguous(), group=mesh.group(split.axis))
+    return join_parts(parts, split, shape[split.dim or 0])

@@ -93,21 +93,29 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
         RecipeError: the strategy does not fit on that many ranks.
     """
     strategy = STRATEGIES[parallel.strategy]
+    tensor = parallel.tensor
+    if world_size % tensor:
+        raise RecipeError(
+            [
+                f"`parallel.tensor` must divide the {_counted(world_size, 'process', 'es')}, but is {tensor}; use"
+                f" {tensor} processes or a multiple of it, or `parallel.tensor` 1"
+            ]
+        )
     if strategy.single_process and world_size > 1:
         raise RecipeError(
             [f"`parallel.strategy` {strategy.name} is one process, but there are {world_size}; use ddp, or one process"]
         )
+    ranks = world_size // tensor  # the data-parallel ones
     if not strategy.cuts_anything:
-        return Layout(dp_replicate=world_size)
-    shard = world_size
+        return Layout(dp_replicate=ranks, tp=tensor)
+    shard = ranks
     if strategy.groups:
-        shard = min(local_world_size, world_size) if parallel.shard == "auto" else parallel.shard
-    if world_size % shard:
-        divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
-        raise RecipeError(
-            [f"`parallel.shard` must divide the {world_size} processes, but is {shard}; use one of {divisors}"]
-        )
-    return Layout(dp_replicate=world_size // shard, dp_shard=shard)
+        shard = max(1, min(local_world_size // tensor, ranks)) if parallel.shard == "auto" else parallel.shard
+    if ranks % shard:
+        divisors = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        what = "processes" if tensor == 1 else "data-parallel ranks"
+        raise RecipeError([f"`parallel.shard` must divide the {ranks} {what}, but is {shard}; use one of {divisors}"])
+    return Layout(dp_replicate=ranks // shard, dp_shard=shard, tp=tensor)
 
 
 def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = None) -> RunPlan:

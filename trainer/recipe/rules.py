@@ -158,8 +158,25 @@ def _strategy(parallel: Parallel) -> Iterator[Contradiction]:
             "parallel.deepspeed",
             "parallel.strategy",
         )
+    if parallel.tensor > 1 and not strategy.tensor:
+        able = [name for name, row in STRATEGIES.items() if row.tensor]
+        yield _clash(
+            f"is {parallel.tensor}, which {strategy.name} does not combine with yet; use {', '.join(able)}",
+            "parallel.tensor",
+            "parallel.strategy",
+        )
     for path, reason in refused_keys(parallel.deepspeed):
         yield Contradiction((("parallel", "deepspeed", *path),), reason)
+
+
+def _dropout_of_tensor_ranks(parallel: Parallel, training: Training) -> Iterator[Contradiction]:
+    if parallel.tensor > 1 and not training.layout_invariant_dropout:
+        yield _clash(
+            f"is {parallel.tensor}, which needs `training.layout_invariant_dropout`: torch's own dropout would draw the"
+            " same mask for different heads; leave it true",
+            "parallel.tensor",
+            "training.layout_invariant_dropout",
+        )
 
 
 def _steps(training: Training) -> Iterator[Contradiction]:
@@ -220,6 +237,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("model",), _model_folders),
     (("data",), _data_places),
     (("parallel",), _strategy),
+    (("parallel", "training"), _dropout_of_tensor_ranks),
     (("training",), _steps),
     (("training", "schedule"), _warmup),
     (("task", "evaluation"), _best_metric),

@@ -184,6 +184,9 @@ class Parallel(Section):
     shard: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto", description="Ranks of one shard group under hsdp; auto: the ranks of one node."
     )
+    tensor: Annotated[int, Field(ge=1)] = Field(
+        1, description="Ranks over which every large matrix is cut (Megatron-style); they work on the same rows."
+    )
     reshard_after_forward: bool = Field(
         True, description="Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again."
     )

@@ -30,6 +30,7 @@ class Strategy:
     zero_stage: int = 0  # of DeepSpeed, whose engine runs it; 0: our native engine does
     offloads: tuple[Offload, ...] = ("none",)  # what `parallel.offload` may say
     single_process: bool = False  # one process drives all GPUs of the machine
+    tensor: bool = False  # combines with `parallel.tensor` above 1
 
     @property
     def cuts_anything(self) -> bool:
@@ -45,12 +46,14 @@ STRATEGIES: dict[str, Strategy] = {
             "ddp",
             "every rank holds the whole model (DistributedDataParallel)",
             "2P: one all-reduce of the gradients",
+            tensor=True,
         ),
         Strategy(
             "fsdp",
             "every rank holds 1/N of everything and gathers each layer when it is needed (fully_shard)",
             "3P: gather for forward and for backward, reduce-scatter; 2P with `reshard_after_forward` false",
             offloads=("none", "parameters"),
+            tensor=True,
             **_CUT_ALL,
         ),
         Strategy(
@@ -59,6 +62,7 @@ STRATEGIES: dict[str, Strategy] = {
             "3P within a group, and 2P/`shard` across groups",
             groups=True,
             offloads=("none", "parameters"),
+            tensor=True,
             **_CUT_ALL,
         ),
         Strategy(

@@ -1,7 +1,62 @@
-"""BERT (Devlin et al. 2019, arXiv:1810.04805)."""
+"""BERT (Devlin et al. 2019, arXiv:1810.04805) and the encoders that kept its modules."""
 
 from __future__ import annotations
 
-from trainer.models.families.family import ModelFamily
+from trainer.models.families.family import ModelFamily, TensorPlan
 
-BERT = ModelFamily(model_type="bert", layers="encoder.layer.*")
+_LAYERS = "encoder.layer.*"
+
+
+def _like_bert(model_type: str, *, vocabulary_heads: tuple[str, ...], whole: tuple[str, ...]) -> ModelFamily:
+    """An encoder of BERT's modules, with heads of its own."""
+    return ModelFamily(
+        model_type,
+        layers=_LAYERS,
+        tensor=TensorPlan(
+            columns={
+                f"{_LAYERS}.attention.self.query": 1,
+                f"{_LAYERS}.attention.self.key": 1,
+                f"{_LAYERS}.attention.self.value": 1,
+                f"{_LAYERS}.intermediate.dense": 1,
+            },
+            rows=(f"{_LAYERS}.attention.output.dense", f"{_LAYERS}.output.dense"),
+            attention=(f"{_LAYERS}.attention.self",),
+            shared_inputs=(f"{_LAYERS}.attention.self",),
+            embeddings=("embeddings.word_embeddings",),
+            vocabulary_heads=vocabulary_heads,
+            whole=("embeddings.position_embeddings", "embeddings.token_type_embeddings", "qa_outputs", *whole),
+        ),
+    )
+
+
+BERT = _like_bert(
+    "bert",
+    vocabulary_heads=("cls.predictions.decoder",),
+    whole=("pooler.dense", "classifier", "cls.predictions.transform.dense", "cls.seq_relationship"),
+)
+# Liu et al. 2019 (arXiv:1907.11692)
+ROBERTA = _like_bert(
+    "roberta",
+    vocabulary_heads=("lm_head.decoder",),
+    whole=("pooler.dense", "classifier", "classifier.dense", "classifier.out_proj", "lm_head.dense"),
+)
+# Conneau et al. 2020 (arXiv:1911.02116)
+XLM_ROBERTA = _like_bert(
+    "xlm-roberta",
+    vocabulary_heads=ROBERTA.tensor.vocabulary_heads,
+    whole=("pooler.dense", "classifier", "classifier.dense", "classifier.out_proj", "lm_head.dense"),
+)
+# Clark et al. 2020 (arXiv:2003.10555)
+ELECTRA = _like_bert(
+    "electra",
+    vocabulary_heads=("generator_lm_head",),
+    whole=(
+        "embeddings_project",
+        "classifier",
+        "classifier.dense",
+        "classifier.out_proj",
+        "generator_predictions.dense",
+        "discriminator_predictions.dense",
+        "discriminator_predictions.dense_prediction",
+    ),
+)

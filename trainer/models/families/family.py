@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How tensor ranks cut an architecture, after Shoeybi et al. 2019 (arXiv:1909.08053).
+
+    Patterns are names of modules relative to the base model, or, for the heads around it, to the whole model. Those of
+    `columns`, `rows`, `shared_inputs` and `attention` must be found; those of the rest depend on the head.
+    """
+
+    columns: Mapping[str, int]  # cut by outputs; the number is that of the fused blocks (q, k and v in one: 3)
+    rows: tuple[str, ...]  # cut by inputs, their outputs summed
+    attention: tuple[str, ...]  # what calls the attention function, with this rank's heads
+    # What hands one input to several columns: that input's gradient is summed once, here. It must use the input for
+    # nothing else. The columns below no such module each sum their own.
+    shared_inputs: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()  # cut over the vocabulary
+    vocabulary_heads: tuple[str, ...] = ()  # logits cut over the vocabulary, for `vocab_parallel_cross_entropy`
+    whole: tuple[str, ...] = ()  # computed by every rank: small, or without a partner
+    heads: tuple[str, ...] = ("num_attention_heads",)  # keys of the configuration that must divide by the degree
+    # Attributes that hold a size of which a rank has only its part.
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    split_dropouts: tuple[str, ...] = ()  # dropouts between a column and a row: on this rank's features
 
 
 @dataclass(frozen=True)
@@ -14,3 +38,4 @@ class ModelFamily:
 
     model_type: str  # of its configuration in transformers
     layers: str  # the repeated layers, which are sharded and recomputed one by one
+    tensor: TensorPlan

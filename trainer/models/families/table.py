@@ -8,10 +8,20 @@ from typing import Any
 from torch import nn
 
 from trainer.errors import UsageError
-from trainer.models.families.bert import BERT
+from trainer.models.families.bert import BERT, ELECTRA, ROBERTA, XLM_ROBERTA
+from trainer.models.families.distilbert import DISTILBERT
 from trainer.models.families.family import ModelFamily
+from trainer.models.families.gpt2 import GPT2
+from trainer.models.families.llama import LLAMA, MISTRAL, QWEN2
+from trainer.models.families.modernbert import MODERNBERT
+from trainer.models.families.vit import VIT
 
-FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in (BERT,)}
+FAMILIES: dict[str, ModelFamily] = {
+    family.model_type: family
+    for family in (
+        BERT, ROBERTA, XLM_ROBERTA, ELECTRA, DISTILBERT, MODERNBERT, GPT2, LLAMA, MISTRAL, QWEN2, VIT
+    )
+}  # fmt: skip
 
 
 def family_of(model: nn.Module) -> ModelFamily:
@@ -30,6 +40,11 @@ def family_of(model: nn.Module) -> ModelFamily:
     return FAMILIES[config.model_type]
 
 
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of a family stands for the module `name`."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
+
+
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated layers of a model, by name, in order.
 
@@ -38,8 +53,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """
     family = family_of(model)
     base: Any = model.base_model
-    pattern = re.compile(re.escape(family.layers).replace(r"\*", r"[^.]+"))
-    layers = {name: module for name, module in base.named_modules() if pattern.fullmatch(name)}
+    layers = {name: module for name, module in base.named_modules() if matches(family.layers, name)}
     if not layers:
         raise UsageError(
             f"the family {family.model_type} says that layers are `{family.layers}`, but none is in this model"

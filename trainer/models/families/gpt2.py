@@ -1,0 +1,22 @@
+"""GPT-2 (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+from trainer.models.families.family import ModelFamily, TensorPlan
+
+_LAYERS = "h.*"
+
+GPT2 = ModelFamily(
+    "gpt2",
+    layers=_LAYERS,
+    tensor=TensorPlan(
+        columns={f"{_LAYERS}.attn.c_attn": 3, f"{_LAYERS}.mlp.c_fc": 1},
+        rows=(f"{_LAYERS}.attn.c_proj", f"{_LAYERS}.mlp.c_proj"),
+        attention=(f"{_LAYERS}.attn",),
+        embeddings=("wte",),
+        vocabulary_heads=("lm_head",),
+        whole=("wpe", "score", "classifier", "qa_outputs"),
+        heads=("n_head",),
+        divided={f"{_LAYERS}.attn": ("split_size",)},
+    ),
+)

@@ -1,0 +1,30 @@
+"""Llama (Touvron et al. 2023, arXiv:2302.13971) and the decoders that kept its modules."""
+
+from __future__ import annotations
+
+from trainer.models.families.family import ModelFamily, TensorPlan
+
+_LAYERS = "layers.*"
+_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+
+
+def _like_llama(model_type: str) -> ModelFamily:
+    return ModelFamily(
+        model_type,
+        layers=_LAYERS,
+        tensor=TensorPlan(
+            columns={f"{_LAYERS}.{name}": 1 for name in _PROJECTIONS},
+            rows=(f"{_LAYERS}.self_attn.o_proj", f"{_LAYERS}.mlp.down_proj"),
+            attention=(f"{_LAYERS}.self_attn",),
+            shared_inputs=(f"{_LAYERS}.self_attn", f"{_LAYERS}.mlp"),
+            embeddings=("embed_tokens",),
+            vocabulary_heads=("lm_head",),
+            whole=("score", "qa_outputs"),
+            heads=("num_attention_heads", "num_key_value_heads"),
+        ),
+    )
+
+
+LLAMA = _like_llama("llama")
+MISTRAL = _like_llama("mistral")  # Jiang et al. 2023 (arXiv:2310.06825)
+QWEN2 = _like_llama("qwen2")  # Yang et al. 2024 (arXiv:2407.10671)

@@ -1,0 +1,21 @@
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663)."""
+
+from __future__ import annotations
+
+from trainer.models.families.family import ModelFamily, TensorPlan
+
+_LAYERS = "layers.*"
+
+MODERNBERT = ModelFamily(
+    "modernbert",
+    layers=_LAYERS,
+    tensor=TensorPlan(
+        columns={f"{_LAYERS}.attn.Wqkv": 3, f"{_LAYERS}.mlp.Wi": 2},  # Wi: input and gate
+        rows=(f"{_LAYERS}.attn.Wo", f"{_LAYERS}.mlp.Wo"),
+        attention=(f"{_LAYERS}.attn",),
+        embeddings=("embeddings.tok_embeddings",),
+        vocabulary_heads=("decoder",),
+        whole=("head.dense", "classifier", "qa_outputs"),
+        split_dropouts=(f"{_LAYERS}.mlp.drop",),
+    ),
+)

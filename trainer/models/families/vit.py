@@ -1,0 +1,19 @@
+"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929)."""
+
+from __future__ import annotations
+
+from trainer.models.families.family import ModelFamily, TensorPlan
+
+_LAYERS = "layers.*"
+
+VIT = ModelFamily(
+    "vit",
+    layers=_LAYERS,
+    tensor=TensorPlan(
+        columns={f"{_LAYERS}.{name}": 1 for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1")},
+        rows=(f"{_LAYERS}.attention.o_proj", f"{_LAYERS}.mlp.fc2"),
+        attention=(f"{_LAYERS}.attention",),
+        shared_inputs=(f"{_LAYERS}.attention",),
+        whole=("embeddings", "embeddings.patch_embeddings.projection", "pooler.dense", "classifier"),
+    ),
+)

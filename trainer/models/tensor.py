@@ -1,0 +1,195 @@
+"""Cuts an unmodified Hugging Face model over the tensor axis, by its family's plan; matching is strict.
+
+The blocks are those of `parallel/`; what is replaced where, and what stays whole, is data in `models/families/`. Every
+parameter keeps the name that the unsharded model gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from trainer.errors import UsageError
+from trainer.models.dropout import move_site
+from trainer.models.families.family import TensorPlan
+from trainer.models.families.table import family_of, matches
+from trainer.parallel.communication import Group, copy_to_group, group_size, index_in_group
+from trainer.parallel.dropout import KeyedDropout
+from trainer.parallel.embedding import VocabParallelEmbedding
+from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from trainer.parallel.placement import ParameterPlacement, Placements
+
+_INPUTS = ("hidden_states", "key_value_states", "encoder_hidden_states")  # what is an input among named arguments
+_HEADS_DIM = 1  # of attention probabilities `[batch, heads, queries, keys]`
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A module, and where it stands."""
+
+    owner: nn.Module
+    attribute: str
+    name: str  # in the model
+    relative: str  # as patterns say it
+    module: nn.Module
+
+
+def check_degree(config: Any, plan: TensorPlan, degree: int) -> None:
+    """Refuses a degree over which the model's heads cannot be spread evenly.
+
+    Raises:
+        UsageError: names the degrees that are possible.
+    """
+    for key in plan.heads:
+        heads = getattr(config, key)
+        if heads % degree:
+            fitting = [str(number) for number in range(1, heads + 1) if heads % number == 0]
+            what = "attention heads" if key != "num_key_value_heads" else "key and value heads"
+            raise UsageError(
+                f"`parallel.tensor` must divide the model's {heads} {what}, but is {degree}; use"
+                f" {', '.join(fitting[:-1])} or {fitting[-1]}"
+                if len(fitting) > 1
+                else f"`parallel.tensor` is {degree}, but the model has 1 {what[:-1]}, which cannot be divided; use 1"
+            )
+
+
+def split_model(model: nn.Module, group: Group) -> Placements:
+    """Replaces every large matrix of a transformers model by this rank's part of it.
+
+    Args:
+        model: whole, the same on every rank of the group.
+        group: the tensor axis.
+
+    Returns:
+        How every parameter lies.
+
+    Raises:
+        UsageError: the model is in no family, its heads do not divide, a pattern matches nothing, or a matrix is
+            neither cut nor, by the family's word, whole.
+    """
+    plan = family_of(model).tensor
+    check_degree(model.config, plan, group_size(group))
+    tied = _tied_names(model)
+    places = list(_places(model))
+    _check_patterns(model, plan, places)
+    shared = [place.name for place in places if _any(plan.shared_inputs, place)]
+    placements: Placements = {}
+    for place in places:
+        part = _part(place, plan, group, shared)
+        if part is not None:
+            setattr(place.owner, place.attribute, part)
+            placements |= part.placements(f"{place.name}.")
+        elif _any(plan.shared_inputs, place):
+            place.module.register_forward_pre_hook(_sum_input_gradients(group), with_kwargs=True)
+        for pattern, attributes in plan.divided.items():
+            if matches(pattern, place.relative):
+                for attribute in attributes:
+                    setattr(place.module, attribute, getattr(place.module, attribute) // group_size(group))
+        _cut_dropout(place, plan, group)
+    _tie_again(model, tied)
+    for names in tied:  # a parameter stands once, under its first name, however its part came to be
+        placed = next((placements[name] for name in names if name in placements), None)
+        placements |= {names[0]: replace(placed, name=names[0])} if placed else {}
+    return {name: placements.get(name) or _whole(model, name) for name, _ in model.named_parameters()}
+
+
+def _places(model: nn.Module) -> Iterable[_Place]:
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."  # type: ignore[operator]
+    for name, module in model.named_modules():
+        if name:
+            parent, _, attribute = name.rpartition(".")
+            yield _Place(model.get_submodule(parent), attribute, name, name.removeprefix(prefix), module)
+
+
+def _any(patterns: Iterable[str], place: _Place) -> bool:
+    return any(matches(pattern, place.relative) for pattern in patterns)
+
+
+def _check_patterns(model: nn.Module, plan: TensorPlan, places: list[_Place]) -> None:
+    model_type = family_of(model).model_type
+    for pattern in (*plan.columns, *plan.rows, *plan.shared_inputs, *plan.attention, *plan.divided):
+        if not any(matches(pattern, place.relative) for place in places):
+            raise UsageError(
+                f"the family {model_type} cuts `{pattern}`, but nothing in this {type(model).__name__} is called so;"
+                " mend `trainer/models/families/`, or use `parallel.tensor` 1"
+            )
+    known = (*plan.columns, *plan.rows, *plan.embeddings, *plan.vocabulary_heads, *plan.whole)
+    for place in places:
+        matrices = [name for name, p in place.module.named_parameters(recurse=False) if p.dim() > 1]
+        if matrices and not _any(known, place):
+            raise UsageError(
+                f"{place.name}.{matrices[0]} of this {type(model).__name__} is neither cut nor said to be whole by the"
+                f" family {model_type}; add it in `trainer/models/families/`, or use `parallel.tensor` 1"
+            )
+
+
+def _part(
+    place: _Place, plan: TensorPlan, group: Group, shared: list[str]
+) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | None:
+    """What takes the place of a module, or None where it stays."""
+    module, transposed = place.module, isinstance(place.module, Conv1D)
+    for pattern, blocks in plan.columns.items():
+        if matches(pattern, place.relative):
+            has_sharer = any(place.name.startswith(f"{name}.") for name in shared)
+            return ColumnParallelLinear.from_whole(
+                module, group, blocks=blocks, transposed=transposed, copies_input=not has_sharer
+            )
+    if _any(plan.rows, place):
+        return RowParallelLinear.from_whole(module, group, transposed=transposed)
+    if _any(plan.embeddings, place):
+        assert isinstance(module, nn.Embedding)
+        return VocabParallelEmbedding.from_whole(module, group)
+    if _any(plan.vocabulary_heads, place):
+        return ColumnParallelLinear.from_whole(module, group, copies_input=True, pads=True)
+    return None
+
+
+def _sum_input_gradients(group: Group) -> Callable[..., Any]:
+    """A hook that puts `f` before a module: its input is as it was, the input's gradient is summed over the group."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        inputs = {name: kwargs[name] for name in _INPUTS if isinstance(kwargs.get(name), Tensor)}
+        first = () if "hidden_states" in inputs else args[:1]
+        assert inputs or first, f"{type(module).__name__} was called without an input"
+        copied = tuple(copy_to_group(tensor, group) for tensor in first)
+        return (*copied, *args[len(first) :]), kwargs | {
+            name: copy_to_group(tensor, group) for name, tensor in inputs.items()
+        }
+
+    return hook
+
+
+def _cut_dropout(place: _Place, plan: TensorPlan, group: Group) -> None:
+    """Tells a dropout that works on this rank's heads or features which they are."""
+    if _any(plan.attention, place):
+        move_site(place.module, lambda site: replace(site, cut_dim=_HEADS_DIM, part=index_in_group(group)))
+    if _any(plan.split_dropouts, place) and isinstance(place.module, KeyedDropout):
+        place.module.site = replace(place.module.site, cut_dim=-1, part=index_in_group(group))
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
+    """Parts of one whole parameter are one part: the embedding's and the head's, that head's bias and the module's."""
+    for group in tied:
+        parts = [model.get_parameter(name) for name in group]
+        # A parameter that is held outside of what was replaced is still whole; the part is the smaller one.
+        part = min(parts, key=lambda parameter: parameter.numel())
+        for name in group:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, part)
+
+
+def _whole(model: nn.Module, name: str) -> ParameterPlacement:
+    parameter = model.get_parameter(name)
+    return ParameterPlacement(name, tuple(parameter.shape), trainable=parameter.requires_grad)
