@@ -27,7 +27,7 @@ from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.placement import Placements, Split, whole
 from trainer.parallel.slicing import join_parts, part_of
 
-HIDDEN = 12
+HIDDEN = 24
 DEGREES = pytest.mark.parametrize("degree", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 
 
@@ -55,7 +55,7 @@ class Wide(nn.Module):
 class Attention(nn.Module):
     """Causal attention with q, k and v in one projection; the heads are counted from the sizes that it finds."""
 
-    head_size = 3
+    head_size = 2
 
     def __init__(self, qkv: nn.Module, out: nn.Module, group: Any = None) -> None:
         super().__init__()
@@ -90,10 +90,10 @@ def whole_model(kind: str) -> nn.Module:
     if kind == "attention of GPT-2":
         return Attention(conv1d(HIDDEN, 3 * HIDDEN), conv1d(HIDDEN, HIDDEN))
     if kind == "conv1d":
-        return Wide(conv1d(HIDDEN, 24), conv1d(24, HIDDEN))
+        return Wide(conv1d(HIDDEN, 48), conv1d(48, HIDDEN))
     if kind == "no biases":
-        return Wide(nn.Linear(HIDDEN, 24, bias=False), nn.Linear(24, HIDDEN, bias=False))
-    wide = Wide(nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN))
+        return Wide(nn.Linear(HIDDEN, 48, bias=False), nn.Linear(48, HIDDEN, bias=False))
+    wide = Wide(nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN))
     return SequenceParallel(nn.LayerNorm(HIDDEN), wide) if kind == "sequence parallel" else wide
 
 
