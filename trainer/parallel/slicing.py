@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.parallel.placement import Split
@@ -40,9 +39,13 @@ def part_of(whole: Tensor, split: Split, index: int, size: int) -> Tensor:
     """
     dim, block = _dim_and_block(split, whole.shape[split.dim or 0])
     start, stop = bounds_of_part(block, index, size)
-    padding = [0, 0] * (whole.dim() - 1 - dim % whole.dim()) + [0, -(-block // size) - (stop - start)]
-    held = [piece.narrow(dim, start, stop - start) for piece in torch.split(whole, block, dim)]
-    return torch.cat([F.pad(piece, padding) for piece in held] if padding[-1] else held, dim)
+    shape = list(whole.shape)
+    shape[dim] = -(-block // size) - (stop - start)
+    padding = whole.new_zeros(shape)
+    pieces = []
+    for piece in torch.split(whole, block, dim):
+        pieces += [piece.narrow(dim, start, stop - start), padding]
+    return torch.cat(pieces, dim)
 
 
 def join_parts(parts: Sequence[Tensor], split: Split, whole_size: int) -> Tensor:
