@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ def site(name: str = "site", seed: int = 1) -> DropoutSite:
     return DropoutSite(DropoutKeys(seed), name)
 
 
-def drop(key: MicrobatchKey, *shape: int, name: str = "site", seed: int = 1, p: float = 0.5, **options):
-    here = site(name, seed)
+def drop(key: MicrobatchKey, *shape: int, name: str = "site", seed: int = 1, p: float = 0.5, **cut: int):
+    here = replace(site(name, seed), **cut)
     with here.keys.use(key):
-        return here.drop(torch.ones(len(key.rows), *shape), p, **options)
+        return here.drop(torch.ones(len(key.rows), *shape), p)
 
 
 class TestMask:
@@ -47,8 +48,11 @@ class TestMask:
         assert torch.equal(drop(keyed(7, 8), 4, 5, 5), drop(keyed(7, 8), 4, 9, 9)[:, :, :5, :5])
 
     def test_of_a_slice_is_the_slice_of_the_whole(self):
+        """A tensor rank's heads, its positions under sequence parallelism, its features between column and row."""
         whole = drop(keyed(0, 1), 4, 6, 10)
-        assert torch.equal(drop(keyed(0, 1), 2, 3, 5, offsets=[2, 3, 5]), whole[:, 2:, 3:, 5:])
+        assert torch.equal(drop(keyed(0, 1), 2, 6, 10, cut_dim=1, part=1), whole[:, 2:])
+        assert torch.equal(drop(keyed(0, 1), 4, 2, 10, cut_dim=2, part=1), whole[:, :, 2:4])
+        assert torch.equal(drop(keyed(0, 1), 4, 6, 5, cut_dim=-1, part=1), whole[..., 5:])
 
     def test_of_vectors(self):
         """A pooler's output is `[batch, hidden]`: there is no dimension between."""

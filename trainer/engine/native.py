@@ -124,7 +124,8 @@ class NativeEngine:
         return self._forward.evaluate(microbatch)
 
     def state(self) -> dict[str, Tensor]:
-        tensors, placements = {}, {}
+        tensors: dict[str, Tensor] = {}
+        placements: Placements = {}
         for name, parameter in self._parameters.items():
             own = {f"{MODEL_PREFIX}{name}": parameter.detach()}
             for key, value in self._optimizer.state.get(parameter, {}).items():
@@ -139,9 +140,7 @@ class NativeEngine:
             prefix = f"{OPTIMIZER_PREFIX}{name}."
             state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
             if state:
-                self._optimizer.state[parameter] = {
-                    key: self._lie_as(name, tensor) for key, tensor in state.items()
-                }
+                self._optimizer.state[parameter] = {key: self._lie_as(name, tensor) for key, tensor in state.items()}
         if self._scaler:
             self._scaler.load_state(tensors)
         self._step = step
@@ -190,9 +189,7 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
     if plan.strategy.cuts_parameters:
         if parallel.offload == "none":
             model.to(mesh.device)
-        placements = shard(
-            model, placements, mesh, parallel.reshard_after_forward, parallel.offload == "parameters"
-        )
+        placements = shard(model, placements, mesh, parallel.reshard_after_forward, parallel.offload == "parameters")
         no_sync = partial(defer_all_reduce, model)
     else:
         model.to(mesh.device)

@@ -98,7 +98,7 @@ def split_model(model: nn.Module, group: Group) -> Placements:
 
 
 def _places(model: nn.Module) -> Iterable[_Place]:
-    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."  # type: ignore[operator]
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     for name, module in model.named_modules():
         if name:
             parent, _, attribute = name.rpartition(".")

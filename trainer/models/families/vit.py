@@ -10,7 +10,9 @@ VIT = ModelFamily(
     "vit",
     layers=_LAYERS,
     tensor=TensorPlan(
-        columns={f"{_LAYERS}.{name}": 1 for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1")},
+        columns={
+            f"{_LAYERS}.{name}": 1 for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1")
+        },
         rows=(f"{_LAYERS}.attention.o_proj", f"{_LAYERS}.mlp.fc2"),
         attention=(f"{_LAYERS}.attention",),
         shared_inputs=(f"{_LAYERS}.attention",),

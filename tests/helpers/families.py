@@ -1,0 +1,79 @@
+"""The smallest model of every family that still cuts over four ranks, each with any of its heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from trainer.models.attention import KEYED_ATTENTION
+from trainer.models.dropout import key_dropout, set_probabilities
+from trainer.parallel.dropout import DropoutKeys
+
+VOCABULARY, ROWS, LENGTH, LABELS = 211, 3, 7, 3  # a vocabulary that no number of ranks divides
+_COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_ENCODER = {**_COMMON, "intermediate_size": 64, "max_position_embeddings": 32}
+_DECODER = {**_ENCODER, "num_key_value_heads": 2, "pad_token_id": 0}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bert": _ENCODER,
+    "roberta": _ENCODER,
+    "xlm-roberta": _ENCODER,
+    "electra": {**_ENCODER, "embedding_size": 16},
+    "distilbert": {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
+    "modernbert": {
+        **_ENCODER, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
+        "local_attention": 4, "attention_dropout": 0.0,
+    },
+    "gpt2": {
+        "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "llama": _DECODER,
+    "mistral": _DECODER,
+    "qwen2": {**_DECODER, "tie_word_embeddings": True},
+    "vit": {**_COMMON, "intermediate_size": 64, "image_size": 16, "patch_size": 8},
+}  # fmt: skip
+HEADS = (
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModelForImageClassification",
+)
+
+
+def has_head(model_type: str, head: str) -> bool:
+    mapping = getattr(transformers, head)._model_mapping
+    config = type(AutoConfig.for_model(model_type))
+    if head == "AutoModelForCausalLM" and model_type not in ("gpt2", "llama", "mistral", "qwen2"):
+        return False  # encoders as decoders
+    return config in mapping.keys()  # noqa: SIM118  # a lazy mapping
+
+
+def build(model_type: str, head: str, dropout: float, keys: DropoutKeys) -> nn.Module:
+    """The same model at every call; its head's weights are not near zero, so that it matters."""
+    config = AutoConfig.for_model(model_type, **CONFIGS[model_type], num_labels=LABELS)
+    if head == "AutoModelForQuestionAnswering":
+        config.num_labels = 2
+    probabilities = [key for key in config.to_dict() if "drop" in key and isinstance(getattr(config, key), float)]
+    if probabilities:
+        set_probabilities(config, dropout)
+    torch.manual_seed(0)
+    model = getattr(transformers, head).from_config(config, attn_implementation=KEYED_ATTENTION)
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, 1.0 if name.endswith("norm.weight") or "LayerNorm.weight" in name else 0.0, 0.2)
+    key_dropout(model, keys)
+    return model.train()
+
+
+def inputs_of(model_type: str) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    if model_type == "vit":
+        return {"pixel_values": torch.randn(ROWS, 3, 16, 16, generator=random)}
+    ids = torch.randint(5, VOCABULARY, (ROWS, LENGTH), generator=random)
+    ids[0, 4:] = 0
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
