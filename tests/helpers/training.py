@@ -135,6 +135,9 @@ class TinyTraining:
         deepspeed = getattr(self.engine, "_engine", None)
         if deepspeed is not None:
             deepspeed.destroy()
+            from deepspeed.utils import groups
+
+            groups.mpu = None  # else the next engine of this process would take its data-parallel group from it
             nn.functional.linear = torch._C._nn.linear
 
 

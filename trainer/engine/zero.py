@@ -14,6 +14,8 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,11 @@ from trainer.engine.scaling import LossScaler, settle
 from trainer.errors import UsageError
 from trainer.models.building import BuiltModel, save_model
 from trainer.models.initialising import Gather, whole_already
+from trainer.models.tensor import split_model
 from trainer.parallel.mesh import ParallelMesh, backend
 from trainer.parallel.microbatch import Microbatch, RankBatch
-from trainer.parallel.placement import ParameterPlacement, Placements, Split
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
+from trainer.parallel.whole import gather_on_rank_zero, tensor_part
 from trainer.recipe.deepspeed import deepspeed_config
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
@@ -69,9 +73,10 @@ def _import_deepspeed(device: torch.device) -> Any:
 def partitioned_loading(plan: RunPlan, device: torch.device) -> Iterator[Gather]:
     """Inside, transformers builds and loads a model in partitions: no rank ever holds the whole of it (ZeRO-3).
 
-    Gives what makes parameters whole for a moment; under other strategies nothing is partitioned yet.
+    Gives what makes parameters whole for a moment; under other strategies nothing is partitioned yet, nor where tensor
+    ranks cut the parameters first: DeepSpeed then partitions the parts.
     """
-    if plan.strategy.zero_stage != 3:
+    if plan.strategy.zero_stage != 3 or plan.layout.tp > 1:
         yield whole_already
         return
     deepspeed = _import_deepspeed(device)
@@ -84,6 +89,16 @@ def partitioned_loading(plan: RunPlan, device: torch.device) -> Iterator[Gather]
             yield lambda parameters: deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
         finally:
             del alive
+
+
+class MeshTopology:
+    """The mesh in the words that DeepSpeed asks for (`mpu`, the interface of Megatron-LM's `parallel_state`)."""
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        for words, axis in (("model", TENSOR_AXIS), ("tensor_model", TENSOR_AXIS), ("data", "dp")):
+            setattr(self, f"get_{words}_parallel_rank", partial(mesh.index, axis))
+            setattr(self, f"get_{words}_parallel_world_size", partial(mesh.size, axis))
+            setattr(self, f"get_{words}_parallel_group", partial(mesh.process_group, axis))
 
 
 class ZeroEngine:
@@ -118,6 +133,7 @@ class ZeroEngine:
         self._total_steps = total_steps
         self._step = 0
         self._parameters = dict(engine.module.named_parameters())
+        self._shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self._parameters.items()}
         self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
         self._is_partitioned = plan.strategy.cuts_parameters  # stage 3
 
@@ -145,12 +161,13 @@ class ZeroEngine:
         return self._forward.evaluate(microbatch)
 
     def state(self) -> dict[str, Tensor]:
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            for key, tensor in self._whole(parameter).items():
-                if self._mesh.rank == 0:
-                    label = f"{OPTIMIZER_PREFIX}{name}.{key}" if key else f"{MODEL_PREFIX}{name}"
-                    tensors[label] = tensor.reshape(self.placements[name].shape).cpu()
+            own = {
+                f"{OPTIMIZER_PREFIX}{name}.{key}" if key else f"{MODEL_PREFIX}{name}": tensor
+                for key, tensor in self._unpartitioned(parameter).items()
+            }
+            tensors |= self._joined(name, own)
             if self._mesh.rank == 0 and (count := self._step_count()) is not None:
                 tensors[f"{OPTIMIZER_PREFIX}{name}.step"] = count.clone()  # one for each: files share no memory
         return tensors | (self._scaler.state() if self._scaler else {})
@@ -159,9 +176,11 @@ class ZeroEngine:
     def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
         self._prepare_moments(tensors)
         for name, parameter in self._parameters.items():
-            self._set_whole(parameter, tensors[f"{MODEL_PREFIX}{name}"], None)
-            for key in self._moments():
-                self._set_whole(parameter, tensors[f"{OPTIMIZER_PREFIX}{name}.{key}"], key)
+            labels = {None: f"{MODEL_PREFIX}{name}"} | {
+                key: f"{OPTIMIZER_PREFIX}{name}.{key}" for key in self._moments()
+            }
+            for key, label in labels.items():
+                self._set(parameter, tensor_part(tensors[label], self.placements[name], self._mesh), key)
         if self._scaler:
             self._scaler.load_state(tensors)
         self._step = step
@@ -169,12 +188,15 @@ class ZeroEngine:
     def export(self, folder: Path) -> None:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        weights = {}
+        weights: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            whole = safe_get_full_fp32_param(parameter)
-            if self._mesh.rank == 0:
-                weights[name] = whole.reshape(self.placements[name].shape).cpu()
+            weights |= self._joined(name, {name: safe_get_full_fp32_param(parameter)})
         self._mesh.on_rank_zero(lambda: save_model(self._engine.module, folder, weights))
+
+    def _joined(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of parameter `name`, whole as one process has them, on rank 0 and its CPU; a collective."""
+        local = {label: tensor.reshape(self._shapes[name]).cpu() for label, tensor in tensors.items()}
+        return gather_on_rank_zero(local, dict.fromkeys(local, self.placements[name]), self._mesh)
 
     def _accumulate(self, batch: RankBatch) -> Tensor:
         """Forward and backward of each microbatch; returns this rank's share of the loss."""
@@ -211,8 +233,8 @@ class ZeroEngine:
             for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
                 lazy_init_hp_params_optimizer_state(parameters, flat, self._optimizer.state)
 
-    def _whole(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The master weight, under the key "", and the moments of a parameter; a collective."""
+    def _unpartitioned(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The master weight, under the key "", and the moments of a parameter, flat perhaps; a collective."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         self._link_moments()
@@ -233,8 +255,8 @@ class ZeroEngine:
                 self._optimizer.state[flat] = state
         self._link_moments()
 
-    def _set_whole(self, parameter: Any, whole: Tensor, key: str | None) -> None:
-        """Gives this rank its part of a master weight (key None) or a moment; no communication."""
+    def _set(self, parameter: Any, whole: Tensor, key: str | None) -> None:
+        """Gives this rank its partition of a master weight (key None) or a moment; no communication."""
         from deepspeed.utils import (
             safe_set_full_fp32_param,
             safe_set_full_optimizer_state,
@@ -266,16 +288,29 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     """The engine of `zero1`, `zero2` and `zero3`."""
     deepspeed = _import_deepspeed(mesh.device)
     model = built.model
+    is_cut = mesh.size(TENSOR_AXIS) > 1
+    if is_cut:
+        placements = split_model(model, mesh.group(TENSOR_AXIS))
+    else:
+        placements = {
+            name: ParameterPlacement(name, tuple(getattr(p, "ds_shape", p.shape)), trainable=p.requires_grad)
+            for name, p in model.named_parameters()
+        }
+    for name, parameter in model.named_parameters():
+        # What lies in parts is counted from every tensor rank in DeepSpeed's norm, the rest once.
+        parameter.model_parallel = TENSOR_AXIS in placements[name].split_axes  # type: ignore[attr-defined]
     prepare_model(built, mesh, plan)
-    splits = (Split(dim=None, axis="dp_shard"),) if plan.strategy.cuts_parameters else ()
-    placements = {
-        name: ParameterPlacement(name, tuple(getattr(p, "ds_shape", p.shape)), splits, trainable=p.requires_grad)
-        for name, p in model.named_parameters()
-    }
+    if plan.strategy.cuts_parameters:
+        partition = Split(dim=None, axis="dp_shard")
+        placements = {name: replace(p, splits=(*p.splits, partition)) for name, p in placements.items()}
     optimizer = build_optimizer(plan.recipe.optimizer, model.named_parameters(), no_decay_names(model))
     with redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=deepspeed_config(plan), dist_init_required=False
+            model=model,
+            optimizer=optimizer,
+            config=deepspeed_config(plan),
+            mpu=MeshTopology(mesh) if is_cut else None,
+            dist_init_required=False,
         )
     forward = ModelForward(built, engine, engine, task, mesh, plan.recipe.training.seed)
     return ZeroEngine(forward, engine, optimizer, placements, mesh, plan, total_steps)

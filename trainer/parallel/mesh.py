@@ -64,8 +64,11 @@ class ParallelMesh:
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group along `axis`, or None where the axis has one rank."""
-        if self.device_mesh is None or self.size(axis) == 1:
-            return None
+        return None if self.device_mesh is None or self.size(axis) == 1 else self.process_group(axis)
+
+    def process_group(self, axis: str) -> dist.ProcessGroup:
+        """The process group along `axis`, also of a lone rank, for libraries that know no other way."""
+        assert self.device_mesh is not None, "one process has no process group"
         mesh = self._data_mesh if axis == "dp" else self.device_mesh[axis]
         return mesh.get_group()
 

@@ -42,9 +42,14 @@ def part_like(whole: Tensor, pattern: Tensor, placement: ParameterPlacement, mes
         placement: of the parameter.
         mesh: the ranks.
     """
+    return shard_like(tensor_part(whole, placement, mesh), pattern)
+
+
+def tensor_part(whole: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> Tensor:
+    """What this tensor rank has of `whole`, which every rank has, before any sharding; no communication."""
     for split in tensor_splits(placement, mesh):
         whole = part_of(whole, split, mesh.index(split.axis), mesh.size(split.axis))
-    return shard_like(whole, pattern)
+    return whole
 
 
 @torch.no_grad()

@@ -72,6 +72,7 @@ STRATEGIES: dict[str, Strategy] = {
             cuts_optimizer=True,
             zero_stage=1,
             offloads=("none", "optimizer"),
+            tensor=True,
         ),
         Strategy(
             "zero2",
@@ -81,6 +82,7 @@ STRATEGIES: dict[str, Strategy] = {
             cuts_optimizer=True,
             zero_stage=2,
             offloads=("none", "optimizer"),
+            tensor=True,
         ),
         Strategy(
             "zero3",
@@ -88,6 +90,7 @@ STRATEGIES: dict[str, Strategy] = {
             "3P: gather for forward and for backward, reduce-scatter",
             zero_stage=3,
             offloads=("none", "optimizer", "parameters"),
+            tensor=True,
             **_CUT_ALL,
         ),
         Strategy(
