@@ -14,10 +14,11 @@ from tests.helpers.training import TINY_BERT
 from trainer.errors import UsageError
 from trainer.models.families import table
 from trainer.models.families.family import ModelFamily
-from trainer.models.families.table import FAMILIES, layers_of
+from trainer.models.families.table import FAMILIES, layers_of, matches
 from trainer.parallel.dropout import DropoutKeys
 
 HEAD = {"vit": "AutoModelForImageClassification"}
+NUM_LAYERS = {"albert": 1, "t5": 4}  # of which are fewer than are called, or two stacks; the others have two
 
 
 def model_of(config: dict[str, Any]) -> nn.Module:
@@ -33,8 +34,9 @@ def renamed(layers: str) -> ModelFamily:
 def test_layers_are_found_in_order_and_are_all_of_the_model_that_repeats(family):
     model = build(family, HEAD.get(family, "AutoModelForSequenceClassification"), 0.0, DropoutKeys(0))
     layers = layers_of(model)
-    assert len(layers) == model.config.num_hidden_layers
-    assert list(layers) == sorted(layers, key=lambda name: int(name.rsplit(".", 1)[1]))
+    assert len(layers) == NUM_LAYERS.get(family, 2)
+    # An encoder comes before its decoder, and each counts its own.
+    assert list(layers) == sorted(layers, key=lambda name: ("decoder." in name, int(name.rsplit(".", 1)[1])))
     assert len({type(layer) for layer in layers.values()}) == 1
     outside = {type(module) for module in model.modules()} - {
         type(m) for layer in layers.values() for m in layer.modules()
@@ -42,7 +44,7 @@ def test_layers_are_found_in_order_and_are_all_of_the_model_that_repeats(family)
     assert type(next(iter(layers.values()))) not in outside
     repeated = {id(p) for layer in layers.values() for p in layer.parameters()}
     left = [name for name, parameter in model.named_parameters() if id(parameter) not in repeated]
-    assert not any(".layer." in name or ".layers." in name for name in left)
+    assert not any(part in name for name in left for part in (".layer.", ".layers.", ".block.", ".albert_layers."))
 
 
 def test_a_model_of_no_family_is_refused_with_the_remedy():
@@ -65,3 +67,19 @@ def test_a_pattern_matches_whole_names_only(monkeypatch):
     monkeypatch.setitem(table.FAMILIES, "bert", renamed("encoder.laye."))
     with pytest.raises(UsageError):
         layers_of(model_of(TINY_BERT))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "does"),
+    [
+        ("layers.*", "layers.0", True),
+        ("layers.*", "layers.0.mlp", False),
+        ("layers.*", "layersx0", False),
+        ("(encoder|decoder).block.*", "decoder.block.1", True),
+        ("(encoder|decoder).block.*", "encoder|decoder.block.1", False),
+        ("mlp.(wi|wi_0|wi_1)", "mlp.wi_1", True),
+        ("mlp.(wi|wi_0|wi_1)", "mlp.wi_2", False),
+    ],
+)
+def test_patterns(pattern, name, does):
+    assert matches(pattern, name) is does
