@@ -48,6 +48,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "vit": {**_COMMON, "intermediate_size": 64, "image_size": 16, "patch_size": 8},
 }  # fmt: skip
+# Families that have no table of ours, but a plan of transformers.
+SHIPPED: dict[str, dict[str, Any]] = {
+    "olmo": _DECODER,
+    "starcoder2": _DECODER,  # biases, and a feed-forward without a gate
+    "eurobert": {**_DECODER, "num_key_value_heads": 4},
+    "exaone4": {**_DECODER, "head_dim": 8},  # norms of queries and keys, each as wide as a head
+}
 # The same families with other modules: of each, what is not as above.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # version 2 of DeBERTa as its large sizes are
@@ -67,7 +74,7 @@ HEADS = (
     "AutoModelForSeq2SeqLM",
     "AutoModelForImageClassification",
 )
-_DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+_DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo", "starcoder2", "exaone4")
 
 
 def has_head(model_type: str, head: str) -> bool:
@@ -81,7 +88,7 @@ def has_head(model_type: str, head: str) -> bool:
 def build(model_type: str, head: str, dropout: float, keys: DropoutKeys, variant: str = "") -> nn.Module:
     """The same model at every call; its head's weights are not near zero, so that it matters."""
     changed = VARIANTS[variant][1] if variant else {}
-    config = AutoConfig.for_model(model_type, **(CONFIGS[model_type] | changed), num_labels=LABELS)
+    config = AutoConfig.for_model(model_type, **((CONFIGS | SHIPPED)[model_type] | changed), num_labels=LABELS)
     if head == "AutoModelForQuestionAnswering":
         config.num_labels = 2
     probabilities = [key for key in config.to_dict() if "drop" in key and isinstance(getattr(config, key), float)]

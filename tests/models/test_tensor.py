@@ -11,7 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.helpers.families import CONFIGS, HEADS, LENGTH, ROWS, VARIANTS, VOCABULARY, build, has_head, inputs_of
+from tests.helpers.families import (
+    CONFIGS,
+    HEADS,
+    LENGTH,
+    ROWS,
+    SHIPPED,
+    VARIANTS,
+    VOCABULARY,
+    build,
+    has_head,
+    inputs_of,
+)
 from tests.helpers.ranks import RankPools
 from trainer.models.families.table import FAMILIES
 from trainer.models.tensor import split_model
@@ -20,7 +31,7 @@ from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.placement import Placements, Split
 from trainer.parallel.slicing import join_parts, part_of
 
-CASES = [(model_type, head) for model_type in CONFIGS for head in HEADS if has_head(model_type, head)]
+CASES = [(model_type, head) for model_type in (*CONFIGS, *SHIPPED) for head in HEADS if has_head(model_type, head)]
 DROPPED = ("bert", "albert", "deberta-v2", "distilbert", "modernbert", "gpt2", "t5")
 VOCABULARY_HEADS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 
@@ -108,6 +119,7 @@ def test_other_modules_of_the_same_family(ranks: RankPools, variant):
 
 def test_every_family_has_a_case():
     assert CONFIGS.keys() == FAMILIES.keys()
+    assert not SHIPPED.keys() & FAMILIES.keys()
     assert set(HEADS) == {head for _, head in CASES}
 
 

@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import UsageError
 from trainer.models.dropout import move_site
-from trainer.models.families.family import TensorPlan
-from trainer.models.families.table import family_of, matches, relative_name
+from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
+from trainer.models.families.table import family_of
 from trainer.parallel.communication import Group, copy_to_group, group_size, index_in_group
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
@@ -71,11 +71,12 @@ def split_model(model: nn.Module, group: Group) -> Placements:
         UsageError: the model is in no family, its heads do not divide, a pattern matches nothing, or a matrix is
             neither cut nor, by the family's word, whole.
     """
-    plan = family_of(model).tensor
+    family = family_of(model)
+    plan = family.tensor
     check_degree(model.config, plan, group_size(group))
     tied = _tied_names(model)
     places = list(_places(model))
-    _check_patterns(model, plan, places)
+    _check_patterns(model, family, places)
     shared = [place.name for place in places if _any(plan.shared_inputs, place)]
     placements: Placements = {}
     for place in places:
@@ -110,8 +111,8 @@ def _any(patterns: Iterable[str], place: _Place) -> bool:
     return any(matches(pattern, place.relative) for pattern in patterns)
 
 
-def _check_patterns(model: nn.Module, plan: TensorPlan, places: list[_Place]) -> None:
-    model_type = family_of(model).model_type
+def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place]) -> None:
+    plan, model_type = family.tensor, family.model_type
     for pattern in (
         *plan.columns, *plan.rows, *plan.shared_inputs, *plan.attention, *plan.divided, *plan.partial
     ):  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,13 @@ class ModelFamily:
     layers: str  # the repeated layers, which are sharded and recomputed one by one
     tensor: TensorPlan
     shared_dropouts: tuple[str, ...] = ()  # dropouts of a tensor that all rows of a batch share
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of a family stands for the module `name`: `*` is one part of it, `(this|that)` either."""
+    return re.fullmatch(pattern.replace(".", r"\.").replace("*", r"[^.]+"), name) is not None
+
+
+def relative_name(model: Any, name: str) -> str:
+    """The name of a module of `model` as patterns say it: relative to the base model, or else to the whole."""
+    return name if model.base_model is model else name.removeprefix(f"{model.base_model_prefix}.")
