@@ -22,6 +22,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "roberta": _ENCODER,
     "xlm-roberta": _ENCODER,
     "electra": {**_ENCODER, "embedding_size": 16},
+    "albert": {**_ENCODER, "embedding_size": 16},
+    # as version 3: positions go through the projections of queries and keys
+    "deberta-v2": {
+        **_ENCODER, "relative_attention": True, "share_att_key": True, "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 4, "norm_rel_ebd": "layer_norm", "position_biased_input": False, "type_vocab_size": 0,
+    },
     "distilbert": {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
     "modernbert": {
         **_ENCODER, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
@@ -34,7 +40,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _DECODER,
     "mistral": _DECODER,
     "qwen2": {**_DECODER, "tie_word_embeddings": True},
+    "qwen3": {**_DECODER, "head_dim": 8},
+    "t5": {
+        "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "pad_token_id": 0,
+        "eos_token_id": 1, "decoder_start_token_id": 0,
+    },
     "vit": {**_COMMON, "intermediate_size": 64, "image_size": 16, "patch_size": 8},
+}  # fmt: skip
+# Families that have no table of ours, but a plan of transformers.
+SHIPPED: dict[str, dict[str, Any]] = {
+    "olmo": _DECODER,
+    "starcoder2": _DECODER,  # biases, and a feed-forward without a gate
+    "eurobert": {**_DECODER, "num_key_value_heads": 4},
+    "exaone4": {**_DECODER, "head_dim": 8},  # norms of queries and keys, each as wide as a head
+}
+# The same families with other modules: of each, what is not as above.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    # version 2 of DeBERTa as its large sizes are
+    "positions with projections of their own": ("deberta-v2", {
+        "share_att_key": False, "embedding_size": 16, "conv_kernel_size": 3, "position_biased_input": True,
+        "type_vocab_size": 2,
+    }),
+    "T5 1.1": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "two groups of two layers": ("albert", {"num_hidden_groups": 2, "inner_group_num": 2}),
 }  # fmt: skip
 HEADS = (
     "AutoModelForSequenceClassification",
@@ -42,21 +71,24 @@ HEADS = (
     "AutoModelForQuestionAnswering",
     "AutoModelForMaskedLM",
     "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
     "AutoModelForImageClassification",
 )
+_DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo", "starcoder2", "exaone4")
 
 
 def has_head(model_type: str, head: str) -> bool:
     mapping = getattr(transformers, head)._model_mapping
     config = type(AutoConfig.for_model(model_type))
-    if head == "AutoModelForCausalLM" and model_type not in ("gpt2", "llama", "mistral", "qwen2"):
+    if head == "AutoModelForCausalLM" and model_type not in _DECODERS:
         return False  # encoders as decoders
     return config in mapping.keys()  # noqa: SIM118  # a lazy mapping
 
 
-def build(model_type: str, head: str, dropout: float, keys: DropoutKeys) -> nn.Module:
+def build(model_type: str, head: str, dropout: float, keys: DropoutKeys, variant: str = "") -> nn.Module:
     """The same model at every call; its head's weights are not near zero, so that it matters."""
-    config = AutoConfig.for_model(model_type, **CONFIGS[model_type], num_labels=LABELS)
+    changed = VARIANTS[variant][1] if variant else {}
+    config = AutoConfig.for_model(model_type, **((CONFIGS | SHIPPED)[model_type] | changed), num_labels=LABELS)
     if head == "AutoModelForQuestionAnswering":
         config.num_labels = 2
     probabilities = [key for key in config.to_dict() if "drop" in key and isinstance(getattr(config, key), float)]
@@ -70,10 +102,13 @@ def build(model_type: str, head: str, dropout: float, keys: DropoutKeys) -> nn.M
     return model.train()
 
 
-def inputs_of(model_type: str) -> dict[str, Tensor]:
+def inputs_of(model_type: str, head: str = "") -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(1)
     if model_type == "vit":
         return {"pixel_values": torch.randn(ROWS, 3, 16, 16, generator=random)}
     ids = torch.randint(5, VOCABULARY, (ROWS, LENGTH), generator=random)
     ids[0, 4:] = 0
-    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    if model_type == "t5":
+        ids[:, 3] = 1  # the end of the sequence, where its classification looks
+    return inputs | ({"decoder_input_ids": ids.flip(0)} if head == "AutoModelForSeq2SeqLM" else {})

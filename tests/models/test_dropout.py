@@ -98,10 +98,27 @@ class TestKeyDropout:
 
     def test_a_dropout_of_positions_instead_of_rows_is_refused(self):
         keys = DropoutKeys(0)
-        model = tiny("deberta-v2", **LAYERS, relative_attention=True, position_buckets=4, pos_att_type=["p2c", "c2p"])
+        model = tiny("deberta", **LAYERS, relative_attention=True, pos_att_type=["p2c", "c2p"])
         key_dropout(model, keys)
         with pytest.raises(UsageError, match=r"pos_dropout.*layout_invariant_dropout"):
             logits(model, keys)
+
+    @pytest.mark.parametrize("rows", [(0,), (1,), (1, 0)])
+    def test_a_dropout_of_what_all_rows_share_is_the_same_for_all_microbatches_of_a_step(self, rows):
+        """DeBERTa drops embeddings of positions, `[2 * buckets, hidden]`, which have no batch."""
+        keys = DropoutKeys(0)
+        model = tiny(
+            "deberta-v2", **LAYERS, relative_attention=True, position_buckets=2, pos_att_type=["p2c", "c2p"],
+            hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        key_dropout(model, keys)
+        shared = [module.site for module in model.modules() if getattr(module, "site", None) and module.site.shared]
+        assert [site.name.rsplit(".", 1)[1] for site in shared] == ["pos_dropout"] * 2
+        whole = logits(model, keys)
+        ids = IDS[list(rows)]
+        with keys.use(MicrobatchKey(0, torch.tensor(rows))):
+            found = model(input_ids=ids, attention_mask=(ids > 0).long()).logits
+        torch.testing.assert_close(found, whole[list(rows)])
 
 
 QKV = torch.randn(2, 2, 4, 8)

@@ -11,7 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.helpers.families import CONFIGS, HEADS, LENGTH, ROWS, VOCABULARY, build, has_head, inputs_of
+from tests.helpers.families import (
+    CONFIGS,
+    HEADS,
+    LENGTH,
+    ROWS,
+    SHIPPED,
+    VARIANTS,
+    VOCABULARY,
+    build,
+    has_head,
+    inputs_of,
+)
 from tests.helpers.ranks import RankPools
 from trainer.models.families.table import FAMILIES
 from trainer.models.tensor import split_model
@@ -20,27 +31,28 @@ from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.placement import Placements, Split
 from trainer.parallel.slicing import join_parts, part_of
 
-CASES = [(model_type, head) for model_type in CONFIGS for head in HEADS if has_head(model_type, head)]
-DROPPED = ("bert", "distilbert", "modernbert", "gpt2")
+CASES = [(model_type, head) for model_type in (*CONFIGS, *SHIPPED) for head in HEADS if has_head(model_type, head)]
+DROPPED = ("bert", "albert", "deberta-v2", "distilbert", "modernbert", "gpt2", "t5")
+VOCABULARY_HEADS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 
 
 def logits_of(output: Any) -> Tensor:
     return torch.stack([output.start_logits, output.end_logits], -1) if "start_logits" in output else output.logits
 
 
-def compare(model_type: str, head: str, dropout: float) -> None:
+def compare(model_type: str, head: str, dropout: float, variant: str = "") -> None:
     """On this rank: the whole model beside its part."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     keys = DropoutKeys(seed=0)
-    whole, part = (build(model_type, head, dropout, keys) for _ in range(2))
+    whole, part = (build(model_type, head, dropout, keys, variant) for _ in range(2))
     placements = split_model(part, group)
     key = MicrobatchKey(0, torch.arange(ROWS))
-    inputs = inputs_of(model_type)
+    inputs = inputs_of(model_type, head)
     with keys.use(key):
         expected = logits_of(whole(**inputs))
     with keys.use(key):
         logits = logits_of(part(**inputs))
-    if head in ("AutoModelForMaskedLM", "AutoModelForCausalLM"):
+    if head in VOCABULARY_HEADS:
         held = part_of(expected, Split(logits.dim() - 1, "tp"), rank, size)
         assert_close(logits[..., : part_size(rank, size)], held[..., : part_size(rank, size)])
         labels = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
@@ -77,6 +89,8 @@ def assert_gradients(whole: nn.Module, part: nn.Module, placements: Placements, 
         if gradient is None:
             assert parameters[name].grad is None, name
         else:
+            if "tp" in placements[name].partial_over:
+                dist.all_reduce(parameters[name].grad)
             difference = float((parameters[name].grad - gradient).abs().max()) if gradient.numel() else 0.0
             assert difference <= 1e-5 * largest, f"gradient of {name}: {difference:.1e} of {largest:.1e}"
     assert num_cut > 8
@@ -96,13 +110,29 @@ def test_dropout_masks_are_parts_of_those_of_one_process(ranks: RankPools, model
     ranks(2).run(compare, model_type, "AutoModelForSequenceClassification", 0.1)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_modules_of_the_same_family(ranks: RankPools, variant):
+    model_type, _ = VARIANTS[variant]
+    head = "AutoModelForSeq2SeqLM" if model_type == "t5" else "AutoModelForMaskedLM"
+    ranks(2).run(compare, model_type, head, 0.1, variant)
+
+
 def test_every_family_has_a_case():
     assert CONFIGS.keys() == FAMILIES.keys()
+    assert not SHIPPED.keys() & FAMILIES.keys()
     assert set(HEADS) == {head for _, head in CASES}
 
 
-def test_four_ranks_and_a_vocabulary_head(ranks: RankPools):
-    ranks(4).run(compare, "bert", "AutoModelForMaskedLM", 0.1)
+@pytest.mark.parametrize(
+    ("model_type", "head"),
+    [
+        ("bert", "AutoModelForMaskedLM"),
+        ("deberta-v2", "AutoModelForTokenClassification"),
+        ("t5", "AutoModelForSeq2SeqLM"),
+    ],
+)
+def test_four_ranks_with_dropout(ranks: RankPools, model_type, head):
+    ranks(4).run(compare, model_type, head, 0.1)
 
 
 def test_parts_joined_are_the_whole(ranks: RankPools):

@@ -54,6 +54,20 @@ class TestMask:
         assert torch.equal(drop(keyed(0, 1), 4, 2, 10, cut_dim=2, part=1), whole[:, :, 2:4])
         assert torch.equal(drop(keyed(0, 1), 4, 6, 5, cut_dim=-1, part=1), whole[..., 5:])
 
+    def test_of_what_all_rows_share_has_no_batch_and_does_not_depend_on_the_rows(self):
+        here = replace(site(), shared=True)
+
+        def mask_for(key: MicrobatchKey, *shape: int) -> torch.Tensor:
+            with here.keys.use(key):
+                return here.drop(torch.ones(shape), 0.5)
+
+        one = mask_for(keyed(3, 5), 6, 32)
+        assert one.shape == (6, 32)
+        assert torch.equal(one, mask_for(keyed(8), 6, 32))
+        assert torch.equal(one[:2], mask_for(keyed(3, 5), 2, 32)), "not even if it looks like the rows"
+        assert not torch.equal(one, mask_for(keyed(3, 5, step=1), 6, 32))
+        assert not torch.equal(one[0], one[1])
+
     def test_of_vectors(self):
         """A pooler's output is `[batch, hidden]`: there is no dimension between."""
         assert torch.equal(drop(keyed(4), 32), drop(keyed(1, 4), 32)[1:])

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel embedding against `nn.Embedding`."""
+"""The embeddings that are cut, by vocabulary or by features, against `nn.Embedding`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.ranks import RankPools
 from trainer.errors import UsageError
 from trainer.parallel.communication import copy_to_group, index_in_group, join_sequence
 from trainer.parallel.cross_entropy import vocab_parallel_cross_entropy
-from trainer.parallel.embedding import VocabParallelEmbedding
+from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from trainer.parallel.placement import Split
 from trainer.parallel.slicing import part_of
 
@@ -152,3 +152,27 @@ class TestOneRank:
             VocabParallelEmbedding.from_whole(nn.Embedding(4, 2, max_norm=1.0, sparse=True), None)
         with pytest.raises(UsageError, match="the forward of Scaled"):
             VocabParallelEmbedding.from_whole(Scaled(4, 2), None)
+
+
+def cut_by_features(features: int) -> None:
+    whole = nn.Embedding(5, features, padding_idx=2)
+    nn.init.normal_(whole.weight, generator=torch.Generator().manual_seed(7))
+    part = FeatureParallelEmbedding.from_whole(whole, dist.group.WORLD)
+    split = Split(1, "tp")
+    placement = part.placements("bias.")["bias.weight"]
+    assert (placement.shape, placement.splits, placement.partial_over) == ((5, features), (split,), ("dp",))
+    ids = some_ids(5, 3, 4)
+    for each in (whole, part):
+        each(ids).square().sum().backward()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert torch.equal(part(ids), whole(ids).chunk(size, -1)[rank])
+    assert torch.equal(part.weight.grad, part_of(whole.weight.grad, split, rank, size))
+
+
+class TestFeatures:
+    def test_a_rank_gives_its_share_of_every_vector(self, ranks: RankPools):
+        ranks(2).run(cut_by_features, 4)
+
+    def test_what_the_parts_cannot_do_is_refused(self):
+        with pytest.raises(UsageError, match="max_norm cannot be cut"):
+            FeatureParallelEmbedding.from_whole(nn.Embedding(4, 2, max_norm=1.0), None)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from trainer.errors import UsageError
+from trainer.models.families.table import is_shared_dropout
 from trainer.parallel.dropout import REMEDY, DropoutKeys, DropoutSite, KeyedDropout
 
 _SITE = "keyed_dropout_site"
@@ -31,7 +32,8 @@ def key_dropout(model: nn.Module, keys: DropoutKeys) -> int:
     for name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
             if isinstance(child, nn.Dropout):
-                site = DropoutSite(keys, f"{name}.{child_name}" if name else child_name)
+                site_name = f"{name}.{child_name}" if name else child_name
+                site = DropoutSite(keys, site_name, shared=is_shared_dropout(model, site_name))
                 setattr(module, child_name, KeyedDropout(site, child.p))
                 replaced += 1
             elif isinstance(child, nn.modules.dropout._DropoutNd):

@@ -15,13 +15,13 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import UsageError
 from trainer.models.dropout import move_site
-from trainer.models.families.family import TensorPlan
-from trainer.models.families.table import family_of, matches
+from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
+from trainer.models.families.table import family_of
 from trainer.parallel.communication import Group, copy_to_group, group_size, index_in_group
 from trainer.parallel.dropout import KeyedDropout
-from trainer.parallel.embedding import VocabParallelEmbedding
+from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from trainer.parallel.placement import ParameterPlacement, Placements
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements
 
 _INPUTS = ("hidden_states", "key_value_states", "encoder_hidden_states")  # what is an input among named arguments
 _HEADS_DIM = 1  # of attention probabilities `[batch, heads, queries, keys]`
@@ -71,11 +71,12 @@ def split_model(model: nn.Module, group: Group) -> Placements:
         UsageError: the model is in no family, its heads do not divide, a pattern matches nothing, or a matrix is
             neither cut nor, by the family's word, whole.
     """
-    plan = family_of(model).tensor
+    family = family_of(model)
+    plan = family.tensor
     check_degree(model.config, plan, group_size(group))
     tied = _tied_names(model)
     places = list(_places(model))
-    _check_patterns(model, plan, places)
+    _check_patterns(model, family, places)
     shared = [place.name for place in places if _any(plan.shared_inputs, place)]
     placements: Placements = {}
     for place in places:
@@ -90,6 +91,8 @@ def split_model(model: nn.Module, group: Group) -> Placements:
                 for attribute in attributes:
                     setattr(place.module, attribute, getattr(place.module, attribute) // group_size(group))
         _cut_dropout(place, plan, group)
+        if _any(plan.partial, place):
+            placements |= _partial(place)
     _tie_again(model, tied)
     for names in tied:  # a parameter stands once, under its first name, however its part came to be
         placed = next((placements[name] for name in names if name in placements), None)
@@ -98,26 +101,30 @@ def split_model(model: nn.Module, group: Group) -> Placements:
 
 
 def _places(model: nn.Module) -> Iterable[_Place]:
-    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     for name, module in model.named_modules():
         if name:
             parent, _, attribute = name.rpartition(".")
-            yield _Place(model.get_submodule(parent), attribute, name, name.removeprefix(prefix), module)
+            yield _Place(model.get_submodule(parent), attribute, name, relative_name(model, name), module)
 
 
 def _any(patterns: Iterable[str], place: _Place) -> bool:
     return any(matches(pattern, place.relative) for pattern in patterns)
 
 
-def _check_patterns(model: nn.Module, plan: TensorPlan, places: list[_Place]) -> None:
-    model_type = family_of(model).model_type
-    for pattern in (*plan.columns, *plan.rows, *plan.shared_inputs, *plan.attention, *plan.divided):
+def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place]) -> None:
+    plan, model_type = family.tensor, family.model_type
+    for pattern in (
+        *plan.columns, *plan.rows, *plan.shared_inputs, *plan.attention, *plan.divided, *plan.partial
+    ):  # fmt: skip
         if not any(matches(pattern, place.relative) for place in places):
             raise UsageError(
                 f"the family {model_type} cuts `{pattern}`, but nothing in this {type(model).__name__} is called so;"
                 " mend `trainer/models/families/`, or use `parallel.tensor` 1"
             )
-    known = (*plan.columns, *plan.rows, *plan.embeddings, *plan.vocabulary_heads, *plan.whole)
+    known = (
+        *plan.columns, *plan.rows, *plan.embeddings, *plan.head_embeddings, *plan.vocabulary_heads, *plan.whole,
+        *plan.partial,
+    )  # fmt: skip
     for place in places:
         matrices = [name for name, p in place.module.named_parameters(recurse=False) if p.dim() > 1]
         if matrices and not _any(known, place):
@@ -129,7 +136,7 @@ def _check_patterns(model: nn.Module, plan: TensorPlan, places: list[_Place]) ->
 
 def _part(
     place: _Place, plan: TensorPlan, group: Group, shared: list[str]
-) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | None:
+) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding | None:
     """What takes the place of a module, or None where it stays."""
     module, transposed = place.module, isinstance(place.module, Conv1D)
     for pattern, blocks in plan.columns.items():
@@ -143,6 +150,9 @@ def _part(
     if _any(plan.embeddings, place):
         assert isinstance(module, nn.Embedding)
         return VocabParallelEmbedding.from_whole(module, group)
+    if _any(plan.head_embeddings, place):
+        assert isinstance(module, nn.Embedding)
+        return FeatureParallelEmbedding.from_whole(module, group)
     if _any(plan.vocabulary_heads, place):
         return ColumnParallelLinear.from_whole(module, group, copies_input=True, pads=True)
     return None
@@ -169,6 +179,8 @@ def _cut_dropout(place: _Place, plan: TensorPlan, group: Group) -> None:
         move_site(place.module, lambda site: replace(site, cut_dim=_HEADS_DIM, part=index_in_group(group)))
     if _any(plan.split_dropouts, place) and isinstance(place.module, KeyedDropout):
         place.module.site = replace(place.module.site, cut_dim=-1, part=index_in_group(group))
+    if _any(plan.head_dropouts, place) and isinstance(place.module, KeyedDropout):
+        place.module.site = replace(place.module.site, cut_dim=_HEADS_DIM, part=index_in_group(group))
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
@@ -193,3 +205,13 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
 def _whole(model: nn.Module, name: str) -> ParameterPlacement:
     parameter = model.get_parameter(name)
     return ParameterPlacement(name, tuple(parameter.shape), trainable=parameter.requires_grad)
+
+
+def _partial(place: _Place) -> Placements:
+    """How parameters lie that are whole, but see this rank's heads only."""
+    return {
+        name: ParameterPlacement(
+            name, tuple(parameter.shape), partial_over=("dp", TENSOR_AXIS), trainable=parameter.requires_grad
+        )
+        for name, parameter in place.module.named_parameters(place.name)
+    }

@@ -68,7 +68,14 @@ class DropoutKeys:
         key, calls = self._now.key, Counter(self._now.calls)
         return lambda: self.use(key, calls)
 
-    def mask(self, site: str, shape: Sequence[int], probability: float, offsets: Sequence[int] | None = None) -> Tensor:
+    def mask(
+        self,
+        site: str,
+        shape: Sequence[int],
+        probability: float,
+        offsets: Sequence[int] | None = None,
+        shared: bool = False,
+    ) -> Tensor:
         """The keep mask of one call of a site for the current microbatch.
 
         Args:
@@ -77,6 +84,7 @@ class DropoutKeys:
                 positions.
             probability: share to drop.
             offsets: where this rank's slice of each dimension after the batch begins; None: at zero.
+            shared: the activation has a batch of one, which all rows of the global batch share: so has its mask.
 
         Returns:
             uint8 of `shape`.
@@ -87,7 +95,8 @@ class DropoutKeys:
         key = self._now.key
         assert key is not None, f"the dropout at {site} ran outside of a microbatch"
         batch, *between, features = shape
-        if batch != key.rows.numel():
+        rows = key.rows.new_zeros(1) if shared else key.rows
+        if batch != rows.numel():
             raise UsageError(
                 f"the model's dropout at {site} works on {tuple(shape)}, whose first dimension is not that of the"
                 f" {key.rows.numel()} rows of the microbatch, so its mask would depend on the layout; {REMEDY}"
@@ -100,7 +109,7 @@ class DropoutKeys:
         *starts, first_feature = offsets or [0] * (len(shape) - 1)
         call = self._now.calls[site]
         self._now.calls[site] += 1
-        keys = element_keys(stream_key(self.seed, key.step, site, call), key.rows, between, starts)
+        keys = element_keys(stream_key(self.seed, key.step, site, call), rows, between, starts)
         return keep_mask(keys, features, probability, first_feature)
 
 
@@ -125,19 +134,28 @@ class DropoutSite:
 
     Where a rank holds only its part of dimension `cut_dim` of the activations, all parts being equally large, `part` is
     which; its mask is then that part of the mask of one process.
+
+    Where the activations have no batch, because all rows share them (embeddings of relative positions), `shared` is
+    set. Their mask is the same for all microbatches of a step, as it is where one process takes the step in one.
     """
 
     keys: DropoutKeys
     name: str
     cut_dim: int | None = None
     part: int = 0
+    shared: bool = False
 
     def drop(self, x: Tensor, probability: float) -> Tensor:
-        """Drops elements of `x` `[batch, ..., features]` and scales the kept ones by 1 / (share kept)."""
-        offsets = [0] * x.dim()
+        """Drops elements of `x` `[batch, ..., features]` and scales the kept ones by 1 / (share kept).
+
+        A `shared` site takes `x` without a batch.
+        """
+        assert not (self.shared and self.cut_dim is not None), f"{self.name} is cut, and has no batch"
+        shape = (1, *x.shape) if self.shared else tuple(x.shape)
+        offsets = [0] * len(shape)
         if self.cut_dim is not None:
             offsets[self.cut_dim] = self.part * x.shape[self.cut_dim]
-        mask = self.keys.mask(self.name, x.shape, probability, offsets[1:])
+        mask = self.keys.mask(self.name, shape, probability, offsets[1:], self.shared).view(x.shape)
         dropped: Tensor = _MaskedScale.apply(x, mask, 1.0 / (1.0 - quantised(probability)))  # type: ignore[no-untyped-call]
         return dropped
 

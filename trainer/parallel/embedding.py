@@ -1,4 +1,4 @@
-"""An embedding whose rows, the vocabulary, are cut over the tensor axis."""
+"""Embeddings that are cut over the tensor axis: by their rows, the vocabulary, or by their features."""
 
 from __future__ import annotations
 
@@ -73,13 +73,7 @@ class VocabParallelEmbedding(nn.Module):
             UsageError: the embedding does something that the parts cannot (`max_norm`, `scale_grad_by_freq`, `sparse`,
                 a `forward` of its own).
         """
-        unusual = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(embedding, name)]
-        if type(embedding).forward is not nn.Embedding.forward:
-            unusual.append(f"the forward of {type(embedding).__name__}")
-        if unusual:
-            raise UsageError(
-                f"an embedding with {' and '.join(unusual)} cannot be cut over tensor ranks; use a tensor degree of 1"
-            )
+        _refuse_unusual(embedding)
         part = cls(
             embedding.num_embeddings,
             embedding.embedding_dim,
@@ -130,3 +124,56 @@ class VocabParallelEmbedding(nn.Module):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, degree={group_size(self.group)}"
+
+
+class FeatureParallelEmbedding(nn.Module):
+    """Takes the place of `nn.Embedding`; each rank holds its share of every vector, `[*] -> [*, features / tp]`.
+
+    For what has one number for each attention head, such as the bias of a relative position in T5 (Raffel et al. 2020,
+    arXiv:1910.10683): a rank needs those of its own heads, and nothing is communicated.
+    """
+
+    def __init__(self, weight: nn.Parameter, whole_shape: tuple[int, int], padding_idx: int | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.whole_shape = whole_shape
+        self.padding_idx = padding_idx
+
+    @classmethod
+    def from_whole(cls, embedding: nn.Embedding, group: Group) -> FeatureParallelEmbedding:
+        """This rank's part of `embedding`; its weight is a copy, as trainable as it was.
+
+        Raises:
+            UsageError: the embedding does something that the parts cannot.
+        """
+        _refuse_unusual(embedding)
+        rows, features = embedding.weight.shape
+        size = group_size(group)
+        assert features % size == 0, f"{features} features do not divide by the tensor degree {size}"
+        held = part_of(embedding.weight.detach(), Split(1, TENSOR_AXIS), index_in_group(group), size)
+        weight = nn.Parameter(held, requires_grad=embedding.weight.requires_grad)
+        return cls(weight, (rows, features), embedding.padding_idx).train(embedding.training)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """This rank's features `[*, features / tp]` of the vectors of `ids` `[*]`."""
+        return F.embedding(ids, self.weight, self.padding_idx)
+
+    def placements(self, prefix: str = "") -> Placements:
+        """How the weight lies, by its name after `prefix` (which ends in a dot, unless it is empty)."""
+        name = prefix + "weight"
+        split = Split(1, TENSOR_AXIS)
+        return {name: ParameterPlacement(name, self.whole_shape, (split,), trainable=self.weight.requires_grad)}
+
+    def extra_repr(self) -> str:
+        rows, features = self.whole_shape
+        return f"{rows}, {features}, local_features={self.weight.shape[1]}"
+
+
+def _refuse_unusual(embedding: nn.Embedding) -> None:
+    unusual = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(embedding, name)]
+    if type(embedding).forward is not nn.Embedding.forward:
+        unusual.append(f"the forward of {type(embedding).__name__}")
+    if unusual:
+        raise UsageError(
+            f"an embedding with {' and '.join(unusual)} cannot be cut over tensor ranks; use a tensor degree of 1"
+        )

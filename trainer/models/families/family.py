@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
 class TensorPlan:
     """How tensor ranks cut an architecture, after Shoeybi et al. 2019 (arXiv:1909.08053).
 
-    Patterns are names of modules relative to the base model, or, for the heads around it, to the whole model. Those of
-    `columns`, `rows`, `shared_inputs` and `attention` must be found; those of the rest depend on the head.
+    Patterns are names of modules relative to the base model, or, for the heads around it, to the whole model; `*`
+    stands for one part of a name, and `(this|that)` for either. Those of `columns`, `rows`, `shared_inputs`,
+    `attention`, `divided` and `partial` must be found; those of the rest depend on the head.
     """
 
     columns: Mapping[str, int]  # cut by outputs; the number is that of the fused blocks (q, k and v in one: 3)
@@ -21,21 +24,36 @@ class TensorPlan:
     # nothing else. The columns below no such module each sum their own.
     shared_inputs: tuple[str, ...] = ()
     embeddings: tuple[str, ...] = ()  # cut over the vocabulary
+    head_embeddings: tuple[str, ...] = ()  # vectors of one number for each attention head, cut by heads
     vocabulary_heads: tuple[str, ...] = ()  # logits cut over the vocabulary, for `vocab_parallel_cross_entropy`
     whole: tuple[str, ...] = ()  # computed by every rank: small, or without a partner
+    # Held whole, but applied to this rank's heads or features only: each rank has a part of the gradient.
+    partial: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("num_attention_heads",)  # keys of the configuration that must divide by the degree
     # Attributes that hold a size of which a rank has only its part.
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     split_dropouts: tuple[str, ...] = ()  # dropouts between a column and a row: on this rank's features
+    head_dropouts: tuple[str, ...] = ()  # dropouts of attention probabilities: on this rank's heads
 
 
 @dataclass(frozen=True)
 class ModelFamily:
     """One architecture of transformers.
 
-    Names are relative to the base model (`model.base_model`); `*` stands for one part of a name.
+    Names are relative to the base model (`model.base_model`); patterns are those of `TensorPlan`.
     """
 
     model_type: str  # of its configuration in transformers
     layers: str  # the repeated layers, which are sharded and recomputed one by one
     tensor: TensorPlan
+    shared_dropouts: tuple[str, ...] = ()  # dropouts of a tensor that all rows of a batch share
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of a family stands for the module `name`: `*` is one part of it, `(this|that)` either."""
+    return re.fullmatch(pattern.replace(".", r"\.").replace("*", r"[^.]+"), name) is not None
+
+
+def relative_name(model: Any, name: str) -> str:
+    """The name of a module of `model` as patterns say it: relative to the base model, or else to the whole."""
+    return name if model.base_model is model else name.removeprefix(f"{model.base_model_prefix}.")

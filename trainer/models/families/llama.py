@@ -8,7 +8,7 @@ _LAYERS = "layers.*"
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 
 
-def _like_llama(model_type: str) -> ModelFamily:
+def _like_llama(model_type: str, *, partial: tuple[str, ...] = ()) -> ModelFamily:
     return ModelFamily(
         model_type,
         layers=_LAYERS,
@@ -20,6 +20,7 @@ def _like_llama(model_type: str) -> ModelFamily:
             embeddings=("embed_tokens",),
             vocabulary_heads=("lm_head",),
             whole=("score", "qa_outputs"),
+            partial=partial,
             heads=("num_attention_heads", "num_key_value_heads"),
         ),
     )
@@ -28,3 +29,5 @@ def _like_llama(model_type: str) -> ModelFamily:
 LLAMA = _like_llama("llama")
 MISTRAL = _like_llama("mistral")  # Jiang et al. 2023 (arXiv:2310.06825)
 QWEN2 = _like_llama("qwen2")  # Yang et al. 2024 (arXiv:2407.10671)
+# Yang et al. 2025 (arXiv:2505.09388); its norms of queries and keys are as wide as one head, which all heads share.
+QWEN3 = _like_llama("qwen3", partial=(f"{_LAYERS}.self_attn.(q_norm|k_norm)",))

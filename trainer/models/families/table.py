@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from torch import nn
 
 from trainer.errors import UsageError
+from trainer.models.families.albert import ALBERT
 from trainer.models.families.bert import BERT, ELECTRA, ROBERTA, XLM_ROBERTA
+from trainer.models.families.deberta import DEBERTA_V2
 from trainer.models.families.distilbert import DISTILBERT
-from trainer.models.families.family import ModelFamily
+from trainer.models.families.family import ModelFamily, matches, relative_name
 from trainer.models.families.gpt2 import GPT2
-from trainer.models.families.llama import LLAMA, MISTRAL, QWEN2
+from trainer.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from trainer.models.families.modernbert import MODERNBERT
+from trainer.models.families.shipped import shipped_family, shipped_layers
+from trainer.models.families.t5 import T5
 from trainer.models.families.vit import VIT
 
 FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family
     for family in (
-        BERT, ROBERTA, XLM_ROBERTA, ELECTRA, DISTILBERT, MODERNBERT, GPT2, LLAMA, MISTRAL, QWEN2, VIT
+        BERT, ROBERTA, XLM_ROBERTA, ELECTRA, ALBERT, DEBERTA_V2, DISTILBERT, MODERNBERT, GPT2, LLAMA, MISTRAL, QWEN2,
+        QWEN3, T5, VIT,
     )
 }  # fmt: skip
 
 
 def family_of(model: nn.Module) -> ModelFamily:
-    """The family of a transformers model.
+    """The family of a transformers model: of the table, or else as transformers' own plan describes it.
 
     Raises:
-        UsageError: it is in no family of the table.
+        UsageError: it is in no family of the table, and transformers' plan is none, or none that can be carried out.
     """
     config: Any = model.config
-    if config.model_type not in FAMILIES:
-        raise UsageError(
-            f"this recipe needs to find the layers of the model, but model type {config.model_type!r} is in no family"
-            f" of models; known are {', '.join(sorted(FAMILIES))}; add a file to"
-            " `trainer/models/families/` and its row to `table.py`"
-        )
-    return FAMILIES[config.model_type]
+    family = FAMILIES.get(config.model_type) or shipped_family(model)
+    if family is None:
+        raise _of_no_family(config)
+    return family
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of a family stands for the module `name`."""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
+def _of_no_family(config: Any) -> UsageError:
+    return UsageError(
+        f"this recipe needs to find the layers of the model, but model type {config.model_type!r} is in no family"
+        f" of models; known are {', '.join(sorted(FAMILIES))}, and those for which transformers ships a plan"
+        " (`base_model_tp_plan`); add a file to `trainer/models/families/` and its row to `table.py`"
+    )
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -51,11 +55,22 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         UsageError: the model is in no family, or its family's pattern matches nothing.
     """
-    family = family_of(model)
+    config: Any = model.config
+    family = FAMILIES.get(config.model_type)
+    # To find the layers, a plan of transformers need not be one that tensor ranks can carry out.
+    pattern = family.layers if family else shipped_layers(config)
+    if pattern is None:
+        raise _of_no_family(config)
     base: Any = model.base_model
-    layers = {name: module for name, module in base.named_modules() if matches(family.layers, name)}
+    layers = {name: module for name, module in base.named_modules() if matches(pattern, name)}
     if not layers:
-        raise UsageError(
-            f"the family {family.model_type} says that layers are `{family.layers}`, but none is in this model"
-        )
+        raise UsageError(f"the family {config.model_type} says that layers are `{pattern}`, but none is in this model")
     return layers
+
+
+def is_shared_dropout(model: nn.Module, name: str) -> bool:
+    """Whether the dropout `name` works on a tensor that has no batch, as its family knows."""
+    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    return family is not None and any(
+        matches(pattern, relative_name(model, name)) for pattern in family.shared_dropouts
+    )

@@ -1,0 +1,40 @@
+"""DeBERTa-v2 and v3 (He et al. 2021, arXiv:2006.03654 and arXiv:2111.09543)."""
+
+from __future__ import annotations
+
+from trainer.models.families.family import ModelFamily, TensorPlan
+
+_LAYERS = "encoder.layer.*"
+_ATTENTION = f"{_LAYERS}.attention.self"
+
+DEBERTA_V2 = ModelFamily(
+    "deberta-v2",
+    layers=_LAYERS,
+    tensor=TensorPlan(
+        # The projections of relative positions are those of queries and keys, or have weights of their own.
+        columns={
+            f"{_ATTENTION}.(query_proj|pos_query_proj)": 1,
+            f"{_ATTENTION}.(key_proj|pos_key_proj)": 1,
+            f"{_ATTENTION}.value_proj": 1,
+            f"{_LAYERS}.intermediate.dense": 1,
+        },
+        rows=(f"{_LAYERS}.attention.output.dense", f"{_LAYERS}.output.dense"),
+        # Computed in the module itself; and no shared input: it has two, hidden states and embeddings of positions, so
+        # each column sums the gradient of whatever it is given.
+        attention=(),
+        embeddings=("embeddings.word_embeddings",),
+        vocabulary_heads=("cls.predictions.decoder",),
+        whole=(
+            "embeddings.(position_embeddings|token_type_embeddings|embed_proj)",
+            "encoder.rel_embeddings",
+            "encoder.conv.conv",
+            "pooler.dense",
+            "classifier",
+            "qa_outputs",
+            "cls.predictions.transform.dense",
+        ),
+        divided={_ATTENTION: ("num_attention_heads", "all_head_size")},
+        head_dropouts=(f"{_ATTENTION}.dropout",),
+    ),
+    shared_dropouts=(f"{_ATTENTION}.pos_dropout",),
+)

@@ -1,0 +1,169 @@
+"""Families that transformers describes itself: the `base_model_tp_plan` of a configuration, read as one of ours.
+
+Used for architectures without a table of their own. Such a plan says what is cut and how, but not what else stands
+beside it, so whatever could make a rank's result wrong in silence is refused instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from trainer.errors import UsageError
+from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
+from trainer.parallel.dropout import KeyedDropout
+
+_COLUMN, _ROW, _PARTIAL, _VOCABULARY = "colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"
+_STYLES = (_COLUMN, _ROW, _PARTIAL, _VOCABULARY)
+_REMEDY = "use `parallel.tensor` 1, or add a file to `trainer/models/families/` and its row to `table.py`"
+
+
+def shipped_layers(config: Any) -> str | None:
+    """The pattern of the repeated layers that transformers' plan cuts, or None where it ships no plan."""
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    prefixes = list(dict.fromkeys(_layer(name) for name in plan if "*" in name))
+    if not prefixes:
+        return None
+    return prefixes[0] if len(prefixes) == 1 else f"({'|'.join(prefixes)})"
+
+
+def shipped_family(model: Any) -> ModelFamily | None:
+    """The family that transformers' own plan describes, or None where it ships no plan.
+
+    Raises:
+        UsageError: the plan cuts in a way that has no block of ours, or leaves open how its parts fit together.
+    """
+    layers = shipped_layers(model.config)
+    if layers is None:
+        return None
+    plan: Mapping[str, str] = model.config.base_model_tp_plan
+    for pattern, style in plan.items():
+        if style not in _STYLES:
+            raise UsageError(
+                f"transformers' plan for {model.config.model_type} cuts `{pattern}` by {style!r}, but known are"
+                f" {', '.join(_STYLES)}; {_REMEDY}"
+            )
+    columns = _of_style(plan, _COLUMN)
+    _check_blocks(model, plan)
+    embedding = _name_of(model, _input_embedding(model))
+    head = _name_of(model, model.get_output_embeddings())
+    return ModelFamily(
+        model.config.model_type,
+        layers=layers,
+        tensor=TensorPlan(
+            columns=dict.fromkeys(columns, 1),
+            rows=_of_style(plan, _ROW),
+            # Something between the layer and the column calls the attention function; the others have no dropout.
+            attention=tuple(dict.fromkeys(name for column in columns for name in _owners(column))),
+            embeddings=(*_of_style(plan, _VOCABULARY), *embedding),
+            vocabulary_heads=head,
+            whole=tuple(name for name in _matrices_around(model) if name not in head),
+            partial=_of_style(plan, _PARTIAL),
+            heads=_head_counts(model.config),
+        ),
+    )
+
+
+def _layer(name: str) -> str:
+    """The layer of what a plan cuts: all up to the first star; a second one counts experts."""
+    return name[: name.index("*") + 1]
+
+
+def _block(name: str) -> str:
+    """The part of a layer that holds a column and its row, such as its attention."""
+    layer = _layer(name)
+    inside = name[len(layer) + 1 :].split(".")
+    return f"{layer}.{inside[0]}" if len(inside) > 1 else layer
+
+
+def _owners(name: str) -> Iterator[str]:
+    """What holds a column, from its block inward."""
+    block = _block(name)
+    while name != block:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _of_style(plan: Mapping[str, str], style: str) -> tuple[str, ...]:
+    return tuple(pattern for pattern, of in plan.items() if of == style)
+
+
+def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
+    """Refuses what a plan leaves open inside of the blocks that it cuts, and would be wrong if guessed.
+
+    Raises:
+        UsageError: names the module.
+    """
+    model_type = model.config.model_type
+    cut = {_block(pattern) for pattern, style in plan.items() if style in (_COLUMN, _ROW)}
+    columns: dict[str, list[tuple[str, int]]] = {}  # of each block, with their outputs
+    inputs: dict[str, int] = {}  # of the row of each block
+    for name, module in model.named_modules():
+        relative = relative_name(model, name)
+        block = _inside(cut, relative)
+        if block is None:
+            continue
+        style = next((style for pattern, style in plan.items() if matches(pattern, relative)), None)
+        if isinstance(module, nn.Dropout | KeyedDropout) and module.p > 0:
+            raise UsageError(
+                f"transformers' plan for {model_type} cuts what stands around the dropout `{name}`, but does not say"
+                f" whether it drops all features or a rank's; set `model.dropout` to 0, or {_REMEDY}"
+            )
+        if style is None and any(True for _ in module.parameters(recurse=False)):
+            raise UsageError(
+                f"transformers' plan for {model_type} does not say how `{name}` lies, which stands beside matrices that"
+                f" it cuts; {_REMEDY}"
+            )
+        if style in (_COLUMN, _ROW):
+            if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+                raise UsageError(
+                    f"transformers' plan for {model_type} cuts `{name}`, which is a {type(module).__name__} and no"
+                    f" plain linear layer; {_REMEDY}"
+                )
+            if style == _COLUMN:
+                columns.setdefault(block, []).append((name, module.out_features))
+            else:
+                inputs[block] = max(module.in_features, inputs.get(block, 0))
+    for block, of_block in columns.items():
+        for name, outputs in of_block:
+            if outputs > inputs.get(block, 0):
+                raise UsageError(
+                    f"transformers' plan for {model_type} cuts `{name}`, whose {outputs} outputs are more than the"
+                    f" {inputs.get(block, 0)} inputs of the row that follows it: several matrices in one, whose order"
+                    f" the plan does not tell; {_REMEDY}"
+                )
+
+
+def _inside(blocks: Iterable[str], name: str) -> str | None:
+    """The name of the block in which a module stands, or None where it stands in none."""
+    parts = name.split(".")
+    starts = (".".join(parts[: block.count(".") + 1]) for block in blocks)
+    return next((start for block, start in zip(blocks, starts, strict=True) if matches(block, start)), None)
+
+
+def _input_embedding(model: Any) -> nn.Module | None:
+    """The embedding of the vocabulary, or None for a model of anything else."""
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return embedding if isinstance(embedding, nn.Embedding) else None
+
+
+def _name_of(model: Any, wanted: nn.Module | None) -> tuple[str, ...]:
+    return tuple(relative_name(model, name) for name, module in model.named_modules() if module is wanted)
+
+
+def _matrices_around(model: Any) -> Iterator[str]:
+    """The modules with a matrix in the head around the base model, which every rank computes from whole states."""
+    for name, module in model.named_modules():
+        outside = model.base_model is not model and relative_name(model, name) == name
+        if outside and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+            yield name
+
+
+def _head_counts(config: Any) -> tuple[str, ...]:
+    keys = ("num_attention_heads", "num_key_value_heads")
+    return tuple(key for key in keys if getattr(config, key, None) is not None)

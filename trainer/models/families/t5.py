@@ -1,0 +1,27 @@
+"""T5 (Raffel et al. 2020, arXiv:1910.10683) and T5 1.1, whose feed-forward is gated; whole, or its encoder alone."""
+
+from __future__ import annotations
+
+from trainer.models.families.family import ModelFamily, TensorPlan
+
+_LAYERS = "(encoder|decoder).block.*"
+_ATTENTION = f"{_LAYERS}.layer.*.(SelfAttention|EncDecAttention)"
+_FEED_FORWARD = f"{_LAYERS}.layer.*.DenseReluDense"
+
+T5 = ModelFamily(
+    "t5",
+    layers=_LAYERS,
+    tensor=TensorPlan(
+        columns={f"{_ATTENTION}.{name}": 1 for name in ("q", "k", "v")} | {f"{_FEED_FORWARD}.(wi|wi_0|wi_1)": 1},
+        rows=(f"{_ATTENTION}.o", f"{_FEED_FORWARD}.wo"),
+        attention=(_ATTENTION,),
+        shared_inputs=(_ATTENTION, _FEED_FORWARD),
+        embeddings=("shared", "(encoder|decoder).embed_tokens"),
+        head_embeddings=(f"{_ATTENTION}.relative_attention_bias",),
+        vocabulary_heads=("lm_head",),
+        whole=("classifier", "classification_head.(dense|out_proj)", "qa_outputs"),
+        heads=("num_heads",),
+        divided={_ATTENTION: ("n_heads", "inner_dim")},
+        split_dropouts=(f"{_FEED_FORWARD}.dropout",),
+    ),
+)
