@@ -78,7 +78,7 @@ def differences(recipe: Mapping[str, Any], head: str, ignored_notes: int = 0) ->
         found.append("training")
     if parts.model.config.to_dict() != whole.model.config.to_dict():
         found.append("config")
-    if parts.model.generation_config != whole.model.generation_config if whole.model.can_generate() else False:
+    if whole.model.can_generate() and parts.model.generation_config != whole.model.generation_config:
         found.append("generation_config")
     if sum(bool(placement.splits) for placement in placements.values()) <= 8:
         found.append("hardly anything is cut")
