@@ -121,6 +121,26 @@ def bert(**keys: Any) -> Any:
     return AutoConfig.for_model("bert", **{**CONFIGS["bert"], **keys})
 
 
+@pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["one file", "several files"])
+def test_a_repository_of_the_hub_that_is_in_the_cache(ranks: RankPools, tmp_path, shard):
+    cached, commit = tmp_path / "models--somebody--some-model", "0" * 40
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    save(cached / "snapshots" / commit, build("bert", CLASSIFICATION, 0.0, DropoutKeys(0)), max_shard_size=shard)
+    recipe = {"name_or_path": "somebody/some-model"}
+    assert ranks(2).run(differences_with_cache, str(tmp_path), recipe, CLASSIFICATION) == [[], []]
+
+
+def differences_with_cache(folder: str, recipe: dict[str, Any], head: str) -> list[str]:
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_CACHE = constants.HF_HUB_CACHE, folder
+    try:
+        return differences(recipe, head)
+    finally:
+        constants.HF_HUB_CACHE = before
+
+
 class TestNamesOfTheCheckpoint:
     """They are those of the model that was saved, and of the time when it was."""
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, BertForSequenceClassification

@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, is_peft_available
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -207,7 +207,7 @@ def _weight_files(recipe: Model, config: Any) -> list[str]:
         return found
 
     try:
-        if find("adapter_config.json") is not None:
+        if is_peft_available() and find("adapter_config.json") is not None:  # else transformers does not look at it
             raise CannotLoadPartsError("it is an adapter to another model")
         if (single := find(SAFE_WEIGHTS_NAME)) is not None:
             return [single]
