@@ -34,6 +34,7 @@ from trainer.launch.command import command_line
 from trainer.launch.environment import LaunchEnvironment, cache_folder
 from trainer.loop import Ending, Loop
 from trainer.models.building import build_model, load_tokenizer
+from trainer.models.loading import tensor_cut
 from trainer.observe.build import build_observers
 from trainer.observe.memory import peak_memory_bytes
 from trainer.observe.meter import Meter
@@ -193,10 +194,12 @@ def _train(
     recipe, layout, task = plan.recipe, plan.layout, data.task
     mesh = ParallelMesh(device, pp=layout.pp, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp)
     with partitioned_loading(plan, device) as gather:
-        built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather)
-    meter = Meter(model_size(built.model), total_peak_flops(recipe, mesh))
+        built = build_model(
+            recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, tensor_cut(mesh)
+        )
     total_steps = plan.total_steps(len(data.train))
     engine = build_engine(built, task, mesh, plan, total_steps)
+    meter = Meter(model_size(built.model, engine.placements), total_peak_flops(recipe, mesh))
 
     store = CheckpointStore(session.folder, recipe.checkpoint.keep)
     saver = Saver(store, engine, mesh, identity(recipe, data.train.content_hash))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trainer.data.split import EncodedSplit
 from trainer.launch.environment import LaunchEnvironment
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import MajorityClass, ParameterGroup, RunInfo
+from trainer.parallel.embedding import VocabParallelEmbedding
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Placements
 from trainer.parallel.state_bytes import StateBytes, state_bytes
@@ -85,14 +87,17 @@ def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:
     return MajorityClass(str(names[int(counts.argmax())]), float(counts.max() / counts.sum()))
 
 
-def model_size(model: nn.Module) -> ModelSize | None:
-    """What the FLOPs of a transformer follow from; None where its configuration does not say."""
+def model_size(model: nn.Module, placements: Placements) -> ModelSize | None:
+    """What the FLOPs of a transformer follow from, however it lies; None where its configuration does not say."""
     config: Any = getattr(model, "config", None)
     layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if layers is None or hidden is None:
         return None
-    embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
-    return ModelSize(sum(p.numel() for p in model.parameters()) - embeddings, layers, hidden)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | VocabParallelEmbedding)}
+    num_parameters = sum(
+        prod(placements[name].shape) for name, parameter in model.named_parameters() if id(parameter) not in embeddings
+    )
+    return ModelSize(num_parameters, layers, hidden)
 
 
 def total_peak_flops(recipe: Recipe, mesh: ParallelMesh) -> float | None:

@@ -115,7 +115,7 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
             greater_is_better=True,
             mesh=mesh,
             observers=observers,
-            meter=Meter(model_size(built.model), total_peak_flops(recipe, mesh)),
+            meter=Meter(model_size(built.model, engine.placements), total_peak_flops(recipe, mesh)),
             progress=Progress(),
             steps_per_epoch=info.steps_per_epoch,
             total_steps=setting.total_steps,

@@ -23,6 +23,7 @@ from trainer.data.split import EncodedSplit
 from trainer.engine.building import build_engine, partitioned_loading
 from trainer.engine.engine import MODEL_PREFIX, Engine, StepResult
 from trainer.models.building import build_model
+from trainer.models.loading import tensor_cut
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.whole import local_part
 from trainer.recipe.plan import Layout, plan_run
@@ -160,7 +161,9 @@ def build_tiny(
     mesh = _mesh(plan.layout, torch.device(device))
     task = SequenceClassificationTask(("text",), "label", ("accuracy",), tuple("abc"))
     with partitioned_loading(plan, mesh.device) as gather:
-        built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather)
+        built = build_model(
+            recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, tensor_cut(mesh)
+        )
     if dtype != torch.float32:
         built.model.to(dtype)
     split = tiny_split(num_rows)

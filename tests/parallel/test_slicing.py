@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.parallel.placement import ParameterPlacement, Split
-from trainer.parallel.slicing import bounds_of_part, join_parts, part_of
+from trainer.parallel.slicing import bounds_of_part, join_parts, part_of, ranges_of_part
 
 
 def parts_of(whole: torch.Tensor, split: Split, size: int) -> list[torch.Tensor]:
@@ -60,6 +60,19 @@ def test_joining_undoes_cutting(data):
         cut_again = part_of(join_parts(parts, split, shape[dim]), split, index, size)
         assert torch.equal(part, cut_again)
     assert sum(part.count_nonzero() for part in parts) == whole.count_nonzero()
+
+
+@given(st.data())
+def test_ranges_are_what_a_part_is_made_of(data):
+    blocks, block, size = (data.draw(st.integers(1, most)) for most in (3, 9, 5))
+    index = data.draw(st.integers(0, size - 1))
+    whole, split = torch.arange(1, blocks * block + 1), Split(0, "tp", blocks)
+    width, ranges = ranges_of_part(len(whole), split, index, size)
+    part = torch.zeros(blocks * width, dtype=whole.dtype)
+    for number, (start, stop) in enumerate(ranges):
+        part[number * width : number * width + stop - start] = whole[start:stop]
+    assert len(ranges) == blocks
+    assert torch.equal(part, part_of(whole, split, index, size))
 
 
 def test_a_part_shares_no_memory_with_the_whole():

@@ -22,7 +22,6 @@ from trainer.engine.schedule import AccumulationSchedule
 from trainer.engine.sharded import defer_all_reduce, shard
 from trainer.errors import UsageError
 from trainer.models.building import BuiltModel, save_model
-from trainer.models.tensor import split_model
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
@@ -181,8 +180,9 @@ class NativeEngine:
 def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
     """The engine of `ddp`, `fsdp` and `hsdp`; under `ddp` a lone data-parallel rank runs the model unwrapped."""
     model, parallel = built.model, plan.recipe.parallel
-    # Cut first: what computes in another type or computes again then wraps the parts.
-    placements = split_model(model, mesh.group(TENSOR_AXIS)) if mesh.size(TENSOR_AXIS) > 1 else whole(model)
+    # Cut when it was built: what computes in another type or computes again then wraps the parts.
+    assert (built.placements is None) == (mesh.size(TENSOR_AXIS) == 1), "the model is built in the parts of its mesh"
+    placements = whole(model) if built.placements is None else built.placements
     prepare_model(built, mesh, plan)
     call: nn.Module = model
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -29,7 +29,6 @@ from trainer.engine.scaling import LossScaler, settle
 from trainer.errors import UsageError
 from trainer.models.building import BuiltModel, save_model
 from trainer.models.initialising import Gather, whole_already
-from trainer.models.tensor import split_model
 from trainer.parallel.mesh import ParallelMesh, backend
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
@@ -288,10 +287,8 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     """The engine of `zero1`, `zero2` and `zero3`."""
     deepspeed = _import_deepspeed(mesh.device)
     model = built.model
-    is_cut = mesh.size(TENSOR_AXIS) > 1
-    if is_cut:
-        placements = split_model(model, mesh.group(TENSOR_AXIS))
-    else:
+    placements = built.placements
+    if placements is None:
         placements = {
             name: ParameterPlacement(name, tuple(getattr(p, "ds_shape", p.shape)), trainable=p.requires_grad)
             for name, p in model.named_parameters()
@@ -309,7 +306,7 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
             model=model,
             optimizer=optimizer,
             config=deepspeed_config(plan),
-            mpu=MeshTopology(mesh) if is_cut else None,
+            mpu=MeshTopology(mesh) if mesh.size(TENSOR_AXIS) > 1 else None,
             dist_init_required=False,
         )
     forward = ModelForward(built, engine, engine, task, mesh, plan.recipe.training.seed)

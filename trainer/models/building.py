@@ -21,7 +21,9 @@ from trainer.errors import TrainerError, UsageError
 from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.dropout import key_dropout, set_probabilities
 from trainer.models.initialising import Gather, draw_weights, whole_already
+from trainer.models.loading import CannotLoadPartsError, TensorCut, load_parts
 from trainer.parallel.dropout import DropoutKeys
+from trainer.parallel.placement import Placements
 from trainer.recipe.schema import Model, Training
 
 
@@ -30,12 +32,14 @@ class BuiltModel:
     """A Hugging Face model in fp32 on the CPU, ready to be placed.
 
     `dropout_keys` is None where the recipe chose torch's own dropout. `notes` are what a user should know of how it was
-    built, such as weights that the checkpoint does not hold.
+    built, such as weights that the checkpoint does not hold. `placements` say how its parameters lie where it was cut
+    over tensor ranks; None: it is whole.
     """
 
     model: nn.Module
     dropout_keys: DropoutKeys | None
     notes: list[str] = field(default_factory=list)
+    placements: Placements | None = None
 
 
 def _one_line(error: Exception) -> str:
@@ -154,6 +158,7 @@ def build_model(
     auto_class_name: str,
     options: Mapping[str, Any],
     gather: Gather = whole_already,
+    cut: TensorCut | None = None,
 ) -> BuiltModel:
     """Builds the model; the same weights on every rank and under every layout.
 
@@ -163,25 +168,41 @@ def build_model(
         auto_class_name: the head, as the name of an auto class of transformers.
         options: keys of the configuration that the task decides, such as `num_labels`.
         gather: makes parameters whole, where they are partitioned while the model is built.
+        cut: over which ranks to cut the model; it then holds this rank's parts, and the whole of it was never held.
 
     Raises:
-        UsageError: it cannot be reached, holds no safetensors, or has a dropout that cannot be keyed.
+        UsageError: it cannot be reached, holds no safetensors, has a dropout that cannot be keyed, or cannot be cut.
     """
+    assert cut is None or gather is whole_already, "parameters are either partitioned while they are built, or cut"
     config = load_config(recipe, options)
     attention = KEYED_ATTENTION if training.layout_invariant_dropout else "sdpa"
+    keys = DropoutKeys(training.seed) if training.layout_invariant_dropout else None
+    auto_class = getattr(transformers, auto_class_name)
+
+    def prepare(model: nn.Module) -> None:
+        if keys is not None:
+            key_dropout(model, keys)
+
+    def build_whole() -> tuple[nn.Module, list[str]]:
+        model, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
+        prepare(model)  # before it is cut: a cut dropout knows its site
+        return model, notes
+
     try:
-        model, notes = _initialise(
-            getattr(transformers, auto_class_name), recipe, config, attention, training.seed, gather
-        )
+        if cut is None:
+            model, notes = build_whole()
+            return BuiltModel(model, keys, notes)
+        try:
+            parts = load_parts(auto_class, recipe, config, attention, training.seed, prepare, cut)
+            return BuiltModel(parts.model, keys, parts.notes, parts.placements)
+        except CannotLoadPartsError as reason:
+            model, notes = build_whole()
+            notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
+            return BuiltModel(model, keys, notes, cut(model))
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if recipe.config is not None:
             raise UsageError(f"`model.config` does not describe an {auto_class_name}: {_one_line(error)}") from error
         raise _not_found("model.name_or_path", str(recipe.name_or_path), error) from error
-    keys = None
-    if training.layout_invariant_dropout:
-        keys = DropoutKeys(training.seed)
-        key_dropout(model, keys)
-    return BuiltModel(model, keys, notes)
 
 
 def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:

@@ -61,7 +61,7 @@ def split_model(model: nn.Module, group: Group) -> Placements:
     """Replaces every large matrix of a transformers model by this rank's part of it.
 
     Args:
-        model: whole, the same on every rank of the group.
+        model: whole, the same on every rank of the group, or on the meta device, to be filled later.
         group: the tensor axis.
 
     Returns:
@@ -71,6 +71,8 @@ def split_model(model: nn.Module, group: Group) -> Placements:
         UsageError: the model is in no family, its heads do not divide, a pattern matches nothing, or a matrix is
             neither cut nor, by the family's word, whole.
     """
+    parts = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding
+    assert not any(isinstance(module, parts) for module in model.modules()), "the model is cut already"
     family = family_of(model)
     plan = family.tensor
     check_degree(model.config, plan, group_size(group))

@@ -48,6 +48,24 @@ def part_of(whole: Tensor, split: Split, index: int, size: int) -> Tensor:
     return torch.cat(pieces, dim)
 
 
+def ranges_of_part(total: int, split: Split, index: int, size: int) -> tuple[int, list[tuple[int, int]]]:
+    """What to read where a part is filled from a file: the ranges of dimension `split.dim` that `part_of` would take.
+
+    Args:
+        total: size of that dimension of the whole.
+        split: how it is cut.
+        index: of the part.
+        size: number of parts.
+
+    Returns:
+        Elements of the part for each block, and for each block the first element of its range and the one after its
+        last; a range that is shorter is followed by zeros.
+    """
+    _, block = _dim_and_block(split, total)
+    start, stop = bounds_of_part(block, index, size)
+    return -(-block // size), [(first + start, first + stop) for first in range(0, total, block)]
+
+
 def join_parts(parts: Sequence[Tensor], split: Split, whole_size: int) -> Tensor:
     """The whole tensor of which `part_of` gave `parts`, its padding dropped, in new memory.
 

@@ -1,0 +1,167 @@
+"""What a rank reads and holds while its model is built: its parts and one tensor more, never the whole."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, BertForSequenceClassification
+
+from tests.helpers.ranks import RankPools
+from trainer.models import loading
+from trainer.models.building import build_model
+from trainer.models.loading import TensorCut
+from trainer.recipe.schema import Model, Training
+
+# 47 MB, most of it in matrices that are cut; the vocabulary does not divide.
+LARGE = {
+    "model_type": "bert",
+    "vocab_size": 4001,
+    "hidden_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "intermediate_size": 2048,
+    "max_position_embeddings": 64,
+}
+WHOLE_BYTES = 47_218_700
+LARGEST_BYTES = 4001 * 512 * 4  # the word embedding
+
+
+def status(key: str) -> int:
+    """A number of bytes that Linux counts of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
+
+
+def peak_growth(action: Callable[[], Any]) -> int:
+    """How many bytes of memory this process had at most, above those before, mapped files included."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else what was freed before would serve again and hide
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    kept = action()
+    growth = status("VmHWM") - before
+    del kept
+    return growth
+
+
+def can_measure() -> bool:
+    try:
+        peak_growth(lambda: None)
+    except (OSError, StopIteration, AttributeError):
+        return False
+    return True
+
+
+@dataclass
+class Reading:
+    """Of one rank: what it took of the files, and its peaks; all in bytes."""
+
+    read: int
+    loaded_parts: int
+    drawn_parts: int
+    loaded_whole: int
+    drawn_whole: int
+    held: int
+
+
+class CountedSlice:
+    def __init__(self, stored: Any, count: Callable[[Tensor], Tensor]) -> None:
+        self._stored, self._count = stored, count
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._count(self._stored[index])
+
+    def get_shape(self) -> Any:
+        return self._stored.get_shape()
+
+
+class CountedFile:
+    """`safe_open` that adds up the bytes of what is taken out of it."""
+
+    total = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._opened = SAFE_OPEN(*args, **options)
+
+    def __enter__(self) -> CountedFile:
+        self._file = self._opened.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.__exit__(*error)
+
+    def keys(self) -> Any:
+        return self._file.keys()
+
+    def get_slice(self, key: str) -> CountedSlice:
+        return CountedSlice(self._file.get_slice(key), self._count)
+
+    def get_tensor(self, key: str) -> Tensor:
+        return self._count(self._file.get_tensor(key))
+
+    @classmethod
+    def _count(cls, tensor: Tensor) -> Tensor:
+        CountedFile.total += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+SAFE_OPEN = loading.safe_open
+
+
+def read_by_rank(folder: str) -> Reading:
+    def build(recipe: Mapping[str, Any], cut: TensorCut | None) -> Any:
+        options = {"num_labels": 3}
+        return build_model(
+            Model.model_validate(recipe), Training(), "AutoModelForSequenceClassification", options, cut=cut
+        )
+
+    saved, described = {"name_or_path": folder}, {"config": LARGE, "tokenizer": "none"}
+    cut = TensorCut(dist.group.WORLD)
+    tiny = {"config": {**LARGE, "hidden_size": 16, "intermediate_size": 32}, "tokenizer": "none"}
+    build(tiny, cut)  # whatever is imported or allocated once
+    CountedFile.total = 0
+    loading.safe_open = CountedFile
+    try:
+        parts = build(saved, cut)
+    finally:
+        loading.safe_open = SAFE_OPEN
+    assert not parts.notes
+    held = sum(parameter.numel() * parameter.element_size() for parameter in parts.model.parameters())
+    del parts
+    return Reading(
+        read=CountedFile.total,
+        loaded_parts=peak_growth(lambda: build(saved, cut)),
+        drawn_parts=peak_growth(lambda: build(described, cut)),
+        # From a file in fp32, transformers maps the weights: cutting them is what first reads them.
+        loaded_whole=peak_growth(lambda: cut(build(saved, None).model)),
+        drawn_whole=peak_growth(lambda: cut(build(described, None).model)),
+        held=held,
+    )
+
+
+@pytest.mark.skipif(not can_measure(), reason="needs the peak of resident memory as Linux counts it")
+def test_a_rank_of_four_never_holds_the_whole_model(ranks: RankPools, tmp_path):
+    model = BertForSequenceClassification(AutoConfig.for_model(**LARGE, num_labels=3))
+    assert sum(p.numel() * 4 for p in model.parameters()) == WHOLE_BYTES
+    model.save_pretrained(tmp_path)
+    readings: list[Reading] = ranks(4).run(read_by_rank, str(tmp_path))
+    if os.environ.get("SHOW_MEMORY"):
+        print(*readings, sep="\n")
+    slack = 4 << 20  # pages around slices, and the interpreter's own
+    for reading in readings:
+        assert reading.held < WHOLE_BYTES / 3.5
+        padding = 4 * 512 * 4  # rows of zeros, which are in no file
+        assert reading.held - padding <= reading.read <= reading.held, "it reads its parts, each once"
+        assert reading.loaded_parts < reading.held + LARGEST_BYTES + slack < WHOLE_BYTES / 1.8
+        assert reading.drawn_parts < reading.held + 2 * LARGEST_BYTES + slack
+        # Of mapped files, what lies between the slices of rows is not always read; hence not quite the whole.
+        assert min(reading.loaded_whole, reading.drawn_whole) > 0.75 * WHOLE_BYTES, "or nothing is measured"

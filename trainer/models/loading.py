@@ -1,0 +1,438 @@
+"""Builds a model of which each tensor rank only ever holds its parts: from safetensors, or drawn at random.
+
+The model is made on the `meta` device, where tensors have shapes and no memory, cut there, and its parameters are then
+filled one by one: with the slices that this rank reads from the files, or with its part of a module that is drawn whole
+for a moment. Which tensor of the files is which parameter, what is missing and what is left over, is transformers' own
+answer: it loads the checkpoint into the model once with tensors on `meta`.
+
+What cannot be done so raises `CannotLoadPartsError`; the caller then loads the whole model and says why.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, is_peft_available
+from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from trainer.models.initialising import draw_weights
+from trainer.models.tensor import split_model
+from trainer.parallel.communication import Group, group_size, index_in_group
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements
+from trainer.parallel.slicing import part_of, ranges_of_part
+from trainer.recipe.schema import Model
+
+_CHUNK_ELEMENTS = 1 << 22  # compared at a time
+
+
+class CannotLoadPartsError(Exception):
+    """Why a model must be made whole before it is cut; the message completes "because ..."."""
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """How a model is cut over the ranks of the tensor axis: `split` replaces its large modules by this rank's parts."""
+
+    group: Group
+    split: Callable[[nn.Module, Group], Placements] = split_model
+
+    def __call__(self, model: nn.Module) -> Placements:
+        return self.split(model, self.group)
+
+    def part(self, whole: Tensor, placement: ParameterPlacement) -> Tensor:
+        """This rank's part of a whole parameter; the parameter itself where it is not cut."""
+        for split in placement.splits:
+            whole = part_of(whole, split, index_in_group(self.group), group_size(self.group))
+        return whole
+
+
+def tensor_cut(mesh: ParallelMesh) -> TensorCut | None:
+    """The cut over the mesh's tensor axis, or None where that has one rank."""
+    return TensorCut(mesh.group(TENSOR_AXIS)) if mesh.size(TENSOR_AXIS) > 1 else None
+
+
+@dataclass(frozen=True)
+class PartedModel:
+    """A model in fp32 on the CPU that holds this rank's parts, how they lie, and what a user should know of it."""
+
+    model: nn.Module
+    placements: Placements
+    notes: list[str]
+
+
+class Checkpoint:
+    """The tensors of safetensors files, of which any part can be read.
+
+    A file is opened anew for each tensor, because pages of a mapped file count as this process's memory until it is
+    closed: so there are never more of them than one tensor has.
+
+    Raises:
+        SafetensorError: a file is damaged.
+    """
+
+    def __init__(self, files: Sequence[str | Path]) -> None:
+        self._files: dict[str, str | Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118  # not a mapping
+                    self._files[key] = file
+                    self.shapes[key] = tuple(opened.get_slice(key).get_shape())
+
+    def read(self, key: str) -> Tensor:
+        """A whole tensor, in fp32 if it is a floating one, in memory of its own."""
+        with safe_open(self._files[key], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(key)
+            return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else tensor.clone()
+
+    def read_part(self, key: str, placement: ParameterPlacement, cut: TensorCut) -> Tensor:
+        """This rank's part of a tensor in fp32, as `TensorCut.part` would give it; nothing else is read."""
+        if not placement.splits:
+            return self.read(key)
+        (split,) = placement.splits
+        dim, size, index = split.dim or 0, group_size(cut.group), index_in_group(cut.group)
+        shape = self.shapes[key]
+        width, ranges = ranges_of_part(shape[dim], split, index, size)
+        part = torch.zeros((*shape[:dim], split.blocks * width, *shape[dim + 1 :]))
+        with safe_open(self._files[key], framework="pt") as opened:
+            stored = opened.get_slice(key)
+            for block, (start, stop) in enumerate(ranges):
+                if start < stop:
+                    piece = stored[tuple([slice(None)] * dim + [slice(start, stop)])]
+                    part.narrow(dim, block * width, stop - start).copy_(piece)
+        return part
+
+    def equal(self, key: str, other: str) -> bool:
+        """Whether two tensors have the same elements; reads a few rows at a time."""
+        if self.shapes[key] != self.shapes[other]:
+            return False
+        if not self.shapes[key]:
+            return torch.equal(self.read(key), self.read(other))
+        num_rows, *columns = self.shapes[key]
+        step = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(columns).numel()))
+        for start in range(0, num_rows, step):
+            rows = []
+            for name in (key, other):
+                with safe_open(self._files[name], framework="pt") as opened:
+                    rows.append(opened.get_slice(name)[start : start + step].clone())
+            if not torch.equal(*rows):
+                return False
+        return True
+
+
+@dataclass
+class _Sources:
+    """What fills a model: by parameters and buffers, the tensors of a checkpoint."""
+
+    renamed: dict[str, str] = field(default_factory=dict)  # name in the model: key in the checkpoint
+    converted: list[list[str]] = field(default_factory=list)  # keys that are merged or split into others, together
+    missing: list[str] = field(default_factory=list)  # names in the model
+    notes: list[str] = field(default_factory=list)
+
+
+def load_parts(
+    auto_class: Any, recipe: Model, config: Any, attention: str, seed: int, prepare: Callable[..., Any], cut: TensorCut
+) -> PartedModel:
+    """Builds the model of a recipe in parts: bit for bit what cutting the whole model would give.
+
+    Args:
+        auto_class: the head, an auto class of transformers.
+        recipe: the recipe's `model`.
+        config: of transformers.
+        attention: name of the attention function.
+        seed: that random weights are drawn from.
+        prepare: called with the model before it is cut.
+        cut: over which ranks.
+
+    Raises:
+        CannotLoadPartsError: the whole model must be made.
+        ValueError: the checkpoint does not fit the model.
+        OSError, RuntimeError, SafetensorError: transformers cannot build it, or a file cannot be read.
+        UsageError: the model cannot be cut.
+    """
+    files = [] if recipe.config is not None else _weight_files(recipe, config)
+    with torch.random.fork_rng(devices=[]):
+        with torch.device("meta"):
+            model = auto_class.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        checkpoint, sources = Checkpoint(files), _Sources()
+        if files:
+            model, sources = _match(type(model), config, attention, checkpoint)
+            _take_origin(model, recipe)
+        else:
+            sources.missing = [name for name, _ in model.named_parameters()]
+        whole = copy.deepcopy(model)  # on meta: whose modules are drawn, and converted into, one at a time
+        prepare(model)
+        parts = _Parts(model, cut(model), cut)
+        _rebuild_buffers(model)
+        parts.read(checkpoint, sources.renamed)
+        parts.convert(checkpoint, sources.converted, whole)
+        draw_weights(whole, sources.missing, seed, lambda parameters: parts.drawing(whole, parameters))
+    parts.check_filled()
+    return PartedModel(model, parts.placements, sources.notes)
+
+
+def _weight_files(recipe: Model, config: Any) -> list[str]:
+    """The safetensors files of a folder or of the hub, in the two forms that there are."""
+    for attribute, what in (
+        ("quantization_config", "its weights are quantised"),
+        ("transformers_weights", "its configuration names a file of weights of its own"),
+        ("extra_files", "weights lie in further files"),
+    ):
+        if getattr(config, attribute, None):
+            raise CannotLoadPartsError(what)
+    name, revision = str(recipe.name_or_path), recipe.revision or "main"
+
+    def find(file: str) -> str | None:
+        found: str | None = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+        return found
+
+    try:
+        if is_peft_available() and find("adapter_config.json") is not None:  # else transformers does not look at it
+            raise CannotLoadPartsError("it is an adapter to another model")
+        if (single := find(SAFE_WEIGHTS_NAME)) is not None:
+            return [single]
+        if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is not None:
+            return list(get_checkpoint_shard_files(name, index, revision=revision)[0])
+    except OSError as error:  # whose words are better where the whole model is loaded
+        raise CannotLoadPartsError(f"its files could not be listed ({error})") from error
+    raise CannotLoadPartsError(f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Inside, transformers neither reports on what it loads, which is on meta, nor shows a bar."""
+    disabled, had_bar = logging.root.manager.disable, transformers_logging.is_progress_bar_enabled()
+    logging.disable(max(disabled, logging.WARNING))
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        if had_bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _match(model_class: Any, config: Any, attention: str, checkpoint: Checkpoint) -> tuple[nn.Module, _Sources]:
+    """The model on meta as transformers would load it, its weights tied by what the checkpoint holds, and its sources.
+
+    Raises:
+        ValueError: a tensor has another shape than its parameter.
+    """
+    with _silence():
+        model, loading = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict={key: torch.empty(shape, device="meta") for key, shape in checkpoint.shapes.items()},
+            device_map="meta",
+            attn_implementation=attention,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to name them all
+        )
+    if mismatched := sorted(loading["mismatched_keys"]):
+        shapes = "; ".join(f"{name} is {list(stored)} and not {list(shape)}" for name, stored, shape in mismatched[:3])
+        raise ValueError(f"size mismatch of {len(mismatched)} weights with its configuration: {shapes}")
+    sources = _Sources(missing=sorted(loading["missing_keys"]))
+    _rename(model, checkpoint, sources)
+    _tie_equal(model, checkpoint, sources)
+    if sources.missing:
+        sources.notes.append(f"not in the checkpoint, drawn at random: {', '.join(sources.missing)}")
+    if unexpected := sorted(loading["unexpected_keys"]):
+        sources.notes.append(f"in the checkpoint, not in this model: {', '.join(unexpected)}")
+    return model, sources
+
+
+def _rename(model: Any, checkpoint: Checkpoint, sources: _Sources) -> None:
+    """Finds which tensors of the checkpoint are which of the model, by transformers' own rules for its class."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    expected, prefix = model.state_dict(), model.base_model_prefix
+    converted: dict[str, list[str]] = {}
+    for key in checkpoint.shapes:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
+        if name not in expected and key in expected:  # a name of today that looks like an older one
+            name, pattern = rename_source_key(key, [], [], prefix, expected)
+        if name not in expected:
+            continue
+        if pattern is not None:
+            converted.setdefault(name, []).append(key)
+        elif name in sources.renamed:
+            raise CannotLoadPartsError(f"{key} and {sources.renamed[name]} in its files are both {name}")
+        else:
+            sources.renamed[name] = key
+    sources.converted = list(converted.values())
+
+
+def _tie_equal(model: Any, checkpoint: Checkpoint, sources: _Sources) -> None:
+    """Ties what the checkpoint holds twice and equal, as transformers does where it can see the weights."""
+    renamed = sources.renamed
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target not in renamed or source not in renamed:
+            continue
+        if checkpoint.equal(renamed[target], renamed[source]):
+            _set(model, target, model.get_parameter(source))
+            del renamed[target]
+        else:
+            del model.all_tied_weights_keys[target]
+            sources.notes.append(f"differ in the checkpoint, so they are not tied: {source}, {target}")
+
+
+def _take_origin(model: Any, recipe: Model) -> None:
+    """What transformers keeps of where a model came from, and what generation needs."""
+    name = str(recipe.name_or_path)
+    model.name_or_path = model.config.name_or_path = name
+    if model.can_generate():
+        with suppress(OSError):  # it has none: the one that follows from its configuration stays
+            model.generation_config = GenerationConfig.from_pretrained(name, revision=recipe.revision or "main")
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, parameter)
+
+
+def _aliases(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter: several where it is tied."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+class _Parts:
+    """The parameters of a cut model on meta, which are filled in any order."""
+
+    def __init__(self, model: nn.Module, placements: Placements, cut: TensorCut) -> None:
+        self.model = model
+        self.placements = placements
+        self._cut = cut
+        self._aliases = {name: names for names in _aliases(model).values() for name in names}
+        self._filled: set[str] = set()
+
+    def read(self, checkpoint: Checkpoint, renamed: Mapping[str, str]) -> None:
+        """Fills what the checkpoint holds as the model wants it."""
+        for name, key in renamed.items():
+            if name in self._aliases:
+                self._fill(name, checkpoint.read_part(key, self._placement(name), self._cut))
+            else:
+                self._fill_buffer(name, checkpoint.read(key))
+
+    def convert(self, checkpoint: Checkpoint, groups: Sequence[Sequence[str]], whole: Any) -> None:
+        """Fills what must be merged or split: these tensors are read whole, a group at a time, into `whole`."""
+        for keys in groups:
+            empty = dict(whole.named_parameters(remove_duplicate=False))
+            rules = LoadStateDictConfig(
+                dtype=torch.float32, device_map={"": "cpu"}, weight_mapping=get_model_conversion_mapping(whole)
+            )
+            with _silence():
+                convert_and_load_state_dict_in_model(whole, {key: checkpoint.read(key) for key in keys}, rules)
+            for name, parameter in list(whole.named_parameters(remove_duplicate=False)):
+                if not parameter.is_meta:
+                    self._fill_whole(name, parameter.detach())
+                    _set(whole, name, empty[name])
+
+    @contextmanager
+    def drawing(self, whole: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """A `Gather`: inside, parameters of the model `whole` have memory; then this rank keeps its parts of them."""
+        names = _aliases(whole)
+        real = {}
+        for empty in parameters:
+            # Not a number, so that what no rule draws is seen.
+            real[empty] = nn.Parameter(torch.full(empty.shape, torch.nan), requires_grad=empty.requires_grad)
+            for name in names[empty]:
+                _set(whole, name, real[empty])
+        yield
+        for empty, drawn in real.items():
+            if drawn.isnan().any():
+                raise CannotLoadPartsError(f"{type(whole).__name__} has no rule that draws {names[empty][0]}")
+            self._fill_whole(names[empty][0], drawn.detach())
+            for name in names[empty]:
+                _set(whole, name, empty)
+
+    def check_filled(self) -> None:
+        """Refuses a model that transformers' rules for meta tensors do not complete."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.is_meta:
+                raise CannotLoadPartsError(f"it is not clear where {name} comes from")
+        for path, module in self.model.named_modules():
+            for attribute, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    raise CannotLoadPartsError(f"{path}.{attribute} is a tensor that is made with the model")
+
+    def _placement(self, name: str) -> ParameterPlacement:
+        return next(self.placements[alias] for alias in self._aliases[name] if alias in self.placements)
+
+    def _fill_whole(self, name: str, whole: Tensor) -> None:
+        self._fill(name, self._cut.part(whole, self._placement(name)))
+
+    def _fill(self, name: str, part: Tensor) -> None:
+        empty = self.model.get_parameter(name)
+        assert part.shape == empty.shape, f"{name} is {tuple(part.shape)}, but its place is {tuple(empty.shape)}"
+        parameter = nn.Parameter(part, requires_grad=empty.requires_grad)
+        for alias in self._aliases[name]:
+            _set(self.model, alias, parameter)
+
+    def _fill_buffer(self, name: str, value: Tensor) -> None:
+        self.model.get_buffer(name).copy_(value)
+
+
+@torch.no_grad()
+def _rebuild_buffers(model: PreTrainedModel) -> None:
+    """Gives buffers their values by the model's own rules, which transformers has for models that it makes on meta."""
+
+    def rebuild(module: nn.Module, path: str, owner: Any) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner  # whose rules these are
+        for name, child in module.named_children():
+            rebuild(child, f"{path}{name}.", owner)
+        own = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if not own:
+            return
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that the rules leave it alone
+        for name in own:
+            setattr(module, name, _unset_like(getattr(module, name)))
+        owner._init_weights(module)
+        for name in own:
+            if _is_unset(getattr(module, name)):
+                raise CannotLoadPartsError(f"{type(owner).__name__} has no rule for the buffer {path}{name}")
+
+    rebuild(model, "", model)
+
+
+def _unset_like(buffer: Tensor) -> Tensor:
+    """A buffer on the CPU of values that no rule gives."""
+    return torch.full_like(buffer, _unset_value(buffer), device="cpu")
+
+
+def _is_unset(buffer: Tensor) -> bool:
+    if buffer.dtype == torch.bool:
+        return False  # both its values are ordinary ones
+    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset_value(buffer)
+    return bool(unset.any())
+
+
+def _unset_value(buffer: Tensor) -> float:
+    if buffer.is_floating_point() or buffer.dtype == torch.bool:
+        return torch.nan
+    return torch.iinfo(buffer.dtype).min
