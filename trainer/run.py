@@ -193,10 +193,9 @@ def _train(
     """Builds everything on the joined ranks, runs the loop, and exports what it learned."""
     recipe, layout, task = plan.recipe, plan.layout, data.task
     mesh = ParallelMesh(device, pp=layout.pp, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp)
+    cut = tensor_cut(mesh, recipe.parallel.sequence)
     with partitioned_loading(plan, device) as gather:
-        built = build_model(
-            recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, tensor_cut(mesh)
-        )
+        built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
     total_steps = plan.total_steps(len(data.train))
     engine = build_engine(built, task, mesh, plan, total_steps)
     meter = Meter(model_size(built.model, engine.placements), total_peak_flops(recipe, mesh))
@@ -206,7 +205,15 @@ def _train(
     notes = [*built.notes, *_cut_notes(data, recipe.data.max_length), *saver.resume(recipe.checkpoint.resume)]
     progress = session.progress = saver.progress
     info = run_info(
-        plan, environment, task, data.train, data.validation, engine.placements, mesh, progress.step or None
+        plan,
+        environment,
+        task,
+        data.train,
+        data.validation,
+        built.model,
+        engine.placements,
+        mesh,
+        progress.step or None,
     )
     mesh.on_rank_zero(lambda: session.observers.start(info))
     for note in notes:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from trainer import __version__
 from trainer.data.split import EncodedSplit
 from trainer.launch.environment import LaunchEnvironment
 from trainer.observe.meter import ModelSize, peak_flops
-from trainer.observe.records import MajorityClass, ParameterGroup, RunInfo
+from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
 from trainer.parallel.embedding import VocabParallelEmbedding
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Placements
@@ -45,14 +47,21 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _parameter_groups(placements: Placements, mesh: ParallelMesh, bytes_per_element: int) -> tuple[ParameterGroup, ...]:
-    def kind(placement: ParameterPlacement) -> str:
-        return "frozen" if not placement.trainable else "split" if placement.splits else "replicated"
+def _parameter_groups(
+    model: nn.Module, placements: Placements, mesh: ParallelMesh, bytes_per_element: int
+) -> tuple[ParameterGroup, ...]:
+    names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    tied = {name for name, parameter in model.named_parameters() if names[id(parameter)] > 1}
+
+    def kinds(placement: ParameterPlacement) -> Iterator[str]:
+        yield "frozen" if not placement.trainable else "split" if placement.splits else "replicated"
+        if placement.name in tied:
+            yield "tied"
 
     sizes = {axis: mesh.size(axis) for axis in AXES}
     groups = []
-    for name in ("split", "replicated", "frozen"):
-        members = [placement for placement in placements.values() if kind(placement) == name]
+    for name in get_args(Kind):
+        members = [placement for placement in placements.values() if name in kinds(placement)]
         if members:
             groups.append(
                 ParameterGroup(
@@ -112,6 +121,7 @@ def run_info(
     task: Task,
     train: EncodedSplit,
     validation: EncodedSplit | None,
+    model: nn.Module,
     placements: Placements,
     mesh: ParallelMesh,
     resumed_from: int | None,
@@ -130,7 +140,7 @@ def run_info(
         strategy=recipe.parallel.strategy,
         precision=recipe.precision,
         state_bytes=planned_state_bytes(plan, placements, mesh),
-        parameters=_parameter_groups(placements, mesh, bytes_per_element=4),  # fp32 master weights
+        parameters=_parameter_groups(model, placements, mesh, bytes_per_element=4),  # fp32 master weights
         num_train_rows=len(train),
         num_validation_rows=None if validation is None else len(validation),
         majority=_majority(task, validation),

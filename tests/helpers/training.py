@@ -96,8 +96,8 @@ class Curve:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    part: int = 0  # which part of the parameters this rank holds
-    digest: str = ""  # of that part: ranks that hold the same part hold the same bits
+    # Of what this rank holds, by which part that is (axes and indices): ranks with the same part hold the same bits.
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
@@ -160,10 +160,9 @@ def build_tiny(
     plan = plan_run(recipe, world_size)
     mesh = _mesh(plan.layout, torch.device(device))
     task = SequenceClassificationTask(("text",), "label", ("accuracy",), tuple("abc"))
+    cut = tensor_cut(mesh, recipe.parallel.sequence)
     with partitioned_loading(plan, mesh.device) as gather:
-        built = build_model(
-            recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, tensor_cut(mesh)
-        )
+        built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
     if dtype != torch.float32:
         built.model.to(dtype)
     split = tiny_split(num_rows)
@@ -189,13 +188,20 @@ def tiny_training(recipe: Recipe, dtype: torch.dtype = torch.float32, **options:
 def train_tiny(recipe: Recipe, dtype: torch.dtype = torch.float32, num_rows: int = NUM_ROWS) -> Curve:
     """Trains to the last step."""
     with tiny_training(recipe, dtype, num_rows=num_rows) as training:
-        curve = Curve(
-            part=training.mesh.index("dp_shard") if STRATEGIES[recipe.parallel.strategy].cuts_parameters else 0
-        )
+        curve = Curve()
         for result in training.steps(training.total_steps):
             curve.losses.append(result.loss)
             curve.grad_norms.append(result.grad_norm)
         curve.weights = training.mesh.share(weights_of(training.engine))
-        parts = held_parameters(training.model).values()
-        curve.digest = hashlib.sha256(b"".join(part.cpu().numpy().tobytes() for part in parts)).hexdigest()
+        curve.digests = digests_of(training)
         return curve
+
+
+def digests_of(training: TinyTraining) -> dict[str, str]:
+    """One for each way in which parameters lie."""
+    hashes: dict[str, Any] = {}
+    for name, part in held_parameters(training.model).items():
+        axes = training.engine.placements[name].split_axes
+        key = " ".join(f"{axis} {training.mesh.index(axis)}" for axis in axes)
+        hashes.setdefault(key, hashlib.sha256()).update(part.cpu().numpy().tobytes())
+    return {key: digest.hexdigest() for key, digest in hashes.items()}

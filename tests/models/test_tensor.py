@@ -23,7 +23,7 @@ from tests.helpers.families import (
     has_head,
     inputs_of,
 )
-from tests.helpers.ranks import RankPools
+from tests.helpers.ranks import RankError, RankPools
 from trainer.models.families.table import FAMILIES
 from trainer.models.tensor import split_model
 from trainer.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -33,6 +33,7 @@ from trainer.parallel.slicing import join_parts, part_of
 
 CASES = [(model_type, head) for model_type in (*CONFIGS, *SHIPPED) for head in HEADS if has_head(model_type, head)]
 DROPPED = ("bert", "albert", "deberta-v2", "distilbert", "modernbert", "gpt2", "t5")
+SEQUENCE = [model_type for model_type, family in FAMILIES.items() if family.tensor.sequence_parallel]
 VOCABULARY_HEADS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 
 
@@ -40,14 +41,16 @@ def logits_of(output: Any) -> Tensor:
     return torch.stack([output.start_logits, output.end_logits], -1) if "start_logits" in output else output.logits
 
 
-def compare(model_type: str, head: str, dropout: float, variant: str = "") -> None:
+def compare(
+    model_type: str, head: str, dropout: float, variant: str = "", sequence: bool = False, length: int = LENGTH
+) -> None:
     """On this rank: the whole model beside its part."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     keys = DropoutKeys(seed=0)
     whole, part = (build(model_type, head, dropout, keys, variant) for _ in range(2))
-    placements = split_model(part, group)
+    placements = split_model(part, group, sequence)
     key = MicrobatchKey(0, torch.arange(ROWS))
-    inputs = inputs_of(model_type, head)
+    inputs = {name: tensor[:, :length] for name, tensor in inputs_of(model_type, head).items()}
     with keys.use(key):
         expected = logits_of(whole(**inputs))
     with keys.use(key):
@@ -55,7 +58,7 @@ def compare(model_type: str, head: str, dropout: float, variant: str = "") -> No
     if head in VOCABULARY_HEADS:
         held = part_of(expected, Split(logits.dim() - 1, "tp"), rank, size)
         assert_close(logits[..., : part_size(rank, size)], held[..., : part_size(rank, size)])
-        labels = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
+        labels = torch.randint(0, VOCABULARY, (ROWS, length), generator=torch.Generator().manual_seed(2))
         labels[1, 2] = -100
         vocab_parallel_cross_entropy(logits, labels, group, VOCABULARY, label_smoothing=0.1).backward()
         F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=0.1).backward()
@@ -133,6 +136,60 @@ def test_every_family_has_a_case():
 )
 def test_four_ranks_with_dropout(ranks: RankPools, model_type, head):
     ranks(4).run(compare, model_type, head, 0.1)
+
+
+class TestSequenceParallel:
+    """Between the matrices of a layer a rank works on its positions only, which the ranks need not divide (7)."""
+
+    @pytest.mark.parametrize("model_type", SEQUENCE)
+    def test_is_the_whole_model(self, ranks: RankPools, model_type):
+        head = next(head for head in HEADS if has_head(model_type, head))
+        ranks(2).run(compare, model_type, head, 0.1, sequence=True)
+
+    @pytest.mark.parametrize(
+        ("model_type", "head"),
+        [
+            ("bert", "AutoModelForMaskedLM"),
+            ("gpt2", "AutoModelForCausalLM"),
+            ("t5", "AutoModelForSeq2SeqLM"),
+        ],
+    )
+    def test_before_a_head_over_the_vocabulary(self, ranks: RankPools, model_type, head):
+        ranks(2).run(compare, model_type, head, 0.1, sequence=True)
+
+    @pytest.mark.parametrize("length", [7, 3, 1])
+    def test_on_more_ranks_than_positions(self, ranks: RankPools, length):
+        ranks(4).run(compare, "bert", "AutoModelForTokenClassification", 0.1, sequence=True, length=length)
+
+    @pytest.mark.parametrize("model_type", ["albert", "deberta-v2", "olmo"])
+    def test_is_refused_where_a_family_has_none(self, ranks: RankPools, model_type):
+        with pytest.raises(RankError, match=rf"`parallel\.sequence` is true, but the family {model_type} has no"):
+            ranks(2).run(compare, model_type, "AutoModelForSequenceClassification", 0.0, sequence=True)
+
+    def test_leaves_a_rank_less_to_keep(self, ranks: RankPools):
+        """Bytes that autograd keeps for the backward pass: norms, dropout and residuals are of half the positions."""
+        for cut, whole in zip(ranks(2).run(kept_bytes, True), ranks(2).run(kept_bytes, False), strict=True):
+            assert cut < 0.95 * whole, (cut, whole)
+
+
+def kept_bytes(sequence: bool) -> int:
+    keys = DropoutKeys(0)
+    model = build("bert", "AutoModelForSequenceClassification", 0.1, keys)
+    split_model(model, dist.group.WORLD, sequence)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        keys.use(MicrobatchKey(0, torch.arange(ROWS))),
+    ):
+        logits = model(**inputs_of("bert")).logits
+    assert logits.requires_grad
+    return sum(size for storage, size in kept.items() if storage not in weights)
 
 
 def test_parts_joined_are_the_whole(ranks: RankPools):

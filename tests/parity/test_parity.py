@@ -19,12 +19,18 @@ from tests.parity.cases import (
     largest_difference,
     matrix,
     reference,
+    tensor_matrix,
     train,
 )
+from trainer.models.families.table import FAMILIES
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=() if case.is_fast else pytest.mark.slow) for case in matrix()]
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=() if case.is_fast else pytest.mark.slow)
+        for case in (*matrix(), *tensor_matrix())
+    ],
 )
 def test_any_layout_is_one_process(ranks: RankPools, case: Case):
     assert_parity(ranks(case.world_size).run(train, case), case)
@@ -40,6 +46,18 @@ def test_the_matrix_holds_what_it_promises():
         fast = [case for case in own if case.is_fast]
         assert {case.precision for case in fast} == {"fp32", "bf16", "fp16"}
         assert {case.checkpointing for case in fast} == {"none", "selective", "full"}
+        assert {case.dropout for case in own} == {0.0, 0.1}
+
+
+def test_the_tensor_matrix_holds_what_it_promises():
+    cases = list(tensor_matrix())
+    assert {case.model_type for case in cases} == FAMILIES.keys() - {"t5", "vit"}
+    for strategy in {case.strategy for case in matrix()}:
+        own = [case for case in cases if case.strategy == strategy and case.model_type == "bert"]
+        assert {case.tensor for case in own} == {2, 4}
+        assert {case.sequence for case in own} == {True, False}
+        assert {case.precision for case in own} == {"fp32", "bf16", "fp16"}
+        assert {case.checkpointing for case in own} == {"none", "selective", "full"}
         assert {case.dropout for case in own} == {0.0, 0.1}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -59,6 +60,9 @@ class ModelForward:
         self._task = task
         self._mesh = mesh
         self._seed = seed
+        # A decoder would else keep keys and values for a next token; one that is computed again would add them twice.
+        takes_cache = "use_cache" in inspect.signature(type(built.model).forward).parameters
+        self._constants = {"use_cache": False} if takes_cache else {}
         self._step = 0
         # One step is enough to see every dropout of the model, and the watch costs time in each.
         self._watch: AbstractContextManager[object] = RefuseUnkeyedDropout() if built.dropout_keys else nullcontext()
@@ -85,7 +89,7 @@ class ModelForward:
         microbatch = microbatch.to(self._mesh.device)
         keyed = self._keys.use(MicrobatchKey(self._step, microbatch.rows)) if self._keys else nullcontext()
         with self._watch, keyed:
-            logits = self._call(**microbatch.inputs).logits
+            logits = self._call(**microbatch.inputs, **self._constants).logits
         self._watch = nullcontext()
         loss = self._task.loss_sum(logits, microbatch.labels)
         return loss * 0.0 if microbatch.filler else loss
@@ -96,7 +100,7 @@ class ModelForward:
         self._set_training(False)
         num_valid = int(self._task.num_valid(microbatch.labels))  # on the CPU still, so that no device is waited for
         microbatch = microbatch.to(self._mesh.device)
-        logits = self._eval_call(**microbatch.inputs).logits
+        logits = self._eval_call(**microbatch.inputs, **self._constants).logits
         if microbatch.filler:
             return EvalResult(0.0, 0, {})
         loss_sum = self._task.loss_sum(logits, microbatch.labels).item()

@@ -25,6 +25,7 @@ from trainer.models.building import BuiltModel, save_model
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
+from trainer.parallel.partial import sum_partial_gradients_
 from trainer.parallel.placement import TENSOR_AXIS, Placements, whole
 from trainer.parallel.whole import copy_whole_, gather_on_rank_zero, local_part, part_like
 from trainer.recipe.plan import RunPlan
@@ -100,7 +101,9 @@ class NativeEngine:
         loss = self._mesh.begin_sum_(share, "dp")
         if self._needs_all_gradients:
             self._refuse_unused_parameters()
-        norm = global_grad_norm(((p, self.placements[name]) for name, p in self._parameters.items()), self._mesh)
+        placed = [(parameter, self.placements[name]) for name, parameter in self._parameters.items()]
+        sum_partial_gradients_(placed, self._mesh)
+        norm = global_grad_norm(placed, self._mesh)
         # The one moment at which the host waits for the device.
         loss_value, norm_value = torch.stack([loss().double(), norm.double()]).tolist()
         result = StepResult(

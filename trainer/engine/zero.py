@@ -31,6 +31,7 @@ from trainer.models.building import BuiltModel, save_model
 from trainer.models.initialising import Gather, whole_already
 from trainer.parallel.mesh import ParallelMesh, backend
 from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.partial import is_partial, sum_while_backward
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.whole import gather_on_rank_zero, tensor_part
 from trainer.recipe.deepspeed import deepspeed_config
@@ -296,6 +297,8 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     for name, parameter in model.named_parameters():
         # What lies in parts is counted from every tensor rank in DeepSpeed's norm, the rest once.
         parameter.model_parallel = TENSOR_AXIS in placements[name].split_axes  # type: ignore[attr-defined]
+        if is_partial(placements[name], mesh):
+            sum_while_backward(parameter, mesh)
     prepare_model(built, mesh, plan)
     if plan.strategy.cuts_parameters:
         partition = Split(dim=None, axis="dp_shard")

@@ -51,13 +51,13 @@ class CannotLoadPartsError(Exception):
 
 @dataclass(frozen=True)
 class TensorCut:
-    """How a model is cut over the ranks of the tensor axis: `split` replaces its large modules by this rank's parts."""
+    """How a model is cut over the ranks of the tensor axis; with `sequence`, its sequences too."""
 
     group: Group
-    split: Callable[[nn.Module, Group], Placements] = split_model
+    sequence: bool = False
 
     def __call__(self, model: nn.Module) -> Placements:
-        return self.split(model, self.group)
+        return split_model(model, self.group, self.sequence)
 
     def part(self, whole: Tensor, placement: ParameterPlacement) -> Tensor:
         """This rank's part of a whole parameter; the parameter itself where it is not cut."""
@@ -66,9 +66,9 @@ class TensorCut:
         return whole
 
 
-def tensor_cut(mesh: ParallelMesh) -> TensorCut | None:
+def tensor_cut(mesh: ParallelMesh, sequence: bool) -> TensorCut | None:
     """The cut over the mesh's tensor axis, or None where that has one rank."""
-    return TensorCut(mesh.group(TENSOR_AXIS)) if mesh.size(TENSOR_AXIS) > 1 else None
+    return TensorCut(mesh.group(TENSOR_AXIS), sequence) if mesh.size(TENSOR_AXIS) > 1 else None
 
 
 @dataclass(frozen=True)

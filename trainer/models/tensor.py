@@ -16,12 +16,14 @@ from transformers.pytorch_utils import Conv1D
 from trainer.errors import UsageError
 from trainer.models.dropout import move_site
 from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
-from trainer.models.families.table import family_of
+from trainer.models.families.table import family_of, layers_of
+from trainer.models.sequence import Stacks, change_input
 from trainer.parallel.communication import Group, copy_to_group, group_size, index_in_group
-from trainer.parallel.dropout import KeyedDropout
+from trainer.parallel.dropout import DropoutSite, KeyedDropout
 from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements
+from trainer.parallel.sequence import SEQUENCE_DIM, SequenceCut
 
 _INPUTS = ("hidden_states", "key_value_states", "encoder_hidden_states")  # what is an input among named arguments
 _HEADS_DIM = 1  # of attention probabilities `[batch, heads, queries, keys]`
@@ -57,19 +59,20 @@ def check_degree(config: Any, plan: TensorPlan, degree: int) -> None:
             )
 
 
-def split_model(model: nn.Module, group: Group) -> Placements:
+def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Placements:
     """Replaces every large matrix of a transformers model by this rank's part of it.
 
     Args:
         model: whole, the same on every rank of the group, or on the meta device, to be filled later.
         group: the tensor axis.
+        sequence: between the matrices of a layer, work on this rank's positions only.
 
     Returns:
         How every parameter lies.
 
     Raises:
-        UsageError: the model is in no family, its heads do not divide, a pattern matches nothing, or a matrix is
-            neither cut nor, by the family's word, whole.
+        UsageError: the model is in no family, its heads do not divide, a pattern matches nothing, a matrix is neither
+            cut nor, by the family's word, whole, or the family has no sequence parallelism.
     """
     parts = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding
     assert not any(isinstance(module, parts) for module in model.modules()), "the model is cut already"
@@ -80,26 +83,40 @@ def split_model(model: nn.Module, group: Group) -> Placements:
     places = list(_places(model))
     _check_patterns(model, family, places)
     shared = [place.name for place in places if _any(plan.shared_inputs, place)]
+    stacks = _stacks(model, family, group) if sequence else None
     placements: Placements = {}
     for place in places:
-        part = _part(place, plan, group, shared)
+        cut = stacks.cut_of(place.name) if stacks else None
+        part = _part(place, plan, group, shared, cut)
         if part is not None:
             setattr(place.owner, place.attribute, part)
             placements |= part.placements(f"{place.name}.")
         elif _any(plan.shared_inputs, place):
-            place.module.register_forward_pre_hook(_sum_input_gradients(group), with_kwargs=True)
+            place.module.register_forward_pre_hook(_sum_input_gradients(group, cut), with_kwargs=True)
         for pattern, attributes in plan.divided.items():
             if matches(pattern, place.relative):
                 for attribute in attributes:
                     setattr(place.module, attribute, getattr(place.module, attribute) // group_size(group))
-        _cut_dropout(place, plan, group)
-        if _any(plan.partial, place):
+        _cut_dropout(place, plan, group, cut)
+        if _any(plan.partial, place) or (cut and part is None):
             placements |= _partial(place)
+    if stacks:
+        stacks.cut_ends()
     _tie_again(model, tied)
     for names in tied:  # a parameter stands once, under its first name, however its part came to be
         placed = next((placements[name] for name in names if name in placements), None)
         placements |= {names[0]: replace(placed, name=names[0])} if placed else {}
     return {name: placements.get(name) or _whole(model, name) for name, _ in model.named_parameters()}
+
+
+def _stacks(model: nn.Module, family: ModelFamily, group: Group) -> Stacks:
+    if not family.tensor.sequence_parallel:
+        raise UsageError(
+            f"`parallel.sequence` is true, but the family {family.model_type} has no sequence parallelism; set it to"
+            " false"
+        )
+    layers = {id(layer) for layer in layers_of(model).values()}
+    return Stacks({name: module for name, module in model.named_modules() if id(module) in layers}, group)
 
 
 def _places(model: nn.Module) -> Iterable[_Place]:
@@ -137,18 +154,23 @@ def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place])
 
 
 def _part(
-    place: _Place, plan: TensorPlan, group: Group, shared: list[str]
+    place: _Place, plan: TensorPlan, group: Group, shared: list[str], cut: SequenceCut | None
 ) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding | None:
     """What takes the place of a module, or None where it stays."""
     module, transposed = place.module, isinstance(place.module, Conv1D)
     for pattern, blocks in plan.columns.items():
         if matches(pattern, place.relative):
             has_sharer = any(place.name.startswith(f"{name}.") for name in shared)
-            return ColumnParallelLinear.from_whole(
-                module, group, blocks=blocks, transposed=transposed, copies_input=not has_sharer
+            part = ColumnParallelLinear.from_whole(
+                module, group, blocks=blocks, transposed=transposed, copies_input=not has_sharer and cut is None
             )
+            if cut and not has_sharer:
+                change_input(part, cut.gather)
+            return part
     if _any(plan.rows, place):
-        return RowParallelLinear.from_whole(module, group, transposed=transposed)
+        return RowParallelLinear.from_whole(
+            module, group, transposed=transposed, sequence_parallel=cut is not None, sequence_dim=SEQUENCE_DIM
+        )
     if _any(plan.embeddings, place):
         assert isinstance(module, nn.Embedding)
         return VocabParallelEmbedding.from_whole(module, group)
@@ -160,29 +182,43 @@ def _part(
     return None
 
 
-def _sum_input_gradients(group: Group) -> Callable[..., Any]:
-    """A hook that puts `f` before a module: its input is as it was, the input's gradient is summed over the group."""
+def _sum_input_gradients(group: Group, cut: SequenceCut | None) -> Callable[..., Any]:
+    """A hook that puts `f` before a module: its input is as it was, the input's gradient is summed over the group.
+
+    Where hidden states are this rank's positions only, they are gathered instead; what a decoder is told of the encoder
+    is whole on every rank.
+    """
+
+    def copy(name: str, tensor: Tensor) -> Tensor:
+        return cut.gather(tensor) if cut and name == _INPUTS[0] else copy_to_group(tensor, group)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         inputs = {name: kwargs[name] for name in _INPUTS if isinstance(kwargs.get(name), Tensor)}
         first = () if "hidden_states" in inputs else args[:1]
         assert inputs or first, f"{type(module).__name__} was called without an input"
-        copied = tuple(copy_to_group(tensor, group) for tensor in first)
-        return (*copied, *args[len(first) :]), kwargs | {
-            name: copy_to_group(tensor, group) for name, tensor in inputs.items()
-        }
+        copied = tuple(copy(_INPUTS[0], tensor) for tensor in first)
+        return (*copied, *args[len(first) :]), kwargs | {name: copy(name, tensor) for name, tensor in inputs.items()}
 
     return hook
 
 
-def _cut_dropout(place: _Place, plan: TensorPlan, group: Group) -> None:
-    """Tells a dropout that works on this rank's heads or features which they are."""
+def _cut_dropout(place: _Place, plan: TensorPlan, group: Group, cut: SequenceCut | None) -> None:
+    """Tells a dropout that works on this rank's heads, features or positions which they are."""
+
+    def on_heads(site: DropoutSite) -> DropoutSite:
+        return replace(site, cut_dim=_HEADS_DIM, part=index_in_group(group))
+
     if _any(plan.attention, place):
-        move_site(place.module, lambda site: replace(site, cut_dim=_HEADS_DIM, part=index_in_group(group)))
-    if _any(plan.split_dropouts, place) and isinstance(place.module, KeyedDropout):
-        place.module.site = replace(place.module.site, cut_dim=-1, part=index_in_group(group))
-    if _any(plan.head_dropouts, place) and isinstance(place.module, KeyedDropout):
-        place.module.site = replace(place.module.site, cut_dim=_HEADS_DIM, part=index_in_group(group))
+        move_site(place.module, on_heads)
+    if not isinstance(place.module, KeyedDropout):
+        return
+    site = place.module.site
+    if _any(plan.split_dropouts, place):
+        place.module.site = replace(site, cut_dim=-1, part=index_in_group(group))
+    elif _any(plan.head_dropouts, place):
+        place.module.site = on_heads(site)
+    elif cut:
+        place.module.site = replace(site, cut_dim=SEQUENCE_DIM, sequence=cut)
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
@@ -215,5 +251,5 @@ def _partial(place: _Place) -> Placements:
         name: ParameterPlacement(
             name, tuple(parameter.shape), partial_over=("dp", TENSOR_AXIS), trainable=parameter.requires_grad
         )
-        for name, parameter in place.module.named_parameters(place.name)
+        for name, parameter in place.module.named_parameters(place.name, recurse=False)
     }

@@ -12,12 +12,17 @@ from typing import Any, Literal
 
 from trainer.parallel.state_bytes import StateBytes
 
+Kind = Literal["split", "replicated", "frozen", "tied"]
+
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """The parameters that lie in one way. Each parameter is in exactly one group; a frozen one is in `frozen`."""
+    """The parameters that lie in one way; a frozen one is in `frozen` only.
 
-    placement: Literal["split", "replicated", "frozen"]
+    Those of `tied`, which stand in several places of the model, are in another group as well.
+    """
+
+    placement: Kind
     num_tensors: int
     num_parameters: int  # of the whole model, a split parameter counted once
     bytes_per_rank: int  # on the rank that holds the most

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UsageError
 from trainer.parallel.random import MAX_INDEX_DIMS, element_keys, keep_mask, quantised, stream_key
+from trainer.parallel.sequence import SequenceCut
 
 REMEDY = "set `training.layout_invariant_dropout` to false, which uses torch's own dropout"
 
@@ -132,8 +133,8 @@ class _MaskedScale(torch.autograd.Function):
 class DropoutSite:
     """One place of a model at which activations are dropped.
 
-    Where a rank holds only its part of dimension `cut_dim` of the activations, all parts being equally large, `part` is
-    which; its mask is then that part of the mask of one process.
+    Where a rank holds only its part of dimension `cut_dim` of the activations, `part` is which, all parts being equally
+    large; or `sequence` knows where it begins. Its mask is then that part of the mask of one process.
 
     Where the activations have no batch, because all rows share them (embeddings of relative positions), `shared` is
     set. Their mask is the same for all microbatches of a step, as it is where one process takes the step in one.
@@ -143,6 +144,7 @@ class DropoutSite:
     name: str
     cut_dim: int | None = None
     part: int = 0
+    sequence: SequenceCut | None = None
     shared: bool = False
 
     def drop(self, x: Tensor, probability: float) -> Tensor:
@@ -154,7 +156,7 @@ class DropoutSite:
         shape = (1, *x.shape) if self.shared else tuple(x.shape)
         offsets = [0] * len(shape)
         if self.cut_dim is not None:
-            offsets[self.cut_dim] = self.part * x.shape[self.cut_dim]
+            offsets[self.cut_dim] = self.sequence.start if self.sequence else self.part * x.shape[self.cut_dim]
         mask = self.keys.mask(self.name, shape, probability, offsets[1:], self.shared).view(x.shape)
         dropped: Tensor = _MaskedScale.apply(x, mask, 1.0 / (1.0 - quantised(probability)))  # type: ignore[no-untyped-call]
         return dropped

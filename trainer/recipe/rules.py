@@ -161,9 +161,15 @@ def _strategy(parallel: Parallel) -> Iterator[Contradiction]:
     if parallel.tensor > 1 and not strategy.tensor:
         able = [name for name, row in STRATEGIES.items() if row.tensor]
         yield _clash(
-            f"is {parallel.tensor}, which {strategy.name} does not combine with yet; use {', '.join(able)}",
+            f"is {parallel.tensor}, which {strategy.name} does not combine with; use {', '.join(able)}",
             "parallel.tensor",
             "parallel.strategy",
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        yield _clash(
+            "is true, but `parallel.tensor` is 1: there are no tensor ranks to cut sequences over",
+            "parallel.sequence",
+            "parallel.tensor",
         )
     for path, reason in refused_keys(parallel.deepspeed):
         yield Contradiction((("parallel", "deepspeed", *path),), reason)

@@ -187,6 +187,11 @@ class Parallel(Section):
     tensor: Annotated[int, Field(ge=1)] = Field(
         1, description="Ranks over which every large matrix is cut (Megatron-style); they work on the same rows."
     )
+    sequence: bool = Field(
+        False,
+        description="Cut also the positions over tensor ranks, between the matrices of a layer: less memory, the same"
+        " traffic.",
+    )
     reshard_after_forward: bool = Field(
         True, description="Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again."
     )

@@ -25,6 +25,7 @@ def _like_bert(model_type: str, *, vocabulary_heads: tuple[str, ...], whole: tup
             embeddings=("embeddings.word_embeddings",),
             vocabulary_heads=vocabulary_heads,
             whole=("embeddings.position_embeddings", "embeddings.token_type_embeddings", "qa_outputs", *whole),
+            sequence_parallel=True,
         ),
     )
 

@@ -23,5 +23,6 @@ DISTILBERT = ModelFamily(
         vocabulary_heads=("vocab_projector",),
         whole=("embeddings.position_embeddings", "pre_classifier", "classifier", "vocab_transform", "qa_outputs"),
         heads=("n_heads",),
+        sequence_parallel=True,
     ),
 )

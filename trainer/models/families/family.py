@@ -34,6 +34,9 @@ class TensorPlan:
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     split_dropouts: tuple[str, ...] = ()  # dropouts between a column and a row: on this rank's features
     head_dropouts: tuple[str, ...] = ()  # dropouts of attention probabilities: on this rank's heads
+    # Whether layers may be given this rank's positions only: `shared_inputs` then stands before everything that looks
+    # at other positions, and at the module's entry they are gathered.
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True)

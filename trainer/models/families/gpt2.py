@@ -13,10 +13,12 @@ GPT2 = ModelFamily(
         columns={f"{_LAYERS}.attn.c_attn": 3, f"{_LAYERS}.mlp.c_fc": 1},
         rows=(f"{_LAYERS}.attn.c_proj", f"{_LAYERS}.mlp.c_proj"),
         attention=(f"{_LAYERS}.attn",),
+        shared_inputs=(f"{_LAYERS}.attn",),
         embeddings=("wte",),
         vocabulary_heads=("lm_head",),
         whole=("wpe", "score", "classifier", "qa_outputs"),
         heads=("n_head",),
         divided={f"{_LAYERS}.attn": ("split_size",)},
+        sequence_parallel=True,
     ),
 )

@@ -22,6 +22,7 @@ def _like_llama(model_type: str, *, partial: tuple[str, ...] = ()) -> ModelFamil
             whole=("score", "qa_outputs"),
             partial=partial,
             heads=("num_attention_heads", "num_key_value_heads"),
+            sequence_parallel=True,
         ),
     )
 

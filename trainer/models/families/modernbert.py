@@ -13,9 +13,11 @@ MODERNBERT = ModelFamily(
         columns={f"{_LAYERS}.attn.Wqkv": 3, f"{_LAYERS}.mlp.Wi": 2},  # Wi: input and gate
         rows=(f"{_LAYERS}.attn.Wo", f"{_LAYERS}.mlp.Wo"),
         attention=(f"{_LAYERS}.attn",),
+        shared_inputs=(f"{_LAYERS}.attn",),
         embeddings=("embeddings.tok_embeddings",),
         vocabulary_heads=("decoder",),
         whole=("head.dense", "classifier", "qa_outputs"),
         split_dropouts=(f"{_LAYERS}.mlp.drop",),
+        sequence_parallel=True,
     ),
 )

@@ -23,5 +23,6 @@ T5 = ModelFamily(
         heads=("num_heads",),
         divided={_ATTENTION: ("n_heads", "inner_dim")},
         split_dropouts=(f"{_FEED_FORWARD}.dropout",),
+        sequence_parallel=True,
     ),
 )

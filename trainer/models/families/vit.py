@@ -17,5 +17,6 @@ VIT = ModelFamily(
         attention=(f"{_LAYERS}.attention",),
         shared_inputs=(f"{_LAYERS}.attention",),
         whole=("embeddings", "embeddings.patch_embeddings.projection", "pooler.dense", "classifier"),
+        sequence_parallel=True,
     ),
 )

@@ -1,0 +1,71 @@
+"""Sequence parallelism of an unmodified Hugging Face model: hooks at the ends of its stacks of layers, and inside.
+
+From the entry of a stack's first layer to the exit of its last, each tensor rank holds its positions of the hidden
+states. Embeddings, poolers and heads see all positions on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.parallel.communication import Group
+from trainer.parallel.sequence import SequenceCut
+
+_HIDDEN = "hidden_states"  # what transformers calls it, where it is not the first argument
+
+
+class Stacks:
+    """The stacks of a model (an encoder has one; an encoder with a decoder two), and whose layers are which.
+
+    Args:
+        layers: all repeated layers of the model, by their names in the model, in order.
+        group: the tensor axis.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], group: Group) -> None:
+        self._cuts: dict[str, SequenceCut] = {}
+        self._layers = dict(layers)
+        for name in layers:
+            self._cuts.setdefault(_stack(name), SequenceCut(group))
+
+    def cut_of(self, name: str) -> SequenceCut | None:
+        """The cut of the stack in which the module `name` stands, or None where it is in no layer."""
+        parts = name.split(".")
+        for length in range(len(parts), 0, -1):
+            prefix = ".".join(parts[:length])
+            if prefix in self._layers:
+                return self._cuts[_stack(prefix)]
+        return None
+
+    def cut_ends(self) -> None:
+        """Splits what enters the first layer of each stack, and joins what leaves the last."""
+        for stack, cut in self._cuts.items():
+            layers = [layer for name, layer in self._layers.items() if _stack(name) == stack]
+            change_input(layers[0], cut.split)
+            layers[-1].register_forward_hook(_change_output(cut.join))
+
+
+def _stack(layer: str) -> str:
+    return layer.rpartition(".")[0]
+
+
+def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Before each call of `module`, changes its hidden states: its first argument, or the one of that name."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if isinstance(kwargs.get(_HIDDEN), Tensor):
+            return args, kwargs | {_HIDDEN: change(kwargs[_HIDDEN])}
+        assert args, f"{type(module).__name__} was called without an input"
+        return (change(args[0]), *args[1:]), kwargs
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _change_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return change(output) if isinstance(output, Tensor) else (change(output[0]), *output[1:])
+
+    return hook

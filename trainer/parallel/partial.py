@@ -1,0 +1,42 @@
+"""Gradients of parameters that every tensor rank holds whole, and of whose gradient it has computed a part only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement
+from trainer.parallel.whole import local_part
+
+
+def is_partial(placement: ParameterPlacement, mesh: ParallelMesh) -> bool:
+    """Whether the tensor ranks of the mesh have parts of the gradient, to be summed."""
+    return TENSOR_AXIS in placement.partial_over and mesh.size(TENSOR_AXIS) > 1
+
+
+@torch.no_grad()
+def sum_partial_gradients_(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement]], mesh: ParallelMesh) -> None:
+    """Sums what tensor ranks have in parts, in place, with one all-reduce: these are many small vectors.
+
+    The gradients may be sharded over the data ranks, alike on all tensor ranks.
+    """
+    gradients = [
+        local_part(p.grad) for p, placement in parameters if p.grad is not None and is_partial(placement, mesh)
+    ]
+    if not gradients:
+        return
+    summed = mesh.sum_(torch.cat([gradient.reshape(-1) for gradient in gradients]), TENSOR_AXIS)
+    for gradient, total in zip(gradients, torch.split(summed, [g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
+
+
+def sum_while_backward(parameter: nn.Parameter, mesh: ParallelMesh) -> None:
+    """As `sum_partial_gradients_`, but in each backward pass, for an engine that takes every gradient away at once."""
+    parameter.register_hook(lambda gradient: _summed(gradient, mesh))  # type: ignore[no-untyped-call]
+
+
+def _summed(gradient: Tensor, mesh: ParallelMesh) -> Tensor:
+    return mesh.sum_(gradient.clone(memory_format=torch.contiguous_format), TENSOR_AXIS)
