@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from trainer.models.families.family import ModelFamily
+from trainer.models.families.table import FAMILIES
 from trainer.recipe.keys import default_tag, kinds, section_models
 from trainer.recipe.schema import Recipe, Section
 from trainer.recipe.shipped import is_base, shipped_recipes, summary
@@ -154,7 +156,46 @@ def _length(schema: Mapping[str, Any]) -> str:
     return f"{most}: " if least == most else f"{least} to {most}: "
 
 
-BLOCKS: Mapping[str, Callable[[], str]] = {"keys": _keys, "shipped": _shipped, "strategies": _strategies}
+def _families() -> str:
+    header = (
+        "model type",
+        "column (outputs cut)",
+        "row (inputs cut)",
+        "vocabulary cut",
+        "whole on every rank",
+        "sequence",
+    )
+    return _table(header, [_family(family) for family in FAMILIES.values()])
+
+
+def _family(family: ModelFamily) -> tuple[str, ...]:
+    plan, layers = family.tensor, f"{family.layers}."
+    columns = [
+        name.removeprefix(layers) + (f" ({blocks} in one)" if blocks > 1 else "")
+        for name, blocks in plan.columns.items()
+    ]
+    vocabulary = [*plan.embeddings, *plan.vocabulary_heads]
+    cells = (
+        _names(columns + [f"{name.removeprefix(layers)} (heads)" for name in plan.head_embeddings]),
+        _names(name.removeprefix(layers) for name in plan.rows),
+        _names(vocabulary),
+        _names([*plan.whole, *(f"{name.removeprefix(layers)} (partial gradients)" for name in plan.partial)]),
+        "yes" if plan.sequence_parallel else "no",
+    )
+    return (f"`{family.model_type}`", *cells)
+
+
+def _names(names: Iterable[str]) -> str:
+    """Names as a cell: a bar would end it."""
+    return "<br>".join(name.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_") for name in names) or "-"
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "families": _families,
+    "keys": _keys,
+    "shipped": _shipped,
+    "strategies": _strategies,
+}
 
 
 if __name__ == "__main__":

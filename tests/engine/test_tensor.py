@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, BertModel
 
-from tests.helpers.ranks import RankPools
+from tests.helpers.families import CONFIGS
+from tests.helpers.ranks import RankError, RankPools
 from tests.helpers.training import TINY_BERT, Curve, tiny_recipe, tiny_training, train_tiny
+from tests.parity.cases import assert_same_curve, reference
+from tests.parity.test_export import exported
+from tests.parity.test_resuming import first_steps, last_steps, tail
 from trainer.observe.meter import ModelSize
 from trainer.recipe.schema import Recipe
 from trainer.run_info import model_size
@@ -57,3 +66,108 @@ def test_the_size_of_a_cut_model_is_that_of_the_whole_one(ranks: RankPools):
     assert 15_000 < alone.num_parameters < 20_000  # without embeddings
     for parallel in ({"strategy": "ddp", "tensor": 2}, {"strategy": "fsdp"}):
         assert ranks(2).run(size_of, recipe_of(None, **parallel)) == [alone, alone]
+
+
+class TestCommunication:
+    """Two sums forward and two backward for each layer, whatever else the model and the step send."""
+
+    def count(self, ranks: RankPools, sequence: bool) -> dict[str, int]:
+        shallow, deep = (ranks(2).run(collectives, layers, sequence)[0] for layers in (2, 5))
+        return {name: (deep[name] - shallow[name]) / 3 for name in deep if deep[name] != shallow[name]}
+
+    def test_of_a_layer(self, ranks: RankPools):
+        assert self.count(ranks, sequence=False) == {"all_reduce": 4}
+
+    def test_of_a_layer_with_sequence_parallelism(self, ranks: RankPools):
+        assert self.count(ranks, sequence=True) == {"all_gather": 4, "reduce_scatter": 4}
+
+
+def collectives(layers: int, sequence: bool) -> Counter[str]:
+    """Calls in one training step of a BERT with so many layers, without clipping."""
+    config = {**TINY_BERT, "num_hidden_layers": layers}
+    recipe = tiny_recipe(
+        model={"config": config}, parallel={"tensor": 2, "sequence": sequence}, training={"max_grad_norm": None}
+    )
+    counted: Counter[str] = Counter()
+    names = {
+        "all_reduce": "all_reduce",
+        **dict.fromkeys(("all_gather_single", "all_gather_into_tensor"), "all_gather"),
+        **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_tensor"), "reduce_scatter"),
+    }
+
+    def counting(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counted[names[name]] += 1
+            return original(*args, **kwargs)
+
+        return patch.object(dist, name, call)
+
+    with tiny_training(recipe) as training, ExitStack() as patches:
+        for name in names:
+            if hasattr(dist, name):
+                patches.enter_context(counting(name))
+        training.steps(1)
+    return counted
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_all_tensor_ranks_hold_is_equal_after_fifty_steps(ranks: RankPools, sequence):
+    recipe = tiny_recipe(
+        model={"dropout": 0.1}, parallel={"tensor": 2, "sequence": sequence}, training={"max_steps": 50}
+    )
+    one, two = (curve.digests for curve in ranks(2).run(train_tiny, recipe))
+    assert one.keys() == {"", "tp 0"}
+    assert two.keys() == {"", "tp 1"}
+    assert one[""] == two[""]
+    assert one["tp 0"] != two["tp 1"]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "next_ranks", "next_parallel"),
+    [
+        (2, {"tensor": 2}, 1, {}),
+        (1, {}, 2, {"tensor": 2, "sequence": True}),
+        (4, {"strategy": "fsdp", "tensor": 2}, 2, {"strategy": "zero2", "tensor": 2}),
+        (2, {"strategy": "zero3"}, 4, {"strategy": "zero3", "tensor": 4}),
+    ],
+)
+def test_a_training_goes_on_at_another_degree(ranks: RankPools, num_ranks, parallel, next_ranks, next_parallel):
+    def on(number: int) -> Any:
+        return ranks(number).run if number > 1 else lambda function, *args: [function(*args)]
+
+    one, other = (tiny_recipe(model={"dropout": 0.1}, parallel=keys) for keys in (parallel, next_parallel))
+    state = on(num_ranks)(first_steps, one)[0]
+    for curve in on(next_ranks)(last_steps, other, state):
+        assert_same_curve(curve, tail(reference("fp32", 0.1).curve))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel"),
+    [(2, {"tensor": 2}), (4, {"strategy": "hsdp", "tensor": 2}), (4, {"strategy": "zero2", "tensor": 2})],
+)
+def test_what_was_not_trained_is_exported_bit_for_bit(ranks: RankPools, tmp_path, num_ranks, parallel):
+    ranks(num_ranks).run(export, tiny_recipe(parallel=parallel), tmp_path / "parts")
+    export(tiny_recipe(), tmp_path / "whole")
+    parts, whole = exported(tmp_path / "parts"), exported(tmp_path / "whole")
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], weight) for name, weight in whole.items())
+
+
+def export(recipe: Recipe, folder: Path) -> None:
+    with tiny_training(recipe) as training:
+        training.engine.export(folder)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "words"),
+    [
+        (3, {"tensor": 3}, r"must divide the model's 4 attention heads, but is 3; use 1, 2 or 4"),
+        (2, {"tensor": 2, "sequence": True, "strategy": "ddp"}, r"family albert has no sequence parallelism"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused_by_name(ranks: RankPools, num_ranks, parallel, words):
+    config = {"model_type": "albert", **CONFIGS["albert"]} if "sequence" in parallel else TINY_BERT
+    with pytest.raises(RankError, match=words):
+        ranks(num_ranks).run(train_tiny, tiny_recipe(model={"config": config}, parallel=parallel))

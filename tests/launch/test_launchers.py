@@ -190,6 +190,25 @@ def test_each_strategy_runs_the_sample_under_each_launcher(launcher, strategy, o
     assert (folder / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        ("2", ["parallel.tensor=2"]),
+        pytest.param("2", ["parallel.tensor=2", "parallel.sequence=true"], marks=pytest.mark.slow),
+        pytest.param("4", ["parallel.tensor=2", "parallel.strategy=zero2"], marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_ranks_run_the_sample(processes, words, one_process, tmp_path):
+    folder = tmp_path / "run"
+    ended = run([sys.executable, *MODULE, RECIPE, *overrides(folder, *words), "--processes", processes], 240)
+    assert ended.returncode == 0, ended.stderr
+    assert losses(folder) == pytest.approx(one_process, rel=LOSS_TOLERANCE)
+    placements = {group["placement"] for group in metrics(folder)[0]["run"]["parameters"]}
+    assert placements == {"split", "replicated"}
+    assert (folder / "model" / "model.safetensors").exists()
+
+
 def test_every_file_of_launchers_is_started_by_a_test():
     files = {file.name for file in FILES.iterdir() if not file.name.startswith((".", "__"))}
     assert {name for name in files if f"/{name}'" not in repr(CASES)} == set()

@@ -31,10 +31,10 @@ DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2")
 
 
 def model_config(model_type: str) -> dict[str, Any]:
-    """A recipe's `model.config`; DeBERTa reads a key that transformers does not declare, which a recipe may not hold."""
+    """A recipe's `model.config`; it may not hold what DeBERTa reads but transformers does not declare."""
     if model_type == "bert":
         return TINY_BERT
-    keys = {key: value for key, value in CONFIGS[model_type].items() if key != "norm_rel_ebd"}
+    keys = {key: value for key, value in CONFIGS[model_type].items() if key not in ("norm_rel_ebd", "position_buckets")}
     return {"model_type": model_type, **keys}
 
 
