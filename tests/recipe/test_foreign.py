@@ -42,7 +42,7 @@ def test_each_tool_is_covered() -> None:
         ("parallel.zero_optimization.stage", "is `parallel.strategy` here"),
         ("tensor-model-parallel-size", "is `parallel.tensor` here"),
         ("pipeline-model-parallel-size", "has no counterpart here"),
-        ("--tensor_model_parallel_size", "has no counterpart here"),
+        ("--tensor_model_parallel_size", "is `parallel.tensor` here"),
         ("--lr-warmup-iters", "is `schedule.warmup` here"),
         ("fsdp_config", "is `parallel.strategy` here"),
         ("mixed_precision", "is `precision` here"),
