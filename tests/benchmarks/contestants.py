@@ -102,7 +102,9 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
     recipe, mesh, task = setting.recipe, setting.mesh, setting.task
     built = setting.model()
     engine = build_engine(built, task, mesh, setting.plan, setting.total_steps)
-    info = run_info(setting.plan, LaunchEnvironment("none"), task, setting.train, None, engine.placements, mesh, None)
+    info = run_info(
+        setting.plan, LaunchEnvironment("none"), task, setting.train, None, built.model, engine.placements, mesh, None
+    )
     with open(os.devnull, "w", encoding="utf-8") as console:
         observers = build_observers(recipe.logging.to, console) if mesh.rank == 0 else Observers()
         observers.start(info)

@@ -36,6 +36,16 @@ def test_throughput():
 
 
 @pytest.mark.timeout(300)
+def test_tensor():
+    rows = run("tests.benchmarks.tensor", "--models=small", "--rounds=2", "--steps=1")
+    assert [row[0].split(",")[0] for row in rows] == ["our blocks", "DTensor", "transformers"]
+    for _, milliseconds, ratio, peak in rows:
+        assert float(milliseconds) > 0
+        assert 0.1 < float(re.match(NUMBER, ratio)[0]) < 20, rows
+        assert float(re.match(NUMBER, peak)[0]) > 0
+
+
+@pytest.mark.timeout(300)
 def test_startup():
     ((processes, imports, whole, *added),) = run("tests.benchmarks.startup", "--processes=1", "--rounds=1")
     assert processes == "1"

@@ -161,13 +161,30 @@ def export(recipe: Recipe, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "parallel", "words"),
+    ("model", "num_ranks", "parallel", "words"),
     [
-        (3, {"tensor": 3}, r"must divide the model's 4 attention heads, but is 3; use 1, 2 or 4"),
-        (2, {"tensor": 2, "sequence": True, "strategy": "ddp"}, r"family albert has no sequence parallelism"),
+        (TINY_BERT, 3, {"tensor": 3}, r"must divide the model's 4 attention heads, but is 3; use 1, 2 or 4"),
+        (
+            {**TINY_BERT, "intermediate_size": 63},
+            2,
+            {"tensor": 2},
+            r"must divide the 63 features of bert\.encoder\.layer\.0\.intermediate\.dense, but is 2",
+        ),
+        (
+            {"model_type": "albert", **CONFIGS["albert"]},
+            2,
+            {"tensor": 2, "sequence": True},
+            r"family albert has no sequence parallelism",
+        ),
+        (
+            {"model_type": "opt", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16},
+            2,
+            {"tensor": 2},
+            r"'opt' is in no family of models; known are albert, bert.*add a file to `trainer/models/families/`",
+        ),
     ],
+    ids=["heads", "features", "sequence", "family"],
 )
-def test_what_a_model_cannot_do_is_refused_by_name(ranks: RankPools, num_ranks, parallel, words):
-    config = {"model_type": "albert", **CONFIGS["albert"]} if "sequence" in parallel else TINY_BERT
+def test_what_a_model_cannot_do_is_refused_by_name(ranks: RankPools, model, num_ranks, parallel, words):
     with pytest.raises(RankError, match=words):
-        ranks(num_ranks).run(train_tiny, tiny_recipe(model={"config": config}, parallel=parallel))
+        ranks(num_ranks).run(train_tiny, tiny_recipe(model={"config": model}, parallel=parallel))

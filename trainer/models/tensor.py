@@ -160,6 +160,7 @@ def _part(
     module, transposed = place.module, isinstance(place.module, Conv1D)
     for pattern, blocks in plan.columns.items():
         if matches(pattern, place.relative):
+            _check_divides(place, 0 if not transposed else 1, blocks, group)
             has_sharer = any(place.name.startswith(f"{name}.") for name in shared)
             part = ColumnParallelLinear.from_whole(
                 module, group, blocks=blocks, transposed=transposed, copies_input=not has_sharer and cut is None
@@ -168,6 +169,7 @@ def _part(
                 change_input(part, cut.gather)
             return part
     if _any(plan.rows, place):
+        _check_divides(place, 1 if not transposed else 0, 1, group)
         return RowParallelLinear.from_whole(
             module, group, transposed=transposed, sequence_parallel=cut is not None, sequence_dim=SEQUENCE_DIM
         )
@@ -180,6 +182,15 @@ def _part(
     if _any(plan.vocabulary_heads, place):
         return ColumnParallelLinear.from_whole(module, group, copies_input=True, pads=True)
     return None
+
+
+def _check_divides(place: _Place, dim: int, blocks: int, group: Group) -> None:
+    """Refuses a matrix whose features the ranks do not divide; heads that do not divide were refused before."""
+    features, degree = place.module.get_parameter("weight").shape[dim] // blocks, group_size(group)
+    if features % degree:
+        raise UsageError(
+            f"`parallel.tensor` must divide the {features} features of {place.name}, but is {degree}; use a divisor"
+        )
 
 
 def _sum_input_gradients(group: Group, cut: SequenceCut | None) -> Callable[..., Any]:
