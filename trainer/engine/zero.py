@@ -11,9 +11,10 @@ import io
 import logging
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.cpp_extension import get_default_build_root
 
 from trainer.engine.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, EvalResult, StepResult
 from trainer.engine.forward import ModelForward, prepare_model
@@ -38,6 +40,7 @@ from trainer.recipe.deepspeed import deepspeed_config
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
+_LONGEST_BUILD_MINUTES = 15  # it takes one or two; a busy machine needs more
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -66,7 +69,25 @@ def _import_deepspeed(device: torch.device) -> Any:
                     f"DeepSpeed compiles an operation for the CPU on first use, but {tool} is not on the PATH; install"
                     " it, or use `parallel.strategy` fsdp"
                 )
+        _refuse_abandoned_build()
     return deepspeed
+
+
+def _refuse_abandoned_build() -> None:
+    """Torch waits without end, and in silence, for a lock that a killed build of DeepSpeed's operation has left.
+
+    Raises:
+        UsageError: there is one so old that nobody can be building any more.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in root.glob("**/deepspeed_shm_comm/lock"):
+        with suppress(FileNotFoundError):  # whoever built has just ended
+            minutes = (time.time() - lock.stat().st_mtime) / 60
+            if minutes > _LONGEST_BUILD_MINUTES:
+                raise UsageError(
+                    f"DeepSpeed would wait for {lock}, which is {minutes:.0f} minutes old: the build that held it was"
+                    " killed; delete the file"
+                )
 
 
 @contextmanager
