@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, BertModel
 
+from tests.helpers.collectives import counted_collectives
 from tests.helpers.families import CONFIGS
 from tests.helpers.ranks import RankError, RankPools
 from tests.helpers.training import TINY_BERT, Curve, tiny_recipe, tiny_training, train_tiny
@@ -88,26 +86,7 @@ def collectives(layers: int, sequence: bool) -> Counter[str]:
     recipe = tiny_recipe(
         model={"config": config}, parallel={"tensor": 2, "sequence": sequence}, training={"max_grad_norm": None}
     )
-    counted: Counter[str] = Counter()
-    names = {
-        "all_reduce": "all_reduce",
-        **dict.fromkeys(("all_gather_single", "all_gather_into_tensor"), "all_gather"),
-        **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_tensor"), "reduce_scatter"),
-    }
-
-    def counting(name: str) -> Any:
-        original = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counted[names[name]] += 1
-            return original(*args, **kwargs)
-
-        return patch.object(dist, name, call)
-
-    with tiny_training(recipe) as training, ExitStack() as patches:
-        for name in names:
-            if hasattr(dist, name):
-                patches.enter_context(counting(name))
+    with tiny_training(recipe) as training, counted_collectives() as counted:
         training.steps(1)
     return counted
 

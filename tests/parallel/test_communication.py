@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from tests.helpers.collectives import counted_collectives
 from tests.helpers.ranks import RankPools
-from trainer.parallel import communication
 from trainer.parallel.communication import (
     copy_to_group,
     gather_sequence,
@@ -200,19 +198,7 @@ def test_a_tensor_travels_in_its_own_type(ranks: RankPools):
 
 def communications(function: Callable[[Tensor, Any], Tensor]) -> tuple[dict[str, int], dict[str, int]]:
     x = whole_input(2, 5, 2)
-    names = ("all_reduce", "all_gather_single", "reduce_scatter_single")
-    counted: Counter[str] = Counter()
-
-    def counting(name: str) -> Any:
-        original = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counted[name] += 1
-            return original(*args, **kwargs)
-
-        return patch.object(communication.dist, name, call)
-
-    with counting(names[0]), counting(names[1]), counting(names[2]):
+    with counted_collectives() as counted:
         y = function(x, dist.group.WORLD)
         forward = dict(counted)
         counted.clear()
@@ -222,7 +208,7 @@ def communications(function: Callable[[Tensor, Any], Tensor]) -> tuple[dict[str,
 
 def test_what_is_communicated(ranks: RankPools):
     assert ranks(2).run(communications, tensor_pair)[0] == ({"all_reduce": 1}, {"all_reduce": 1})
-    gathers_scatters = {"all_gather_single": 2, "reduce_scatter_single": 1}
+    gathers_scatters = {"all_gather": 2, "reduce_scatter": 1}
     assert ranks(2).run(communications, sequence_pair)[0] == (gathers_scatters, gathers_scatters)
 
 

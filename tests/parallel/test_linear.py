@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tests.helpers.collectives import counted_collectives
 from tests.helpers.ranks import RankPools
 from trainer.parallel.communication import (
     copy_to_group,
@@ -228,19 +227,8 @@ def test_autocast(ranks: RankPools, dtype, kind):
 
 def communications(kind: str) -> list[dict[str, int]]:
     parallel, _ = parallel_model(kind, whole_model(kind), dist.group.WORLD)
-    counted: Counter[str] = Counter()
-
-    def counting(name: str) -> Any:
-        original = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counted[name] += 1
-            return original(*args, **kwargs)
-
-        return patch.object(dist, name, call)
-
     found = []
-    with counting("all_reduce"), counting("all_gather_single"), counting("reduce_scatter_single"):
+    with counted_collectives() as counted:
         y = parallel(random(2, 5, HIDDEN).requires_grad_())
         found.append(dict(counted))
         counted.clear()
@@ -253,7 +241,7 @@ def test_one_all_reduce_forward_and_one_backward(ranks: RankPools):
     for kind in ("plain", "attention"):
         assert ranks(2).run(communications, kind) == [[{"all_reduce": 1}, {"all_reduce": 1}]] * 2
     # split: gathered backward; gather_sequence; the row layer's scatter; join: gathered forward
-    both = {"all_gather_single": 2, "reduce_scatter_single": 1}
+    both = {"all_gather": 2, "reduce_scatter": 1}
     assert ranks(2).run(communications, "sequence parallel") == [[both, both]] * 2
 
 
