@@ -21,7 +21,7 @@ from trainer.data.split import EncodedSplit
 from trainer.launch.environment import LaunchEnvironment
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
-from trainer.parallel.embedding import VocabParallelEmbedding
+from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Placements
 from trainer.parallel.state_bytes import StateBytes, state_bytes
@@ -102,7 +102,11 @@ def model_size(model: nn.Module, placements: Placements) -> ModelSize | None:
     layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if layers is None or hidden is None:
         return None
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | VocabParallelEmbedding)}
+    embeddings = {
+        id(m.weight)
+        for m in model.modules()
+        if isinstance(m, nn.Embedding | VocabParallelEmbedding | FeatureParallelEmbedding)
+    }
     num_parameters = sum(
         prod(placements[name].shape) for name, parameter in model.named_parameters() if id(parameter) not in embeddings
     )

@@ -5,11 +5,17 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertForSequenceClassification
 
+from tests.helpers.families import CONFIGS, HEADS, has_head
 from tests.helpers.training import TINY_BERT
+from trainer.models.families.table import FAMILIES
 from trainer.models.initialising import draw_weights, whole_already
+
+WIDTHS = ("hidden_size", "intermediate_size", "dim", "hidden_dim", "n_embd", "d_model", "d_ff")  # for statistics
 
 
 def fresh(**keys: Any) -> BertForSequenceClassification:
@@ -88,4 +94,26 @@ def test_parameters_are_whole_while_they_are_drawn_and_no_longer():
     assert not inside
     seen = [one for parameters in gathered for one in parameters]
     assert sorted(seen) == sorted(id(parameter) for parameter in model.parameters()), "each once"
-    assert max(len(parameters) for parameters in gathered) == 2, "a module at a time"
+    query, key, value = 2, 2, 2
+    assert max(len(parameters) for parameters in gathered) == query + key + value, "a module at a time"
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_draws_as_transformers_does(model_type):
+    """Also where the rule for a matrix is that of the module around it (T5, GPT-2, ModernBERT)."""
+    head = next(head for head in HEADS if has_head(model_type, head))
+    wide = {key: 4 * value for key, value in CONFIGS[model_type].items() if key in WIDTHS}
+    config = AutoConfig.for_model(model_type, **{**CONFIGS[model_type], **wide})
+    torch.manual_seed(0)
+    expected = getattr(transformers, head).from_config(config)
+    model = getattr(transformers, head).from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    draw_weights(model, dict(model.named_parameters()), 1, whole_already)
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        if parameter.numel() < 200:
+            assert not (parameter == 7.0).any(), name
+        else:
+            assert float(parameter.std()) == pytest.approx(float(other.std()), rel=0.25), name
+            assert float(parameter.mean()) == pytest.approx(float(other.mean()), abs=0.4 * float(other.std())), name

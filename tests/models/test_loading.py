@@ -237,7 +237,8 @@ class TestWhatDoesNotFit:
         (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
         for words in ranks(2).run(refusal, recipe):
             assert "`model.name_or_path` is " in words
-            assert "could not be opened: size mismatch of 6 weights" in words
+            assert "in which 6 weights (bert." in words
+            assert "are of another size than in this task's model" in words
             assert "bert.encoder.layer.0.intermediate.dense.weight is [64, 32] and not [48, 32]" in words
 
     def test_a_file_that_is_cut_short(self, ranks: RankPools, tmp_path):

@@ -31,11 +31,7 @@ DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2")
 
 
 def model_config(model_type: str) -> dict[str, Any]:
-    """A recipe's `model.config`; it may not hold what DeBERTa reads but transformers does not declare."""
-    if model_type == "bert":
-        return TINY_BERT
-    keys = {key: value for key, value in CONFIGS[model_type].items() if key not in ("norm_rel_ebd", "position_buckets")}
-    return {"model_type": model_type, **keys}
+    return TINY_BERT if model_type == "bert" else {"model_type": model_type, **CONFIGS[model_type]}
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,7 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     for name, parameter in model.named_parameters():
         # What lies in parts is counted from every tensor rank in DeepSpeed's norm, the rest once.
         parameter.model_parallel = TENSOR_AXIS in placements[name].split_axes  # type: ignore[attr-defined]
-        if is_partial(placements[name], mesh):
+        if parameter.requires_grad and is_partial(placements[name], mesh):
             sum_while_backward(parameter, mesh)
     prepare_model(built, mesh, plan)
     if plan.strategy.cuts_parameters:

@@ -20,8 +20,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 from trainer.errors import TrainerError, UsageError
 from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.dropout import key_dropout, set_probabilities
+from trainer.models.families.table import FAMILIES
 from trainer.models.initialising import Gather, draw_weights, whole_already
-from trainer.models.loading import CannotLoadPartsError, TensorCut, load_parts
+from trainer.models.loading import CannotLoadPartsError, TensorCut, load_parts, sizes_differ
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.placement import Placements
 from trainer.recipe.schema import Model, Training
@@ -89,7 +90,9 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
         if key in options or key == "num_labels":
             raise UsageError(f"`model.config.{key}` is what `task` decides; remove it")
     config = AutoConfig.for_model(model_type, **keys, **options)
-    known = {*(field.name for field in fields(config)), *config.attribute_map}
+    family = FAMILIES.get(model_type)
+    undeclared = family.undeclared_keys if family else ()
+    known = {*(field.name for field in fields(config)), *config.attribute_map, *undeclared}
     # Transformers keeps a key that it does not know as an attribute; one that it knows by an older name is gone.
     for key in keys.keys() - known:
         if key in vars(config):
@@ -202,6 +205,8 @@ def build_model(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if recipe.config is not None:
             raise UsageError(f"`model.config` does not describe an {auto_class_name}: {_one_line(error)}") from error
+        if "ignore_mismatched_sizes" in str(error):
+            raise sizes_differ("some weights") from error
         raise _not_found("model.name_or_path", str(recipe.name_or_path), error) from error
 
 

@@ -40,15 +40,27 @@ def draw_weights(model: nn.Module, names: Collection[str], seed: int, gather: Ga
 
 
 def _draw(module: nn.Module, path: str, owner: nn.Module, wanted: set[str], seed: int, gather: Gather) -> None:
+    """Draws a module together with those of its children that have none: its rule may be about their parameters."""
     owner = module if isinstance(module, PreTrainedModel) else owner  # whose rules these are
+    together: dict[str, nn.Module] = {}
     for name, child in module.named_children():
-        _draw(child, f"{path}{name}.", owner, wanted, seed, gather)
-    own = dict(module.named_parameters(recurse=False))
-    drawn = [parameter for name, parameter in own.items() if f"{path}{name}" in wanted]
+        if any(True for _ in child.children()):
+            _draw(child, f"{path}{name}.", owner, wanted, seed, gather)
+        else:
+            together[f"{path}{name}."] = child
+    together[path] = module  # last, as in transformers: its rule stands above theirs
+    drawn = [
+        parameter
+        for at, part in together.items()
+        for name, parameter in part.named_parameters(recurse=False)
+        if f"{at}{name}" in wanted
+    ]
     if not drawn:
         return
-    for parameter in own.values():  # transformers leaves alone what carries this mark
-        parameter._is_hf_initialized = all(parameter is not other for other in drawn)  # type: ignore[attr-defined]
-    torch.manual_seed(stream_key(seed, "weights", path))
+    unset = {id(parameter) for parameter in drawn}
+    for parameter in module.parameters():  # transformers leaves alone what carries this mark
+        parameter._is_hf_initialized = id(parameter) not in unset  # type: ignore[attr-defined]
     with gather(drawn):
-        owner._init_weights(module)  # type: ignore[operator]
+        for at, part in together.items():
+            torch.manual_seed(stream_key(seed, "weights", at))
+            owner._init_weights(part)  # type: ignore[operator]

@@ -34,6 +34,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from trainer.errors import UsageError
 from trainer.models.initialising import draw_weights
 from trainer.models.tensor import split_model
 from trainer.parallel.communication import Group, group_size, index_in_group
@@ -47,6 +48,14 @@ _CHUNK_ELEMENTS = 1 << 22  # compared at a time
 
 class CannotLoadPartsError(Exception):
     """Why a model must be made whole before it is cut; the message completes "because ..."."""
+
+
+def sizes_differ(which: str) -> UsageError:
+    """A checkpoint that is of another model, or of another task."""
+    return UsageError(
+        f"`model.name_or_path` is a checkpoint in which {which} are of another size than in this task's model; use a"
+        " checkpoint with the task's number of labels, or one without a head"
+    )
 
 
 @dataclass(frozen=True)
@@ -236,7 +245,7 @@ def _match(model_class: Any, config: Any, attention: str, checkpoint: Checkpoint
     """The model on meta as transformers would load it, its weights tied by what the checkpoint holds, and its sources.
 
     Raises:
-        ValueError: a tensor has another shape than its parameter.
+        UsageError: a tensor has another shape than its parameter.
     """
     with _silence():
         model, loading = model_class.from_pretrained(
@@ -251,7 +260,7 @@ def _match(model_class: Any, config: Any, attention: str, checkpoint: Checkpoint
         )
     if mismatched := sorted(loading["mismatched_keys"]):
         shapes = "; ".join(f"{name} is {list(stored)} and not {list(shape)}" for name, stored, shape in mismatched[:3])
-        raise ValueError(f"size mismatch of {len(mismatched)} weights with its configuration: {shapes}")
+        raise sizes_differ(f"{len(mismatched)} weights ({shapes})")
     sources = _Sources(missing=sorted(loading["missing_keys"]))
     _rename(model, checkpoint, sources)
     _tie_equal(model, checkpoint, sources)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,16 +47,15 @@ def check_degree(config: Any, plan: TensorPlan, degree: int) -> None:
     Raises:
         UsageError: names the degrees that are possible.
     """
+    common = gcd(*(getattr(config, key) for key in plan.heads))
+    fitting = [str(number) for number in range(1, common + 1) if common % number == 0]
     for key in plan.heads:
         heads = getattr(config, key)
         if heads % degree:
-            fitting = [str(number) for number in range(1, heads + 1) if heads % number == 0]
-            what = "attention heads" if key != "num_key_value_heads" else "key and value heads"
+            what = "attention head" if key != "num_key_value_heads" else "key and value head"
             raise UsageError(
-                f"`parallel.tensor` must divide the model's {heads} {what}, but is {degree}; use"
-                f" {', '.join(fitting[:-1])} or {fitting[-1]}"
-                if len(fitting) > 1
-                else f"`parallel.tensor` is {degree}, but the model has 1 {what[:-1]}, which cannot be divided; use 1"
+                f"`parallel.tensor` must divide the model's {heads} {what}{'s' * (heads > 1)}, but is {degree}; use"
+                f" {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
             )
 
 
@@ -115,6 +115,11 @@ def _stacks(model: nn.Module, family: ModelFamily, group: Group) -> Stacks:
             f"`parallel.sequence` is true, but the family {family.model_type} has no sequence parallelism; set it to"
             " false"
         )
+    if chunk := getattr(model.config, "chunk_size_feed_forward", 0):
+        raise UsageError(
+            f"`parallel.sequence` is true, but the model computes its feed-forward in chunks of {chunk} positions"
+            " (`chunk_size_feed_forward`), which a tensor rank does not have whole; set one of them to false or 0"
+        )
     layers = {id(layer) for layer in layers_of(model).values()}
     return Stacks({name: module for name, module in model.named_modules() if id(module) in layers}, group)
 
@@ -133,7 +138,8 @@ def _any(patterns: Iterable[str], place: _Place) -> bool:
 def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place]) -> None:
     plan, model_type = family.tensor, family.model_type
     for pattern in (
-        *plan.columns, *plan.rows, *plan.shared_inputs, *plan.attention, *plan.divided, *plan.partial
+        *plan.columns, *plan.rows, *plan.shared_inputs, *plan.attention, *plan.divided, *plan.partial,
+        *plan.split_dropouts, *plan.head_dropouts,
     ):  # fmt: skip
         if not any(matches(pattern, place.relative) for place in places):
             raise UsageError(
@@ -189,7 +195,8 @@ def _check_divides(place: _Place, dim: int, blocks: int, group: Group) -> None:
     features, degree = place.module.get_parameter("weight").shape[dim] // blocks, group_size(group)
     if features % degree:
         raise UsageError(
-            f"`parallel.tensor` must divide the {features} features of {place.name}, but is {degree}; use a divisor"
+            f"`parallel.tensor` must divide the {features} features of {place.name}, but is {degree}; use"
+            f" {gcd(features, degree)} or another divisor"
         )
 
 

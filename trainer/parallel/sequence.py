@@ -25,8 +25,8 @@ class SequenceCut:
     """Which positions of the sequences that are now in a stack of layers this rank holds.
 
     How many positions there are is known at the stack's entry only; a layer that is computed again in the backward pass
-    still finds them here, because the backward pass of a microbatch comes before the forward pass of one with another
-    length.
+    still finds them here, because without pipeline stages the backward pass of a microbatch comes before the forward
+    pass of the next.
     """
 
     def __init__(self, group: Group) -> None:

@@ -37,4 +37,14 @@ DEBERTA_V2 = ModelFamily(
         head_dropouts=(f"{_ATTENTION}.dropout",),
     ),
     shared_dropouts=(f"{_ATTENTION}.pos_dropout",),
+    undeclared_keys=(
+        "share_att_key",
+        "position_buckets",
+        "norm_rel_ebd",
+        "attention_head_size",
+        "embedding_size",
+        "conv_kernel_size",
+        "conv_groups",
+        "conv_act",
+    ),
 )

@@ -14,7 +14,8 @@ class TensorPlan:
 
     Patterns are names of modules relative to the base model, or, for the heads around it, to the whole model; `*`
     stands for one part of a name, and `(this|that)` for either. Those of `columns`, `rows`, `shared_inputs`,
-    `attention`, `divided` and `partial` must be found; those of the rest depend on the head.
+    `attention`, `divided`, `partial`, `split_dropouts` and `head_dropouts` must be found; those of the rest depend on
+    the head.
     """
 
     columns: Mapping[str, int]  # cut by outputs; the number is that of the fused blocks (q, k and v in one: 3)
@@ -50,6 +51,7 @@ class ModelFamily:
     layers: str  # the repeated layers, which are sharded and recomputed one by one
     tensor: TensorPlan
     shared_dropouts: tuple[str, ...] = ()  # dropouts of a tensor that all rows of a batch share
+    undeclared_keys: tuple[str, ...] = ()  # of the configuration: read by the model, but not declared by transformers
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -25,4 +25,5 @@ T5 = ModelFamily(
         split_dropouts=(f"{_FEED_FORWARD}.dropout",),
         sequence_parallel=True,
     ),
+    undeclared_keys=("decoder_start_token_id",),
 )
