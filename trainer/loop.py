@@ -14,6 +14,7 @@ from trainer.observe.observer import Observer
 from trainer.observe.records import BestMetric, EvaluationRecord, StepRecord
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
+from trainer.parallel.replicas import check_replicas
 from trainer.recipe.schema import Interval, Recipe
 from trainer.stopping import StopRequest
 
@@ -50,12 +51,15 @@ class Loop:
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite.
+            TrainerError: ranks that must hold the same weights do not.
         """
         for batch in self.batches:
             # Asked before the step and heard after it: no rank waits only to learn that nobody was told to stop.
             stop_signal = self.mesh.begin_agree_max(self.stop.received)
             result = self.engine.train_step(batch)
             self._count(batch)
+            if self._due(self.recipe.training.check_replicas):
+                check_replicas(self.engine.held(), self.engine.placements, self.mesh, self.progress.step)
             if self._due(self.recipe.logging.every):
                 self._log(result)
             out_of_patience = self._due(self.recipe.evaluation.every) and self._evaluate()

@@ -15,7 +15,6 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import (
     RANK_STRATEGIES,
     TinyTraining,
-    held_parameters,
     parallel_keys,
     tiny_recipe,
     tiny_training,
@@ -111,7 +110,7 @@ def measure(strategy: str, world_size: int) -> Measured:
             seen: set[int] = set()
             looks.append(
                 (
-                    storage_bytes(held_parameters(training.model).values(), seen),
+                    storage_bytes(training.engine.held().values(), seen),
                     storage_bytes(gradients_of(training), seen),
                     storage_bytes([*tensors_in(list(optimizer.state.values())), *master_copies_of(training)], seen),
                     storage_bytes(others, seen),

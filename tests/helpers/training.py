@@ -25,7 +25,6 @@ from trainer.engine.engine import MODEL_PREFIX, Engine, StepResult
 from trainer.models.building import build_model
 from trainer.models.loading import tensor_cut
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.whole import local_part
 from trainer.recipe.plan import Layout, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
@@ -106,14 +105,6 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
         name.removeprefix(MODEL_PREFIX): tensor.detach().clone()
         for name, tensor in engine.state().items()
         if name.startswith(MODEL_PREFIX)
-    }
-
-
-def held_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """What this rank holds of each parameter: all of it, FSDP's shard or DeepSpeed's partition."""
-    return {
-        name: parameter.ds_tensor if hasattr(parameter, "ds_tensor") else local_part(parameter.detach())
-        for name, parameter in model.named_parameters()
     }
 
 
@@ -200,7 +191,7 @@ def train_tiny(recipe: Recipe, dtype: torch.dtype = torch.float32, num_rows: int
 def digests_of(training: TinyTraining) -> dict[str, str]:
     """One for each way in which parameters lie."""
     hashes: dict[str, Any] = {}
-    for name, part in held_parameters(training.model).items():
+    for name, part in training.engine.held().items():
         axes = training.engine.placements[name].split_axes
         key = " ".join(f"{axis} {training.mesh.index(axis)}" for axis in axes)
         hashes.setdefault(key, hashlib.sha256()).update(part.cpu().numpy().tobytes())

@@ -65,6 +65,10 @@ class Engine(Protocol):
         """A forward pass without dropout and without gradients."""
         ...
 
+    def held(self) -> dict[str, Tensor]:
+        """What this rank holds of each parameter, by its name in the unsharded model; no copies."""
+        ...
+
     def state(self) -> dict[str, Tensor]:
         """Weights and optimizer state by the parameter's name in the unsharded model, for a checkpoint.
 

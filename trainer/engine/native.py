@@ -125,6 +125,9 @@ class NativeEngine:
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         return self._forward.evaluate(microbatch)
 
+    def held(self) -> dict[str, Tensor]:
+        return {name: local_part(parameter.detach()) for name, parameter in self._parameters.items()}
+
     def state(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         placements: Placements = {}

@@ -181,6 +181,12 @@ class ZeroEngine:
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         return self._forward.evaluate(microbatch)
 
+    def held(self) -> dict[str, Tensor]:
+        return {
+            name: (parameter.ds_tensor if self._is_partitioned else parameter).detach()
+            for name, parameter in self._parameters.items()
+        }
+
     def state(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():

@@ -224,6 +224,9 @@ class Training(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
         1.0, description="Clip the global gradient norm to this; null: no clipping."
     )
+    check_replicas: IntervalField | None = Field(
+        None, description="How often to check that ranks which hold the same weights hold the same bits; null: never."
+    )
     seed: int = Field(42, ge=0, lt=2**63, description="Seeds initialisation, the order of samples and dropout.")
     layout_invariant_dropout: bool = Field(
         True,

@@ -1,0 +1,56 @@
+"""A check that ranks which hold the same part of a parameter hold the same bits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trainer.errors import TrainerError
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import Placements
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_replicas(held: Mapping[str, Tensor], placements: Placements, mesh: ParallelMesh, step: int) -> None:
+    """Compares one number for each parameter over all ranks: the sum of its elements' bits. All ranks must call it.
+
+    Args:
+        held: what this rank holds of each parameter, by its name.
+        placements: how the parameters lie.
+        mesh: the ranks.
+        step: optimizer steps so far, for the message.
+
+    Raises:
+        TrainerError: two ranks differ, on every rank; it names them and the first parameter.
+    """
+    if mesh.world_size == 1:
+        return
+    sums = torch.stack([_sum_of_bits(tensor) for tensor in held.values()]).tolist()  # the host waits once
+    parts = [tuple((axis, mesh.index(axis)) for axis in placements[name].split_axes) for name in held]
+    gathered = mesh.gather(list(zip(held, parts, sums, strict=True)))
+    mesh.on_rank_zero(lambda: _compare(gathered or [], step))
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def _compare(gathered: list[list[tuple[str, tuple[tuple[str, int], ...], int]]], step: int) -> None:
+    first: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[int, int]] = {}  # by parameter and part: rank and sum
+    differing: dict[str, set[int]] = defaultdict(set)
+    for rank, rows in enumerate(gathered):
+        for name, part, total in rows:
+            other, expected = first.setdefault((name, part), (rank, total))
+            if total != expected:
+                differing[name] |= {other, rank}
+    if differing:
+        name, ranks = next(iter(differing.items()))
+        raise TrainerError(
+            f"after step {step}, ranks {', '.join(map(str, sorted(ranks)))} hold different values of {name}, of which"
+            f" they hold the same part ({len(differing)} parameters in all): a device or a link is damaged, or an"
+            " operation is not deterministic; resume from an earlier checkpoint"
+        )
