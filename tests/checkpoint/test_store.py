@@ -205,7 +205,7 @@ class TestCannotWrite:
         assert os.listdir(store.folder) == ["step-00000001"], "nothing is left of the half that was written"
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, rounds):
     """Kill -9 in the middle of saves: what is found is whole, no file of another step is mixed in, and none is lost."""
     draw, last = random.Random(0), 0
