@@ -30,6 +30,9 @@ from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
 from trainer.tasks.sequence_classification import SequenceClassificationTask
 
+# What was imported stays; looked at by every collection, it would cost a training here as much as its steps do.
+gc.freeze()
+
 NUM_ROWS, NUM_CLASSES, VOCABULARY = 50, 3, 211
 RANK_STRATEGIES = [name for name, row in STRATEGIES.items() if not row.single_process]
 """Every strategy that runs on several ranks; a new row of the table is tested without another line."""
