@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.cpp_extension import get_default_build_root
 
 from trainer.engine.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, EvalResult, StepResult
 from trainer.engine.forward import ModelForward, prepare_model
@@ -79,6 +78,8 @@ def _refuse_abandoned_build() -> None:
     Raises:
         UsageError: there is one so old that nobody can be building any more.
     """
+    from torch.utils.cpp_extension import get_default_build_root  # brings setuptools, which only a build needs
+
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in root.glob("**/deepspeed_shm_comm/lock"):
         with suppress(FileNotFoundError):  # whoever built has just ended

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trainer.models.families.family import ModelFamily, TensorPlan
 
 _LAYERS = "encoder.layer.*"
@@ -42,11 +44,7 @@ ROBERTA = _like_bert(
     whole=("pooler.dense", "classifier", "classifier.dense", "classifier.out_proj", "lm_head.dense"),
 )
 # Conneau et al. 2020 (arXiv:1911.02116)
-XLM_ROBERTA = _like_bert(
-    "xlm-roberta",
-    vocabulary_heads=ROBERTA.tensor.vocabulary_heads,
-    whole=("pooler.dense", "classifier", "classifier.dense", "classifier.out_proj", "lm_head.dense"),
-)
+XLM_ROBERTA = replace(ROBERTA, model_type="xlm-roberta")
 # Clark et al. 2020 (arXiv:2003.10555)
 ELECTRA = _like_bert(
     "electra",
