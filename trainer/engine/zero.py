@@ -183,10 +183,9 @@ class ZeroEngine:
         return self._forward.evaluate(microbatch)
 
     def held(self) -> dict[str, Tensor]:
-        return {
-            name: (parameter.ds_tensor if self._is_partitioned else parameter).detach()
-            for name, parameter in self._parameters.items()
-        }
+        if not self._is_partitioned:
+            return {name: parameter.detach() for name, parameter in self._parameters.items()}
+        return {name: self._partition(parameter) for name, parameter in self._parameters.items()}
 
     def state(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -220,6 +219,12 @@ class ZeroEngine:
         for name, parameter in self._parameters.items():
             weights |= self._joined(name, {name: safe_get_full_fp32_param(parameter)})
         self._mesh.on_rank_zero(lambda: save_model(self._engine.module, folder, weights))
+
+    def _partition(self, parameter: Any) -> Tensor:
+        """This rank's elements of a parameter of stage 3, without the padding, which DeepSpeed leaves undefined."""
+        partition: Tensor = parameter.ds_tensor.detach()
+        start = partition.numel() * self._mesh.index("dp_shard")
+        return partition[: max(0, parameter.ds_numel - start)]
 
     def _joined(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of parameter `name`, whole as one process has them, on rank 0 and its CPU; a collective."""

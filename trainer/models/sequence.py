@@ -6,7 +6,7 @@ states. Embeddings, poolers and heads see all positions on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.parallel.communication import Group
 from trainer.parallel.sequence import SequenceCut
 
-_HIDDEN = "hidden_states"  # what transformers calls it, where it is not the first argument
+HIDDEN_STATES = "hidden_states"  # what transformers calls them, where they are not the first argument
 
 
 class Stacks:
@@ -44,22 +44,33 @@ class Stacks:
         """Splits what enters the first layer of each stack, and joins what leaves the last."""
         for stack, cut in self._cuts.items():
             layers = [layer for name, layer in self._layers.items() if _stack(name) == stack]
-            change_input(layers[0], cut.split)
+            _split_input(layers[0], cut)
             layers[-1].register_forward_hook(_change_output(cut.join))
+
+
+def _split_input(layer: nn.Module, cut: SequenceCut) -> None:
+    change_inputs(layer, lambda _, hidden: cut.split(hidden))
 
 
 def _stack(layer: str) -> str:
     return layer.rpartition(".")[0]
 
 
-def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Before each call of `module`, changes its hidden states: its first argument, or the one of that name."""
+def change_inputs(
+    module: nn.Module, change: Callable[[str, Tensor], Tensor], names: Sequence[str] = (HIDDEN_STATES,)
+) -> None:
+    """Before each call of `module`, gives it `change(name, tensor)` in place of its arguments of these names.
+
+    Hidden states that are not named are its first argument.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if isinstance(kwargs.get(_HIDDEN), Tensor):
-            return args, kwargs | {_HIDDEN: change(kwargs[_HIDDEN])}
-        assert args, f"{type(module).__name__} was called without an input"
-        return (change(args[0]), *args[1:]), kwargs
+        changed = {name: change(name, kwargs[name]) for name in names if isinstance(kwargs.get(name), Tensor)}
+        if HIDDEN_STATES not in changed and args:
+            args = (change(HIDDEN_STATES, args[0]), *args[1:])
+        else:
+            assert changed, f"{type(module).__name__} was called without an input"
+        return args, kwargs | changed
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -6,7 +6,7 @@ parameter keeps the name that the unsharded model gives it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -18,7 +18,7 @@ from trainer.errors import UsageError
 from trainer.models.dropout import move_site
 from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
 from trainer.models.families.table import family_of, layers_of
-from trainer.models.sequence import Stacks, change_input
+from trainer.models.sequence import HIDDEN_STATES, Stacks, change_inputs
 from trainer.parallel.communication import Group, copy_to_group, group_size, index_in_group
 from trainer.parallel.dropout import DropoutSite, KeyedDropout
 from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
@@ -26,7 +26,7 @@ from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements
 from trainer.parallel.sequence import SEQUENCE_DIM, SequenceCut
 
-_INPUTS = ("hidden_states", "key_value_states", "encoder_hidden_states")  # what is an input among named arguments
+_INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # what is an input among named arguments
 _HEADS_DIM = 1  # of attention probabilities `[batch, heads, queries, keys]`
 
 
@@ -92,7 +92,7 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Place
             setattr(place.owner, place.attribute, part)
             placements |= part.placements(f"{place.name}.")
         elif _any(plan.shared_inputs, place):
-            place.module.register_forward_pre_hook(_sum_input_gradients(group, cut), with_kwargs=True)
+            _sum_input_gradients(place.module, group, cut)
         for pattern, attributes in plan.divided.items():
             if matches(pattern, place.relative):
                 for attribute in attributes:
@@ -172,7 +172,7 @@ def _part(
                 module, group, blocks=blocks, transposed=transposed, copies_input=not has_sharer and cut is None
             )
             if cut and not has_sharer:
-                change_input(part, cut.gather)
+                change_inputs(part, lambda _, hidden: cut.gather(hidden))
             return part
     if _any(plan.rows, place):
         _check_divides(place, 1 if not transposed else 0, 1, group)
@@ -200,24 +200,17 @@ def _check_divides(place: _Place, dim: int, blocks: int, group: Group) -> None:
         )
 
 
-def _sum_input_gradients(group: Group, cut: SequenceCut | None) -> Callable[..., Any]:
-    """A hook that puts `f` before a module: its input is as it was, the input's gradient is summed over the group.
+def _sum_input_gradients(module: nn.Module, group: Group, cut: SequenceCut | None) -> None:
+    """Puts `f` before a module: its inputs are as they were, and their gradients are summed over the group.
 
     Where hidden states are this rank's positions only, they are gathered instead; what a decoder is told of the encoder
     is whole on every rank.
     """
 
     def copy(name: str, tensor: Tensor) -> Tensor:
-        return cut.gather(tensor) if cut and name == _INPUTS[0] else copy_to_group(tensor, group)
+        return cut.gather(tensor) if cut and name == HIDDEN_STATES else copy_to_group(tensor, group)
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        inputs = {name: kwargs[name] for name in _INPUTS if isinstance(kwargs.get(name), Tensor)}
-        first = () if "hidden_states" in inputs else args[:1]
-        assert inputs or first, f"{type(module).__name__} was called without an input"
-        copied = tuple(copy(_INPUTS[0], tensor) for tensor in first)
-        return (*copied, *args[len(first) :]), kwargs | {name: copy(name, tensor) for name, tensor in inputs.items()}
-
-    return hook
+    change_inputs(module, copy, _INPUTS)
 
 
 def _cut_dropout(place: _Place, plan: TensorPlan, group: Group, cut: SequenceCut | None) -> None:
