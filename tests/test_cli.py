@@ -57,8 +57,8 @@ def test_light_verbs_answer_in_half_a_second(arguments: list[str]) -> None:
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     loop = (sys.executable, "-c", "sum(i * i for i in range(3_000_000))")
-    pairs = [(seconds(*PROGRAM, *arguments), seconds(*loop)) for _ in range(3)]  # side by side
-    assert min(verb for verb, _ in pairs) < max(0.5, 1.7 * min(plain for _, plain in pairs))
+    pairs = [(seconds(*PROGRAM, *arguments), seconds(*loop)) for _ in range(4)]  # side by side
+    assert min(verb for verb, _ in pairs) < max(0.5, 2.5 * min(plain for _, plain in pairs))
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
