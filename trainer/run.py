@@ -26,7 +26,7 @@ from trainer.data.order import GlobalOrder
 from trainer.data.sources import load_splits
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import encode_split
-from trainer.engine.building import build_engine, partitioned_loading
+from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
 from trainer.errors import ExitCode, TrainerError
 from trainer.evaluation import Evaluator
@@ -34,7 +34,6 @@ from trainer.launch.command import command_line
 from trainer.launch.environment import LaunchEnvironment, cache_folder
 from trainer.loop import Ending, Loop
 from trainer.models.building import build_model, load_tokenizer
-from trainer.models.loading import tensor_cut
 from trainer.observe.build import build_observers
 from trainer.observe.memory import peak_memory_bytes
 from trainer.observe.meter import Meter
@@ -193,9 +192,11 @@ def _train(
     """Builds everything on the joined ranks, runs the loop, and exports what it learned."""
     recipe, layout, task = plan.recipe, plan.layout, data.task
     mesh = ParallelMesh(device, pp=layout.pp, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp)
-    cut = tensor_cut(mesh, recipe.parallel.sequence)
     with partitioned_loading(plan, device) as gather:
-        built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
+        built = [
+            build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
+            for cut in planned_cuts(plan, mesh)
+        ]
     total_steps = plan.total_steps(len(data.train))
     engine = build_engine(built, task, mesh, plan, total_steps)
     meter = Meter(model_size(built.model, engine.placements), total_peak_flops(recipe, mesh))

@@ -20,10 +20,9 @@ from trainer.data.collate import Padding
 from trainer.data.loader import TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.data.split import EncodedSplit
-from trainer.engine.building import build_engine, partitioned_loading
+from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import MODEL_PREFIX, Engine, StepResult
 from trainer.models.building import build_model
-from trainer.models.loading import tensor_cut
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import Layout, plan_run
 from trainer.recipe.schema import Recipe
@@ -139,7 +138,7 @@ class TinyTraining:
 @cache
 def _mesh(layout: Layout, device: torch.device) -> ParallelMesh:
     """One for all trainings of a process, because process groups are never given back."""
-    return ParallelMesh(device, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp)
+    return ParallelMesh(device, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp, pp=layout.pp)
 
 
 def build_tiny(
@@ -154,17 +153,20 @@ def build_tiny(
     plan = plan_run(recipe, world_size)
     mesh = _mesh(plan.layout, torch.device(device))
     task = SequenceClassificationTask(("text",), "label", ("accuracy",), tuple("abc"))
-    cut = tensor_cut(mesh, recipe.parallel.sequence)
     with partitioned_loading(plan, mesh.device) as gather:
-        built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
+        built = [
+            build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
+            for cut in planned_cuts(plan, mesh)
+        ]
     if dtype != torch.float32:
-        built.model.to(dtype)
+        for one in built:
+            one.model.to(dtype)
     split = tiny_split(num_rows)
     order = GlobalOrder(len(split), split.lengths, recipe.training.global_batch_size, recipe.training.seed)
     total_steps = plan.total_steps(len(split))
     loader = TrainLoader(split, order, plan.batch, mesh.index("dp"), Padding(0), total_steps, start_sample)
     engine = build_engine(built, task, mesh, plan, total_steps)
-    return TinyTraining(engine, built.model, loader, mesh, total_steps)
+    return TinyTraining(engine, built[0].model, loader, mesh, total_steps)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from tests.helpers.families import CONFIGS, HEADS, LABELS, build, has_head
 from tests.helpers.ranks import RankPools
 from trainer.errors import UsageError
 from trainer.models.building import BuiltModel, build_model
-from trainer.models.loading import TensorCut
+from trainer.models.cutting import ModelCut
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.slicing import part_of
 from trainer.recipe.schema import Model, Training
@@ -48,7 +48,7 @@ def built(recipe: Mapping[str, Any], head: str, cut: bool, **training: Any) -> B
         Training.model_validate(training),
         head,
         MAYBE_LABELS.get(head, {}),
-        cut=TensorCut(dist.group.WORLD) if cut else None,
+        cut=ModelCut(dist.group.WORLD) if cut else None,
     )
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, BertForSequenceClassification
 from tests.helpers.ranks import RankPools
 from trainer.models import loading
 from trainer.models.building import build_model
-from trainer.models.loading import TensorCut
+from trainer.models.cutting import ModelCut
 from trainer.recipe.schema import Model, Training
 
 # 47 MB, most of it in matrices that are cut; the vocabulary does not divide.
@@ -118,14 +118,14 @@ SAFE_OPEN = loading.safe_open
 
 
 def read_by_rank(folder: str) -> Reading:
-    def build(recipe: Mapping[str, Any], cut: TensorCut | None) -> Any:
+    def build(recipe: Mapping[str, Any], cut: ModelCut | None) -> Any:
         options = {"num_labels": 3}
         return build_model(
             Model.model_validate(recipe), Training(), "AutoModelForSequenceClassification", options, cut=cut
         )
 
     saved, described = {"name_or_path": folder}, {"config": LARGE, "tokenizer": "none"}
-    cut = TensorCut(dist.group.WORLD)
+    cut = ModelCut(dist.group.WORLD)
     tiny = {"config": {**LARGE, "hidden_size": 16, "intermediate_size": 32}, "tokenizer": "none"}
     build(tiny, cut)  # whatever is imported or allocated once
     CountedFile.total = 0

@@ -50,9 +50,14 @@ class Padding:
 
 
 def collate(
-    split: EncodedSplit, row_ids: IndexArray, padding: Padding, places: IndexArray, filler: bool = False
+    split: EncodedSplit,
+    row_ids: IndexArray,
+    padding: Padding,
+    places: IndexArray,
+    filler: bool = False,
+    width: int = 0,
 ) -> Microbatch:
-    """Pads rows to the longest of them.
+    """Pads rows to the longest of them, or to more.
 
     Args:
         split: the tokenised split.
@@ -60,12 +65,13 @@ def collate(
         padding: how to pad.
         places: what becomes `Microbatch.rows` `[batch]`.
         filler: what becomes `Microbatch.filler`.
+        width: the least length.
 
     Returns:
         The microbatch: `attention_mask` is 1 on tokens and 0 on padding; each input is int64 `[batch, sequence]`.
     """
     lengths = split.lengths[row_ids]
-    width = -(-int(lengths.max()) // padding.multiple_of) * padding.multiple_of
+    width = -(-max(width, int(lengths.max())) // padding.multiple_of) * padding.multiple_of
     columns = np.arange(width)
     is_token = columns < lengths[:, None]
     flat = (split.offsets[row_ids, None] + columns)[is_token]

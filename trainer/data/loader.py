@@ -137,8 +137,10 @@ class _TrainBatches:
             self._plan.micro_batch_size,
             filler_place=int(lengths.argmin()),  # the cheapest row to repeat
         )
+        width = max(int(lengths[chunk.places].max()) for chunk in chunks) if self._plan.equal_widths else 0
         microbatches = [
-            collate(self._split, row_ids[chunk.places], self._padding, chunk.places, chunk.filler) for chunk in chunks
+            collate(self._split, row_ids[chunk.places], self._padding, chunk.places, chunk.filler, width)
+            for chunk in chunks
         ]
         return RankBatch(microbatches, num_rows=len(row_ids), num_tokens=int(lengths.sum()))
 

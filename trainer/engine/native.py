@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from trainer.engine.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, EvalResult, St
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.scaling import LossScaler, settle
-from trainer.engine.schedule import AccumulationSchedule
+from trainer.engine.schedule import AccumulationSchedule, Schedule
 from trainer.engine.sharded import defer_all_reduce, shard
 from trainer.errors import UsageError
 from trainer.models.building import BuiltModel, save_model
@@ -63,9 +63,10 @@ class NativeEngine:
 
     Args:
         forward: runs the model.
-        model: with its parameters placed.
-        no_sync: a context in which a backward pass leaves to a later one what it can.
-        placements: how each parameter lies.
+        models: with their parameters placed: the model, or what this rank holds of it as pipeline stages.
+        schedule: takes the microbatches of a step through forward and backward.
+        complete: sums what gradients lack when the schedule has run.
+        placements: how each parameter of `models` lies, by its name there.
         mesh: the ranks.
         plan: precision, optimizer, schedule, clipping.
         total_steps: where the schedule ends.
@@ -74,25 +75,31 @@ class NativeEngine:
     def __init__(
         self,
         forward: ModelForward,
-        model: nn.Module,
-        no_sync: Callable[[], AbstractContextManager[None]],
+        models: Sequence[nn.Module],
+        schedule: Schedule,
         placements: Placements,
         mesh: ParallelMesh,
         plan: RunPlan,
         total_steps: int,
+        complete: Callable[[], None] | None = None,
     ) -> None:
         self.placements = placements
         self._forward = forward
-        self._model = model
+        self._models = models
+        self._complete = complete
         self._mesh = mesh
         self._recipe = plan.recipe
         self._total_steps = total_steps
         self._step = 0
-        self._parameters = dict(model.named_parameters())
-        self._optimizer = build_optimizer(plan.recipe.optimizer, self._parameters.items(), no_decay_names(model))
-        self._schedule = AccumulationSchedule(forward.loss_sum, no_sync)
+        self._parameters = {name: p for model in models for name, p in model.named_parameters()}
+        no_decay = {name for model in models for name in no_decay_names(model)}
+        self._optimizer = build_optimizer(plan.recipe.optimizer, self._parameters.items(), no_decay)
+        self._schedule = schedule
         self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
-        self._needs_all_gradients = plan.recipe.parallel.strategy == "ddp" and mesh.size("dp") > 1
+        # With pipeline stages nothing waits for a gradient that does not come.
+        self._needs_all_gradients = (
+            plan.recipe.parallel.strategy == "ddp" and mesh.size("dp") > 1 and plan.pipeline is None
+        )
 
     def train_step(self, batch: RankBatch) -> StepResult:
         self._forward.begin_step(self._step)
@@ -103,6 +110,8 @@ class NativeEngine:
             self._refuse_unused_parameters()
         placed = [(parameter, self.placements[name]) for name, parameter in self._parameters.items()]
         sum_partial_gradients_(placed, self._mesh)
+        if self._complete is not None:
+            self._complete()
         norm = global_grad_norm(placed, self._mesh)
         # The one moment at which the host waits for the device.
         loss_value, norm_value = torch.stack([loss().double(), norm.double()]).tolist()
@@ -131,38 +140,47 @@ class NativeEngine:
     def state(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         placements: Placements = {}
-        for name, parameter in self._parameters.items():
-            own = {f"{MODEL_PREFIX}{name}": parameter.detach()}
+        for label, parameter in self._parameters.items():
+            placement = self.placements[label]
+            if placement.is_copy:
+                continue
+            own = {f"{MODEL_PREFIX}{placement.name}": parameter.detach()}
             for key, value in self._optimizer.state.get(parameter, {}).items():
-                own[f"{OPTIMIZER_PREFIX}{name}.{key}"] = value
+                own[f"{OPTIMIZER_PREFIX}{placement.name}.{key}"] = value
             tensors |= own
-            placements |= dict.fromkeys(own, self.placements[name])
+            placements |= dict.fromkeys(own, placement)
         return gather_on_rank_zero(tensors, placements, self._mesh) | (self._scaler.state() if self._scaler else {})
 
     def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        for name, parameter in self._parameters.items():
-            copy_whole_(parameter, tensors[f"{MODEL_PREFIX}{name}"], self.placements[name], self._mesh)
+        for label, parameter in self._parameters.items():
+            name = self.placements[label].name
+            copy_whole_(parameter, tensors[f"{MODEL_PREFIX}{name}"], self.placements[label], self._mesh)
             prefix = f"{OPTIMIZER_PREFIX}{name}."
             state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
             if state:
-                self._optimizer.state[parameter] = {key: self._lie_as(name, tensor) for key, tensor in state.items()}
+                self._optimizer.state[parameter] = {key: self._lie_as(label, tensor) for key, tensor in state.items()}
         if self._scaler:
             self._scaler.load_state(tensors)
         self._step = step
 
     def export(self, folder: Path) -> None:
-        state = self._model.state_dict()
-        first_names = {id(parameter): name for name, parameter in self._parameters.items()}
-        placements = {
-            name: self.placements[first_names[id(parameter)]]
-            for name, parameter in self._model.named_parameters(remove_duplicate=False)
-        }
+        state: dict[str, Tensor] = {}
+        placements: Placements = {}
+        for model in self._models:
+            first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+            placed = {
+                name: self.placements[first_names[id(parameter)]]
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+            }
+            copies = {name for name, placement in placed.items() if placement.is_copy}
+            state |= {name: tensor for name, tensor in model.state_dict().items() if name not in copies}
+            placements |= placed
         weights = gather_on_rank_zero(state, placements, self._mesh)
-        self._mesh.on_rank_zero(lambda: save_model(self._model, folder, weights))
+        self._mesh.on_rank_zero(lambda: save_model(self._models[0], folder, weights))
 
-    def _lie_as(self, name: str, state: Tensor) -> Tensor:
+    def _lie_as(self, label: str, state: Tensor) -> Tensor:
         """A tensor of the optimizer's state, cut as its parameter is; a count of steps stays the scalar that it is."""
-        parameter, placement = self._parameters[name], self.placements[name]
+        parameter, placement = self._parameters[label], self.placements[label]
         if state.shape == torch.Size(placement.shape):
             return part_like(state, parameter, placement, self._mesh)
         return state.to(local_part(parameter).device, copy=True)
@@ -203,4 +221,5 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
             call = wrapped = wrap_ddp(model, mesh)
             no_sync = wrapped.no_sync
     forward = ModelForward(built, call, model, task, mesh, plan.recipe.training.seed)
-    return NativeEngine(forward, model, no_sync, placements, mesh, plan, total_steps)
+    schedule = AccumulationSchedule(forward.loss_sum, no_sync)
+    return NativeEngine(forward, [model], schedule, placements, mesh, plan, total_steps)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine
+from trainer.engine.schedule import AccumulationSchedule
 from trainer.errors import UsageError
 from trainer.models.building import BuiltModel
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
@@ -75,4 +76,5 @@ def build_replicated(
     prepare_model(built, mesh, plan)
     model.to(mesh.device)
     forward = ReplicatedForward(built, task, mesh, plan.recipe.training.seed)
-    return NativeEngine(forward, model, nullcontext, whole(model), mesh, plan, total_steps)
+    schedule = AccumulationSchedule(forward.loss_sum, nullcontext)
+    return NativeEngine(forward, [model], schedule, whole(model), mesh, plan, total_steps)

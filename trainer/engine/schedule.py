@@ -1,14 +1,26 @@
-"""How the microbatches of one step go through the model: one after the other, gradients accumulating."""
+"""How the microbatches of one step go through the model.
+
+Here: one after the other, gradients accumulating. With pipeline stages: `pipelined.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.parallel.microbatch import Microbatch
+
+
+class Schedule(Protocol):
+    """Forward and backward of the microbatches of one step."""
+
+    def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
+        """Accumulates the gradient of scale * (sum of losses) / denominator; see `AccumulationSchedule.run`."""
+        ...
 
 
 class AccumulationSchedule:

@@ -19,10 +19,12 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 
 from trainer.errors import TrainerError, UsageError
 from trainer.models.attention import KEYED_ATTENTION
+from trainer.models.cutting import ModelCut
 from trainer.models.dropout import key_dropout, set_probabilities
 from trainer.models.families.table import FAMILIES
 from trainer.models.initialising import Gather, draw_weights, whole_already
-from trainer.models.loading import CannotLoadPartsError, TensorCut, load_parts, sizes_differ
+from trainer.models.loading import CannotLoadPartsError, load_parts, sizes_differ
+from trainer.models.stages import StagePart
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.placement import Placements
 from trainer.recipe.schema import Model, Training
@@ -34,13 +36,14 @@ class BuiltModel:
 
     `dropout_keys` is None where the recipe chose torch's own dropout. `notes` are what a user should know of how it was
     built, such as weights that the checkpoint does not hold. `placements` say how its parameters lie where it was cut
-    over tensor ranks; None: it is whole.
+    over tensor ranks or into stages; None: it is whole. `part` says what it is of a pipeline; None: there is none.
     """
 
     model: nn.Module
     dropout_keys: DropoutKeys | None
     notes: list[str] = field(default_factory=list)
     placements: Placements | None = None
+    part: StagePart | None = None
 
 
 def _one_line(error: Exception) -> str:
@@ -161,7 +164,7 @@ def build_model(
     auto_class_name: str,
     options: Mapping[str, Any],
     gather: Gather = whole_already,
-    cut: TensorCut | None = None,
+    cut: ModelCut | None = None,
 ) -> BuiltModel:
     """Builds the model; the same weights on every rank and under every layout.
 
@@ -197,11 +200,12 @@ def build_model(
             return BuiltModel(model, keys, notes)
         try:
             parts = load_parts(auto_class, recipe, config, attention, training.seed, prepare, cut)
-            return BuiltModel(parts.model, keys, parts.notes, parts.placements)
+            return BuiltModel(parts.model, keys, parts.notes, parts.cut.placements, parts.cut.part)
         except CannotLoadPartsError as reason:
             model, notes = build_whole()
             notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
-            return BuiltModel(model, keys, notes, cut(model))
+            made = cut(model)
+            return BuiltModel(model, keys, notes, made.placements, made.part)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if recipe.config is not None:
             raise UsageError(f"`model.config` does not describe an {auto_class_name}: {_one_line(error)}") from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,12 +35,11 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from trainer.errors import UsageError
+from trainer.models.cutting import CutModel, ModelCut
 from trainer.models.initialising import draw_weights
-from trainer.models.tensor import split_model
-from trainer.parallel.communication import Group, group_size, index_in_group
-from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements
-from trainer.parallel.slicing import part_of, ranges_of_part
+from trainer.parallel.communication import group_size, index_in_group
+from trainer.parallel.placement import ParameterPlacement
+from trainer.parallel.slicing import ranges_of_part
 from trainer.recipe.schema import Model
 
 _CHUNK_ELEMENTS = 1 << 22  # compared at a time
@@ -59,33 +58,11 @@ def sizes_differ(which: str) -> UsageError:
 
 
 @dataclass(frozen=True)
-class TensorCut:
-    """How a model is cut over the ranks of the tensor axis; with `sequence`, its sequences too."""
-
-    group: Group
-    sequence: bool = False
-
-    def __call__(self, model: nn.Module) -> Placements:
-        return split_model(model, self.group, self.sequence)
-
-    def part(self, whole: Tensor, placement: ParameterPlacement) -> Tensor:
-        """This rank's part of a whole parameter; the parameter itself where it is not cut."""
-        for split in placement.splits:
-            whole = part_of(whole, split, index_in_group(self.group), group_size(self.group))
-        return whole
-
-
-def tensor_cut(mesh: ParallelMesh, sequence: bool) -> TensorCut | None:
-    """The cut over the mesh's tensor axis, or None where that has one rank."""
-    return TensorCut(mesh.group(TENSOR_AXIS), sequence) if mesh.size(TENSOR_AXIS) > 1 else None
-
-
-@dataclass(frozen=True)
 class PartedModel:
     """A model in fp32 on the CPU that holds this rank's parts, how they lie, and what a user should know of it."""
 
     model: nn.Module
-    placements: Placements
+    cut: CutModel
     notes: list[str]
 
 
@@ -114,10 +91,11 @@ class Checkpoint:
             tensor: Tensor = opened.get_tensor(key)
             return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else tensor.clone()
 
-    def read_part(self, key: str, placement: ParameterPlacement, cut: TensorCut) -> Tensor:
-        """This rank's part of a tensor in fp32, as `TensorCut.part` would give it; nothing else is read."""
+    def read_part(self, key: str, placement: ParameterPlacement, cut: ModelCut) -> Tensor:
+        """This rank's part of a tensor in fp32, as `ModelCut.part` would give it; nothing else is read."""
         if not placement.splits:
             return self.read(key)
+        assert cut.group is not None
         (split,) = placement.splits
         dim, size, index = split.dim or 0, group_size(cut.group), index_in_group(cut.group)
         shape = self.shapes[key]
@@ -160,7 +138,7 @@ class _Sources:
 
 
 def load_parts(
-    auto_class: Any, recipe: Model, config: Any, attention: str, seed: int, prepare: Callable[..., Any], cut: TensorCut
+    auto_class: Any, recipe: Model, config: Any, attention: str, seed: int, prepare: Callable[..., Any], cut: ModelCut
 ) -> PartedModel:
     """Builds the model of a recipe in parts: bit for bit what cutting the whole model would give.
 
@@ -191,13 +169,15 @@ def load_parts(
             sources.missing = [name for name, _ in model.named_parameters()]
         whole = copy.deepcopy(model)  # on meta: whose modules are drawn, and converted into, one at a time
         prepare(model)
-        parts = _Parts(model, cut(model), cut)
+        made = cut(model)
+        parts = _Parts(model, made, cut, _aliases(whole).values())
         _rebuild_buffers(model)
         parts.read(checkpoint, sources.renamed)
         parts.convert(checkpoint, sources.converted, whole)
-        draw_weights(whole, sources.missing, seed, lambda parameters: parts.drawing(whole, parameters))
+        missing = [name for name in sources.missing if parts.holds(name)]
+        draw_weights(whole, missing, seed, lambda parameters: parts.drawing(whole, parameters))
     parts.check_filled()
-    return PartedModel(model, parts.placements, sources.notes)
+    return PartedModel(model, made, sources.notes)
 
 
 def _weight_files(recipe: Model, config: Any) -> list[str]:
@@ -332,19 +312,28 @@ def _aliases(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 class _Parts:
     """The parameters of a cut model on meta, which are filled in any order."""
 
-    def __init__(self, model: nn.Module, placements: Placements, cut: TensorCut) -> None:
+    def __init__(self, model: nn.Module, made: CutModel, cut: ModelCut, tied: Iterable[Sequence[str]]) -> None:
         self.model = model
-        self.placements = placements
+        self._placements = made.placements
         self._cut = cut
-        self._aliases = {name: names for names in _aliases(model).values() for name in names}
-        self._filled: set[str] = set()
+        first = {name: names[0] for names in tied for name in names}  # in the whole model
+        origins = made.part.origins if made.part else {}
+        own: dict[str, list[str]] = {}  # what this model has, by the first name that the whole model gives it
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            own.setdefault(origins.get(name) or first[name], []).append(name)
+        self._own = {name: own[origin] for name, origin in first.items() if origin in own}
+        self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+
+    def holds(self, name: str) -> bool:
+        """Whether the parameter `name` of the whole model, or a copy of it, is in this one."""
+        return name in self._own
 
     def read(self, checkpoint: Checkpoint, renamed: Mapping[str, str]) -> None:
-        """Fills what the checkpoint holds as the model wants it."""
+        """Fills what the checkpoint holds as the model wants it; what is of other stages is not read."""
         for name, key in renamed.items():
-            if name in self._aliases:
+            if self.holds(name):
                 self._fill(name, checkpoint.read_part(key, self._placement(name), self._cut))
-            else:
+            elif name in self._buffers:
                 self._fill_buffer(name, checkpoint.read(key))
 
     def convert(self, checkpoint: Checkpoint, groups: Sequence[Sequence[str]], whole: Any) -> None:
@@ -390,17 +379,18 @@ class _Parts:
                     raise CannotLoadPartsError(f"{path}.{attribute} is a tensor that is made with the model")
 
     def _placement(self, name: str) -> ParameterPlacement:
-        return next(self.placements[alias] for alias in self._aliases[name] if alias in self.placements)
+        return next(self._placements[own] for own in self._own[name] if own in self._placements)
 
     def _fill_whole(self, name: str, whole: Tensor) -> None:
-        self._fill(name, self._cut.part(whole, self._placement(name)))
+        if self.holds(name):
+            self._fill(name, self._cut.part(whole, self._placement(name)))
 
     def _fill(self, name: str, part: Tensor) -> None:
-        empty = self.model.get_parameter(name)
+        empty = self.model.get_parameter(self._own[name][0])
         assert part.shape == empty.shape, f"{name} is {tuple(part.shape)}, but its place is {tuple(empty.shape)}"
         parameter = nn.Parameter(part, requires_grad=empty.requires_grad)
-        for alias in self._aliases[name]:
-            _set(self.model, alias, parameter)
+        for own in self._own[name]:
+            _set(self.model, own, parameter)
 
     def _fill_buffer(self, name: str, value: Tensor) -> None:
         self.model.get_buffer(name).copy_(value)

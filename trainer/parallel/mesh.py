@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -71,6 +71,47 @@ class ParallelMesh:
         assert self.device_mesh is not None, "one process has no process group"
         mesh = self._data_mesh if axis == "dp" else self.device_mesh[axis]
         return mesh.get_group()
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this is the first of the ranks that hold the same pipeline stages: what they gather, it keeps."""
+        return self.index("dp") == 0 and self.index("tp") == 0
+
+    def subgroup(self, axis: str, indices: Sequence[int]) -> dist.ProcessGroup | None:
+        """A new process group of this rank and its neighbours at `indices` along `axis`; None where it is no member.
+
+        All ranks must call it, with the same arguments.
+        """
+        assert self.device_mesh is not None
+        lines = self.device_mesh.mesh.movedim(AXES.index(axis), -1).flatten(0, -2)
+        mine = None
+        for line in lines.tolist():
+            ranks = [line[index] for index in indices]
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                mine = group
+        return mine
+
+    def to_rank_zero(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the first replicas of all pipeline stages have, on rank 0 and its CPU; a collective.
+
+        One tensor travels after the other, so that nobody holds more than rank 0 does in the end.
+        """
+        if self.size("pp") == 1:
+            return tensors
+        described = self.gather({name: (t.shape, t.dtype) for name, t in tensors.items()})
+        if not self.is_first_replica:
+            return tensors
+        if self.rank != 0:
+            for tensor in tensors.values():
+                dist.send(tensor.cpu().contiguous(), dst=0, group=self._control)
+            return {}
+        collected = dict(tensors)
+        for rank, names in enumerate(described or []):
+            for name, (shape, dtype) in names.items() if rank else ():
+                collected[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(collected[name], src=rank, group=self._control)
+        return collected
 
     def sum_(self, tensor: Tensor, axis: str) -> Tensor:
         """Sums `tensor` over `axis`, in place."""

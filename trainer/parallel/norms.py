@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.placement import ParameterPlacement
+from trainer.parallel.placement import PIPELINE_AXIS, ParameterPlacement
 from trainer.parallel.whole import local_part
 
 
@@ -19,10 +19,13 @@ def global_grad_norm(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement
 
     Gradients must be complete: summed over every axis in which they were partial. Parameters without a gradient
     (frozen, or unused) count as zero. The norm of each parameter is taken first and then combined, so that a large
-    model does not overflow in a low precision.
+    model does not overflow in a low precision. The ranks of one pipeline stage hold the same kinds of parameters; those
+    of different stages meet at the end only.
     """
     by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for parameter, placement in parameters:
+        if placement.is_copy:  # counted on another stage
+            continue
         gradients = by_axes[placement.split_axes]  # also where this rank has none: all ranks must join the sums below
         if parameter.grad is not None:
             gradients.append(local_part(parameter.grad))
@@ -35,7 +38,7 @@ def global_grad_norm(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement
         for axis in axes:
             mesh.sum_(square, axis)
         total = total + square
-    return total.sqrt()
+    return mesh.sum_(total, PIPELINE_AXIS).sqrt()
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:

@@ -15,6 +15,9 @@ from torch import nn
 TENSOR_AXIS = "tp"
 """The mesh axis over which layers are cut."""
 
+PIPELINE_AXIS = "pp"
+"""The mesh axis over which the layers are spread."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -35,6 +38,9 @@ class ParameterPlacement:
 
     `shape` is that of the whole parameter. Without `splits` every rank holds it whole. `partial_over` names the axes
     over which each rank's gradient is only a part, to be summed: the data axes for all, since ranks see different rows.
+
+    Of a pipeline, `stages` are those that hold it where several do: each has a part of its gradient too. `is_copy` is
+    set on all of them but the first, so that it is counted and written once; its own name there may be another one.
     """
 
     name: str
@@ -42,6 +48,8 @@ class ParameterPlacement:
     splits: tuple[Split, ...] = ()
     partial_over: tuple[str, ...] = ("dp",)
     trainable: bool = True
+    stages: tuple[int, ...] = ()
+    is_copy: bool = False
 
     @property
     def split_axes(self) -> tuple[str, ...]:

@@ -83,9 +83,9 @@ def gather_on_rank_zero(
         if placement is not None and whole.dim() == len(placement.shape):
             for split in tensor_splits(placement, mesh):
                 whole = _join(whole, split, placement.shape, mesh)
-        if mesh.rank == 0:
+        if mesh.is_first_replica:
             gathered[name] = whole.cpu() if whole is not tensor else tensor
-    return gathered
+    return mesh.to_rank_zero(gathered)
 
 
 def _join(part: Tensor, split: Split, shape: tuple[int, ...], mesh: ParallelMesh) -> Tensor:

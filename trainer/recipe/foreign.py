@@ -44,7 +44,6 @@ _ONE_INTERVAL = "the interval says both when and how often"
 _MODEL_CONFIG = "a key of the transformers configuration in it; a pretrained model brings its own"
 _RANKS = _none("the launcher says how many ranks there are (`trainer run RECIPE --processes N`, torchrun, srun)")
 _ALWAYS_ON = "it is always so"
-_NO_PIPELINE = "this version has no pipeline stages"
 _DEVICE = "GPUs are used where there are any; CUDA_VISIBLE_DEVICES= hides them"
 
 # transformers.TrainingArguments, and the arguments of its run_glue.py
@@ -190,7 +189,9 @@ MEGATRON: dict[str, Counterpart] = {
     "--use-torch-fsdp2": _STRATEGY,
     "--data-parallel-sharding-strategy": _STRATEGY,
     "--tensor-model-parallel-size": _use("parallel.tensor"),
-    "--pipeline-model-parallel-size": _none(_NO_PIPELINE),
+    "--pipeline-model-parallel-size": _use("parallel.pipeline.stages"),
+    "--num-layers-per-virtual-pipeline-stage": _use("parallel.pipeline.stages_per_rank", "with interleaved_1f1b"),
+    "--num-virtual-stages-per-pipeline-rank": _use("parallel.pipeline.stages_per_rank", "with interleaved_1f1b"),
     "--sequence-parallel": _use("parallel.sequence"),
     "--context-parallel-size": _none("this version does not split attention over ranks by positions"),
     "--recompute-granularity": _RECOMPUTE,
@@ -219,7 +220,8 @@ ACCELERATE: dict[str, Counterpart] = {
     "deepspeed_config.gradient_clipping": _use("training.max_grad_norm", "null: no clipping"),
     "megatron_lm_config": _use("parallel.tensor", "the trainer's own blocks; Megatron-LM is not needed"),
     "megatron_lm_config.megatron_lm_tp_degree": _use("parallel.tensor"),
-    "megatron_lm_config.megatron_lm_pp_degree": _none(_NO_PIPELINE),
+    "megatron_lm_config.megatron_lm_pp_degree": _use("parallel.pipeline.stages"),
+    "megatron_lm_config.megatron_lm_num_micro_batches": _use("parallel.pipeline.microbatches"),
 }
 
 

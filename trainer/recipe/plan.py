@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from trainer.errors import RecipeError
+from trainer.recipe.schedules import SCHEDULES, PipelineSchedule, stages_of_rank
 from trainer.recipe.schema import Parallel, Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
@@ -41,6 +42,13 @@ class BatchPlan:
     data_parallel_size: int
     micro_batch_size: int  # the most rows in one forward pass: the recipe's, or the rank's whole share if that is less
     num_microbatches: int  # forward and backward passes of one rank in one optimizer step
+    num_passes: int = 1  # through the pipeline, in one optimizer step; each takes equally many of the microbatches
+    equal_widths: bool = False  # whether the microbatches of a step are padded to one length, as stages need them
+
+    @property
+    def microbatches_per_pass(self) -> int:
+        """Microbatches in one pass through the pipeline; without one, all of a step are alike in one pass."""
+        return self.num_microbatches // self.num_passes
 
     @property
     def rank_batch_size(self) -> int:
@@ -50,7 +58,8 @@ class BatchPlan:
     def __str__(self) -> str:
         return (
             f"{self.global_batch_size} rows a step = {_counted(self.data_parallel_size, 'data-parallel rank')}"
-            f" x {_counted(self.num_microbatches, 'microbatch', 'es')} of at most"
+            f"{f' x {self.num_passes} passes' if self.num_passes > 1 else ''}"
+            f" x {_counted(self.microbatches_per_pass, 'microbatch', 'es')} of at most"
             f" {_counted(self.micro_batch_size, 'row')}"
         )
 
@@ -60,12 +69,47 @@ def _counted(count: int, noun: str, plural: str = "s") -> str:
 
 
 @dataclass(frozen=True)
+class PipelinePlan:
+    """How the layers are spread over the ranks of the pipeline axis, and how well these are kept busy."""
+
+    schedule: PipelineSchedule
+    num_ranks: int
+    stages_per_rank: int
+    num_microbatches: int  # in one pass
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.stages_per_rank
+
+    @property
+    def bubble(self) -> float:
+        """The share of a pass in which a rank must idle, if all stages cost the same."""
+        return self.schedule.bubble(self.num_ranks, self.stages_per_rank, self.num_microbatches)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank of the pipeline axis holds, in order."""
+        return stages_of_rank(self.num_ranks, self.stages_per_rank, rank, self.schedule.mapping)
+
+    def rank_of(self, stage: int) -> int:
+        """The rank of the pipeline axis that holds a stage."""
+        return next(rank for rank in range(self.num_ranks) if stage in self.stages_of(rank))
+
+    def __str__(self) -> str:
+        several = f" x {self.stages_per_rank} a rank" if self.stages_per_rank > 1 else ""
+        return (
+            f"{self.schedule.name}, {self.num_ranks} ranks{several},"
+            f" {_counted(self.num_microbatches, 'microbatch', 'es')} a pass; bubble {self.bubble:.1%}"
+        )
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """The recipe on a known number of ranks."""
 
     recipe: Recipe
     layout: Layout
     batch: BatchPlan
+    pipeline: PipelinePlan | None = None
 
     @property
     def strategy(self) -> Strategy:
@@ -93,29 +137,38 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
         RecipeError: the strategy does not fit on that many ranks.
     """
     strategy = STRATEGIES[parallel.strategy]
-    tensor = parallel.tensor
-    if world_size % tensor:
+    tensor, stages = parallel.tensor, parallel.pipeline.stages
+    processes = _counted(world_size, "process", "es")
+    if tensor > 1 and stages == 1 and world_size % tensor:
         raise RecipeError(
             [
-                f"`parallel.tensor` must divide the {_counted(world_size, 'process', 'es')}, but is {tensor}; use"
+                f"`parallel.tensor` must divide the {processes}, but is {tensor}; use"
                 f" {tensor} processes or a multiple of it, or `parallel.tensor` 1"
+            ]
+        )
+    if world_size % (tensor * stages):
+        product = f"times `parallel.tensor` {tensor} " if tensor > 1 else ""
+        raise RecipeError(
+            [
+                f"`parallel.pipeline.stages` {product}must divide the {processes}, but is {stages}; use"
+                f" {tensor * stages} processes or a multiple of it, or 1 stage"
             ]
         )
     if strategy.single_process and world_size > 1:
         raise RecipeError(
             [f"`parallel.strategy` {strategy.name} is one process, but there are {world_size}; use ddp, or one process"]
         )
-    ranks = world_size // tensor  # the data-parallel ones
+    ranks = world_size // (tensor * stages)  # the data-parallel ones
     if not strategy.cuts_anything:
-        return Layout(dp_replicate=ranks, tp=tensor)
+        return Layout(dp_replicate=ranks, tp=tensor, pp=stages)
     shard = ranks
     if strategy.groups:
         shard = max(1, min(local_world_size // tensor, ranks)) if parallel.shard == "auto" else parallel.shard
     if ranks % shard:
         divisors = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
-        what = "processes" if tensor == 1 else "data-parallel ranks"
+        what = "processes" if tensor * stages == 1 else "data-parallel ranks"
         raise RecipeError([f"`parallel.shard` must divide the {ranks} {what}, but is {shard}; use one of {divisors}"])
-    return Layout(dp_replicate=ranks // shard, dp_shard=shard, tp=tensor)
+    return Layout(dp_replicate=ranks // shard, dp_shard=shard, tp=tensor, pp=stages)
 
 
 def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = None) -> RunPlan:
@@ -134,14 +187,54 @@ def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = Non
             ]
         )
     share = size // ranks
-    num_microbatches = math.ceil(share / recipe.training.micro_batch_size)
-    return RunPlan(
-        recipe,
-        layout,
-        BatchPlan(
-            global_batch_size=size,
-            data_parallel_size=ranks,
-            micro_batch_size=math.ceil(share / num_microbatches),
-            num_microbatches=num_microbatches,
-        ),
-    )
+    if layout.pp == 1:
+        num_microbatches = math.ceil(share / recipe.training.micro_batch_size)
+        batch = BatchPlan(size, ranks, math.ceil(share / num_microbatches), num_microbatches)
+        return RunPlan(recipe, layout, batch)
+    num_passes, pipeline = _pipeline(recipe, share)
+    num_microbatches = num_passes * pipeline.num_microbatches
+    batch = BatchPlan(size, ranks, math.ceil(share / num_microbatches), num_microbatches, num_passes, equal_widths=True)
+    return RunPlan(recipe, layout, batch, pipeline)
+
+
+def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:
+    """The passes of one optimizer step through the pipeline, and what each of them is.
+
+    Args:
+        recipe: with a pipeline.
+        share: rows of one rank in one optimizer step.
+
+    Raises:
+        RecipeError: the schedule does not fit.
+    """
+    keys, most = recipe.parallel.pipeline, recipe.training.micro_batch_size
+    schedule = SCHEDULES[keys.schedule]
+    stages_per_rank = keys.stages_per_rank or schedule.stages_per_rank
+    num_stages = keys.stages * stages_per_rank
+    if keys.microbatches is not None:
+        count = keys.microbatches
+        num_passes = math.ceil(share / (count * most))
+    else:
+        num_passes = 1
+        count = max(math.ceil(share / most), min(share, 2 * num_stages))
+        if schedule.several_stages:  # it goes round the ranks, so many at a time
+            count = math.ceil(count / keys.stages) * keys.stages
+    problems = []
+    if schedule.fills and count < num_stages:
+        problems.append(
+            f"`parallel.pipeline.microbatches` must be at least the {num_stages} stages for the schedule"
+            f" {schedule.name}, but is {count}; use gpipe, more rows in `training.global_batch_size`, or fewer stages"
+        )
+    if schedule.several_stages and count % keys.stages:
+        problems.append(
+            f"`parallel.pipeline.microbatches` must be a multiple of the {keys.stages} ranks of the pipeline for the"
+            f" schedule {schedule.name}, but is {count}; use {_sizes_near(count, keys.stages)}"
+        )
+    if count * num_passes > share:
+        problems.append(
+            f"`parallel.pipeline.microbatches` must be at most the {share} rows that a rank has in one optimizer step,"
+            f" but is {count}; use more rows in `training.global_batch_size`, or fewer microbatches"
+        )
+    if problems:
+        raise RecipeError(problems)
+    return num_passes, PipelinePlan(schedule, keys.stages, stages_per_rank, count)

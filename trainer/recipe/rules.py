@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.recipe.deepspeed import refused_keys
 from trainer.recipe.reading import KeyPath, dotted, shown_value
+from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.schema import (
     Checkpoint,
     Evaluation,
@@ -171,8 +172,52 @@ def _strategy(parallel: Parallel) -> Iterator[Contradiction]:
             "parallel.sequence",
             "parallel.tensor",
         )
+    yield from _pipeline(parallel)
     for path, reason in refused_keys(parallel.deepspeed):
         yield Contradiction((("parallel", "deepspeed", *path),), reason)
+
+
+def _pipeline(parallel: Parallel) -> Iterator[Contradiction]:
+    pipeline, strategy = parallel.pipeline, STRATEGIES[parallel.strategy]
+    if pipeline.stages == 1:
+        for key in pipeline.model_fields_set - {"stages"}:
+            yield _clash(
+                "is of a pipeline, but `parallel.pipeline.stages` is 1; set that, or remove this key",
+                f"parallel.pipeline.{key}",
+                "parallel.pipeline.stages",
+            )
+        return
+    if not strategy.pipeline:
+        able = [name for name, row in STRATEGIES.items() if row.pipeline]
+        yield _clash(
+            f"is {pipeline.stages}, which {strategy.name} does not combine with: {strategy.no_pipeline}; use"
+            f" {', '.join(able)}",
+            "parallel.pipeline.stages",
+            "parallel.strategy",
+        )
+    if parallel.offload != "none":
+        yield _clash(
+            f'is "{parallel.offload}", which a pipeline does not combine with: nobody has tried it; set it to "none"',
+            "parallel.offload",
+            "parallel.pipeline.stages",
+        )
+    schedule = SCHEDULES[pipeline.schedule]
+    per_rank = pipeline.stages_per_rank
+    if per_rank is not None and (per_rank > 1) != schedule.several_stages:
+        rule = "at least 2" if schedule.several_stages else "1"
+        yield _clash(
+            f"must be {rule} for the schedule {schedule.name}, but is {per_rank}",
+            "parallel.pipeline.stages_per_rank",
+            "parallel.pipeline.schedule",
+        )
+    num_stages = pipeline.stages * (per_rank or schedule.stages_per_rank)
+    if pipeline.split is not None and len(pipeline.split) != num_stages - 1:
+        yield _clash(
+            f"must name the first layer of each of the {num_stages} stages but the first, {num_stages - 1} in all, but"
+            f" names {len(pipeline.split)}",
+            "parallel.pipeline.split",
+            "parallel.pipeline.stages",
+        )
 
 
 def _dropout_of_tensor_ranks(parallel: Parallel, training: Training) -> Iterator[Contradiction]:

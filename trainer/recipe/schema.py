@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
+from trainer.recipe.schedules import SCHEDULE_NAMES
 from trainer.recipe.strategies import STRATEGY_NAMES
 
 
@@ -175,6 +176,28 @@ class FolderData(_DataKeys):
     validation: str | None = Field("validation", description="Name of the split to evaluate on.")
 
 
+class Pipeline(Section):
+    """Layers spread over ranks as stages, which microbatches go through one after the other."""
+
+    stages: Annotated[int, Field(ge=1)] = Field(1, description="Ranks over which the layers are spread.")
+    schedule: Literal[SCHEDULE_NAMES] = Field(  # type: ignore[valid-type]  # the table is the one place that lists them
+        "1f1b", description="In which order the stages work on the microbatches."
+    )
+    microbatches: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Microbatches in one pass through the pipeline; null: all of an optimizer step, at least two for"
+        " each stage where the rows suffice.",
+    )
+    stages_per_rank: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Stages that each rank holds; null: as the schedule needs."
+    )
+    split: Annotated[list[str], Field(min_length=1)] | None = Field(
+        None,
+        description="The first layer of each stage but the first, by its name in the base model; null: balanced by"
+        " cost.",
+    )
+
+
 class Parallel(Section):
     """How the training is spread over ranks; never what is learned."""
 
@@ -192,6 +215,7 @@ class Parallel(Section):
         description="Cut also the positions over tensor ranks, between the matrices of a layer: less memory, the same"
         " traffic.",
     )
+    pipeline: Pipeline = Pipeline()
     reshard_after_forward: bool = Field(
         True, description="Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again."
     )

@@ -7,7 +7,7 @@ summary, the documentation and the parity tests read this table, so a new row is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Offload = Literal["none", "optimizer", "parameters"]
 
@@ -31,13 +31,23 @@ class Strategy:
     offloads: tuple[Offload, ...] = ("none",)  # what `parallel.offload` may say
     single_process: bool = False  # one process drives all GPUs of the machine
     tensor: bool = False  # combines with `parallel.tensor` above 1
+    no_pipeline: str = ""  # why it does not combine with `parallel.pipeline.stages` above 1
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether it combines with `parallel.pipeline.stages` above 1."""
+        return not self.no_pipeline
 
     @property
     def cuts_anything(self) -> bool:
         return self.cuts_parameters or self.cuts_gradients or self.cuts_optimizer
 
 
-_CUT_ALL = {"cuts_parameters": True, "cuts_gradients": True, "cuts_optimizer": True}
+_DEEPSPEED_OWNS_BACKWARD = (
+    "DeepSpeed's engine scales, reduces and counts in a backward pass of its own, but with a pipeline its schedule"
+    " runs the backward passes"
+)
+_CUT_ALL: dict[str, Any] = {"cuts_parameters": True, "cuts_gradients": True, "cuts_optimizer": True}
 
 STRATEGIES: dict[str, Strategy] = {
     row.name: row
@@ -73,6 +83,7 @@ STRATEGIES: dict[str, Strategy] = {
             zero_stage=1,
             offloads=("none", "optimizer"),
             tensor=True,
+            no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
         ),
         Strategy(
             "zero2",
@@ -83,6 +94,7 @@ STRATEGIES: dict[str, Strategy] = {
             zero_stage=2,
             offloads=("none", "optimizer"),
             tensor=True,
+            no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
         ),
         Strategy(
             "zero3",
@@ -91,6 +103,7 @@ STRATEGIES: dict[str, Strategy] = {
             zero_stage=3,
             offloads=("none", "optimizer", "parameters"),
             tensor=True,
+            no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
             **_CUT_ALL,
         ),
         Strategy(
@@ -98,6 +111,7 @@ STRATEGIES: dict[str, Strategy] = {
             "one process, a copy of the model on every GPU of the machine (DataParallel)",
             "2P a step from and to the first GPU, which is the bottleneck",
             single_process=True,
+            no_pipeline="it is one process",
         ),
     )
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainer.models.families.family import ModelFamily, TensorPlan
+from trainer.models.families.family import LayerStack, ModelFamily, StagePlan, TensorPlan
 
 _LAYERS = "encoder.layer.*"
 
@@ -29,6 +29,7 @@ def _like_bert(model_type: str, *, vocabulary_heads: tuple[str, ...], whole: tup
             whole=("embeddings.position_embeddings", "embeddings.token_type_embeddings", "qa_outputs", *whole),
             sequence_parallel=True,
         ),
+        stages=StagePlan((LayerStack(_LAYERS, before=("embeddings", "embeddings_project")),)),
     )
 
 

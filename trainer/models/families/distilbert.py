@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.models.families.family import ModelFamily, TensorPlan
+from trainer.models.families.family import LayerStack, ModelFamily, StagePlan, TensorPlan
 
 _LAYERS = "transformer.layer.*"
 
@@ -25,4 +25,5 @@ DISTILBERT = ModelFamily(
         heads=("n_heads",),
         sequence_parallel=True,
     ),
+    stages=StagePlan((LayerStack(_LAYERS, before=("embeddings",)),)),
 )

@@ -41,6 +41,31 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
+class LayerStack:
+    """Layers that follow one another, with what stands around them; an encoder has one, an encoder-decoder two.
+
+    Patterns are those of `TensorPlan`.
+    """
+
+    layers: str
+    before: tuple[str, ...]  # modules with parameters that are used before the first layer
+    after: tuple[str, ...] = ()  # modules with parameters between the last layer and the next stack
+    result: str | None = None  # of a stack that another follows: the module that gives its output
+    result_as: str | None = None  # and the argument by which the model takes that output instead of computing it
+    num_results: int = 1  # tensors that a layer returns, hidden states first
+    # What the first layer computes for all others of its stack: a module in it, and the attribute, of the module around
+    # it, that says so. The first layer of each stage gets a copy.
+    first_layer: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Where pipeline stages may cut an architecture: between layers. What stands nowhere here is of the last stage."""
+
+    stacks: tuple[LayerStack, ...]
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """One architecture of transformers.
 
@@ -50,6 +75,7 @@ class ModelFamily:
     model_type: str  # of its configuration in transformers
     layers: str  # the repeated layers, which are sharded and recomputed one by one
     tensor: TensorPlan
+    stages: StagePlan | None = None  # None: not to be cut into pipeline stages
     shared_dropouts: tuple[str, ...] = ()  # dropouts of a tensor that all rows of a batch share
     undeclared_keys: tuple[str, ...] = ()  # of the configuration: read by the model, but not declared by transformers
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.models.families.family import ModelFamily, TensorPlan
+from trainer.models.families.family import LayerStack, ModelFamily, StagePlan, TensorPlan
 
 _LAYERS = "h.*"
 
@@ -21,4 +21,5 @@ GPT2 = ModelFamily(
         divided={f"{_LAYERS}.attn": ("split_size",)},
         sequence_parallel=True,
     ),
+    stages=StagePlan((LayerStack(_LAYERS, before=("wte", "wpe")),)),
 )

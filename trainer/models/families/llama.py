@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.models.families.family import ModelFamily, TensorPlan
+from trainer.models.families.family import LayerStack, ModelFamily, StagePlan, TensorPlan
 
 _LAYERS = "layers.*"
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -24,6 +24,7 @@ def _like_llama(model_type: str, *, partial: tuple[str, ...] = ()) -> ModelFamil
             heads=("num_attention_heads", "num_key_value_heads"),
             sequence_parallel=True,
         ),
+        stages=StagePlan((LayerStack(_LAYERS, before=("embed_tokens",)),)),
     )
 
 

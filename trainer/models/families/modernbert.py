@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.models.families.family import ModelFamily, TensorPlan
+from trainer.models.families.family import LayerStack, ModelFamily, StagePlan, TensorPlan
 
 _LAYERS = "layers.*"
 
@@ -20,4 +20,5 @@ MODERNBERT = ModelFamily(
         split_dropouts=(f"{_LAYERS}.mlp.drop",),
         sequence_parallel=True,
     ),
+    stages=StagePlan((LayerStack(_LAYERS, before=("embeddings",)),)),
 )

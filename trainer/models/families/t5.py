@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from trainer.models.families.family import ModelFamily, TensorPlan
+from trainer.models.families.family import LayerStack, ModelFamily, StagePlan, TensorPlan
 
 _LAYERS = "(encoder|decoder).block.*"
 _ATTENTION = f"{_LAYERS}.layer.*.(SelfAttention|EncDecAttention)"
+_FIRST_LAYER = ("layer.0.SelfAttention.relative_attention_bias", "has_relative_attention_bias")
 _FEED_FORWARD = f"{_LAYERS}.layer.*.DenseReluDense"
 
 T5 = ModelFamily(
@@ -24,6 +25,20 @@ T5 = ModelFamily(
         divided={_ATTENTION: ("n_heads", "inner_dim")},
         split_dropouts=(f"{_FEED_FORWARD}.dropout",),
         sequence_parallel=True,
+    ),
+    stages=StagePlan(
+        (
+            LayerStack(
+                "encoder.block.*",
+                before=("shared", "encoder.embed_tokens"),
+                after=("encoder.final_layer_norm",),
+                result="encoder",
+                result_as="encoder_outputs",
+                num_results=3,
+                first_layer=_FIRST_LAYER,
+            ),
+            LayerStack("decoder.block.*", before=("decoder.embed_tokens",), num_results=3, first_layer=_FIRST_LAYER),
+        )
     ),
     undeclared_keys=("decoder_start_token_id",),
 )

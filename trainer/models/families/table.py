@@ -18,6 +18,7 @@ from trainer.models.families.modernbert import MODERNBERT
 from trainer.models.families.shipped import shipped_family, shipped_layers
 from trainer.models.families.t5 import T5
 from trainer.models.families.vit import VIT
+from trainer.parallel.stage import Absent
 
 FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family
@@ -62,7 +63,11 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     if pattern is None:
         raise _of_no_family(config)
     base: Any = model.base_model
-    layers = {name: module for name, module in base.named_modules() if matches(pattern, name)}
+    layers = {
+        name: module
+        for name, module in base.named_modules()
+        if matches(pattern, name) and not isinstance(module, Absent)  # of another pipeline stage
+    }
     if not layers:
         raise UsageError(f"the family {config.model_type} says that layers are `{pattern}`, but none is in this model")
     return layers

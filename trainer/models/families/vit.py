@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.models.families.family import ModelFamily, TensorPlan
+from trainer.models.families.family import LayerStack, ModelFamily, StagePlan, TensorPlan
 
 _LAYERS = "layers.*"
 
@@ -19,4 +19,5 @@ VIT = ModelFamily(
         whole=("embeddings", "embeddings.patch_embeddings.projection", "pooler.dense", "classifier"),
         sequence_parallel=True,
     ),
+    stages=StagePlan((LayerStack(_LAYERS, before=("embeddings",)),)),
 )

@@ -1,0 +1,277 @@
+"""The native engine with pipeline stages: the microbatches of a step go through a schedule that owns the backward pass.
+
+Everything else is as without stages: the loss is divided by the valid labels of the global batch, masks of dropout
+belong to rows and not to microbatches, gradients are summed and never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.engine.engine import EvalResult
+from trainer.engine.forward import ModelForward, prepare_model
+from trainer.engine.native import NativeEngine
+from trainer.engine.sharded import defer_all_reduce, shard
+from trainer.models.building import BuiltModel
+from trainer.models.stages import StagePart, hidden_shape
+from trainer.parallel.dropout import MicrobatchKey
+from trainer.parallel.gradients import TiedGradients, sum_gradients_
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import Microbatch
+from trainer.parallel.pipeline import LocalStage, PipelineDriver
+from trainer.parallel.placement import PIPELINE_AXIS, Placements
+from trainer.recipe.plan import PipelinePlan, RunPlan
+from trainer.tasks.task import Task
+
+_ROWS = "microbatch_rows"  # travels with the inputs: which rows they are, which keys their dropout
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The rows of one pass through the pipeline, laid out as microbatches of equally many rows.
+
+    The last row is repeated until all are full; `num_rows` are real. `rows_of_each` is how many a microbatch has.
+    """
+
+    inputs: dict[str, Tensor]
+    labels: Tensor
+    rows: Tensor
+    num_rows: int
+    rows_of_each: int
+
+    def real_rows(self, microbatch: int) -> slice:
+        """The rows of one of its microbatches, in the whole pass."""
+        start = microbatch * self.rows_of_each
+        return slice(min(start, self.num_rows), min(start + self.rows_of_each, self.num_rows))
+
+
+def passes_of(microbatches: Sequence[Microbatch], num_passes: int, num_microbatches: int) -> list[Pass]:
+    """Lays the rows of one rank and step, all padded to one length, out over the passes.
+
+    Args:
+        microbatches: of this rank; a filler's rows are none, but if there is nothing else, one stands in.
+        num_passes: through the pipeline.
+        num_microbatches: in each pass.
+    """
+    real = [microbatch for microbatch in microbatches if not microbatch.filler]
+    source = real or list(microbatches[:1])
+    inputs = {name: torch.cat([m.inputs[name] for m in source]) for name in source[0].inputs}
+    labels, rows = torch.cat([m.labels for m in source]), torch.cat([m.rows for m in source])
+    num_rows = len(rows) if real else 0
+    size = ceil(max(num_rows, 1) / (num_passes * num_microbatches))
+    passes = []
+    for index in range(num_passes):
+        start = index * num_microbatches * size
+        places = torch.arange(start, start + num_microbatches * size).clamp(max=len(rows) - 1)
+        passes.append(
+            Pass(
+                {name: tensor[places] for name, tensor in inputs.items()},
+                labels[places],
+                rows[places],
+                num_rows=min(max(num_rows - start, 0), num_microbatches * size),
+                rows_of_each=size,
+            )
+        )
+    return passes
+
+
+class PipelinedForward(ModelForward):
+    """Runs the stages of this rank.
+
+    Args:
+        built: the stages, in order.
+        task: gives the loss, on the rank of the last stage.
+        mesh: the ranks.
+        plan: the pipeline, the seed.
+    """
+
+    def __init__(self, built: Sequence[BuiltModel], task: Task, mesh: ParallelMesh, plan: RunPlan) -> None:
+        first = built[0]
+        super().__init__(first, first.model, first.model, task, mesh, plan.recipe.training.seed)
+        assert plan.pipeline is not None
+        self._built = built
+        self._pipeline: PipelinePlan = plan.pipeline
+        stages = plan.pipeline.stages_of(mesh.index(PIPELINE_AXIS))
+        for stage in built:
+            model: Any = stage.model
+            model.forward = partial(self._run_stage, stage, _part(stage), model.forward)
+        self._driver = PipelineDriver(
+            [
+                LocalStage(stage.model, index, len(_part(stage).receives), len(_part(stage).sends))
+                for stage, index in zip(built, stages, strict=True)
+            ],
+            plan.pipeline.num_stages,
+            plan.pipeline.schedule.name,
+            plan.pipeline.num_microbatches,
+            mesh.process_group(PIPELINE_AXIS),
+            mesh.device,
+        )
+
+    def accumulate(self, rows: Pass, denominator: Tensor, scale: float) -> Tensor:
+        """Forward and backward of one pass; this rank's share of the loss, zero where the last stage is elsewhere."""
+        labels = rows.labels.to(self._mesh.device, non_blocking=True)
+
+        def loss(logits: Tensor, number: Tensor) -> Tensor:
+            real = rows.real_rows(int(number))
+            count = real.stop - real.start
+            if count == 0:
+                return logits.sum() * 0.0  # so that its backward pass runs as any other's
+            return self._task.loss_sum(logits[:count], labels[real]) * scale / denominator
+
+        total = self._driver.train(self._inputs(rows), self._shape(rows), loss)
+        self._watch = nullcontext()
+        return total / scale
+
+    @torch.no_grad()
+    def evaluate(self, microbatch: Microbatch) -> EvalResult:
+        """A forward pass without dropout and without gradients; what it gives is on the rank of the last stage."""
+        self._set_training(False)
+        num_valid = int(self._task.num_valid(microbatch.labels))
+        (rows,) = passes_of([microbatch], 1, self._pipeline.num_microbatches)
+        logits = self._driver.forward(self._inputs(rows), self._shape(rows))
+        if microbatch.filler or logits is None:
+            return EvalResult(0.0, 0, {})
+        labels = microbatch.labels.to(self._mesh.device)
+        logits = logits[: len(labels)]
+        return EvalResult(self._task.loss_sum(logits, labels).item(), num_valid, self._task.predictions(logits, labels))
+
+    def _run_stage(
+        self,
+        built: BuiltModel,
+        part: StagePart,
+        forward: Callable[..., Any],
+        *received: Tensor,
+        **inputs: Tensor,
+    ) -> Any:
+        """What torch calls for one microbatch: tensors for the next stage, or logits."""
+        rows = inputs.pop(_ROWS)
+        keys = built.dropout_keys
+        keyed = keys.use(MicrobatchKey(self._step, rows)) if keys and built.model.training else nullcontext()
+        with self._watch if built.model.training else nullcontext(), keyed:
+            output = part.run(forward, received, {**inputs, **self._constants})
+        if not isinstance(output, tuple):
+            return output.logits
+        # Whatever autocast has left them in: the next stage waits for the type of the parameters.
+        dtype = next(p.dtype for p in built.model.parameters() if p.is_floating_point())
+        return tuple(tensor.to(dtype) for tensor in output)
+
+    def _inputs(self, rows: Pass) -> dict[str, Tensor]:
+        tensors = {**rows.inputs, _ROWS: rows.rows}
+        return {name: tensor.to(self._mesh.device, non_blocking=True) for name, tensor in tensors.items()}
+
+    def _shape(self, rows: Pass) -> tuple[int, ...]:
+        return (rows.rows_of_each, *hidden_shape(self._model, rows.inputs))
+
+    def _set_training(self, mode: bool) -> None:
+        for stage in self._built:
+            if stage.model.training != mode:
+                stage.model.train(mode)
+
+
+def _part(built: BuiltModel) -> StagePart:
+    assert built.part is not None, "the model is no stage"
+    return built.part
+
+
+class PipelinedSchedule:
+    """The passes of one step; gradients are synchronised over the data-parallel ranks in the last of them.
+
+    Args:
+        forward: the stages.
+        mesh: the ranks.
+        plan: how many passes, and of how many microbatches.
+        no_sync: a context in which a pass leaves to a later one what it can.
+    """
+
+    def __init__(
+        self,
+        forward: PipelinedForward,
+        mesh: ParallelMesh,
+        plan: RunPlan,
+        no_sync: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._forward = forward
+        self._mesh = mesh
+        self._batch = plan.batch
+        self._no_sync = no_sync
+
+    def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
+        """Accumulates the gradient of scale * (sum of losses) / denominator.
+
+        Args:
+            microbatches: of this rank, at least one.
+            denominator: valid labels in the whole global batch, a scalar.
+            scale: the loss scale of fp16, else 1.
+
+        Returns:
+            This data-parallel rank's share of the loss, unscaled, on every stage: a detached scalar.
+        """
+        total = torch.zeros((), device=denominator.device)
+        passes = passes_of(microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
+        for index, rows in enumerate(passes):
+            with nullcontext() if index == len(passes) - 1 else self._no_sync():
+                total = total + self._forward.accumulate(rows, denominator, scale)
+        return self._mesh.sum_(total, PIPELINE_AXIS)
+
+
+def build_pipelined(
+    built: Sequence[BuiltModel], task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int
+) -> NativeEngine:
+    """The engine of `ddp`, `fsdp` and `hsdp` with pipeline stages."""
+    models = [stage.model for stage in built]
+    placements: Placements = {}
+    parallel, cuts = plan.recipe.parallel, plan.strategy.cuts_parameters
+    for stage in built:
+        assert stage.placements is not None
+        placed = stage.placements
+        prepare_model(stage, mesh, plan)
+        stage.model.to(mesh.device)
+        if cuts:
+            placed = shard(stage.model, placed, mesh, parallel.reshard_after_forward, offload_parameters=False)
+        assert not placements.keys() & placed.keys(), "two stages of a rank have parameters of one name"
+        placements |= placed
+    forward = PipelinedForward(built, task, mesh, plan)
+    no_sync = partial(_defer, models) if cuts else nullcontext
+    schedule = PipelinedSchedule(forward, mesh, plan, no_sync)
+    tied = _tied_gradients(built, placements, mesh, plan)
+    data_group = mesh.group("dp") if not cuts else None
+
+    def complete() -> None:
+        if data_group is not None:
+            sum_gradients_((parameter for model in models for parameter in model.parameters()), data_group)
+        tied.sum_()
+
+    return NativeEngine(forward, models, schedule, placements, mesh, plan, total_steps, complete)
+
+
+@contextmanager
+def _defer(models: Sequence[nn.Module]) -> Any:
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(defer_all_reduce(model))
+        yield
+
+
+def _tied_gradients(
+    built: Sequence[BuiltModel], placements: Placements, mesh: ParallelMesh, plan: RunPlan
+) -> TiedGradients:
+    """What several stages hold, with the ranks that do."""
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    holders = {name: stages for stage in built for name, stages in _part(stage).holders.items()}
+    ranks = {name: tuple(sorted({pipeline.rank_of(s) for s in stages})) for name, stages in holders.items()}
+    groups = {key: mesh.subgroup(PIPELINE_AXIS, key) for key in sorted(set(ranks.values())) if len(key) > 1}
+    copies: dict[str, list[nn.Parameter]] = {}
+    for stage in built:
+        for label, parameter in stage.model.named_parameters():
+            if placements[label].stages and parameter.requires_grad:
+                copies.setdefault(placements[label].name, []).append(parameter)
+    return TiedGradients(copies, {name: groups.get(ranks[name]) for name in copies})

@@ -1,0 +1,93 @@
+"""How one rank's model is cut out of the whole: first to its pipeline stage, then over the tensor ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from trainer.models.stages import StagePart, cut_stage, split_stages
+from trainer.models.tensor import split_model
+from trainer.parallel.communication import Group, group_size, index_in_group
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, whole
+from trainer.parallel.slicing import part_of
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """One stage of a pipeline; `starts` are the first layers of all but the first stage, None: by cost."""
+
+    stage: int
+    num_stages: int
+    starts: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """What a cut has made of a model: how its parameters lie, and, of a pipeline, which part of it is left."""
+
+    placements: Placements
+    part: StagePart | None = None
+
+
+@dataclass(frozen=True)
+class ModelCut:
+    """How a model is cut: to a stage, and over the ranks of the tensor axis; with `sequence`, its sequences too.
+
+    `group` None: not over tensor ranks.
+    """
+
+    group: Group | None
+    sequence: bool = False
+    choice: StageChoice | None = None
+
+    def __call__(self, model: nn.Module) -> CutModel:
+        """Cuts `model` in place.
+
+        Raises:
+            UsageError: it cannot be cut so.
+        """
+        part = None
+        if self.choice is not None:
+            split = split_stages(model, self.choice.num_stages, self.choice.starts)
+            part = cut_stage(model, split, self.choice.stage)
+        placements = whole(model) if self.group is None else split_model(model, self.group, self.sequence)
+        if part is not None and self.choice is not None:
+            placements = {
+                name: _of_stage(placement, part.origins.get(name, name), part, self.choice.stage)
+                for name, placement in placements.items()
+            }
+        return CutModel(placements, part)
+
+    def part(self, tensor: Tensor, placement: ParameterPlacement) -> Tensor:
+        """This rank's part of a whole parameter; the parameter itself where it is not cut."""
+        for split in placement.splits:
+            assert self.group is not None
+            tensor = part_of(tensor, split, index_in_group(self.group), group_size(self.group))
+        return tensor
+
+
+def _of_stage(placement: ParameterPlacement, origin: str, part: StagePart, stage: int) -> ParameterPlacement:
+    holders = part.holders.get(origin, ())
+    return replace(placement, name=origin, stages=holders, is_copy=bool(holders) and holders[0] != stage)
+
+
+def model_cuts(
+    mesh: ParallelMesh, sequence: bool, stages: Sequence[int], num_stages: int, starts: Sequence[str] | None
+) -> list[ModelCut | None]:
+    """The cuts of a rank's models: one for each of its stages, or for the whole; None: nothing is cut.
+
+    Args:
+        mesh: the ranks.
+        sequence: whether tensor ranks cut sequences too.
+        stages: that this rank holds.
+        num_stages: of the whole pipeline, 1: there is none.
+        starts: as `StageChoice` has them.
+    """
+    group = mesh.group(TENSOR_AXIS)
+    if num_stages == 1:
+        return [ModelCut(group, sequence) if group is not None else None]
+    names = None if starts is None else tuple(starts)
+    return [ModelCut(group, sequence, StageChoice(stage, num_stages, names)) for stage in stages]

@@ -1,0 +1,77 @@
+"""Sums of whole gradients over ranks, for what no library sums while the backward pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.parallel.communication import Group
+from trainer.parallel.whole import local_part
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+@torch.no_grad()
+def sum_gradients_(parameters: Iterable[nn.Parameter], group: Group) -> None:
+    """Sums the gradients over the ranks of `group`, in place, a bucket at a time.
+
+    Which parameters have a gradient must not differ between the ranks.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for bucket in _buckets(gradients):
+        _apply(bucket, lambda flat: dist.all_reduce(flat, group=group))
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (size + gradient.nbytes > _BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+def _apply(tensors: Sequence[Tensor], change_: Callable[[Tensor], object]) -> None:
+    """Changes all tensors, in place, as one flat vector."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    change_(flat)
+    for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+class TiedGradients:
+    """Parameters that several pipeline stages hold copies of: each has a part of the gradient, all need the sum.
+
+    The stages must have begun with equal copies; an optimizer that sees equal gradients keeps them equal.
+
+    Args:
+        copies: of this rank, by the name of the parameter in the whole model.
+        groups: the ranks that hold copies, by that name; None: this rank alone.
+    """
+
+    def __init__(self, copies: Mapping[str, Sequence[nn.Parameter]], groups: Mapping[str, Group]) -> None:
+        self._copies = {name: list(copies[name]) for name in sorted(copies)}  # all ranks in the same order
+        self._groups = dict(groups)
+
+    @torch.no_grad()
+    def sum_(self) -> None:
+        """Sums the gradients of all copies, in place; they may be sharded, on all stages alike."""
+        for name, copies in self._copies.items():
+            for parameter in copies:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            parts = [local_part(parameter.grad) for parameter in copies if parameter.grad is not None]
+            total = parts[0].clone(memory_format=torch.contiguous_format)
+            for part in parts[1:]:
+                total += part
+            if (group := self._groups[name]) is not None:
+                dist.all_reduce(total, group=group)
+            for part in parts:
+                part.copy_(total)

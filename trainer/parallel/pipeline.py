@@ -1,0 +1,202 @@
+"""Drives the stages of one rank through a schedule of `torch.distributed.pipelining`.
+
+Torch runs the schedule, sends and receives. Here, its objects are made for the shapes of each pass: the ranks of a
+pipeline read the same rows, so every stage knows the shape of what it will receive, and nothing is negotiated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+SCHEDULE_CLASSES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+"""By the names of `recipe/schedules.py`."""
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LocalStage:
+    """A stage that this rank holds.
+
+    `module` takes the tensors that the stage before has sent, and the inputs of the microbatch by name; it returns the
+    tensors for the next stage, or, as the last, the logits.
+    """
+
+    module: nn.Module
+    index: int
+    num_received: int  # tensors from the stage before
+    num_sent: int
+
+
+class BusyClock:
+    """Seconds in which this rank computed, by the host's clock or, on a GPU, by events in its queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Does `work` and counts the time that it takes."""
+        if not self._on_gpu:
+            start = time.perf_counter()
+            try:
+                return work()
+            finally:
+                self._seconds += time.perf_counter() - start
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record()
+        result = work()
+        after.record()
+        self._events.append((before, after))
+        return result
+
+    def read(self) -> float:
+        """All seconds so far; waits for the device."""
+        for before, after in self._events:
+            after.synchronize()
+            self._seconds += before.elapsed_time(after) / 1000
+        self._events.clear()
+        return self._seconds
+
+
+class _TimedStage(PipelineStage):
+    """Torch's stage, with a clock at the computation of each microbatch."""
+
+    clock: BusyClock
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self.clock.run(lambda: PipelineStage.forward_one_chunk(self, *args, **kwargs))
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self.clock.run(lambda: PipelineStage.backward_one_chunk(self, *args, **kwargs))
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self.clock.run(lambda: PipelineStage.backward_weight_one_chunk(self, *args, **kwargs))
+
+
+class PipelineDriver:
+    """The stages of one rank.
+
+    Args:
+        stages: of this rank, in order.
+        num_stages: of the whole pipeline.
+        schedule: a name of `SCHEDULE_CLASSES`.
+        num_microbatches: in one pass.
+        group: the ranks of the pipeline.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[LocalStage],
+        num_stages: int,
+        schedule: str,
+        num_microbatches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._stages = list(stages)
+        self._num_stages = num_stages
+        self._class = SCHEDULE_CLASSES[schedule]
+        self._num_microbatches = num_microbatches
+        self._group = group
+        self._device = device
+        self._loss: LossFunction
+        self._made: dict[bool, tuple[tuple[int, ...], Any]] = {}  # the last of each kind: for which shape, and it
+        self.clock = BusyClock(device)
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether the loss is computed on this rank."""
+        return self._stages[-1].index == self._num_stages - 1
+
+    def train(self, inputs: Mapping[str, Tensor], shape: Sequence[int], loss: LossFunction) -> Tensor:
+        """Forward and backward of one pass; gradients accumulate.
+
+        Args:
+            inputs: of all microbatches, each `[microbatches * rows, ...]`, on every stage.
+            shape: of what travels between stages, for one microbatch: `[rows, positions, hidden]`.
+            loss: of the logits of a microbatch and its number in the pass, an int64 tensor of one element on the CPU.
+
+        Returns:
+            The sum of the losses, a detached scalar; zero where the last stage is on another rank.
+        """
+        schedule = self._schedule(tuple(shape), is_training=True)
+        self._loss = loss
+        losses: list[Tensor] = []
+        numbers = torch.arange(self._num_microbatches) if self.has_last_stage else None
+        self._run(lambda: schedule.step(target=numbers, losses=losses, return_outputs=False, **inputs))
+        return (
+            torch.stack([value.detach() for value in losses]).sum() if losses else torch.zeros((), device=self._device)
+        )
+
+    @torch.no_grad()
+    def forward(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor | None:
+        """One pass without gradients: the logits `[microbatches * rows, ...]` on the rank of the last stage."""
+        schedule = self._schedule(tuple(shape), is_training=False)
+        logits: Tensor | None = self._run(lambda: schedule.step(**inputs))
+        return logits
+
+    def _run(self, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except RuntimeError as error:
+            # Torch puts what a stage raises into an error of its own, a page long; ours say what to do.
+            raise error.__cause__ or error from error.__cause__
+
+    def _schedule(self, shape: tuple[int, ...], is_training: bool) -> Any:
+        """Torch's schedule for microbatches of this shape, made anew where the last one was for another."""
+        made_for, schedule = self._made.get(is_training, ((), None))
+        if made_for == shape:
+            return schedule
+        stages = [self._stage(stage, shape, is_training) for stage in self._stages]
+        single = issubclass(self._class, ScheduleGPipe | Schedule1F1B)
+        loss = (lambda logits, number: self._loss(logits, number)) if is_training else None  # of the pass that runs
+        schedule = self._class(stages[0] if single else stages, self._num_microbatches, loss_fn=loss, scale_grads=False)
+        self._made[is_training] = (shape, schedule)
+        return schedule
+
+    def _loss_of_pass(self, logits: Tensor, number: Tensor) -> Tensor:
+        return self._loss(logits, number)
+
+    def _stage(self, stage: LocalStage, shape: tuple[int, ...], is_training: bool) -> _TimedStage:
+        dtype = next((p.dtype for p in stage.module.parameters() if p.is_floating_point()), torch.float32)
+
+        def examples(count: int) -> tuple[Tensor, ...]:
+            return tuple(
+                torch.empty(shape, dtype=dtype, device="meta", requires_grad=is_training) for _ in range(count)
+            )
+
+        # What the last stage returns goes nowhere, so that its shape is never looked at.
+        sent = examples(stage.num_sent) if stage.num_sent else (torch.empty(1, device="meta"),)
+        timed = _TimedStage(
+            stage.module,
+            stage.index,
+            self._num_stages,
+            self._device,
+            input_args=examples(stage.num_received),
+            output_args=sent,
+            group=self._group,
+        )
+        timed.clock = self.clock
+        return timed
