@@ -43,16 +43,20 @@ def _keep_products(context: SelectiveCheckpointContext, op: Any, *args: Any, **k
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Both:
-    """One context inside another."""
+class _Again:
+    """A moment of the forward pass, and another context inside of it.
 
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        self._contexts = contexts
+    It may be entered several times: a schedule that splits the backward pass recomputes for both of its halves.
+    """
+
+    def __init__(self, moment: Callable[[], AbstractContextManager[None]], inner: AbstractContextManager[Any]) -> None:
+        self._moment = moment
+        self._inner = inner
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        for context in self._contexts:
-            self._stack.enter_context(context)
+        self._stack.enter_context(self._moment())
+        self._stack.enter_context(self._inner)
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._stack.__exit__(*error)
@@ -65,7 +69,7 @@ def _contexts(selective: bool, keys: DropoutKeys | None) -> _Contexts:
         if selective
         else (nullcontext(), nullcontext())
     )
-    return forward, _Both(keys.capture()(), again) if keys else again
+    return forward, _Again(keys.capture(), again) if keys else again
 
 
 def checkpoint_layers(layers: Iterable[nn.Module], how: CheckpointingName, keys: DropoutKeys | None) -> int:

@@ -99,8 +99,8 @@ class StagePart:
         finally:
             self.traffic.hidden = self.traffic.result = None  # or they would be kept until the next microbatch
         assert all(tensor is not None for tensor in sent), "the model was left too early"
-        # A received tensor that is handed on must be a tensor of this stage's graph.
-        return tuple(tensor.view_as(tensor) for tensor in sent if tensor is not None)
+        # Torch cuts what was sent off its graph, in place: it must be neither a view nor what was received.
+        return tuple(t.clone() if t._is_view() or t.is_leaf else t for t in sent if t is not None)
 
 
 def plan_of(model: nn.Module) -> StagePlan:

@@ -220,6 +220,17 @@ def _pipeline(parallel: Parallel) -> Iterator[Contradiction]:
         )
 
 
+def _kept_products(parallel: Parallel, activation_checkpointing: str) -> Iterator[Contradiction]:
+    pipeline = parallel.pipeline
+    if pipeline.stages > 1 and SCHEDULES[pipeline.schedule].splits_backward and activation_checkpointing == "selective":
+        yield _clash(
+            f'is "selective", which the schedule {pipeline.schedule} does not combine with: it recomputes twice, but what'
+            " was kept may be read once; use none or full",
+            "activation_checkpointing",
+            "parallel.pipeline.schedule",
+        )
+
+
 def _dropout_of_tensor_ranks(parallel: Parallel, training: Training) -> Iterator[Contradiction]:
     if parallel.tensor > 1 and not training.layout_invariant_dropout:
         yield _clash(
@@ -289,6 +300,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("data",), _data_places),
     (("parallel",), _strategy),
     (("parallel", "training"), _dropout_of_tensor_ranks),
+    (("parallel", "activation_checkpointing"), _kept_products),
     (("training",), _steps),
     (("training", "schedule"), _warmup),
     (("task", "evaluation"), _best_metric),
