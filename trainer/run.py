@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,12 +33,12 @@ from trainer.evaluation import Evaluator
 from trainer.launch.command import command_line
 from trainer.launch.environment import LaunchEnvironment, cache_folder
 from trainer.loop import Ending, Loop
-from trainer.models.building import build_model, load_tokenizer
+from trainer.models.building import BuiltModel, build_model, load_tokenizer
 from trainer.observe.build import build_observers
 from trainer.observe.memory import peak_memory_bytes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observers
-from trainer.observe.records import EndRecord
+from trainer.observe.records import EndRecord, Idling
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
@@ -71,6 +71,7 @@ class _Session:
     started: float = field(default_factory=time.monotonic)
     progress: Progress = field(default_factory=Progress)
     model_folder: Path | None = None
+    idling: Idling | None = None
 
     def end(self, code: ExitCode, message: str | None) -> int:
         """Tells the observers how it ended and gives the exit code."""
@@ -85,6 +86,7 @@ class _Session:
                 seconds=time.monotonic() - self.started,
                 resume_command=self.command,
                 message=message,
+                pipeline=self.idling,
             )
         )
         return int(code)
@@ -199,11 +201,12 @@ def _train(
         ]
     total_steps = plan.total_steps(len(data.train))
     engine = build_engine(built, task, mesh, plan, total_steps)
-    meter = Meter(model_size(built.model, engine.placements), total_peak_flops(recipe, mesh))
+    models = [part.model for part in built]
+    meter = Meter(model_size(models, engine.placements, mesh), total_peak_flops(recipe, mesh))
 
     store = CheckpointStore(session.folder, recipe.checkpoint.keep)
     saver = Saver(store, engine, mesh, identity(recipe, data.train.content_hash))
-    notes = [*built.notes, *_cut_notes(data, recipe.data.max_length), *saver.resume(recipe.checkpoint.resume)]
+    notes = [*built[0].notes, *_cut_notes(data, recipe.data.max_length), *saver.resume(recipe.checkpoint.resume)]
     progress = session.progress = saver.progress
     info = run_info(
         plan,
@@ -211,10 +214,11 @@ def _train(
         task,
         data.train,
         data.validation,
-        built.model,
+        models,
         engine.placements,
         mesh,
         progress.step or None,
+        _stage_texts(plan, built, mesh),
     )
     mesh.on_rank_zero(lambda: session.observers.start(info))
     for note in notes:
@@ -239,10 +243,43 @@ def _train(
         peak_memory=lambda: peak_memory_bytes(device),
         stop=stop,
     ).run()
+    session.idling = _idling(plan, engine, mesh)
     if _ENDINGS[ending][0] == ExitCode.DONE:
         session.model_folder = session.folder / "model"
         _export(engine, data.tokenizer, mesh, session.model_folder)
     return ending
+
+
+def _stage_texts(plan: RunPlan, built: Sequence[BuiltModel], mesh: ParallelMesh) -> tuple[str, ...]:
+    """How the pipeline runs, and what each of its stages has; on rank 0, and empty without one. All must call it."""
+    if plan.pipeline is None:
+        return ()
+    stages = plan.pipeline.stages_of(mesh.index("pp"))
+    sizes = [sum(p.numel() for p in part.model.parameters()) for part in built]
+    layers = [part.part.layers if part.part else () for part in built]
+    gathered = mesh.gather(list(zip(stages, layers, sizes, strict=True)) if mesh.is_first_replica else [])
+    texts = [str(plan.pipeline)]
+    for stage, names, size in sorted(part for parts in gathered or [] for part in parts):
+        what = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        texts.append(
+            f"stage {stage} on pipeline rank {plan.pipeline.rank_of(stage)}: {what}; {size:,} parameters a rank"
+        )
+    return tuple(texts)
+
+
+def _idling(plan: RunPlan, engine: Engine, mesh: ParallelMesh) -> Idling | None:
+    """What the pipeline ranks waited, on rank 0. All must call it."""
+    if plan.pipeline is None:
+        return None
+    gathered = mesh.gather((mesh.index("pp"), engine.idle_share()))
+    measured: dict[int, list[float]] = {}
+    for rank, share in gathered or []:
+        if share is not None:
+            measured.setdefault(rank, []).append(share)
+    if not measured:
+        return None
+    means = tuple(sum(measured[rank]) / len(measured[rank]) for rank in sorted(measured))
+    return Idling(means, plan.pipeline.bubble)
 
 
 def _train_batches(plan: RunPlan, data: _Data, mesh: ParallelMesh, total_steps: int, progress: Progress) -> TrainLoader:

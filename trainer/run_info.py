@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
@@ -47,45 +47,67 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _parameter_groups(
-    model: nn.Module, placements: Placements, mesh: ParallelMesh, bytes_per_element: int
+def _own_parameter_groups(
+    models: Sequence[nn.Module], placements: Placements, mesh: ParallelMesh, bytes_per_element: int
 ) -> tuple[ParameterGroup, ...]:
-    names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    tied = {name for name, parameter in model.named_parameters() if names[id(parameter)] > 1}
+    names = Counter(id(p) for model in models for _, p in model.named_parameters(remove_duplicate=False))
+    tied = {name for model in models for name, p in model.named_parameters() if names[id(p)] > 1}
 
-    def kinds(placement: ParameterPlacement) -> Iterator[str]:
+    def kinds(label: str, placement: ParameterPlacement) -> Iterator[str]:
         yield "frozen" if not placement.trainable else "split" if placement.splits else "replicated"
-        if placement.name in tied:
+        if label in tied or placement.stages:
             yield "tied"
 
     sizes = {axis: mesh.size(axis) for axis in AXES}
     groups = []
     for name in get_args(Kind):
-        members = [placement for placement in placements.values() if name in kinds(placement)]
+        members = [placement for label, placement in placements.items() if name in kinds(label, placement)]
         if members:
             groups.append(
                 ParameterGroup(
                     placement=name,
-                    num_tensors=len(members),
-                    num_parameters=sum(int(np.prod(member.shape)) for member in members),
+                    num_tensors=sum(not member.is_copy for member in members),
+                    num_parameters=sum(int(np.prod(member.shape)) for member in members if not member.is_copy),
                     bytes_per_rank=sum(member.num_elements(sizes) for member in members) * bytes_per_element,
                 )
             )
     return tuple(groups)
 
 
+def _parameter_groups(own: tuple[ParameterGroup, ...], mesh: ParallelMesh) -> tuple[ParameterGroup, ...]:
+    """Those of all pipeline stages together, with the bytes of the one that holds the most; on rank 0."""
+    if mesh.size("pp") == 1:
+        return own
+    gathered = mesh.gather(own if mesh.is_first_replica else ())
+    by_kind: dict[str, list[ParameterGroup]] = {}
+    for group in (group for groups in gathered or [] for group in groups):
+        by_kind.setdefault(group.placement, []).append(group)
+    return tuple(
+        ParameterGroup(
+            placement=name,
+            num_tensors=sum(group.num_tensors for group in by_kind[name]),
+            num_parameters=sum(group.num_parameters for group in by_kind[name]),
+            bytes_per_rank=max(group.bytes_per_rank for group in by_kind[name]),
+        )
+        for name in get_args(Kind)
+        if name in by_kind
+    )
+
+
 def planned_state_bytes(plan: RunPlan, placements: Placements, mesh: ParallelMesh) -> StateBytes:
-    """What the rank that holds the most holds of this run's training state, by formula."""
+    """What the rank that holds the most holds of this run's training state, by formula. All ranks must call it."""
     optimizer, strategy = plan.recipe.optimizer, plan.strategy
     tensors = 2 if isinstance(optimizer, AdamW) else int(optimizer.momentum > 0)
     master_copies = int(strategy.zero_stage > 0)  # DeepSpeed keeps one beside the parameters, in fp32 too
-    return state_bytes(
+    own = state_bytes(
         placements,
         {axis: mesh.size(axis) for axis in AXES},
         cut_gradients=strategy.cuts_gradients,
         cut_optimizer=strategy.cuts_optimizer,
         optimizer_tensors=tensors + master_copies,
     )
+    gathered = mesh.gather(own) if mesh.size("pp") > 1 else None
+    return max(gathered, key=lambda stage: stage.total) if gathered else own
 
 
 def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:
@@ -96,21 +118,26 @@ def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:
     return MajorityClass(str(names[int(counts.argmax())]), float(counts.max() / counts.sum()))
 
 
-def model_size(model: nn.Module, placements: Placements) -> ModelSize | None:
+def model_size(models: Sequence[nn.Module], placements: Placements, mesh: ParallelMesh) -> ModelSize | None:
     """What the FLOPs of a transformer follow from, however it lies; None where its configuration does not say."""
-    config: Any = getattr(model, "config", None)
+    config: Any = getattr(models[0], "config", None)
     layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if layers is None or hidden is None:
         return None
     embeddings = {
         id(m.weight)
+        for model in models
         for m in model.modules()
         if isinstance(m, nn.Embedding | VocabParallelEmbedding | FeatureParallelEmbedding)
     }
     num_parameters = sum(
-        prod(placements[name].shape) for name, parameter in model.named_parameters() if id(parameter) not in embeddings
+        prod(placements[name].shape)
+        for model in models
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in embeddings
     )
-    return ModelSize(num_parameters, layers, hidden)
+    total = mesh.sum_(torch.tensor(num_parameters, device=mesh.device), "pp")
+    return ModelSize(int(total), layers, hidden)
 
 
 def total_peak_flops(recipe: Recipe, mesh: ParallelMesh) -> float | None:
@@ -125,12 +152,13 @@ def run_info(
     task: Task,
     train: EncodedSplit,
     validation: EncodedSplit | None,
-    model: nn.Module,
+    models: Sequence[nn.Module],
     placements: Placements,
     mesh: ParallelMesh,
     resumed_from: int | None,
+    stages: tuple[str, ...],
 ) -> RunInfo:
-    """Gathers the facts from their owners."""
+    """Gathers the facts from their owners; those of other pipeline stages on rank 0. All ranks must call it."""
     recipe = plan.recipe
     resolved = recipe.model_dump(mode="json")
     return RunInfo(
@@ -144,7 +172,10 @@ def run_info(
         strategy=recipe.parallel.strategy,
         precision=recipe.precision,
         state_bytes=planned_state_bytes(plan, placements, mesh),
-        parameters=_parameter_groups(model, placements, mesh, bytes_per_element=4),  # fp32 master weights
+        parameters=_parameter_groups(
+            _own_parameter_groups(models, placements, mesh, bytes_per_element=4),
+            mesh,  # fp32 master weights
+        ),
         num_train_rows=len(train),
         num_validation_rows=None if validation is None else len(validation),
         majority=_majority(task, validation),
@@ -154,4 +185,5 @@ def run_info(
         recipe_hash=hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest(),
         recipe=resolved,
         resumed_from=resumed_from,
+        stages=stages,
     )

@@ -65,6 +65,10 @@ class Engine(Protocol):
         """A forward pass without dropout and without gradients."""
         ...
 
+    def idle_share(self) -> float | None:
+        """The share of its steps in which this rank waited for other pipeline stages; None without stages."""
+        ...
+
     def held(self) -> dict[str, Tensor]:
         """What this rank holds of each parameter, by its name in the unsharded model; no copies."""
         ...

@@ -134,6 +134,9 @@ class NativeEngine:
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         return self._forward.evaluate(microbatch)
 
+    def idle_share(self) -> float | None:
+        return self._schedule.idle_share()
+
     def held(self) -> dict[str, Tensor]:
         return {name: local_part(parameter.detach()) for name, parameter in self._parameters.items()}
 

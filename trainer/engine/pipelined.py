@@ -26,7 +26,7 @@ from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.gradients import TiedGradients, sum_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
-from trainer.parallel.pipeline import LocalStage, PipelineDriver
+from trainer.parallel.pipeline import BusyClock, LocalStage, PipelineDriver
 from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.recipe.plan import PipelinePlan, RunPlan
 from trainer.tasks.task import Task
@@ -115,6 +115,11 @@ class PipelinedForward(ModelForward):
             mesh.device,
         )
 
+    @property
+    def busy(self) -> BusyClock:
+        """Counts the seconds in which this rank computes."""
+        return self._driver.clock
+
     def accumulate(self, rows: Pass, denominator: Tensor, scale: float) -> Tensor:
         """Forward and backward of one pass; this rank's share of the loss, zero where the last stage is elsewhere."""
         labels = rows.labels.to(self._mesh.device, non_blocking=True)
@@ -202,6 +207,8 @@ class PipelinedSchedule:
         self._mesh = mesh
         self._batch = plan.batch
         self._no_sync = no_sync
+        self._clock = BusyClock(mesh.device)
+        self._num_runs = 0
 
     def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
         """Accumulates the gradient of scale * (sum of losses) / denominator.
@@ -214,12 +221,24 @@ class PipelinedSchedule:
         Returns:
             This data-parallel rank's share of the loss, unscaled, on every stage: a detached scalar.
         """
+        if self._num_runs == 1:  # the first brings what happens once, such as opening connections
+            self._clock.reset()
+            self._forward.busy.reset()
+        self._num_runs += 1
+        total: Tensor = self._clock.run(lambda: self._passes(microbatches, denominator, scale))
+        return self._mesh.sum_(total, PIPELINE_AXIS)
+
+    def idle_share(self) -> float | None:
+        seconds = self._clock.read()
+        return 1.0 - min(1.0, self._forward.busy.read() / seconds) if seconds else None
+
+    def _passes(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
         total = torch.zeros((), device=denominator.device)
         passes = passes_of(microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
         for index, rows in enumerate(passes):
             with nullcontext() if index == len(passes) - 1 else self._no_sync():
                 total = total + self._forward.accumulate(rows, denominator, scale)
-        return self._mesh.sum_(total, PIPELINE_AXIS)
+        return total
 
 
 def build_pipelined(

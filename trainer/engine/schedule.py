@@ -22,6 +22,10 @@ class Schedule(Protocol):
         """Accumulates the gradient of scale * (sum of losses) / denominator; see `AccumulationSchedule.run`."""
         ...
 
+    def idle_share(self) -> float | None:
+        """The share of the time in `run` in which this rank had nothing to do; None where it always has."""
+        ...
+
 
 class AccumulationSchedule:
     """Forward and backward of each microbatch in turn; gradients are synchronised in the last backward only.
@@ -55,3 +59,6 @@ class AccumulationSchedule:
                 (loss * scale if scale != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
             total = total + loss.detach()
         return total
+
+    def idle_share(self) -> None:
+        return None

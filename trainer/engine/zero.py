@@ -182,6 +182,9 @@ class ZeroEngine:
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         return self._forward.evaluate(microbatch)
 
+    def idle_share(self) -> None:
+        return None
+
     def held(self) -> dict[str, Tensor]:
         if not self._is_partitioned:
             return {name: parameter.detach() for name, parameter in self._parameters.items()}

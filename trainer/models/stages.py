@@ -64,11 +64,12 @@ class Crossing:
 class StagePart:
     """What `cut_stage` has made of a model.
 
-    `origins` are the names by which the whole model knows the parameters that it holds, where they are not their own:
-    tied ones, and copies of what the first layer has. `holders` are the stages that hold such a parameter, by its name
-    in the whole model.
+    `layers` are its layers, by name. `origins` are the names by which the whole model knows the parameters that it
+    holds, where they are not their own: tied ones, and copies of what the first layer has. `holders` are the stages
+    that hold such a parameter, by its name in the whole model.
     """
 
+    layers: Names
     traffic: StageTraffic
     origins: dict[str, str]
     holders: dict[str, tuple[int, ...]]
@@ -313,6 +314,7 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
             _keep_result(base.get_submodule(stack.result), traffic)
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return StagePart(
+        split.layers_of(stage),
         traffic,
         {name: origin for name, origin in origins.items() if name in own and name != origin},
         {origin: tuple(sorted(stages)) for origin, stages in holders.items() if len(stages) > 1},

@@ -59,6 +59,7 @@ class RunInfo:
     versions: Mapping[str, str]  # package -> version
     recipe_hash: str
     recipe: Mapping[str, Any]  # resolved, as JSON values
+    stages: tuple[str, ...] = ()  # of a pipeline: how it runs, and what each stage has
     resumed_from: int | None = None  # the last step that the loaded checkpoint holds
 
 
@@ -104,6 +105,14 @@ class BestMetric:
 
 
 @dataclass(frozen=True)
+class Idling:
+    """How long pipeline ranks had nothing to do, as shares of their steps."""
+
+    measured: tuple[float, ...]  # of each rank of the pipeline axis, the mean over its replicas
+    bubble: float  # by formula, if all stages cost the same
+
+
+@dataclass(frozen=True)
 class EndRecord:
     """How the run ended, good or bad, and how to go on."""
 
@@ -116,3 +125,4 @@ class EndRecord:
     seconds: float  # of this process, from start to end
     resume_command: str  # exact, to paste into a shell
     message: str | None = None  # why, where the outcome alone does not say it
+    pipeline: Idling | None = None  # None: there are no stages, or nothing was trained

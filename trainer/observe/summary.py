@@ -95,6 +95,7 @@ def start_summary(run: RunInfo) -> list[str]:
         *_row("layout", f"{run.layout}, {run.strategy}, {run.precision}"),
         *_parameter_rows(run.parameters),
         *_row("state", _state_text(run)),
+        *[line for index, text in enumerate(run.stages) for line in _row("" if index else "pipeline", text)],
         *_row("batch", run.batch),
         *_row("data", _data_text(run)),
         *_row("steps", steps),
@@ -155,6 +156,9 @@ def end_summary(record: EndRecord, run: RunInfo | None) -> list[str]:
     title = f"{record.outcome} after {steps} in {format_seconds(record.seconds)}, exit code {record.exit_code}"
     lines = [title, *(f"  {line}" for line in (record.message or "").splitlines())]
     lines += _row("best", _best_text(record, run))
+    if record.pipeline is not None:
+        shares = ", ".join(f"{share:.0%}" for share in record.pipeline.measured)
+        lines += _row("pipeline", f"idle {shares} of the steps on its ranks; bubble {record.pipeline.bubble:.0%}")
     lines += _row("folder", str(record.folder))
     if record.model_folder is not None:
         lines += _row("model", str(record.model_folder))

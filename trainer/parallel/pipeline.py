@@ -70,6 +70,11 @@ class BusyClock:
         self._events.append((before, after))
         return result
 
+    def reset(self) -> None:
+        """Begins to count anew."""
+        self._seconds = 0.0
+        self._events.clear()
+
     def read(self) -> float:
         """All seconds so far; waits for the device."""
         for before, after in self._events:
@@ -80,7 +85,7 @@ class BusyClock:
 
 
 class _TimedStage(PipelineStage):
-    """Torch's stage, with a clock at the computation of each microbatch."""
+    """Torch's stage, with a clock at the computation of each microbatch of a training."""
 
     clock: BusyClock
 
@@ -198,5 +203,5 @@ class PipelineDriver:
             output_args=sent,
             group=self._group,
         )
-        timed.clock = self.clock
+        timed.clock = self.clock if is_training else BusyClock(self._device)
         return timed

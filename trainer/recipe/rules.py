@@ -224,8 +224,8 @@ def _kept_products(parallel: Parallel, activation_checkpointing: str) -> Iterato
     pipeline = parallel.pipeline
     if pipeline.stages > 1 and SCHEDULES[pipeline.schedule].splits_backward and activation_checkpointing == "selective":
         yield _clash(
-            f'is "selective", which the schedule {pipeline.schedule} does not combine with: it recomputes twice, but what'
-            " was kept may be read once; use none or full",
+            f'is "selective", which the schedule {pipeline.schedule} does not combine with: it recomputes twice, but'
+            " what was kept may be read once; use none or full",
             "activation_checkpointing",
             "parallel.pipeline.schedule",
         )
