@@ -261,9 +261,8 @@ def _stage_texts(plan: RunPlan, built: Sequence[BuiltModel], mesh: ParallelMesh)
     texts = [str(plan.pipeline)]
     for stage, names, size in sorted(part for parts in gathered or [] for part in parts):
         what = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        texts.append(
-            f"stage {stage} on pipeline rank {plan.pipeline.rank_of(stage)}: {what}; {size:,} parameters a rank"
-        )
+        rank = plan.pipeline.rank_of(stage)
+        texts.append(f"stage {stage} on pipeline rank {rank}: {what}; {size:,} parameters a rank")
     return tuple(texts)
 
 

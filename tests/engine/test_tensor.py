@@ -55,7 +55,7 @@ def test_it_is_the_training_of_one_process(ranks: RankPools, tmp_path, num_ranks
 
 def size_of(recipe: Recipe) -> ModelSize | None:
     with tiny_training(recipe) as training:
-        return model_size(training.model, training.engine.placements)
+        return model_size([training.model], training.engine.placements, training.mesh)
 
 
 def test_the_size_of_a_cut_model_is_that_of_the_whole_one(ranks: RankPools):

@@ -176,8 +176,12 @@ class PipelineDriver:
             return schedule
         stages = [self._stage(stage, shape, is_training) for stage in self._stages]
         single = issubclass(self._class, ScheduleGPipe | Schedule1F1B)
-        loss = (lambda logits, number: self._loss(logits, number)) if is_training else None  # of the pass that runs
-        schedule = self._class(stages[0] if single else stages, self._num_microbatches, loss_fn=loss, scale_grads=False)
+        schedule = self._class(
+            stages[0] if single else stages,
+            self._num_microbatches,
+            loss_fn=self._loss_of_pass if is_training else None,
+            scale_grads=False,  # the losses are sums, divided already
+        )
         self._made[is_training] = (shape, schedule)
         return schedule
 
