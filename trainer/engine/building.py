@@ -27,7 +27,11 @@ BUILDERS: dict[str, EngineBuilder] = {
 
 
 def build_engine(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> Engine:
-    """Places the model over the mesh by the recipe's strategy and gives the engine that trains it."""
+    """Places the model over the mesh by the recipe's strategy and gives the engine that trains it.
+
+    The task learns here, once for all engines, whether the logits that it will be given are cut over the vocabulary.
+    """
+    task = task.for_vocabulary(built.vocabulary)
     return BUILDERS[plan.recipe.parallel.strategy](built, task, mesh, plan, total_steps)
 
 
