@@ -118,8 +118,8 @@ def evaluate_masked_lm(**parallel: Any) -> list[dict[str, float]]:
         parallel=parallel,
     )
     with tiny_training(recipe) as training:
-        mesh, split = training.mesh, tiny_split(17, has_classes=False)
-        loader = EvalLoader(split, 5, mesh.index("dp"), mesh.size("dp"), Padding(0), masking=tiny_masking(recipe))
+        mesh, split = training.mesh, tiny_split(300, has_classes=False)
+        loader = EvalLoader(split, 32, mesh.index("dp"), mesh.size("dp"), Padding(0), masking=tiny_masking(recipe))
         evaluator = Evaluator(training.engine, loader, len(split), tiny_task(recipe), mesh, Observer())
         before = evaluator.evaluate()
         training.steps(3)
@@ -130,7 +130,7 @@ def test_a_vocabulary_that_is_cut_is_evaluated_as_a_whole_one(ranks: RankPools):
     """The same tokens are hidden, at each evaluation, on one process and on ranks that hold parts of the logits."""
     expected = evaluate_masked_lm()
     assert expected[0] != expected[1]
-    assert any(metrics["accuracy"] > 0 for metrics in expected)
+    assert all(0 < metrics["accuracy"] < 0.1 for metrics in expected), "a few random tokens are guessed right"
     for found in ranks(2).run(evaluate_masked_lm, tensor=2, sequence=True):
         for metrics, of_one in zip(found, expected, strict=True):
             assert metrics == pytest.approx(of_one, rel=1e-5)
