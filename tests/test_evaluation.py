@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import tiny_split
+from tests.helpers.training import tiny_masking, tiny_recipe, tiny_split, tiny_task, tiny_training
 from trainer.data.collate import Padding
 from trainer.data.loader import EvalLoader
 from trainer.data.split import EncodedSplit
@@ -107,3 +108,30 @@ class Doubling(FakeEngine):
 def test_a_row_that_counts_twice_is_our_own_bug():
     with pytest.raises(AssertionError, match="exactly once"):
         evaluate(5, 2, engine=Doubling())
+
+
+def evaluate_masked_lm(**parallel: Any) -> list[dict[str, float]]:
+    """Before and after some steps, on this rank."""
+    recipe = tiny_recipe(
+        task={"type": "masked_lm", "mask_probability": 0.5, "metrics": ["accuracy", "perplexity"]},
+        optimizer={"learning_rate": 0.1},
+        parallel=parallel,
+    )
+    with tiny_training(recipe) as training:
+        mesh, split = training.mesh, tiny_split(300, has_classes=False)
+        loader = EvalLoader(split, 32, mesh.index("dp"), mesh.size("dp"), Padding(0), masking=tiny_masking(recipe))
+        evaluator = Evaluator(training.engine, loader, len(split), tiny_task(recipe), mesh, Observer())
+        before = evaluator.evaluate()
+        training.steps(3)
+        return [before, evaluator.evaluate()]
+
+
+def test_a_vocabulary_that_is_cut_is_evaluated_as_a_whole_one(ranks: RankPools):
+    """The same tokens are hidden, at each evaluation, on one process and on ranks that hold parts of the logits."""
+    expected = evaluate_masked_lm()
+    assert expected[0] != expected[1]
+    assert all(0 < metrics["accuracy"] < 0.1 for metrics in expected), "a few random tokens are guessed right"
+    for found in ranks(2).run(evaluate_masked_lm, tensor=2, sequence=True):
+        for metrics, of_one in zip(found, expected, strict=True):
+            assert metrics == pytest.approx(of_one, rel=1e-5)
+            assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]), rel=1e-6)

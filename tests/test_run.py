@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.helpers import processes
 from tests.helpers.tiny_run import NUM_VALIDATION_ROWS, write_tiny_run
@@ -127,6 +128,45 @@ class TestWholeRun:
         assert numbers(recipe) == before
         assert len(metrics(recipe).runs) == 2
         assert all(torch.equal(tensor, weights(recipe)[name]) for name, tensor in model.items())
+
+
+MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy", "perplexity"]}
+
+
+class TestMaskedLM:
+    def test_the_model_opens_with_transformers_and_is_one_to_fine_tune(self, tmp_path):
+        recipe = write_tiny_run(tmp_path / "pretrained", task=MASKED_LM)
+        assert train(recipe) == ExitCode.DONE
+        evaluations = metrics(recipe).evaluations
+        assert [set(record.metrics) for record in evaluations] == [{"loss", "accuracy", "perplexity"}] * 2
+        folder = tmp_path / "pretrained" / "run" / "model"
+        model = AutoModelForMaskedLM.from_pretrained(folder)
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        tuned = write_tiny_run(tmp_path / "tuned", model={"config": None, "name_or_path": str(folder)})
+        assert train(tuned, "training.max_steps=1") == ExitCode.DONE
+
+    def test_going_on_hides_the_same_tokens(self, tmp_path):
+        parts, whole = (write_tiny_run(tmp_path / name, task=MASKED_LM) for name in ("parts", "whole"))
+        assert train(whole) == ExitCode.DONE
+        assert train(parts, "training.stop_at_step=3") == ExitCode.STOPPED
+        assert train(parts) == ExitCode.DONE
+        assert_same_run(parts, whole)
+
+    def test_a_tokenizer_without_a_mask_token_is_refused(self, tmp_path):
+        recipe = write_tiny_run(tmp_path, task=MASKED_LM)
+        file = tmp_path / "tokenizer" / "tokenizer_config.json"
+        content = json.loads(file.read_text())
+        del content["mask_token"]
+        file.write_text(json.dumps(content))
+        with pytest.raises(UsageError, match=r"`task.type` may be masked_lm only for a tokenizer with a mask token"):
+            train(recipe)
+
+    def test_the_shipped_recipe(self, tmp_path):
+        places = [f"checkpoint.folder={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}", "logging.to=[]"]
+        resolved = load_recipe("bert_sample_mlm", ["training.max_steps=2", *places])
+        assert run(resolved, LaunchEnvironment("none")) == ExitCode.DONE
+        (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl").evaluations
+        assert 0.9 < math.log(record.metrics["perplexity"]) / math.log(3000) < 1.1, "it has hardly begun"
 
 
 class TestResume:

@@ -44,6 +44,7 @@ from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.run_info import model_size, run_info, total_peak_flops
 from trainer.stopping import StopRequest
+from trainer.tasks.masking import Masking
 from trainer.tasks.metrics import greater_is_better
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
@@ -94,9 +95,10 @@ class _Session:
 
 @dataclass(frozen=True)
 class _Data:
-    """The tokenised splits, the task that knows their labels, and the tokenizer."""
+    """The tokenised splits, the task that knows their labels or what makes them, and the tokenizer."""
 
     task: Task
+    masking: Masking | None
     tokenizer: Any
     train: EncodedSplit
     validation: EncodedSplit | None
@@ -133,12 +135,13 @@ def _prepare_data(recipe: Recipe) -> _Data:
     tokenizer = load_tokenizer(recipe.model)
     splits = load_splits(recipe.data)
     task = build_task(recipe.task).resolve(splits.train.rows, splits.train.where)
+    masking = task.masking(tokenizer, recipe.training.seed)
     cache = Path(recipe.data.cache) if recipe.data.cache else cache_folder()
     train = encode_split(splits.train, task, tokenizer, recipe.data.max_length, cache)
     validation = None
     if splits.validation is not None:
         validation = encode_split(splits.validation, task, tokenizer, recipe.data.max_length, cache)
-    return _Data(task, tokenizer, train, validation)
+    return _Data(task, masking, tokenizer, train, validation)
 
 
 def _device(environment: LaunchEnvironment) -> torch.device:
@@ -294,6 +297,7 @@ def _train_batches(plan: RunPlan, data: _Data, mesh: ParallelMesh, total_steps: 
         start_sample=progress.samples,
         num_workers=recipe.data.num_workers,
         pin_memory=mesh.device.type == "cuda",
+        masking=data.masking,
     )
 
 
@@ -310,6 +314,7 @@ def _evaluator(
         Padding.of(data.tokenizer),
         num_workers=recipe.data.num_workers,
         pin_memory=mesh.device.type == "cuda",
+        masking=data.masking,
     )
     return Evaluator(engine, batches, len(data.validation), data.task, mesh, observers)
 

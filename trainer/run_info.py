@@ -22,6 +22,7 @@ from trainer.launch.environment import LaunchEnvironment
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
 from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
+from trainer.parallel.linear import ColumnParallelLinear
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Placements
 from trainer.parallel.state_bytes import StateBytes, state_bytes
@@ -118,18 +119,18 @@ def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:
     return MajorityClass(str(names[int(counts.argmax())]), float(counts.max() / counts.sum()))
 
 
+def _weights_of(models: Sequence[nn.Module], *kinds: type[nn.Module]) -> set[int]:
+    return {id(module.weight) for model in models for module in model.modules() if isinstance(module, kinds)}
+
+
 def model_size(models: Sequence[nn.Module], placements: Placements, mesh: ParallelMesh) -> ModelSize | None:
     """What the FLOPs of a transformer follow from, however it lies; None where its configuration does not say."""
     config: Any = getattr(models[0], "config", None)
     layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if layers is None or hidden is None:
         return None
-    embeddings = {
-        id(m.weight)
-        for model in models
-        for m in model.modules()
-        if isinstance(m, nn.Embedding | VocabParallelEmbedding | FeatureParallelEmbedding)
-    }
+    embeddings = _weights_of(models, nn.Embedding, VocabParallelEmbedding, FeatureParallelEmbedding)
+    embeddings -= _weights_of(models, nn.Linear, ColumnParallelLinear)  # tied to a head, whose products do count
     num_parameters = sum(
         prod(placements[name].shape)
         for model in models

@@ -132,6 +132,34 @@ def test_evaluation_covers_every_row_once(tmp_path, num_rows, ranks, batch_size)
     assert widths == sorted(widths, reverse=True)
 
 
+class Marking:
+    """A masking that shows what it was told: the row ids become the labels, the epoch the features."""
+
+    def __call__(self, input_ids, rows, epoch):
+        return torch.full_like(input_ids, -1 if epoch is None else epoch), rows.unsqueeze(1).expand_as(input_ids)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch_size", "num_workers"), [(1, 12, 0), (3, 2, 0), (2, 1, 2)])
+def test_a_masking_is_told_row_ids_and_epoch(split, ranks, micro_batch_size, num_workers):
+    """Whatever the layout: so what it hides is, too."""
+    keys = {"micro_batch_size": micro_batch_size, "num_workers": num_workers, "masking": Marking()}
+    plain = zip(*[train_loader(split, rank, ranks, micro_batch_size) for rank in range(ranks)], strict=True)
+    marked = zip(*[train_loader(split, rank, ranks, **keys) for rank in range(ranks)], strict=True)
+    for step, (batches, expected) in enumerate(zip(marked, plain, strict=True)):
+        for batch, other in zip(batches, expected, strict=True):
+            for one, two in zip(batch.microbatches, other.microbatches, strict=True):
+                assert (one.inputs["input_ids"] == step // 3).all()
+                assert torch.equal(one.labels[:, 0], two.labels)
+                assert one.labels.shape == two.inputs["input_ids"].shape
+                assert torch.equal(one.inputs["attention_mask"], two.inputs["attention_mask"])
+
+
+def test_a_masking_of_an_evaluation_has_no_epoch(split):
+    for batch in EvalLoader(split, 8, 0, 2, PADDING, masking=Marking()):
+        assert (batch.inputs["input_ids"] == -1).all()
+        assert torch.equal(batch.labels[:, 0], batch.rows)
+
+
 @pytest.fixture
 def silent_deaths():
     """Without torch's SIGCHLD handler, which raises wherever the rank happens to be: the loader itself must notice."""

@@ -6,7 +6,7 @@ import gc
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -27,12 +27,16 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import Layout, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
+from trainer.tasks.masking import Masking
+from trainer.tasks.registry import build_task
 from trainer.tasks.sequence_classification import SequenceClassificationTask
+from trainer.tasks.task import Task
 
 # What was imported stays; looked at by every collection, it would cost a training here as much as its steps do.
 gc.freeze()
 
 NUM_ROWS, NUM_CLASSES, VOCABULARY = 50, 3, 211
+NUM_SPECIAL, MASK_TOKEN = 5, 4  # the special tokens are the first ones, padding is 0
 RANK_STRATEGIES = [name for name, row in STRATEGIES.items() if not row.single_process]
 """Every strategy that runs on several ranks; a new row of the table is tested without another line."""
 
@@ -48,7 +52,10 @@ TINY_BERT = {
 
 
 def tiny_recipe(**sections: Any) -> Recipe:
-    """A recipe for a tiny BERT with random weights; `sections` are merged key by key into it."""
+    """A recipe for a tiny BERT with random weights; `sections` are merged key by key into it.
+
+    It classifies; with `task={"type": "masked_lm"}` it guesses hidden tokens.
+    """
     recipe: dict[str, Any] = {
         "name": "tiny",
         "task": {"type": "sequence_classification", "text": "text"},
@@ -63,14 +70,34 @@ def tiny_recipe(**sections: Any) -> Recipe:
     return Recipe.model_validate(recipe)
 
 
-def tiny_split(num_rows: int = NUM_ROWS) -> EncodedSplit:
-    """Rows of 3 to 17 random tokens with random classes, the same on every rank."""
+def tiny_task(recipe: Recipe) -> Task:
+    """The recipe's task, as if a training split had told it the classes."""
+    task = build_task(recipe.task)
+    is_classification = isinstance(task, SequenceClassificationTask)
+    return replace(task, class_names=tuple("abc")) if is_classification else task
+
+
+def tiny_masking(recipe: Recipe) -> Masking | None:
+    """Hides tokens of the rows of a `tiny_split`, for `task.type` masked_lm."""
+    if recipe.task.type != "masked_lm":
+        return None
+    return Masking(
+        recipe.training.seed,
+        recipe.task.mask_probability,
+        MASK_TOKEN,
+        special_tokens=torch.arange(NUM_SPECIAL),
+        ordinary_tokens=torch.arange(NUM_SPECIAL, VOCABULARY),
+    )
+
+
+def tiny_split(num_rows: int = NUM_ROWS, has_classes: bool = True) -> EncodedSplit:
+    """Rows of 3 to 17 random tokens, with random classes unless a masking makes the labels; the same on every rank."""
     random = np.random.default_rng(0)
     lengths = random.integers(3, 18, num_rows)
     return EncodedSplit(
         offsets=np.concatenate([[0], lengths.cumsum()]),
-        tokens={"input_ids": random.integers(5, VOCABULARY, int(lengths.sum()))},
-        scalars={"labels": random.integers(0, NUM_CLASSES, num_rows)},
+        tokens={"input_ids": random.integers(NUM_SPECIAL, VOCABULARY, int(lengths.sum()))},
+        scalars={"labels": random.integers(0, NUM_CLASSES, num_rows)} if has_classes else {},
         content_hash="tiny",
     )
 
@@ -152,7 +179,7 @@ def build_tiny(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     plan = plan_run(recipe, world_size)
     mesh = _mesh(plan.layout, torch.device(device))
-    task = SequenceClassificationTask(("text",), "label", ("accuracy",), tuple("abc"))
+    task = tiny_task(recipe)
     with partitioned_loading(plan, mesh.device) as gather:
         built = [
             build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
@@ -161,10 +188,13 @@ def build_tiny(
     if dtype != torch.float32:
         for one in built:
             one.model.to(dtype)
-    split = tiny_split(num_rows)
+    masking = tiny_masking(recipe)
+    split = tiny_split(num_rows, has_classes=masking is None)
     order = GlobalOrder(len(split), split.lengths, recipe.training.global_batch_size, recipe.training.seed)
     total_steps = plan.total_steps(len(split))
-    loader = TrainLoader(split, order, plan.batch, mesh.index("dp"), Padding(0), total_steps, start_sample)
+    loader = TrainLoader(
+        split, order, plan.batch, mesh.index("dp"), Padding(0), total_steps, start_sample, masking=masking
+    )
     engine = build_engine(built, task, mesh, plan, total_steps)
     return TinyTraining(engine, built[0].model, loader, mesh, total_steps)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertForMaskedLM, BertModel
 
+from tests.helpers.families import CONFIGS
 from tests.helpers.ranks import RankPools
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
@@ -26,8 +27,8 @@ HEAD = "AutoModelForSequenceClassification"
 OPTIONS = {"num_labels": 3, "problem_type": "single_label_classification"}
 
 
-def build(recipe: dict[str, Any], options: dict[str, Any] = OPTIONS, **training: Any):
-    return build_model(Model.model_validate(recipe), Training.model_validate(training), HEAD, options)
+def build(recipe: dict[str, Any], options: dict[str, Any] = OPTIONS, head: str = HEAD, **training: Any):
+    return build_model(Model.model_validate(recipe), Training.model_validate(training), head, options)
 
 
 def weights(recipe: dict[str, Any], seed: int = 42) -> dict[str, torch.Tensor]:
@@ -94,7 +95,10 @@ class TestFromConfig:
             ),
             ({"num_labels": 5}, r"`model.config.num_labels` is what `task` decides; remove it"),
             ({"problem_type": "regression"}, r"`model.config.problem_type` is what `task` decides"),
-            ({"model_type": "vit_mae"}, r"`model.config` does not describe an AutoModelForSequenceClassification"),
+            (
+                {"model_type": "vit_mae"},
+                r"`model.config.model_type` must .* \(AutoModelForSequenceClassification\), but is \"vit_mae\", which",
+            ),
         ],
     )
     def test_what_describes_no_model_is_refused(self, keys, words):
@@ -102,6 +106,14 @@ class TestFromConfig:
         with pytest.raises(UsageError, match=words) as error:
             build({"config": config})
         assert len(str(error.value)) < 600, "transformers' own page of words is cut"
+
+    def test_a_type_without_the_head_of_the_task_is_refused(self, tmp_path):
+        words = r"\(AutoModelForMaskedLM\), but is \".*which has none; use one that has, such as .*bert, .*another task"
+        with pytest.raises(UsageError, match=rf"`model.config.model_type` must .*{words}"):
+            build({"config": {"model_type": "gpt2", **CONFIGS["gpt2"]}}, {}, "AutoModelForMaskedLM")
+        AutoConfig.for_model("gpt2", **CONFIGS["gpt2"]).save_pretrained(tmp_path)
+        with pytest.raises(UsageError, match=rf"`model.name_or_path` must .*{words}"):
+            build({"name_or_path": str(tmp_path)}, {}, "AutoModelForMaskedLM")
 
     def test_a_missing_model_type_is_refused(self):
         with pytest.raises(UsageError, match="model_type"):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.ranks import RankPools
-from trainer.parallel.cross_entropy import vocab_parallel_cross_entropy
+from trainer.parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from trainer.parallel.placement import Split
 from trainer.parallel.slicing import join_parts, part_of
 
@@ -239,3 +239,30 @@ class TestOneRank:
         loss = vocab_parallel_cross_entropy(logits, torch.tensor([1, -100], dtype=torch.int32), None, 9)
         loss.backward()
         assert (loss.dtype, logits.grad.dtype) == (torch.float32, torch.bfloat16)
+
+
+class TestArgmax:
+    """The best column of a vocabulary that is cut."""
+
+    @DEGREES
+    @pytest.mark.parametrize("vocab", [13, 5])
+    def test_is_that_of_the_whole(self, ranks: RankPools, degree, vocab):
+        """13 and 5 leave padded columns; of 5 on four ranks, the last one has nothing else."""
+        logits = whole_logits(3, 7, vocab)
+        expected = logits.argmax(-1)
+        assert expected.unique().numel() > 2
+        for found in ranks(degree).run(argmax_of_parts, logits):
+            assert torch.equal(found, expected)
+
+    def test_of_equal_ones_is_the_first(self, ranks: RankPools):
+        logits = torch.zeros(2, 8, dtype=torch.bfloat16)
+        logits[1, 3:] = 1.0
+        assert [found.tolist() for found in ranks(2).run(argmax_of_parts, logits)] == [[0, 3]] * 2
+
+    def test_without_a_group(self):
+        logits = whole_logits(3, 7)
+        assert torch.equal(vocab_parallel_argmax(logits, None, 7), logits.argmax(-1))
+
+
+def argmax_of_parts(logits: Tensor) -> Tensor:
+    return vocab_parallel_argmax(my_part(logits.clone()), dist.group.WORLD, logits.shape[-1])

@@ -8,7 +8,7 @@ import pytest
 import sklearn.metrics
 from scipy import stats
 
-from trainer.recipe.schema import SequenceClassification, SequenceRegression
+from trainer.recipe.schema import Recipe
 from trainer.tasks.metrics import METRICS, greater_is_better
 
 LABELS = np.random.default_rng(0).integers(0, 3, 400)
@@ -68,11 +68,20 @@ def test_predicting_one_class_only_is_zero_without_a_warning(name):
     assert value == 0.0
 
 
-@pytest.mark.parametrize("section", [SequenceClassification, SequenceRegression])
+@pytest.mark.parametrize("section", get_args(Recipe.model_fields["task"].annotation))
 def test_every_metric_that_a_recipe_can_name_is_in_the_table(section):
     (literal,) = get_args(section.model_fields["metrics"].annotation)
     assert set(get_args(literal)) <= set(METRICS)
 
 
 def test_which_way_is_better():
-    assert {name for name in [*METRICS, "loss"] if not greater_is_better(name)} == {"loss", "mse"}
+    assert {name for name in [*METRICS, "loss"] if not greater_is_better(name)} == {"loss", "mse", "perplexity"}
+
+
+def test_metrics_of_tokens():
+    sums, counts = np.array([2, 0, 3]), np.array([4, 0, 3])
+    assert METRICS["token_accuracy"].compute(sums, counts) == 5 / 7
+    assert METRICS["perplexity"].compute(sums.astype(float), counts) == pytest.approx(np.exp(5 / 7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert METRICS["perplexity"].compute(np.array([1e6]), np.array([1])) == np.inf

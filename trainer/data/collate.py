@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -12,13 +12,16 @@ from torch import Tensor
 from trainer.data.order import IndexArray
 from trainer.data.split import EncodedSplit, FlatArray
 from trainer.errors import UsageError
-from trainer.parallel.microbatch import Microbatch
+from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IGNORED_LABEL = -100
-"""The label of padding in token tasks; what `torch.nn.functional.cross_entropy` ignores by default."""
+
+class TokenMasking(Protocol):
+    """What this room needs of a task whose labels are its tokens; as `trainer.tasks.masking.Masking`."""
+
+    def __call__(self, input_ids: Tensor, rows: Tensor, epoch: int | None) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ def collate(
     padding: Padding,
     places: IndexArray,
     filler: bool = False,
+    masking: TokenMasking | None = None,
+    epoch: int | None = None,
     width: int = 0,
 ) -> Microbatch:
     """Pads rows to the longest of them, or to more.
@@ -66,6 +71,8 @@ def collate(
         places: what becomes `Microbatch.rows` `[batch]`.
         filler: what becomes `Microbatch.filler`.
         width: the least length.
+        masking: makes the labels of the rows from their tokens; None: they are in the split.
+        epoch: of these rows, from 0, for the masking; None: they are evaluated.
 
     Returns:
         The microbatch: `attention_mask` is 1 on tokens and 0 on padding; each input is int64 `[batch, sequence]`.
@@ -78,7 +85,10 @@ def collate(
     padded = {name: _pad(values, flat, is_token, padding.value(name)) for name, values in split.tokens.items()}
     scalars = {name: torch.from_numpy(np.asarray(values[row_ids])) for name, values in split.scalars.items()}
     features = padded | scalars
-    labels = features.pop("labels")
+    if masking is None:
+        labels = features.pop("labels")
+    else:  # by row ids, which say the same under every layout
+        features["input_ids"], labels = masking(features["input_ids"], torch.from_numpy(row_ids), epoch)
     features["attention_mask"] = torch.from_numpy(is_token.astype(np.int64))
     return Microbatch(features, labels, torch.from_numpy(places), filler)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.data.collate import Padding, collate
+from trainer.data.collate import Padding, TokenMasking, collate
 from trainer.data.order import GlobalOrder
 from trainer.data.partition import partition
 from trainer.data.split import EncodedSplit
@@ -42,6 +42,7 @@ class TrainLoader:
         start_sample: the rows of all ranks and epochs that were consumed before.
         num_workers: processes that prepare batches; 0: the rank itself does.
         pin_memory: whether to copy batches into page-locked memory, for asynchronous copies to a GPU.
+        masking: makes labels from tokens, other ones in each epoch; None: the split has labels.
 
     Raises:
         UsageError: no global batch starts at `start_sample`.
@@ -59,10 +60,11 @@ class TrainLoader:
         start_sample: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
+        masking: TokenMasking | None = None,
     ) -> None:
         epoch, index = order.position(start_sample)
         self._steps = range(epoch * order.steps_per_epoch + index, total_steps)
-        self._batches = _TrainBatches(split, order, plan, data_rank, padding)
+        self._batches = _TrainBatches(split, order, plan, data_rank, padding, masking)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
 
@@ -88,6 +90,7 @@ class EvalLoader:
         padding: how to pad.
         num_workers: processes that prepare batches; 0: the rank itself does.
         pin_memory: whether to copy batches into page-locked memory.
+        masking: makes labels from tokens, the same at every evaluation; None: the split has labels.
 
     Raises:
         TrainerError: while iterating: a worker died.
@@ -102,8 +105,9 @@ class EvalLoader:
         padding: Padding,
         num_workers: int = 0,
         pin_memory: bool = False,
+        masking: TokenMasking | None = None,
     ) -> None:
-        self._batches = _EvalBatches(split, batch_size, data_rank, data_parallel_size, padding)
+        self._batches = _EvalBatches(split, batch_size, data_rank, data_parallel_size, padding, masking)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
 
@@ -119,16 +123,24 @@ class _TrainBatches:
     """The rank's part of the global batch of any step, by the step's number from 0."""
 
     def __init__(
-        self, split: EncodedSplit, order: GlobalOrder, plan: BatchPlan, data_rank: int, padding: Padding
+        self,
+        split: EncodedSplit,
+        order: GlobalOrder,
+        plan: BatchPlan,
+        data_rank: int,
+        padding: Padding,
+        masking: TokenMasking | None,
     ) -> None:
         self._split = split
         self._order = order
         self._plan = plan
         self._data_rank = data_rank
         self._padding = padding
+        self._masking = masking
 
     def __getitem__(self, step: int) -> RankBatch:
-        row_ids = self._order.batch(*divmod(step, self._order.steps_per_epoch))
+        epoch, index = divmod(step, self._order.steps_per_epoch)
+        row_ids = self._order.batch(epoch, index)
         lengths = self._split.lengths[row_ids]
         chunks = partition(
             len(row_ids),
@@ -139,7 +151,16 @@ class _TrainBatches:
         )
         width = max(int(lengths[chunk.places].max()) for chunk in chunks) if self._plan.equal_widths else 0
         microbatches = [
-            collate(self._split, row_ids[chunk.places], self._padding, chunk.places, chunk.filler, width)
+            collate(
+                self._split,
+                row_ids[chunk.places],
+                self._padding,
+                chunk.places,
+                chunk.filler,
+                self._masking,
+                epoch,
+                width,
+            )
             for chunk in chunks
         ]
         return RankBatch(microbatches, num_rows=len(row_ids), num_tokens=int(lengths.sum()))
@@ -149,10 +170,17 @@ class _EvalBatches:
     """The rank's microbatches of a whole split, by their number from 0."""
 
     def __init__(
-        self, split: EncodedSplit, batch_size: int, data_rank: int, data_parallel_size: int, padding: Padding
+        self,
+        split: EncodedSplit,
+        batch_size: int,
+        data_rank: int,
+        data_parallel_size: int,
+        padding: Padding,
+        masking: TokenMasking | None,
     ) -> None:
         self._split = split
         self._padding = padding
+        self._masking = masking
         self._row_ids = np.argsort(-split.lengths, kind="stable")
         self._chunks = partition(len(split), data_rank, data_parallel_size, batch_size, filler_place=len(split) - 1)
 
@@ -162,7 +190,7 @@ class _EvalBatches:
     def __getitem__(self, index: int) -> Microbatch:
         chunk = self._chunks[index]
         row_ids = self._row_ids[chunk.places]
-        return collate(self._split, row_ids, self._padding, places=row_ids, filler=chunk.filler)
+        return collate(self._split, row_ids, self._padding, row_ids, chunk.filler, self._masking)
 
 
 def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool) -> Iterator[Any]:

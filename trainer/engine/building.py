@@ -35,6 +35,8 @@ def build_engine(
 ) -> Engine:
     """Places the model over the mesh by the recipe's strategy and gives the engine that trains it.
 
+    The task learns here, once for all engines, whether the logits that it will be given are cut over the vocabulary.
+
     Args:
         built: the model, or this rank's pipeline stages of it.
         task: gives the loss.
@@ -42,6 +44,7 @@ def build_engine(
         plan: what was asked for.
         total_steps: where the schedule of the learning rate ends.
     """
+    task = task.for_vocabulary(next((part.vocabulary for part in built if part.vocabulary), None))
     if plan.pipeline is not None:
         return build_pipelined(built, task, mesh, plan, total_steps)
     (whole,) = built

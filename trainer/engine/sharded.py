@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,6 +42,8 @@ def shard(
         UsageError: the model is in no family of the table.
     """
     assert mesh.device_mesh is not None, "one process has nobody to share with"
+    # Logits of tokens are a view of their matrix product; nobody here changes them in place, of which torch warns.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
     axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
     policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload_parameters else OffloadPolicy()
     for layer in layers_of(model).values():

@@ -25,7 +25,9 @@ from trainer.models.families.table import FAMILIES
 from trainer.models.initialising import Gather, draw_weights, whole_already
 from trainer.models.loading import CannotLoadPartsError, load_parts, sizes_differ
 from trainer.models.stages import StagePart
+from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dropout import DropoutKeys
+from trainer.parallel.linear import ColumnParallelLinear
 from trainer.parallel.placement import Placements
 from trainer.recipe.schema import Model, Training
 
@@ -44,6 +46,13 @@ class BuiltModel:
     notes: list[str] = field(default_factory=list)
     placements: Placements | None = None
     part: StagePart | None = None
+
+    @property
+    def vocabulary(self) -> VocabularyCut | None:
+        """How the logits lie where the model's head over the vocabulary was cut; None: whole, or of something else."""
+        heads = [m for m in self.model.modules() if isinstance(m, ColumnParallelLinear) and m.pads]
+        assert len(heads) <= 1, f"a model has one head over its vocabulary, not {len(heads)}"
+        return VocabularyCut(heads[0].group, heads[0].whole_out_features) if heads else None
 
 
 def _one_line(error: Exception) -> str:
@@ -129,6 +138,25 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
     return config
 
 
+def _require_head(recipe: Model, config: Any, auto_class: Any) -> None:
+    """Refuses a model type for which transformers has no such head.
+
+    Raises:
+        UsageError: names the types that have it and are in the table of families.
+    """
+    able = auto_class._model_mapping  # by classes of configurations; to list it would import every model there is
+    if type(config) in able:
+        return
+    families = ", ".join(sorted(known for known in FAMILIES if CONFIG_MAPPING[known] in able))
+    key, what = "model.config.model_type", f'is "{config.model_type}"'
+    if recipe.config is None:
+        key, what = "model.name_or_path", f'is "{recipe.name_or_path}", of type {config.model_type}'
+    raise UsageError(
+        f"`{key}` must be of a type that has the head of `task.type` ({auto_class.__name__}), but {what}, which has"
+        f" none; use one that has, such as {families}, or another task"
+    )
+
+
 def _initialise(
     auto_class: Any, recipe: Model, config: Any, attention: str, seed: int, gather: Gather
 ) -> tuple[nn.Module, list[str]]:
@@ -184,6 +212,7 @@ def build_model(
     attention = KEYED_ATTENTION if training.layout_invariant_dropout else "sdpa"
     keys = DropoutKeys(training.seed) if training.layout_invariant_dropout else None
     auto_class = getattr(transformers, auto_class_name)
+    _require_head(recipe, config, auto_class)
 
     def prepare(model: nn.Module) -> None:
         if keys is not None:

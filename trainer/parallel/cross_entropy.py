@@ -1,4 +1,6 @@
-"""Cross entropy of logits whose columns, the vocabulary, are cut over the tensor axis; nobody gathers them.
+"""Cross entropy, and the best column, of logits whose columns, the vocabulary, are cut over the tensor axis.
+
+Nobody gathers them.
 
 Per row the ranks exchange the maximum (one all-reduce) and the sum of exponentials, the logit of the label and, for
 label smoothing, the sum of the logits (another). The backward pass needs no communication (Shoeybi et al. 2019,
@@ -7,6 +9,7 @@ arXiv:1909.08053, section 3).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -17,7 +20,16 @@ from torch.autograd.function import once_differentiable
 
 from trainer.parallel.communication import Group, group_size, index_in_group
 from trainer.parallel.dtypes import at_least_fp32
+from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.slicing import bounds_of_part
+
+
+@dataclass(frozen=True)
+class VocabularyCut:
+    """Logits over a vocabulary of `size`, of which each rank of `group` holds `[*, ceil(size / ranks)]`; None: all."""
+
+    group: Group
+    size: int
 
 
 def vocab_parallel_cross_entropy(
@@ -25,7 +37,7 @@ def vocab_parallel_cross_entropy(
     labels: Tensor,
     group: Group,
     vocab_size: int,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED_LABEL,
     label_smoothing: float = 0.0,
     reduction: Literal["none", "sum"] = "sum",
 ) -> Tensor:
@@ -68,6 +80,33 @@ def vocab_parallel_cross_entropy(
         _VocabParallelCrossEntropy.apply(logits, labels, group, vocab_size, ignore_index, label_smoothing),  # type: ignore[no-untyped-call]
     )
     return losses if reduction == "none" else losses.sum()
+
+
+@torch.no_grad()
+def vocab_parallel_argmax(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
+    """As `argmax` over the last dimension of the whole logits, of equal ones the first; padded columns do not count.
+
+    Args:
+        logits: this rank's columns `[*, ceil(vocab / tp)]`.
+        group: the tensor axis.
+        vocab_size: columns of the whole logits, without padding.
+
+    Returns:
+        int64 `[*]`, equal on all ranks.
+    """
+    if group is None or group_size(group) == 1:
+        return logits.argmax(-1)
+    start, stop = bounds_of_part(vocab_size, index_in_group(group), group_size(group))
+    if start < stop:
+        best_here, column = logits[..., : stop - start].max(-1)
+    else:  # of padding alone
+        best_here = logits.new_full(logits.shape[:-1], -torch.inf)
+        column = torch.zeros_like(best_here, dtype=torch.int64)
+    best = at_least_fp32(best_here).clone()
+    dist.all_reduce(best, dist.ReduceOp.MAX, group)
+    place = (column + start).masked_fill_(best_here != best, vocab_size)
+    dist.all_reduce(place, dist.ReduceOp.MIN, group)
+    return place
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

@@ -150,6 +150,12 @@ class ColumnParallelLinear(_ParallelLinear):
             dtype=dtype,
         )
         self.copies_input = copies_input
+        self.pads = pads
+
+    @property
+    def whole_out_features(self) -> int:
+        """Outputs of the whole layer, without padding."""
+        return self.whole_shape[1 if self.transposed else 0]
 
     @classmethod
     def from_whole(
@@ -187,12 +193,11 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def placements(self, prefix: str = "") -> Placements:
         """How the parameters lie, by their names after `prefix` (which ends in a dot, unless it is empty)."""
-        out_features = self.whole_shape[1 if self.transposed else 0]
         name = prefix + "weight"
         placed = {name: self._placement(name, self.weight, self.whole_shape, self.weight_split)}
         if self.bias is not None:
             name = prefix + "bias"
-            placed[name] = self._placement(name, self.bias, (out_features,), self.bias_split)
+            placed[name] = self._placement(name, self.bias, (self.whole_out_features,), self.bias_split)
         return placed
 
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+IGNORED_LABEL = -100
+"""The label of what has none in token tasks, padding included: the default of `torch.nn.functional.cross_entropy`."""
+
 
 @dataclass(frozen=True)
 class Microbatch:

@@ -24,6 +24,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _INDEX_BITS = 21  # of a counter, for each index of an element: the word of its row, and the dimensions before that
 _LANES = 4  # elements served by one 64-bit word
 _LANE_LEVELS = 1 << 16
+_FLOAT64_BITS = 53  # of a number that float64 holds exactly
 
 
 def _signed(word: int) -> int:
@@ -72,6 +73,20 @@ def derive_keys(keys: Tensor, counters: Tensor) -> Tensor:
         int64 `[..., n]`.
     """
     return _mix_(keys.unsqueeze(-1) + counters * _GAMMA)
+
+
+def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
+    """Numbers in [0, 1), each from 53 bits of the word of its stream at its counter.
+
+    Args:
+        keys: int64 `[...]`, one stream each.
+        counters: int64 `[n]`.
+
+    Returns:
+        float64 `[..., n]`.
+    """
+    words = derive_keys(keys, counters)
+    return ((words >> 11) & ((1 << _FLOAT64_BITS) - 1)).double() * 2.0**-_FLOAT64_BITS
 
 
 def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: int = 0) -> Tensor:

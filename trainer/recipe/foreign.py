@@ -118,6 +118,8 @@ TRAINING_ARGUMENTS: dict[str, Counterpart] = {
     "pad_to_max_length": _none("texts are padded to the longest of their batch"),
     "text_column_names": _use("task.text"),
     "label_column_name": _use("task.label"),
+    "mlm": _use("task.type", '"masked_lm"'),
+    "mlm_probability": _use("task.mask_probability", 'with task.type "masked_lm"'),
     "metric_name": _use("task.metrics", "a list"),
 }
 
@@ -171,6 +173,7 @@ MEGATRON: dict[str, Counterpart] = {
     "--seq-length": _use("data.max_length"),
     "--data-path": _use("data.train", 'with data.source "files"'),
     "--num-workers": _use("data.num_workers"),
+    "--mask-prob": _use("task.mask_probability", 'with task.type "masked_lm"'),
     "--num-layers": _use("model.config", _MODEL_CONFIG),
     "--hidden-size": _use("model.config", _MODEL_CONFIG),
     "--num-attention-heads": _use("model.config", _MODEL_CONFIG),

@@ -22,16 +22,16 @@ from trainer.recipe.schema import (
     FileData,
     FolderData,
     HubData,
+    MaskedLM,
     Model,
     Parallel,
     Schedule,
     SequenceClassification,
-    SequenceRegression,
+    TaskSection,
     Training,
 )
 from trainer.recipe.strategies import STRATEGIES
 
-Task = SequenceClassification | SequenceRegression
 Data = HubData | FileData | FolderData
 
 
@@ -110,15 +110,15 @@ def _files(split: str, places: str | list[str] | None) -> Iterator[Contradiction
             yield Contradiction((path,), f"is a file that does not exist: {place}")
 
 
-def _columns(task: Task) -> Iterator[Contradiction]:
+def _columns(task: TaskSection) -> Iterator[Contradiction]:
     text = [task.text] if isinstance(task.text, str) else task.text
     if len(set(text)) < len(text):
         yield _clash(f"names the column {shown_value(text[0])} twice; a pair is two columns", "task.text")
-    if task.label in text:
+    if not isinstance(task, MaskedLM) and task.label in text:
         yield _clash(f"is {shown_value(task.label)}, which `task.text` names as a text", "task.label", "task.text")
 
 
-def _labels(task: Task) -> Iterator[Contradiction]:
+def _labels(task: TaskSection) -> Iterator[Contradiction]:
     yield from _repeated("task.metrics", task.metrics)
     if not isinstance(task, SequenceClassification) or task.labels is None:
         return
@@ -259,7 +259,7 @@ def _warmup(training: Training, schedule: Schedule) -> Iterator[Contradiction]:
         )
 
 
-def _best_metric(task: Task, evaluation: Evaluation) -> Iterator[Contradiction]:
+def _best_metric(task: TaskSection, evaluation: Evaluation) -> Iterator[Contradiction]:
     allowed = [*task.metrics, "loss"]
     if evaluation.best is not None and evaluation.best not in allowed:
         yield _clash(

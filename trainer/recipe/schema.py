@@ -108,6 +108,28 @@ class SequenceRegression(Section):
     )
 
 
+class MaskedLM(Section):
+    """Guess the tokens that are hidden in each text, or pair of texts, as BERT was pretrained.
+
+    Of the chosen tokens 80 % become the mask token, 10 % a random one, 10 % stay. Each epoch chooses anew; for the
+    validation split the choice is the same at every evaluation.
+    """
+
+    type: Literal["masked_lm"]
+    text: TextColumns = Field(description="The column that holds the text, or the two columns of a pair.")
+    mask_probability: float = Field(
+        0.15, gt=0, lt=1, description="Of each token but the special ones to be chosen for the model to guess."
+    )
+    metrics: list[Literal["accuracy", "perplexity"]] = Field(
+        default=["accuracy"],
+        min_length=1,
+        description="The share of chosen tokens that are guessed right; the exponential of their mean loss.",
+    )
+
+
+TaskSection = SequenceClassification | SequenceRegression | MaskedLM
+
+
 class Model(Section):
     """The Hugging Face model: pretrained (`name_or_path`) or with random weights (`config`)."""
 
@@ -251,7 +273,9 @@ class Training(Section):
     check_replicas: IntervalField | None = Field(
         None, description="How often to check that ranks which hold the same weights hold the same bits; null: never."
     )
-    seed: int = Field(42, ge=0, lt=2**63, description="Seeds initialisation, the order of samples and dropout.")
+    seed: int = Field(
+        42, ge=0, lt=2**63, description="Seeds initialisation, the order of samples, dropout and masked tokens."
+    )
     layout_invariant_dropout: bool = Field(
         True,
         description="Dropout masks are a function of (seed, step, sample, place in the model),"
@@ -343,7 +367,7 @@ class Recipe(Section):
         ),
     ] = Field(description="Names the run and its folder.")
     task: Annotated[
-        SequenceClassification | SequenceRegression,
+        TaskSection,
         Field(discriminator="type", description="What is learned, and from which columns."),
     ]
     model: Model

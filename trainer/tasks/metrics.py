@@ -15,7 +15,10 @@ Values: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class Metric:
-    """`compute(predictions, labels)`, each `[rows]`, and which way is better."""
+    """`compute(predictions, labels)`, each `[rows]`, and which way is better.
+
+    Of tasks that label tokens, these are sums over the labelled tokens of each row, and their numbers.
+    """
 
     compute: Callable[[Values, Values], float]
     greater_is_better: bool = True
@@ -72,6 +75,16 @@ def _mse(predictions: Values, labels: Values) -> float:
     return float(np.mean(np.square(predictions.astype(np.float64) - labels.astype(np.float64))))
 
 
+def _token_accuracy(num_right: Values, num_tokens: Values) -> float:
+    return float(num_right.sum() / max(1, num_tokens.sum()))
+
+
+def _perplexity(losses: Values, num_tokens: Values) -> float:
+    """The exponential of the mean loss of a token; infinite where that has no number, as it is at a divergence."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(losses.sum() / max(1, num_tokens.sum())))
+
+
 METRICS: dict[str, Metric] = {
     "accuracy": Metric(_accuracy),
     "f1": Metric(_f1),
@@ -80,6 +93,8 @@ METRICS: dict[str, Metric] = {
     "pearson": Metric(_pearson),
     "spearman": Metric(_spearman),
     "mse": Metric(_mse, greater_is_better=False),
+    "token_accuracy": Metric(_token_accuracy),
+    "perplexity": Metric(_perplexity, greater_is_better=False),
 }
 
 

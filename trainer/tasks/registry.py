@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from trainer.recipe.schema import SequenceClassification, SequenceRegression
+from trainer.recipe.schema import MaskedLM, SequenceClassification, SequenceRegression, TaskSection
+from trainer.tasks.masked_lm import MaskedLMTask
 from trainer.tasks.sequence_classification import SequenceClassificationTask
 from trainer.tasks.sequence_regression import SequenceRegressionTask
 from trainer.tasks.task import Task
 
 
-def build_task(recipe: SequenceClassification | SequenceRegression) -> Task:
+def build_task(recipe: TaskSection) -> Task:
     """The task of `recipe.task`, its labels not yet known."""
     texts = (recipe.text,) if isinstance(recipe.text, str) else tuple(recipe.text)
     metrics = tuple(recipe.metrics)
@@ -18,3 +19,5 @@ def build_task(recipe: SequenceClassification | SequenceRegression) -> Task:
             return SequenceClassificationTask(texts, recipe.label, metrics, class_names)
         case SequenceRegression():
             return SequenceRegressionTask(texts, recipe.label, metrics)
+        case MaskedLM():
+            return MaskedLMTask(texts, recipe.mask_probability, metrics)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.errors import DataError
+from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import cell, finite_number, require_columns, require_text, tokenise
 from trainer.tasks.metrics import METRICS
@@ -52,6 +53,13 @@ class SequenceRegressionTask:
     ) -> dict[str, list[Any]]:
         features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
         return {**features, "labels": self._numbers(rows, where, first_row)}
+
+    def masking(self, tokenizer: Tokenizer, seed: int) -> None:
+        return None
+
+    def for_vocabulary(self, cut: VocabularyCut | None) -> SequenceRegressionTask:
+        assert cut is None, "its logits are not of a vocabulary"
+        return self
 
     def num_valid(self, labels: Tensor) -> Tensor:
         return labels.new_tensor(labels.numel()).long()

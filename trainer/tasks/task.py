@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from trainer.parallel.cross_entropy import VocabularyCut
+from trainer.tasks.masking import Masking
 from trainer.tasks.types import Dataset, Tokenizer
 
 
@@ -80,11 +82,28 @@ class Task(Protocol):
 
         Returns:
             The tokenizer's columns (`input_ids` and what belongs to it: one list of integers for each row); `labels`:
-            one number for each row, or one list as long as that row's `input_ids`; `cut`: whether the row was cut.
+            one number for each row, or one list as long as that row's `input_ids`, and none where there is a `masking`;
+            `cut`: whether the row was cut.
 
         Raises:
             DataError: a value that does not fit; names the column, the row and the value.
         """
+        ...
+
+    def masking(self, tokenizer: Tokenizer, seed: int) -> Masking | None:
+        """What makes the labels of encoded rows from their tokens, anew in each epoch; None: `encode` gives labels.
+
+        Args:
+            tokenizer: that of the model.
+            seed: the recipe's.
+
+        Raises:
+            UsageError: the tokenizer has no token to mask with.
+        """
+        ...
+
+    def for_vocabulary(self, cut: VocabularyCut | None) -> Task:
+        """The task for a model whose logits are cut over its vocabulary; None: they are whole."""
         ...
 
     def num_valid(self, labels: Tensor) -> Tensor:
@@ -95,13 +114,14 @@ class Task(Protocol):
         """The loss, summed (never averaged) over all valid labels: a float32 scalar.
 
         Args:
-            logits: `[batch, ...]`, of any floating dtype.
+            logits: `[batch, ...]`, of any floating dtype; after `for_vocabulary`, this rank's columns of them, and
+                every rank of that group must call.
             labels: `[batch, ...]`.
         """
         ...
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """What `metrics` needs of each row: small tensors on the CPU, each `[batch, ...]`."""
+        """What `metrics` needs of each row: small tensors on the CPU, each `[batch, ...]`; called as `loss_sum` is."""
         ...
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
