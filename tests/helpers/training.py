@@ -36,6 +36,7 @@ from trainer.tasks.task import Task
 gc.freeze()
 
 NUM_ROWS, NUM_CLASSES, VOCABULARY = 50, 3, 211
+T5_END = 1
 NUM_SPECIAL, MASK_TOKEN = 5, 4  # the special tokens are the first ones, padding is 0
 RANK_STRATEGIES = [name for name, row in STRATEGIES.items() if not row.single_process]
 """Every strategy that runs on several ranks; a new row of the table is tested without another line."""
@@ -190,6 +191,8 @@ def build_tiny(
             one.model.to(dtype)
     masking = tiny_masking(recipe)
     split = tiny_split(num_rows, has_classes=masking is None)
+    if recipe.model.config and recipe.model.config["model_type"] == "t5":  # it classifies at the end of a sequence
+        split.tokens["input_ids"][split.offsets[1:] - 1] = T5_END
     order = GlobalOrder(len(split), split.lengths, recipe.training.global_batch_size, recipe.training.seed)
     total_steps = plan.total_steps(len(split))
     loader = TrainLoader(
@@ -227,7 +230,12 @@ def digests_of(training: TinyTraining) -> dict[str, str]:
     """One for each way in which parameters lie."""
     hashes: dict[str, Any] = {}
     for name, part in training.engine.held().items():
-        axes = training.engine.placements[name].split_axes
-        key = " ".join(f"{axis} {training.mesh.index(axis)}" for axis in axes)
+        placement = training.engine.placements[name]
+        parts = [f"{axis} {training.mesh.index(axis)}" for axis in placement.split_axes]
+        if placement.stages:
+            parts.append(f"held by stages {placement.stages}: {placement.name}")
+        elif training.mesh.size("pp") > 1:
+            parts.append(f"pp {training.mesh.index('pp')}")
+        key = " ".join(parts)
         hashes.setdefault(key, hashlib.sha256()).update(part.cpu().numpy().tobytes())
     return {key: digest.hexdigest() for key, digest in hashes.items()}

@@ -21,17 +21,19 @@ from tests.helpers.training import (
     train_tiny,
 )
 from trainer.models.families.table import FAMILIES
+from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
 
 GLOBAL_BATCH_SIZE = 12
 # T5 classifies at the end of a sequence, which the random tokens here have none of, and ViT looks at images.
 TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "vit")]
-DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2")
+DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "t5")
 
 
-def model_config(model_type: str) -> dict[str, Any]:
-    return TINY_BERT if model_type == "bert" else {"model_type": model_type, **CONFIGS[model_type]}
+def model_config(model_type: str, num_layers: int | None = None) -> dict[str, Any]:
+    config = TINY_BERT if model_type == "bert" else {"model_type": model_type, **CONFIGS[model_type]}
+    return config if num_layers is None else {**config, "num_hidden_layers": num_layers}
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,16 @@ class Case:
     tensor: int = 1
     sequence: bool = False
     model_type: str = "bert"
+    stages: int = 1
+    schedule: str = "1f1b"
+    task: str = "sequence_classification"
+    num_layers: int | None = None  # None: as the family's tiny configuration says
 
     def __str__(self) -> str:
         words = [self.strategy, f"{self.world_size}ranks", self.precision]
         words += [f"tensor{self.tensor}"] * (self.tensor > 1) + ["sequence"] * self.sequence
-        words += [self.model_type] * (self.model_type != "bert")
+        words += [f"pipeline{self.stages}", self.schedule] * (self.stages > 1)
+        words += [self.model_type] * (self.model_type != "bert") + [self.task] * (self.task == "masked_lm")
         words += ["accumulated"] * self.accumulates + [f"recompute_{self.checkpointing}"] * (
             self.checkpointing != "none"
         )
@@ -79,22 +86,35 @@ class Case:
     @property
     def is_fast(self) -> bool:
         """Every strategy at two ranks, with each precision and each kind of checkpointing once."""
-        if self.tensor > 1:
+        if self.tensor > 1 or self.stages > 1:
             return self.world_size == 2
         kinds = {("fp32", "none", True), ("bf16", "selective", False), ("fp16", "full", True)}
         return self.world_size == 2 and (self.precision, self.checkpointing, self.accumulates) in kinds
 
     def recipe(self, sgd: bool = False) -> Recipe:
         """Twenty steps with AdamW, or one of plain descent without clipping."""
-        share = GLOBAL_BATCH_SIZE // (self.world_size // self.tensor)
+        data_ranks = self.world_size // self.tensor // self.stages
+        share = GLOBAL_BATCH_SIZE // data_ranks
+        pipeline = {"stages": self.stages, "schedule": self.schedule} if self.stages > 1 else {}
+        if self.stages > 1 and self.accumulates:  # two passes, of one row a microbatch where there are few
+            per_rank = SCHEDULES[self.schedule].stages_per_rank
+            pipeline["microbatches"] = max(self.stages * per_rank, share // 6)
         # Most families call their dropouts by names of their own; some have none.
         has_dropout = self.model_type in DROPOUT_FAMILIES
         return _recipe(
             sgd,
-            model={"config": model_config(self.model_type), "dropout": self.dropout if has_dropout else None},
-            training={"micro_batch_size": share // 3 if self.accumulates else share},
-            parallel=parallel_keys(self.strategy, self.world_size // self.tensor)
-            | {"tensor": self.tensor, "sequence": self.sequence},
+            task={"type": self.task},
+            model={
+                "config": model_config(self.model_type, self.num_layers),
+                "dropout": self.dropout if has_dropout else None,
+            },
+            training={
+                "micro_batch_size": max(1, share // 12 if self.stages > 1 else share // 3)
+                if self.accumulates
+                else share
+            },
+            parallel=parallel_keys(self.strategy, data_ranks)
+            | {"tensor": self.tensor, "sequence": self.sequence, "pipeline": pipeline},
             precision=self.precision,
             activation_checkpointing=self.checkpointing,
         )
@@ -148,6 +168,38 @@ def tensor_matrix() -> Iterator[Case]:
         yield Case("ddp", 2, True, "fp32", "full", dropout, tensor=2, sequence=sequence, model_type=model_type)
 
 
+def pipeline_matrix() -> Iterator[Case]:
+    """Every schedule; every strategy that combines with stages, with tensor ranks too; families, tied weights."""
+
+    def case(strategy: str, world_size: int, stages: int, schedule: str = "1f1b", **facts: Any) -> Case:
+        given = {"accumulates": False, "precision": "fp32", "checkpointing": "none", "dropout": 0.1} | facts
+        return Case(strategy, world_size, stages=stages, schedule=schedule, **given)
+
+    for schedule in SCHEDULES:
+        yield case("ddp", 2, 2, schedule, num_layers=4)
+    yield case("ddp", 2, 2, "1f1b", num_layers=4, dropout=0.0, accumulates=True)
+    yield case("ddp", 2, 2, "gpipe", num_layers=4, precision="bf16", checkpointing="full", accumulates=True)
+    yield case("ddp", 2, 2, "1f1b", num_layers=4, precision="fp16", checkpointing="selective")
+    yield case("ddp", 2, 2, "zero_bubble", num_layers=4, precision="fp16", checkpointing="full")
+    yield case("ddp", 3, 3, "gpipe", num_layers=4, dropout=0.0)
+    yield case("ddp", 4, 4, "1f1b", num_layers=5)
+    yield case("ddp", 4, 2, "interleaved_1f1b", num_layers=4, tensor=2, sequence=True)
+    yield case("fsdp", 4, 2, "1f1b", num_layers=4, precision="fp16", accumulates=True, dropout=0.0)
+    yield case("fsdp", 4, 2, "zero_bubble", num_layers=4, checkpointing="full")
+    yield case("hsdp", 8, 2, "1f1b", num_layers=4, accumulates=True)
+    for strategy in ("ddp", "fsdp", "hsdp"):
+        yield case(strategy, 8, 2, "1f1b", tensor=2, sequence=True, num_layers=4, checkpointing="full")
+    # T5 has two layers of each stack: four in all.
+    for task, model_type, layers in (("masked_lm", "bert", 4), ("sequence_classification", "t5", None)):
+        for schedule in ("1f1b", "interleaved_1f1b"):
+            yield case("ddp", 2, 2, schedule, task=task, model_type=model_type, num_layers=layers)
+        yield case("fsdp", 4, 2, "1f1b", task=task, model_type=model_type, num_layers=layers, dropout=0.0)
+    yield case("ddp", 4, 2, "1f1b", task="masked_lm", num_layers=4, tensor=2, sequence=True)
+    for model_type in TEXT_FAMILIES:
+        if FAMILIES[model_type].stages is not None:
+            yield case("ddp", 2, 2, model_type=model_type, dropout=0.1 if model_type in DROPOUT_FAMILIES else 0.0)
+
+
 @dataclass
 class Outcome:
     """What one rank, or one process, found."""
@@ -171,9 +223,9 @@ def train(case: Case) -> Outcome:
 
 
 @cache
-def reference(precision: str, dropout: float, model_type: str = "bert") -> Outcome:
-    """One process, one microbatch, nothing recomputed."""
-    return train(Case("ddp", 1, False, precision, "none", dropout, model_type=model_type))
+def reference(precision: str, dropout: float, model_type: str = "bert", **facts: Any) -> Outcome:
+    """One process, one microbatch, nothing recomputed; `facts` are more of the `Case`."""
+    return train(Case("ddp", 1, False, precision, "none", dropout, model_type=model_type, **facts))
 
 
 def relative(one: float, other: float) -> float:
@@ -202,7 +254,8 @@ def assert_parity(outcomes: list[Outcome], case: Case) -> None:
         outcomes: of every rank.
         case: what they trained.
     """
-    expected, tolerance = reference(case.precision, case.dropout, case.model_type), TOLERANCES[case.precision]
+    same = {"task": case.task, "num_layers": case.num_layers}
+    expected, tolerance = reference(case.precision, case.dropout, case.model_type, **same), TOLERANCES[case.precision]
     digests: dict[str, str] = {}
     for outcome in outcomes:
         assert_same_curve(outcome.curve, expected.curve, tolerance)

@@ -18,6 +18,7 @@ from tests.parity.cases import (
     assert_same_curve,
     largest_difference,
     matrix,
+    pipeline_matrix,
     reference,
     tensor_matrix,
     train,
@@ -29,7 +30,7 @@ from trainer.models.families.table import FAMILIES
     "case",
     [
         pytest.param(case, id=str(case), marks=() if case.is_fast else pytest.mark.slow)
-        for case in (*matrix(), *tensor_matrix())
+        for case in (*matrix(), *tensor_matrix(), *pipeline_matrix())
     ],
 )
 def test_any_layout_is_one_process(ranks: RankPools, case: Case):

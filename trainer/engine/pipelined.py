@@ -233,7 +233,7 @@ class PipelinedSchedule:
         return 1.0 - min(1.0, self._forward.busy.read() / seconds) if seconds else None
 
     def _passes(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
-        total = torch.zeros((), device=denominator.device)
+        total = torch.zeros((), device=denominator.device, dtype=torch.float64)
         passes = passes_of(microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
         for index, rows in enumerate(passes):
             with nullcontext() if index == len(passes) - 1 else self._no_sync():

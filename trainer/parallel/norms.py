@@ -38,7 +38,9 @@ def global_grad_norm(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement
         for axis in axes:
             mesh.sum_(square, axis)
         total = total + square
-    return mesh.sum_(total, PIPELINE_AXIS).sqrt()
+    if mesh.size(PIPELINE_AXIS) > 1:  # stages without a gradient would else send another type than the rest
+        total = mesh.sum_(total.double(), PIPELINE_AXIS)
+    return total.sqrt()
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:

@@ -144,16 +144,16 @@ class PipelineDriver:
             loss: of the logits of a microbatch and its number in the pass, an int64 tensor of one element on the CPU.
 
         Returns:
-            The sum of the losses, a detached scalar; zero where the last stage is on another rank.
+            The sum of the losses, a detached float64 scalar; zero where the last stage is on another rank.
         """
         schedule = self._schedule(tuple(shape), is_training=True)
         self._loss = loss
         losses: list[Tensor] = []
         numbers = torch.arange(self._num_microbatches) if self.has_last_stage else None
         self._run(lambda: schedule.step(target=numbers, losses=losses, return_outputs=False, **inputs))
-        return (
-            torch.stack([value.detach() for value in losses]).sum() if losses else torch.zeros((), device=self._device)
-        )
+        if not losses:
+            return torch.zeros((), device=self._device, dtype=torch.float64)
+        return torch.stack([value.detach() for value in losses]).double().sum()
 
     @torch.no_grad()
     def forward(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor | None:
