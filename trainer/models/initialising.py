@@ -25,7 +25,9 @@ def whole_already(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[
     return nullcontext()
 
 
-def draw_weights(model: nn.Module, names: Collection[str], seed: int, gather: Gather) -> None:
+def draw_weights(
+    model: nn.Module, names: Collection[str], seed: int, gather: Gather, held: Callable[[str], bool] = lambda _: True
+) -> None:
     """Draws the parameters `names` of a transformers model again, by the model's own rules.
 
     Args:
@@ -33,30 +35,41 @@ def draw_weights(model: nn.Module, names: Collection[str], seed: int, gather: Ga
         names: as in `model.named_parameters()`.
         seed: the recipe's.
         gather: makes parameters whole.
+        held: whether this rank has a parameter. What is drawn from one stream is drawn whole or not at all, since a
+            rule that leaves one parameter out would give the next one other numbers.
     """
     wanted = set(names)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        _draw(model, "", model, wanted, seed, gather)
+        _draw(model, "", model, wanted, seed, gather, held)
 
 
-def _draw(module: nn.Module, path: str, owner: nn.Module, wanted: set[str], seed: int, gather: Gather) -> None:
+def _draw(
+    module: nn.Module,
+    path: str,
+    owner: nn.Module,
+    wanted: set[str],
+    seed: int,
+    gather: Gather,
+    held: Callable[[str], bool],
+) -> None:
     """Draws a module together with those of its children that have none: its rule may be about their parameters."""
     owner = module if isinstance(module, PreTrainedModel) else owner  # whose rules these are
     together: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         if any(True for _ in child.children()):
-            _draw(child, f"{path}{name}.", owner, wanted, seed, gather)
+            _draw(child, f"{path}{name}.", owner, wanted, seed, gather, held)
         else:
             together[f"{path}{name}."] = child
     together[path] = module  # last, as in transformers: its rule stands above theirs
-    drawn = [
-        parameter
+    found = {
+        f"{at}{name}": parameter
         for at, part in together.items()
         for name, parameter in part.named_parameters(recurse=False)
         if f"{at}{name}" in wanted
-    ]
-    if not drawn:
+    }
+    if not any(held(name) for name in found):
         return
+    drawn = list(found.values())
     unset = {id(parameter) for parameter in drawn}
     for parameter in module.parameters():  # transformers leaves alone what carries this mark
         parameter._is_hf_initialized = id(parameter) not in unset  # type: ignore[attr-defined]

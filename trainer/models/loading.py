@@ -174,8 +174,7 @@ def load_parts(
         _rebuild_buffers(model)
         parts.read(checkpoint, sources.renamed)
         parts.convert(checkpoint, sources.converted, whole)
-        missing = [name for name in sources.missing if parts.holds(name)]
-        draw_weights(whole, missing, seed, lambda parameters: parts.drawing(whole, parameters))
+        draw_weights(whole, sources.missing, seed, lambda parameters: parts.drawing(whole, parameters), parts.holds)
     parts.check_filled()
     return PartedModel(model, made, sources.notes)
 
