@@ -185,7 +185,7 @@ def pipeline_matrix() -> Iterator[Case]:
     yield case("ddp", 4, 4, "1f1b", num_layers=5)
     yield case("ddp", 4, 2, "interleaved_1f1b", num_layers=4, tensor=2, sequence=True)
     yield case("fsdp", 4, 2, "1f1b", num_layers=4, precision="fp16", accumulates=True, dropout=0.0)
-    yield case("fsdp", 4, 2, "zero_bubble", num_layers=4, checkpointing="full")
+    yield case("fsdp", 4, 2, "interleaved_1f1b", num_layers=4, checkpointing="full")
     yield case("hsdp", 8, 2, "1f1b", num_layers=4, accumulates=True)
     for strategy in ("ddp", "fsdp", "hsdp"):
         yield case(strategy, 8, 2, "1f1b", tensor=2, sequence=True, num_layers=4, checkpointing="full")

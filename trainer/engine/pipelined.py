@@ -7,7 +7,7 @@ belong to rows and not to microbatches, gradients are summed and never averaged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainer.engine.engine import EvalResult
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine
-from trainer.engine.sharded import defer_all_reduce, shard
+from trainer.engine.sharded import shard
 from trainer.models.building import BuiltModel
 from trainer.models.stages import StagePart, hidden_shape
 from trainer.parallel.dropout import MicrobatchKey
@@ -187,13 +187,12 @@ def _part(built: BuiltModel) -> StagePart:
 
 
 class PipelinedSchedule:
-    """The passes of one step; gradients are synchronised over the data-parallel ranks in the last of them.
+    """The passes of one step. Under fsdp and hsdp each of them sums its gradients over the ranks, which torch does.
 
     Args:
         forward: the stages.
         mesh: the ranks.
         plan: how many passes, and of how many microbatches.
-        no_sync: a context in which a pass leaves to a later one what it can.
     """
 
     def __init__(
@@ -201,12 +200,10 @@ class PipelinedSchedule:
         forward: PipelinedForward,
         mesh: ParallelMesh,
         plan: RunPlan,
-        no_sync: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._forward = forward
         self._mesh = mesh
         self._batch = plan.batch
-        self._no_sync = no_sync
         self._clock = BusyClock(mesh.device)
         self._num_runs = 0
 
@@ -235,9 +232,8 @@ class PipelinedSchedule:
     def _passes(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
         total = torch.zeros((), device=denominator.device, dtype=torch.float64)
         passes = passes_of(microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
-        for index, rows in enumerate(passes):
-            with nullcontext() if index == len(passes) - 1 else self._no_sync():
-                total = total + self._forward.accumulate(rows, denominator, scale)
+        for rows in passes:
+            total = total + self._forward.accumulate(rows, denominator, scale)
         return total
 
 
@@ -258,8 +254,7 @@ def build_pipelined(
         assert not placements.keys() & placed.keys(), "two stages of a rank have parameters of one name"
         placements |= placed
     forward = PipelinedForward(built, task, mesh, plan)
-    no_sync = partial(_defer, models) if cuts else nullcontext
-    schedule = PipelinedSchedule(forward, mesh, plan, no_sync)
+    schedule = PipelinedSchedule(forward, mesh, plan)
     tied = _tied_gradients(built, placements, mesh, plan)
     data_group = mesh.group("dp") if not cuts else None
 
@@ -269,14 +264,6 @@ def build_pipelined(
         tied.sum_()
 
     return NativeEngine(forward, models, schedule, placements, mesh, plan, total_steps, complete)
-
-
-@contextmanager
-def _defer(models: Sequence[nn.Module]) -> Any:
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(defer_all_reduce(model))
-        yield
 
 
 def _tied_gradients(

@@ -230,7 +230,7 @@ def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:
             f"`parallel.pipeline.microbatches` must be a multiple of the {keys.stages} ranks of the pipeline for the"
             f" schedule {schedule.name}, but is {count}; use {_sizes_near(count, keys.stages)}"
         )
-    if count * num_passes > share:
+    if count > share:
         problems.append(
             f"`parallel.pipeline.microbatches` must be at most the {share} rows that a rank has in one optimizer step,"
             f" but is {count}; use more rows in `training.global_batch_size`, or fewer microbatches"
