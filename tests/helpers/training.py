@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.data.collate import Padding
+from trainer.data.collate import Batching, Normalisation, Padding
 from trainer.data.loader import TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.data.split import EncodedSplit
@@ -28,7 +28,9 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import Layout, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
+from trainer.tasks.image_classification import ImageClassificationTask
 from trainer.tasks.sequence_classification import SequenceClassificationTask
+from trainer.tasks.task import Task
 
 # What was imported stays; looked at by every collection, it would cost a training here as much as its steps do.
 gc.freeze()
@@ -48,12 +50,28 @@ TINY_BERT = {
 }
 
 
+TINY_VIT = {
+    "model_type": "vit",
+    "image_size": 16,
+    "patch_size": 4,
+    "num_channels": 1,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+
+
 def tiny_recipe(**sections: Any) -> Recipe:
-    """A recipe for a tiny BERT with random weights; `sections` are merged key by key into it."""
+    """A recipe for a tiny model with random weights; `sections` are merged key by key into it.
+
+    The model is a BERT, or what `TINY_TASKS` says for the `type` of another task.
+    """
+    tiny = TINY_TASKS[sections.get("task", {}).get("type", "sequence_classification")]
     recipe: dict[str, Any] = {
         "name": "tiny",
-        "task": {"type": "sequence_classification", "text": "text"},
-        "model": {"config": TINY_BERT, "tokenizer": "none"},
+        "task": tiny.keys,
+        "model": tiny.model,
         "data": {"source": "files", "train": "none"},
         "training": {"max_steps": 20, "global_batch_size": 12, "micro_batch_size": 12},
         "optimizer": {"name": "adamw", "learning_rate": 1e-3, "weight_decay": 0.01},
@@ -74,6 +92,47 @@ def tiny_split(num_rows: int = NUM_ROWS) -> EncodedSplit:
         scalars={"labels": random.integers(0, NUM_CLASSES, num_rows)},
         content_hash="tiny",
     )
+
+
+def tiny_images(num_rows: int = NUM_ROWS) -> EncodedSplit:
+    """Random images of 16 x 16 values from 0 to 255 with random classes, the same on every rank."""
+    random = np.random.default_rng(0)
+    return EncodedSplit(
+        offsets=np.zeros(num_rows + 1, np.int64),
+        tokens={},
+        scalars={"labels": random.integers(0, NUM_CLASSES, num_rows)},
+        content_hash="tiny images",
+        arrays={"pixel_values": random.integers(0, 256, (num_rows, 1, 16, 16), np.uint8)},
+    )
+
+
+@dataclass(frozen=True)
+class TinyTask:
+    """What a tiny training of one kind of task is made of."""
+
+    keys: dict[str, Any]  # of the recipe's `task`
+    model: dict[str, Any]  # the recipe's `model`
+    task: Task
+    split: Callable[[int], EncodedSplit]
+    batching: Batching
+
+
+TINY_TASKS = {
+    "sequence_classification": TinyTask(
+        {"type": "sequence_classification", "text": "text"},
+        {"config": TINY_BERT, "tokenizer": "none"},
+        SequenceClassificationTask(("text",), "label", ("accuracy",), tuple("abc")),
+        tiny_split,
+        Padding(0),
+    ),
+    "image_classification": TinyTask(
+        {"type": "image_classification"},
+        {"config": TINY_VIT},
+        ImageClassificationTask("image", "label", ("accuracy",), tuple("abc")),
+        tiny_images,
+        Normalisation(1 / 255, (0.5,), (0.5,)),
+    ),
+}
 
 
 def parallel_keys(strategy: str, world_size: int) -> dict[str, Any]:
@@ -153,16 +212,17 @@ def build_tiny(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     plan = plan_run(recipe, world_size)
     mesh = _mesh(plan.layout, torch.device(device))
-    task = SequenceClassificationTask(("text",), "label", ("accuracy",), tuple("abc"))
+    tiny = TINY_TASKS[recipe.task.type]
+    task = tiny.task
     cut = tensor_cut(mesh, recipe.parallel.sequence)
     with partitioned_loading(plan, mesh.device) as gather:
         built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
     if dtype != torch.float32:
         built.model.to(dtype)
-    split = tiny_split(num_rows)
+    split = tiny.split(num_rows)
     order = GlobalOrder(len(split), split.lengths, recipe.training.global_batch_size, recipe.training.seed)
     total_steps = plan.total_steps(len(split))
-    loader = TrainLoader(split, order, plan.batch, mesh.index("dp"), Padding(0), total_steps, start_sample)
+    loader = TrainLoader(split, order, plan.batch, mesh.index("dp"), tiny.batching, total_steps, start_sample)
     engine = build_engine(built, task, mesh, plan, total_steps)
     return TinyTraining(engine, built.model, loader, mesh, total_steps)
 

@@ -16,6 +16,7 @@ from tests.parity.cases import (
     Outcome,
     assert_parity,
     assert_same_curve,
+    image_cases,
     largest_difference,
     matrix,
     reference,
@@ -29,7 +30,7 @@ from trainer.models.families.table import FAMILIES
     "case",
     [
         pytest.param(case, id=str(case), marks=() if case.is_fast else pytest.mark.slow)
-        for case in (*matrix(), *tensor_matrix())
+        for case in (*matrix(), *tensor_matrix(), *image_cases())
     ],
 )
 def test_any_layout_is_one_process(ranks: RankPools, case: Case):

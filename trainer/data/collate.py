@@ -1,9 +1,9 @@
-"""From rows of a split to the padded tensors of one microbatch."""
+"""From rows of a split to the tensors of one microbatch: texts padded, images normalised."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 
 IGNORED_LABEL = -100
 """The label of padding in token tasks; what `torch.nn.functional.cross_entropy` ignores by default."""
+
+
+class Batching(Protocol):
+    """How rows of one kind of data become the tensors of a microbatch."""
+
+    def inputs(self, split: EncodedSplit, row_ids: IndexArray) -> dict[str, Tensor]:
+        """The columns of the rows that are no scalars, each `[batch, ...]`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -48,32 +56,53 @@ class Padding:
         fills = {"input_ids": self.token_id, "token_type_ids": self.token_type_id, "labels": IGNORED_LABEL}
         return fills.get(column, 0)
 
+    def inputs(self, split: EncodedSplit, row_ids: IndexArray) -> dict[str, Tensor]:
+        """Rows padded to the longest of them: int64 `[batch, sequence]`; `attention_mask` is 0 on padding, else 1."""
+        lengths = split.lengths[row_ids]
+        width = -(-int(lengths.max()) // self.multiple_of) * self.multiple_of
+        columns = np.arange(width)
+        is_token = columns < lengths[:, None]
+        flat = (split.offsets[row_ids, None] + columns)[is_token]
+        padded = {name: _pad(values, flat, is_token, self.value(name)) for name, values in split.tokens.items()}
+        return {**padded, "attention_mask": torch.from_numpy(is_token.astype(np.int64))}
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """What becomes of 8-bit images: `(value * scale - mean) / std`, with a mean and a deviation for each channel."""
+
+    scale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def inputs(self, split: EncodedSplit, row_ids: IndexArray) -> dict[str, Tensor]:
+        """Images in float32 `[batch, channels, height, width]`."""
+        return {name: self(torch.from_numpy(values[row_ids])) for name, values in split.arrays.items()}
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Normalises uint8 `[..., channels, height, width]`."""
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        return pixels.float().mul_(self.scale).sub_(mean).div_(std)
+
 
 def collate(
-    split: EncodedSplit, row_ids: IndexArray, padding: Padding, places: IndexArray, filler: bool = False
+    split: EncodedSplit, row_ids: IndexArray, batching: Batching, places: IndexArray, filler: bool = False
 ) -> Microbatch:
-    """Pads rows to the longest of them.
+    """Makes rows one microbatch.
 
     Args:
-        split: the tokenised split.
+        split: the prepared split.
         row_ids: the rows `[batch]`.
-        padding: how to pad.
+        batching: how their inputs become tensors.
         places: what becomes `Microbatch.rows` `[batch]`.
         filler: what becomes `Microbatch.filler`.
 
     Returns:
-        The microbatch: `attention_mask` is 1 on tokens and 0 on padding; each input is int64 `[batch, sequence]`.
+        The microbatch, whose labels are the column of that name.
     """
-    lengths = split.lengths[row_ids]
-    width = -(-int(lengths.max()) // padding.multiple_of) * padding.multiple_of
-    columns = np.arange(width)
-    is_token = columns < lengths[:, None]
-    flat = (split.offsets[row_ids, None] + columns)[is_token]
-    padded = {name: _pad(values, flat, is_token, padding.value(name)) for name, values in split.tokens.items()}
     scalars = {name: torch.from_numpy(np.asarray(values[row_ids])) for name, values in split.scalars.items()}
-    features = padded | scalars
+    features = batching.inputs(split, row_ids) | scalars
     labels = features.pop("labels")
-    features["attention_mask"] = torch.from_numpy(is_token.astype(np.int64))
     return Microbatch(features, labels, torch.from_numpy(places), filler)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.data.collate import Padding, collate
+from trainer.data.collate import Batching, collate
 from trainer.data.order import GlobalOrder
 from trainer.data.partition import partition
 from trainer.data.split import EncodedSplit
@@ -37,7 +37,7 @@ class TrainLoader:
         order: the order of its rows.
         plan: the batch arithmetic.
         data_rank: this rank among the data-parallel ranks; ranks that share a model replica share it.
-        padding: how to pad.
+        batching: how rows become tensors.
         total_steps: the optimizer steps of the whole training, those already done included.
         start_sample: the rows of all ranks and epochs that were consumed before.
         num_workers: processes that prepare batches; 0: the rank itself does.
@@ -54,7 +54,7 @@ class TrainLoader:
         order: GlobalOrder,
         plan: BatchPlan,
         data_rank: int,
-        padding: Padding,
+        batching: Batching,
         total_steps: int,
         start_sample: int = 0,
         num_workers: int = 0,
@@ -62,7 +62,7 @@ class TrainLoader:
     ) -> None:
         epoch, index = order.position(start_sample)
         self._steps = range(epoch * order.steps_per_epoch + index, total_steps)
-        self._batches = _TrainBatches(split, order, plan, data_rank, padding)
+        self._batches = _TrainBatches(split, order, plan, data_rank, batching)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
 
@@ -85,7 +85,7 @@ class EvalLoader:
         batch_size: the most rows of one microbatch.
         data_rank: this rank among the data-parallel ranks.
         data_parallel_size: the number of data-parallel ranks.
-        padding: how to pad.
+        batching: how rows become tensors.
         num_workers: processes that prepare batches; 0: the rank itself does.
         pin_memory: whether to copy batches into page-locked memory.
 
@@ -99,11 +99,11 @@ class EvalLoader:
         batch_size: int,
         data_rank: int,
         data_parallel_size: int,
-        padding: Padding,
+        batching: Batching,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self._batches = _EvalBatches(split, batch_size, data_rank, data_parallel_size, padding)
+        self._batches = _EvalBatches(split, batch_size, data_rank, data_parallel_size, batching)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
 
@@ -119,13 +119,13 @@ class _TrainBatches:
     """The rank's part of the global batch of any step, by the step's number from 0."""
 
     def __init__(
-        self, split: EncodedSplit, order: GlobalOrder, plan: BatchPlan, data_rank: int, padding: Padding
+        self, split: EncodedSplit, order: GlobalOrder, plan: BatchPlan, data_rank: int, batching: Batching
     ) -> None:
         self._split = split
         self._order = order
         self._plan = plan
         self._data_rank = data_rank
-        self._padding = padding
+        self._batching = batching
 
     def __getitem__(self, step: int) -> RankBatch:
         row_ids = self._order.batch(*divmod(step, self._order.steps_per_epoch))
@@ -138,7 +138,7 @@ class _TrainBatches:
             filler_place=int(lengths.argmin()),  # the cheapest row to repeat
         )
         microbatches = [
-            collate(self._split, row_ids[chunk.places], self._padding, chunk.places, chunk.filler) for chunk in chunks
+            collate(self._split, row_ids[chunk.places], self._batching, chunk.places, chunk.filler) for chunk in chunks
         ]
         return RankBatch(microbatches, num_rows=len(row_ids), num_tokens=int(lengths.sum()))
 
@@ -147,10 +147,10 @@ class _EvalBatches:
     """The rank's microbatches of a whole split, by their number from 0."""
 
     def __init__(
-        self, split: EncodedSplit, batch_size: int, data_rank: int, data_parallel_size: int, padding: Padding
+        self, split: EncodedSplit, batch_size: int, data_rank: int, data_parallel_size: int, batching: Batching
     ) -> None:
         self._split = split
-        self._padding = padding
+        self._batching = batching
         self._row_ids = np.argsort(-split.lengths, kind="stable")
         self._chunks = partition(len(split), data_rank, data_parallel_size, batch_size, filler_place=len(split) - 1)
 
@@ -160,7 +160,7 @@ class _EvalBatches:
     def __getitem__(self, index: int) -> Microbatch:
         chunk = self._chunks[index]
         row_ids = self._row_ids[chunk.places]
-        return collate(self._split, row_ids, self._padding, places=row_ids, filler=chunk.filler)
+        return collate(self._split, row_ids, self._batching, places=row_ids, filler=chunk.filler)
 
 
 def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool) -> Iterator[Any]:

@@ -48,7 +48,8 @@ def _one_line(error: Exception) -> str:
     return shorten(str(error), 300, placeholder=" ...") or type(error).__name__
 
 
-def _not_found(key: str, name: str, error: Exception) -> UsageError:
+def not_found(key: str, name: str, error: Exception) -> UsageError:
+    """That what the recipe's `key` names could not be opened."""
     return UsageError(
         f"`{key}` is {name!r}, which could not be opened: {_one_line(error)}; give a folder that holds it, or the name"
         " of a repository that this machine can reach or has in its cache"
@@ -67,7 +68,7 @@ def load_tokenizer(recipe: Model) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _not_found(key, name, error) from error
+        raise not_found(key, name, error) from error
 
 
 def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -120,7 +121,7 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
             raise UsageError(
                 f"`model.config` does not describe a model of transformers: {_one_line(error)}; mend it"
             ) from error
-        raise _not_found("model.name_or_path", str(recipe.name_or_path), error) from error
+        raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
     if recipe.dropout is not None:
         set_probabilities(config, recipe.dropout)
     return config
@@ -207,7 +208,7 @@ def build_model(
             raise UsageError(f"`model.config` does not describe an {auto_class_name}: {_one_line(error)}") from error
         if "ignore_mismatched_sizes" in str(error):
             raise sizes_differ("some weights") from error
-        raise _not_found("model.name_or_path", str(recipe.name_or_path), error) from error
+        raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
 
 
 def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
