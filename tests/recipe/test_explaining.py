@@ -67,7 +67,8 @@ Minimal = dict[str, Any]
         ),
         (
             "task.type=classification",
-            '`task.type` must be one of "sequence_classification", "sequence_regression", but is "classification"',
+            '`task.type` must be one of "sequence_classification", "sequence_regression", "image_classification", but'
+            ' is "classification"; did you mean "image_classification"?',
         ),
         ("data=3", "`data` must be an object, but is 3"),
         ("parallel=null", "`parallel` must be an object, but is null"),
@@ -99,7 +100,12 @@ def test_messages_say_the_key_the_rule_the_value_and_the_remedy(
     ("section", "content", "message"),
     [
         ("task", None, "`task` must be an object, but is null"),
-        ("task", {}, '`task.type` is missing; it must be one of "sequence_classification", "sequence_regression"'),
+        (
+            "task",
+            {},
+            '`task.type` is missing; it must be one of "sequence_classification", "sequence_regression",'
+            ' "image_classification"',
+        ),
         (
             "data",
             {"source": "folder"},
