@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from trainer.models.families.family import ModelFamily
+from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.keys import default_tag, kinds, section_models
 from trainer.recipe.schema import Recipe, Section
@@ -165,11 +165,11 @@ def _families() -> str:
         "whole on every rank",
         "sequence",
     )
-    return _table(header, [_family(family) for family in FAMILIES.values()])
+    return _table(header, [_family(family, family.tensor) for family in FAMILIES.values() if family.tensor])
 
 
-def _family(family: ModelFamily) -> tuple[str, ...]:
-    plan, layers = family.tensor, f"{family.layers}."
+def _family(family: ModelFamily, plan: TensorPlan) -> tuple[str, ...]:
+    layers = f"{family.layers}."
     columns = [
         name.removeprefix(layers) + (f" ({blocks} in one)" if blocks > 1 else "")
         for name, blocks in plan.columns.items()

@@ -61,6 +61,15 @@ TINY_VIT = {
     "intermediate_size": 64,
 }
 
+TINY_RESNET = {
+    "model_type": "resnet",
+    "num_channels": 1,
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 2],
+    "layer_type": "basic",
+}
+
 
 def tiny_recipe(**sections: Any) -> Recipe:
     """A recipe for a tiny model with random weights; `sections` are merged key by key into it.

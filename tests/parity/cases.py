@@ -14,6 +14,7 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.training import (
     RANK_STRATEGIES,
     TINY_BERT,
+    TINY_RESNET,
     TINY_VIT,
     Curve,
     parallel_keys,
@@ -27,9 +28,9 @@ from trainer.recipe.strategies import STRATEGIES
 
 GLOBAL_BATCH_SIZE = 12
 # T5 classifies at the end of a sequence, which the random tokens here have none of, and ViT looks at images.
-TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "vit")]
+TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "vit", "resnet")]
 DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "vit")
-IMAGE_FAMILIES = {"vit": TINY_VIT}
+IMAGE_FAMILIES = {"vit": TINY_VIT, "resnet": TINY_RESNET}
 
 
 def model_config(model_type: str) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def tensor_matrix() -> Iterator[Case]:
 
 
 def image_cases() -> Iterator[Case]:
-    """A ViT under each kind of engine and over tensor ranks."""
+    """A ViT under each kind of engine and over tensor ranks, and a ResNet, whose layers are found by FSDP."""
     for strategy, accumulates, checkpointing in (
         ("ddp", True, "none"),
         ("fsdp", True, "full"),
@@ -161,7 +162,7 @@ def image_cases() -> Iterator[Case]:
     ):
         yield Case(strategy, 2, accumulates, "fp32", checkpointing, 0.1, model_type="vit")
     yield Case("ddp", 2, True, "fp32", "full", 0.1, tensor=2, sequence=True, model_type="vit")
-    yield Case("fsdp", 4, False, "fp32", "none", 0.1, tensor=2, model_type="vit")
+    yield Case("fsdp", 2, True, "fp32", "full", 0.0, model_type="resnet")
 
 
 @dataclass

@@ -23,6 +23,7 @@ from trainer.models.dropout import key_dropout, set_probabilities
 from trainer.models.families.table import FAMILIES
 from trainer.models.initialising import Gather, draw_weights, whole_already
 from trainer.models.loading import CannotLoadPartsError, TensorCut, load_parts, sizes_differ
+from trainer.models.statistics import fix_statistics, persistent_buffers
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.placement import Placements
 from trainer.recipe.schema import Model, Training
@@ -183,9 +184,12 @@ def build_model(
     keys = DropoutKeys(training.seed) if training.layout_invariant_dropout else None
     auto_class = getattr(transformers, auto_class_name)
 
+    fixed: list[str] = []
+
     def prepare(model: nn.Module) -> None:
         if keys is not None:
             key_dropout(model, keys)
+        fixed[:] = fix_statistics(model)
 
     def build_whole() -> tuple[nn.Module, list[str]]:
         model, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
@@ -195,14 +199,14 @@ def build_model(
     try:
         if cut is None:
             model, notes = build_whole()
-            return BuiltModel(model, keys, notes)
+            return BuiltModel(model, keys, [*notes, *fixed])
         try:
             parts = load_parts(auto_class, recipe, config, attention, training.seed, prepare, cut)
-            return BuiltModel(parts.model, keys, parts.notes, parts.placements)
+            return BuiltModel(parts.model, keys, [*parts.notes, *fixed], parts.placements)
         except CannotLoadPartsError as reason:
             model, notes = build_whole()
             notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
-            return BuiltModel(model, keys, notes, cut(model))
+            return BuiltModel(model, keys, [*notes, *fixed], cut(model))
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if recipe.config is not None:
             raise UsageError(f"`model.config` does not describe an {auto_class_name}: {_one_line(error)}") from error
@@ -212,7 +216,7 @@ def build_model(
 
 
 def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes a plain Hugging Face folder: safetensors and configuration.
+    """Writes a plain Hugging Face folder: safetensors (`weights`, and the buffers of the model) and configuration.
 
     Raises:
         TrainerError: it cannot be written.
@@ -222,7 +226,7 @@ def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) ->
     logging.disable(logging.WARNING)
     try:
         folder.mkdir(parents=True, exist_ok=True)  # or raises: save_pretrained only logs that a file is in the way
-        model.save_pretrained(folder, state_dict=dict(weights))  # type: ignore[operator]
+        model.save_pretrained(folder, state_dict={**persistent_buffers(model), **weights})  # type: ignore[operator]
     except (OSError, SafetensorError) as error:
         raise TrainerError(f"the model could not be written to {folder}: {error}") from error
     finally:
