@@ -28,6 +28,11 @@ class Preparation(Protocol):
         """How prepared rows become the tensors of a microbatch."""
         ...
 
+    @property
+    def normalisation(self) -> str | None:
+        """What `batching` does to the values of prepared rows, in words; None: they stay as they are."""
+        ...
+
     def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
         """The split as it is kept; `task` is resolved, and of the recipe.
 
@@ -63,6 +68,8 @@ class TextPreparation:
     tokenizer: Any
     max_length: int
 
+    normalisation = None
+
     @property
     def batching(self) -> Padding:
         return Padding.of(self.tokenizer)
@@ -84,6 +91,10 @@ class ImagePreparation:
     @property
     def batching(self) -> Normalisation:
         return Normalisation(self.processor.scale, self.processor.mean, self.processor.std)
+
+    @property
+    def normalisation(self) -> str:
+        return str(self.batching)
 
     def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
         assert isinstance(task, ImageTask)

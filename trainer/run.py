@@ -196,13 +196,13 @@ def _train(
     cut = tensor_cut(mesh, recipe.parallel.sequence)
     with partitioned_loading(plan, device) as gather:
         built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
-    buffers = buffers_hash(built.model)
+    beside = {"buffers": buffers_hash(built.model), "normalisation": data.preparation.normalisation}
     total_steps = plan.total_steps(len(data.train))
     engine = build_engine(built, task, mesh, plan, total_steps)
     meter = Meter(model_size(built.model, engine.placements), total_peak_flops(recipe, mesh))
 
     store = CheckpointStore(session.folder, recipe.checkpoint.keep)
-    saver = Saver(store, engine, mesh, identity(recipe, data.train.content_hash, buffers))
+    saver = Saver(store, engine, mesh, identity(recipe, data.train.content_hash, beside))
     notes = [*built.notes, *_cut_notes(data, recipe.data.max_length), *saver.resume(recipe.checkpoint.resume)]
     progress = session.progress = saver.progress
     info = run_info(
