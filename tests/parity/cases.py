@@ -14,6 +14,8 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.training import (
     RANK_STRATEGIES,
     TINY_BERT,
+    TINY_RESNET,
+    TINY_VIT,
     Curve,
     parallel_keys,
     sgd_sections,
@@ -26,12 +28,14 @@ from trainer.recipe.strategies import STRATEGIES
 
 GLOBAL_BATCH_SIZE = 12
 # T5 classifies at the end of a sequence, which the random tokens here have none of, and ViT looks at images.
-TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "vit")]
-DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2")
+TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "vit", "resnet")]
+DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "vit")
+IMAGE_FAMILIES = {"vit": TINY_VIT, "resnet": TINY_RESNET}
 
 
 def model_config(model_type: str) -> dict[str, Any]:
-    return TINY_BERT if model_type == "bert" else {"model_type": model_type, **CONFIGS[model_type]}
+    tiny = {"bert": TINY_BERT, **IMAGE_FAMILIES}
+    return tiny.get(model_type) or {"model_type": model_type, **CONFIGS[model_type]}
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class Case:
         has_dropout = self.model_type in DROPOUT_FAMILIES
         return _recipe(
             sgd,
+            task={"type": "image_classification" if self.model_type in IMAGE_FAMILIES else "sequence_classification"},
             model={"config": model_config(self.model_type), "dropout": self.dropout if has_dropout else None},
             training={"micro_batch_size": share // 3 if self.accumulates else share},
             parallel=parallel_keys(self.strategy, self.world_size // self.tensor)
@@ -146,6 +151,18 @@ def tensor_matrix() -> Iterator[Case]:
         sequence = FAMILIES[model_type].tensor.sequence_parallel
         dropout = 0.1 if model_type in DROPOUT_FAMILIES else 0.0
         yield Case("ddp", 2, True, "fp32", "full", dropout, tensor=2, sequence=sequence, model_type=model_type)
+
+
+def image_cases() -> Iterator[Case]:
+    """A ViT under each kind of engine and over tensor ranks, and a ResNet, whose layers are found by FSDP."""
+    for strategy, accumulates, checkpointing in (
+        ("ddp", True, "none"),
+        ("fsdp", True, "full"),
+        ("zero2", False, "none"),
+    ):
+        yield Case(strategy, 2, accumulates, "fp32", checkpointing, 0.1, model_type="vit")
+    yield Case("ddp", 2, True, "fp32", "full", 0.1, tensor=2, sequence=True, model_type="vit")
+    yield Case("fsdp", 2, True, "fp32", "full", 0.0, model_type="resnet")
 
 
 @dataclass
