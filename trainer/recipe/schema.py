@@ -263,7 +263,10 @@ class Parallel(Section):
         description="Cut also the positions over tensor ranks, between the matrices of a layer: less memory, the same"
         " traffic.",
     )
-    pipeline: Pipeline = Pipeline()
+    pipeline: Pipeline = Field(
+        Pipeline(),
+        description="Stages over which the layers are spread, and how microbatches go through them.",
+    )
     reshard_after_forward: bool = Field(
         True, description="Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again."
     )
