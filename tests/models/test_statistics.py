@@ -84,6 +84,27 @@ def test_a_model_without_any_is_left_alone():
     assert hash_of(model) is None
 
 
+def with_buffers(*names: str) -> nn.Module:
+    module = nn.Module()
+    for name in names:
+        module.register_buffer(name, torch.full((2,), float(ord(name))))
+    return module
+
+
+def hash_of_stages(names: list[str]) -> str | None:
+    """Of a rank that holds the stage with its number."""
+    mesh = ParallelMesh(torch.device("cpu"), pp=len(names))
+    return buffers_hash([with_buffers(*names[mesh.rank])], mesh)
+
+
+def test_stages_together_have_the_hash_of_the_whole(ranks: RankPools):
+    """So that a run may go on with other stages."""
+    whole = hash_of(with_buffers("a", "b", "c"))
+    assert ranks(2).run(hash_of_stages, ["ab", "bc"]) == [whole, whole]
+    assert ranks(2).run(hash_of_stages, ["", ""]) == [None, None]
+    assert whole != hash_of(with_buffers("a", "b", "d"))
+
+
 def train_and_export(source: Path, folder: Path) -> dict[str, torch.Tensor]:
     recipe = tiny_recipe(
         task={"type": "image_classification"},
