@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from trainer.models.families.family import ModelFamily
+from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.keys import default_tag, kinds, section_models
 from trainer.recipe.schema import Recipe, Section
@@ -77,29 +78,33 @@ def _shipped() -> str:
 
 
 def _keys() -> str:
-    """One table for the plain keys of a recipe, then one for each section and each kind of a section."""
-    plain = {name: field for name, field in Recipe.model_fields.items() if not section_models(field.annotation)}
-    parts = [_key_table("", Recipe, plain)]
-    for name, field in Recipe.model_fields.items():
+    """One table for the plain keys of a recipe, then one for each section, what it holds, and each kind of it."""
+    return "\n\n".join(_section_keys("", Recipe, "###"))
+
+
+def _section_keys(prefix: str, model: type[Section], heading: str) -> Iterator[str]:
+    """A table of the plain keys of a section, then the sections in it."""
+    plain = {name: field for name, field in model.model_fields.items() if not section_models(field.annotation)}
+    yield _key_table(prefix, model, plain)
+    for name, field in model.model_fields.items():
         if name not in plain:
-            parts += _section(name, field)
-    return "\n\n".join(parts)
+            yield from _section(f"{prefix}{name}", field, heading)
 
 
-def _section(name: str, field: FieldInfo) -> Iterator[str]:
+def _section(name: str, field: FieldInfo, heading: str) -> Iterator[str]:
     of_kind = kinds(field)
     if not of_kind:
         (model,) = section_models(field.annotation)
-        yield f"### `{name}`\n\n{model.__doc__}"
-        yield _key_table(f"{name}.", model, model.model_fields)
+        yield f"{heading} `{name}`\n\n{getdoc(model)}"
+        yield from _section_keys(f"{name}.", model, f"{heading}#")
         return
-    yield f"### `{name}`\n\n{_kinds(name, field, list(of_kind))}"
+    yield f"{heading} `{name}`\n\n{_kinds(name, field, list(of_kind))}"
     shared = _shared_keys(list(of_kind.values()))
     if shared:
         yield _key_table(f"{name}.", next(iter(of_kind.values())), shared)
     for tag, model in of_kind.items():
         own = {key: row for key, row in model.model_fields.items() if key not in (field.discriminator, *shared)}
-        yield f"#### `{name}.{field.discriminator}`: `{json.dumps(tag)}`\n\n{model.__doc__}"
+        yield f"{heading}# `{name}.{field.discriminator}`: `{json.dumps(tag)}`\n\n{getdoc(model)}"
         yield _key_table(f"{name}.", model, own)
 
 
@@ -165,11 +170,11 @@ def _families() -> str:
         "whole on every rank",
         "sequence",
     )
-    return _table(header, [_family(family) for family in FAMILIES.values()])
+    return _table(header, [_family(family, family.tensor) for family in FAMILIES.values() if family.tensor])
 
 
-def _family(family: ModelFamily) -> tuple[str, ...]:
-    plan, layers = family.tensor, f"{family.layers}."
+def _family(family: ModelFamily, plan: TensorPlan) -> tuple[str, ...]:
+    layers = f"{family.layers}."
     columns = [
         name.removeprefix(layers) + (f" ({blocks} in one)" if blocks > 1 else "")
         for name, blocks in plan.columns.items()

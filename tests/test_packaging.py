@@ -20,7 +20,7 @@ def test_the_wheel_holds_the_recipes_with_their_data(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
     recipes = {path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*") if path.is_file()}
-    shipped = {f"trainer/shipped_recipes/{path}" for path in recipes if path.suffix in (".json", ".jsonl")}
+    shipped = {f"trainer/shipped_recipes/{path}" for path in recipes if path.suffix in (".json", ".jsonl", ".parquet")}
     assert len(shipped) > 5
     assert shipped <= held
     assert {path for path in held if Path(path).parts[0] == "trainer"} >= {"trainer/cli.py", "trainer/run.py"}

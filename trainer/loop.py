@@ -94,7 +94,7 @@ class Loop:
                 grad_norm=result.grad_norm,
                 learning_rate=result.learning_rate,
                 samples=self.progress.samples,
-                tokens=self.progress.tokens,
+                tokens=self.progress.tokens or None,
                 step_seconds=rates.step_seconds,
                 samples_per_second=rates.samples_per_second,
                 tokens_per_second=rates.tokens_per_second,

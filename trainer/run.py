@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,11 @@ import torch.distributed as dist
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import Saver, identity
 from trainer.checkpoint.store import CheckpointStore
-from trainer.data.collate import Padding
+from trainer.data.collate import TokenMasking
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.data.sources import load_splits
 from trainer.data.split import EncodedSplit
-from trainer.data.tokenise import encode_split
 from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
 from trainer.errors import ExitCode, TrainerError
@@ -33,18 +32,19 @@ from trainer.evaluation import Evaluator
 from trainer.launch.command import command_line
 from trainer.launch.environment import LaunchEnvironment, cache_folder
 from trainer.loop import Ending, Loop
-from trainer.models.building import BuiltModel, build_model, load_tokenizer
+from trainer.models.building import BuiltModel, build_model
+from trainer.models.statistics import buffers_hash
 from trainer.observe.build import build_observers
 from trainer.observe.memory import peak_memory_bytes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observers
 from trainer.observe.records import EndRecord, Idling
 from trainer.parallel.mesh import ParallelMesh, init_process_group
+from trainer.preparing import Preparation, load_preparation
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.run_info import model_size, run_info, total_peak_flops
 from trainer.stopping import StopRequest
-from trainer.tasks.masking import Masking
 from trainer.tasks.metrics import greater_is_better
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
@@ -95,11 +95,11 @@ class _Session:
 
 @dataclass(frozen=True)
 class _Data:
-    """The tokenised splits, the task that knows their labels or what makes them, and the tokenizer."""
+    """The prepared splits, the task that knows their labels or what makes them, and what prepared them."""
 
     task: Task
-    masking: Masking | None
-    tokenizer: Any
+    masking: TokenMasking | None
+    preparation: Preparation
     train: EncodedSplit
     validation: EncodedSplit | None
 
@@ -132,16 +132,16 @@ def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
 
 
 def _prepare_data(recipe: Recipe) -> _Data:
-    tokenizer = load_tokenizer(recipe.model)
+    preparation = load_preparation(recipe)
     splits = load_splits(recipe.data)
     task = build_task(recipe.task).resolve(splits.train.rows, splits.train.where)
-    masking = task.masking(tokenizer, recipe.training.seed)
+    masking = preparation.masking(task, recipe.training.seed)
     cache = Path(recipe.data.cache) if recipe.data.cache else cache_folder()
-    train = encode_split(splits.train, task, tokenizer, recipe.data.max_length, cache)
+    train = preparation.encode(splits.train, task, cache)
     validation = None
     if splits.validation is not None:
-        validation = encode_split(splits.validation, task, tokenizer, recipe.data.max_length, cache)
-    return _Data(task, masking, tokenizer, train, validation)
+        validation = preparation.encode(splits.validation, task, cache)
+    return _Data(task, masking, preparation, train, validation)
 
 
 def _device(environment: LaunchEnvironment) -> torch.device:
@@ -202,13 +202,14 @@ def _train(
             build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
             for cut in planned_cuts(plan, mesh)
         ]
+    models = [part.model for part in built]
+    beside = {"buffers": buffers_hash(models, mesh), "normalisation": data.preparation.normalisation}
     total_steps = plan.total_steps(len(data.train))
     engine = build_engine(built, task, mesh, plan, total_steps)
-    models = [part.model for part in built]
     meter = Meter(model_size(models, engine.placements, mesh), total_peak_flops(recipe, mesh))
 
     store = CheckpointStore(session.folder, recipe.checkpoint.keep)
-    saver = Saver(store, engine, mesh, identity(recipe, data.train.content_hash))
+    saver = Saver(store, engine, mesh, identity(recipe, data.train.content_hash, beside))
     notes = [*built[0].notes, *_cut_notes(data, recipe.data.max_length), *saver.resume(recipe.checkpoint.resume)]
     progress = session.progress = saver.progress
     info = run_info(
@@ -242,14 +243,14 @@ def _train(
         steps_per_epoch=info.steps_per_epoch,
         total_steps=total_steps,
         save=saver.save,
-        keep_best=lambda: _export(engine, data.tokenizer, mesh, session.folder / "best"),
+        keep_best=lambda: _export(engine, data.preparation, mesh, session.folder / "best"),
         peak_memory=lambda: peak_memory_bytes(device),
         stop=stop,
     ).run()
     session.idling = _idling(plan, engine, mesh)
     if _ENDINGS[ending][0] == ExitCode.DONE:
         session.model_folder = session.folder / "model"
-        _export(engine, data.tokenizer, mesh, session.model_folder)
+        _export(engine, data.preparation, mesh, session.model_folder)
     return ending
 
 
@@ -292,7 +293,7 @@ def _train_batches(plan: RunPlan, data: _Data, mesh: ParallelMesh, total_steps: 
         GlobalOrder(len(data.train), lengths, plan.batch.global_batch_size, recipe.training.seed),
         plan.batch,
         mesh.index("dp"),
-        Padding.of(data.tokenizer),
+        data.preparation.batching,
         total_steps,
         start_sample=progress.samples,
         num_workers=recipe.data.num_workers,
@@ -311,7 +312,7 @@ def _evaluator(
         recipe.evaluation.batch_size,
         mesh.index("dp"),
         mesh.size("dp"),
-        Padding.of(data.tokenizer),
+        data.preparation.batching,
         num_workers=recipe.data.num_workers,
         pin_memory=mesh.device.type == "cuda",
         masking=data.masking,
@@ -328,7 +329,7 @@ def _cut_notes(data: _Data, max_length: int) -> list[str]:
     ]
 
 
-def _export(engine: Engine, tokenizer: Any, mesh: ParallelMesh, folder: Path) -> None:
+def _export(engine: Engine, preparation: Preparation, mesh: ParallelMesh, folder: Path) -> None:
     """Writes a Hugging Face folder, whole or not at all: beside its place first, then into it.
 
     Raises:
@@ -338,7 +339,7 @@ def _export(engine: Engine, tokenizer: Any, mesh: ParallelMesh, folder: Path) ->
 
     def complete() -> None:
         try:
-            tokenizer.save_pretrained(temporary)
+            preparation.save(temporary)
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
         except OSError as error:

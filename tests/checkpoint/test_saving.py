@@ -122,6 +122,11 @@ class TestIdentity:
         assert "Name another `checkpoint.folder`, or restore" in str(error.value)
         assert engine.loaded_step is None
 
+    def test_what_the_model_brings_beside_its_weights_may_not(self):
+        recipe = tiny_recipe()
+        assert identity(recipe, "data", {"buffers": None}) == identity(recipe, "data")
+        assert identity(recipe, "data", {"buffers": "a"})["model"]["buffers"] == "a"
+
     def test_another_kind_of_optimizer_names_every_key(self, tmp_path):
         saved(tmp_path)
         recipe = {"optimizer": {"name": "sgd", "learning_rate": 1e-3, "weight_decay": 0.01}}

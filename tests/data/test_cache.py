@@ -40,6 +40,15 @@ def test_labels_of_tokens_run_along_with_them(tmp_path):
     assert not split.scalars
 
 
+def test_arrays_come_back_in_their_shape(tmp_path):
+    images = [np.arange(6, dtype=np.uint8).reshape(1, 2, 3) + index for index in range(3)]
+    split = open_entry(write(tmp_path / "entry", *[{"pixel_values": images, "labels": [0, 1, 0]}] * 2), verify=True)
+    np.testing.assert_array_equal(split.arrays["pixel_values"], images * 2)
+    assert (len(split), split.lengths.tolist(), split.tokens, split.num_cut) == (6, [0] * 6, {}, 0)
+    again = pickle.loads(pickle.dumps(split))
+    np.testing.assert_array_equal(again.arrays["pixel_values"], images * 2)
+
+
 def test_the_content_hash_tells_content(tmp_path):
     one, same = (open_entry(write(tmp_path / name, ROWS)) for name in ("a", "b"))
     other = open_entry(write(tmp_path / "c", ROWS | {"labels": [1, 1]}))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data.collate import Padding, collate
+from trainer.data.collate import Normalisation, Padding, collate
 from trainer.data.split import EncodedSplit
 from trainer.errors import UsageError
 
@@ -43,6 +43,14 @@ def test_pads_to_a_multiple():
     assert batch.inputs["attention_mask"].sum(1).tolist() == [3, 9]
 
 
+@pytest.mark.parametrize(("width", "padded"), [(1, 4), (4, 4), (5, 8)])
+def test_pads_to_at_least_a_width(width, padded):
+    padding = Padding(token_id=0, multiple_of=4)
+    batch = collate(split_of([3, 1]), np.array([0, 1]), padding, places=np.arange(2), width=width)
+    assert batch.inputs["input_ids"].shape == (2, padded)
+    assert batch.inputs["attention_mask"].sum(1).tolist() == [3, 1]
+
+
 def test_labels_of_padding_are_ignored():
     batch = collate(split_of([1, 2], token_labels=True), np.array([0, 1]), PADDING, places=np.arange(2))
     assert batch.labels.tolist() == [[100, -100], [101, 102]]
@@ -57,6 +65,21 @@ def test_a_tokenizer_without_padding_is_refused(tokenizer):
 
     with pytest.raises(UsageError, match=r"`gpt2` has no padding token.*pad_token"):
         Padding.of(Unpadded())
+
+
+def test_images_are_normalised_by_channel():
+    images = np.arange(2 * 3 * 2 * 2, dtype=np.uint8).reshape(2, 3, 2, 2)
+    split = EncodedSplit(
+        np.zeros(3, np.int64), {}, {"labels": np.array([4, 5])}, "hash", arrays={"pixel_values": images}
+    )
+    batching = Normalisation(1 / 255, mean=(0.5, 0.4, 0.3), std=(0.1, 0.2, 0.4))
+    batch = collate(split, np.array([1, 0, 1]), batching, places=np.array([7, 8, 9]), width=5)  # which is of texts
+    assert batch.inputs.keys() == {"pixel_values"}
+    pixels = batch.inputs["pixel_values"]
+    assert (pixels.dtype, pixels.shape) == (torch.float32, (3, 3, 2, 2))
+    assert pixels[1, 2, 0, 1].item() == pytest.approx((9 / 255 - 0.3) / 0.4)
+    assert batch.labels.tolist() == [5, 4, 5]
+    assert images[1, 0, 0, 0] == 12, "what is kept is not changed"
 
 
 def test_a_microbatch_takes_well_under_a_millisecond():

@@ -7,7 +7,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.training import TINY_BERT
+import numpy as np
+from PIL import Image
+
+from tests.helpers.training import TINY_BERT, TINY_VIT
 
 WORDS = [f"word{index}" for index in range(100)]
 NUM_TRAIN_ROWS, NUM_VALIDATION_ROWS = 40, 17
@@ -48,6 +51,34 @@ def write_tiny_run(folder: Path, **sections: Any) -> Path:
     file = folder / "recipe.json"
     file.write_text(json.dumps(recipe), encoding="utf-8")
     return file
+
+
+def write_tiny_image_run(folder: Path, **sections: Any) -> Path:
+    """As `write_tiny_run`, for a tiny ViT and a folder of images, as `datasets` reads one."""
+    file = write_tiny_run(folder)
+    recipe = json.loads(file.read_text())
+    for key in ("train", "validation", "max_length", "group_by_length"):
+        del recipe["data"][key]
+    recipe |= {
+        "task": {"type": "image_classification", "metrics": ["accuracy", "f1_macro"]},
+        "model": {"config": {**TINY_VIT, "num_channels": 3}},
+        "data": {**recipe["data"], "source": "hub", "name": "./images"},
+    }
+    for section, keys in sections.items():
+        recipe[section] = {**recipe.get(section, {}), **keys} if isinstance(keys, dict) else keys
+    file.write_text(json.dumps(recipe))
+    _write_images(folder / "images")
+    return file
+
+
+def _write_images(folder: Path) -> None:
+    """Noisy images, whose class is how bright they are."""
+    noise = np.random.default_rng(0)
+    for split, number in (("train", NUM_TRAIN_ROWS), ("validation", NUM_VALIDATION_ROWS)):
+        for index in range(number):
+            place = folder / split / "abc"[index % 3] / f"{index}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(noise.integers(0, 85, (20, 24), np.uint8) + np.uint8(85 * (index % 3))).save(place)
 
 
 def _write_rows(file: Path, number: int, rows: random.Random) -> None:

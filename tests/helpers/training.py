@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.data.collate import Padding
+from trainer.data.collate import Batching, Normalisation, Padding
 from trainer.data.loader import TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.data.split import EncodedSplit
@@ -27,9 +27,9 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import Layout, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
+from trainer.tasks.classes import RowClasses
 from trainer.tasks.masking import Masking
 from trainer.tasks.registry import build_task
-from trainer.tasks.sequence_classification import SequenceClassificationTask
 from trainer.tasks.task import Task
 
 # What was imported stays; looked at by every collection, it would cost a training here as much as its steps do.
@@ -52,15 +52,37 @@ TINY_BERT = {
 }
 
 
-def tiny_recipe(**sections: Any) -> Recipe:
-    """A recipe for a tiny BERT with random weights; `sections` are merged key by key into it.
+TINY_VIT = {
+    "model_type": "vit",
+    "image_size": 16,
+    "patch_size": 4,
+    "num_channels": 1,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 
-    It classifies; with `task={"type": "masked_lm"}` it guesses hidden tokens.
+TINY_RESNET = {
+    "model_type": "resnet",
+    "num_channels": 1,
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 2],
+    "layer_type": "basic",
+}
+
+
+def tiny_recipe(**sections: Any) -> Recipe:
+    """A recipe for a tiny model with random weights; `sections` are merged key by key into it.
+
+    The model is a BERT that classifies, or what `TINY_TASKS` says for the `type` of another task.
     """
+    tiny = TINY_TASKS[sections.get("task", {}).get("type", "sequence_classification")]
     recipe: dict[str, Any] = {
         "name": "tiny",
-        "task": {"type": "sequence_classification", "text": "text"},
-        "model": {"config": TINY_BERT, "tokenizer": "none"},
+        "task": tiny.keys,
+        "model": tiny.model,
         "data": {"source": "files", "train": "none"},
         "training": {"max_steps": 20, "global_batch_size": 12, "micro_batch_size": 12},
         "optimizer": {"name": "adamw", "learning_rate": 1e-3, "weight_decay": 0.01},
@@ -74,8 +96,7 @@ def tiny_recipe(**sections: Any) -> Recipe:
 def tiny_task(recipe: Recipe) -> Task:
     """The recipe's task, as if a training split had told it the classes."""
     task = build_task(recipe.task)
-    is_classification = isinstance(task, SequenceClassificationTask)
-    return replace(task, class_names=tuple("abc")) if is_classification else task
+    return task.with_classes(tuple("abc"), None) if isinstance(task, RowClasses) else task
 
 
 def tiny_masking(recipe: Recipe) -> Masking | None:
@@ -101,6 +122,42 @@ def tiny_split(num_rows: int = NUM_ROWS, has_classes: bool = True) -> EncodedSpl
         scalars={"labels": random.integers(0, NUM_CLASSES, num_rows)} if has_classes else {},
         content_hash="tiny",
     )
+
+
+def tiny_images(num_rows: int = NUM_ROWS) -> EncodedSplit:
+    """Random images of 16 x 16 values from 0 to 255 with random classes, the same on every rank."""
+    random = np.random.default_rng(0)
+    return EncodedSplit(
+        offsets=np.zeros(num_rows + 1, np.int64),
+        tokens={},
+        scalars={"labels": random.integers(0, NUM_CLASSES, num_rows)},
+        content_hash="tiny images",
+        arrays={"pixel_values": random.integers(0, 256, (num_rows, 1, 16, 16), np.uint8)},
+    )
+
+
+@dataclass(frozen=True)
+class TinyTask:
+    """What a tiny training of one kind of task is made of."""
+
+    keys: dict[str, Any]  # of the recipe's `task`
+    model: dict[str, Any]  # the recipe's `model`
+    split: Callable[[int], EncodedSplit]
+    batching: Batching
+
+
+_TEXT_MODEL = {"config": TINY_BERT, "tokenizer": "none"}
+TINY_TASKS = {
+    "sequence_classification": TinyTask(
+        {"type": "sequence_classification", "text": "text"}, _TEXT_MODEL, tiny_split, Padding(0)
+    ),
+    "masked_lm": TinyTask(
+        {"type": "masked_lm", "text": "text"}, _TEXT_MODEL, partial(tiny_split, has_classes=False), Padding(0)
+    ),
+    "image_classification": TinyTask(
+        {"type": "image_classification"}, {"config": TINY_VIT}, tiny_images, Normalisation(1 / 255, (0.5,), (0.5,))
+    ),
+}
 
 
 def parallel_keys(strategy: str, world_size: int) -> dict[str, Any]:
@@ -180,7 +237,7 @@ def build_tiny(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     plan = plan_run(recipe, world_size)
     mesh = _mesh(plan.layout, torch.device(device))
-    task = tiny_task(recipe)
+    tiny, task = TINY_TASKS[recipe.task.type], tiny_task(recipe)
     with partitioned_loading(plan, mesh.device) as gather:
         built = [
             build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
@@ -189,14 +246,20 @@ def build_tiny(
     if dtype != torch.float32:
         for one in built:
             one.model.to(dtype)
-    masking = tiny_masking(recipe)
-    split = tiny_split(num_rows, has_classes=masking is None)
+    split = tiny.split(num_rows)
     if recipe.model.config and recipe.model.config["model_type"] == "t5":  # it classifies at the end of a sequence
         split.tokens["input_ids"][split.offsets[1:] - 1] = T5_END
     order = GlobalOrder(len(split), split.lengths, recipe.training.global_batch_size, recipe.training.seed)
     total_steps = plan.total_steps(len(split))
     loader = TrainLoader(
-        split, order, plan.batch, mesh.index("dp"), Padding(0), total_steps, start_sample, masking=masking
+        split,
+        order,
+        plan.batch,
+        mesh.index("dp"),
+        tiny.batching,
+        total_steps,
+        start_sample,
+        masking=tiny_masking(recipe),
     )
     engine = build_engine(built, task, mesh, plan, total_steps)
     return TinyTraining(engine, built[0].model, loader, mesh, total_steps)

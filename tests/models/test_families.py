@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.helpers.families import build
+from tests.helpers.families import CONFIGS, build
 from tests.helpers.training import TINY_BERT
 from trainer.errors import UsageError
 from trainer.models.families import table
@@ -41,7 +41,7 @@ def renamed(layers: str) -> ModelFamily:
     return replace(FAMILIES["bert"], layers=layers)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_layers_are_found_in_order_and_are_all_of_the_model_that_repeats(family):
     model = build(family, HEAD.get(family, "AutoModelForSequenceClassification"), 0.0, DropoutKeys(0))
     layers = layers_of(model)

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertFor
 
 from tests.helpers.families import CONFIGS, HEADS, has_head
 from tests.helpers.training import TINY_BERT
-from trainer.models.families.table import FAMILIES
 from trainer.models.initialising import draw_weights, whole_already
 
 WIDTHS = ("hidden_size", "intermediate_size", "dim", "hidden_dim", "n_embd", "d_model", "d_ff")  # for statistics
@@ -98,7 +97,7 @@ def test_parameters_are_whole_while_they_are_drawn_and_no_longer():
     assert max(len(parameters) for parameters in gathered) == query + key + value, "a module at a time"
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", CONFIGS)
 def test_every_family_draws_as_transformers_does(model_type):
     """Also where the rule for a matrix is that of the module around it (T5, GPT-2, ModernBERT)."""
     head = next(head for head in HEADS if has_head(model_type, head))

@@ -25,6 +25,14 @@ def test_rates_are_means_over_the_interval(clock):
     assert rates.mfu is None
 
 
+def test_rows_without_tokens_have_no_rate_of_them(clock):
+    meter = Meter(ModelSize(10, 1, 1), peak_flops=1e9, clock=clock)
+    clock.now += 1
+    meter.add(samples=32, tokens=0)
+    rates = meter.read()
+    assert (rates.samples_per_second, rates.tokens_per_second, rates.mfu) == (32, None, None)
+
+
 def test_each_interval_starts_anew(clock):
     meter = Meter(clock=clock)
     clock.now += 10

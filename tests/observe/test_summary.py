@@ -107,6 +107,12 @@ def test_a_regression_without_validation_says_so_by_silence():
     assert any("1 rank on cpu" in line for line in lines)
 
 
+def test_no_rate_of_tokens_is_shown_where_there_are_none():
+    line = step_line(step_record(1, tokens=None, tokens_per_second=None), 345, None)
+    assert "samples/s" in line
+    assert "tokens" not in line
+
+
 def test_lines_below_each_other_are_aligned():
     lines = [
         step_line(step_record(step, grad_norm=norm, loss_scale=65536.0, skipped_steps=2, mfu=mfu), 345, None)

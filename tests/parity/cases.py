@@ -14,6 +14,8 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.training import (
     RANK_STRATEGIES,
     TINY_BERT,
+    TINY_RESNET,
+    TINY_VIT,
     Curve,
     parallel_keys,
     sgd_sections,
@@ -27,12 +29,14 @@ from trainer.recipe.strategies import STRATEGIES
 
 GLOBAL_BATCH_SIZE = 12
 # T5 classifies at the end of a sequence, which the random tokens here have none of, and ViT looks at images.
-TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "vit")]
-DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "t5")
+TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "vit", "resnet")]
+DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "t5", "vit")
+IMAGE_FAMILIES = {"vit": TINY_VIT, "resnet": TINY_RESNET}
 
 
 def model_config(model_type: str, num_layers: int | None = None) -> dict[str, Any]:
-    config = TINY_BERT if model_type == "bert" else {"model_type": model_type, **CONFIGS[model_type]}
+    tiny = {"bert": TINY_BERT, **IMAGE_FAMILIES}
+    config = tiny.get(model_type) or {"model_type": model_type, **CONFIGS[model_type]}
     return config if num_layers is None else {**config, "num_hidden_layers": num_layers}
 
 
@@ -103,7 +107,7 @@ class Case:
         has_dropout = self.model_type in DROPOUT_FAMILIES
         return _recipe(
             sgd,
-            task={"type": self.task},
+            task={"type": "image_classification" if self.model_type in IMAGE_FAMILIES else self.task},
             model={
                 "config": model_config(self.model_type, self.num_layers),
                 "dropout": self.dropout if has_dropout else None,
@@ -198,6 +202,18 @@ def pipeline_matrix() -> Iterator[Case]:
     for model_type in TEXT_FAMILIES:
         if FAMILIES[model_type].stages is not None:
             yield case("ddp", 2, 2, model_type=model_type, dropout=0.1 if model_type in DROPOUT_FAMILIES else 0.0)
+
+
+def image_cases() -> Iterator[Case]:
+    """A ViT under each kind of engine and over tensor ranks, and a ResNet, whose layers are found by FSDP."""
+    for strategy, accumulates, checkpointing in (
+        ("ddp", True, "none"),
+        ("fsdp", True, "full"),
+        ("zero2", False, "none"),
+    ):
+        yield Case(strategy, 2, accumulates, "fp32", checkpointing, 0.1, model_type="vit")
+    yield Case("ddp", 2, True, "fp32", "full", 0.1, tensor=2, sequence=True, model_type="vit")
+    yield Case("fsdp", 2, True, "fp32", "full", 0.0, model_type="resnet")
 
 
 @dataclass

@@ -16,6 +16,7 @@ from tests.parity.cases import (
     Outcome,
     assert_parity,
     assert_same_curve,
+    image_cases,
     largest_difference,
     matrix,
     pipeline_matrix,
@@ -30,7 +31,7 @@ from trainer.models.families.table import FAMILIES
     "case",
     [
         pytest.param(case, id=str(case), marks=() if case.is_fast else pytest.mark.slow)
-        for case in (*matrix(), *tensor_matrix(), *pipeline_matrix())
+        for case in (*matrix(), *tensor_matrix(), *pipeline_matrix(), *image_cases())
     ],
 )
 def test_any_layout_is_one_process(ranks: RankPools, case: Case):
@@ -52,7 +53,7 @@ def test_the_matrix_holds_what_it_promises():
 
 def test_the_tensor_matrix_holds_what_it_promises():
     cases = list(tensor_matrix())
-    assert {case.model_type for case in cases} == FAMILIES.keys() - {"t5", "vit"}
+    assert {case.model_type for case in cases} == FAMILIES.keys() - {"t5", "vit", "resnet"}
     for strategy in {case.strategy for case in matrix()}:
         own = [case for case in cases if case.strategy == strategy and case.model_type == "bert"]
         assert {case.tensor for case in own} == {2, 4}

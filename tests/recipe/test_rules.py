@@ -54,6 +54,28 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             "`data.train[1]` is a file that does not exist: {here}/no.csv",
         ),
         (["data.source=folder", "data.path=no"], "`data.path` is a folder that does not exist: {here}/no"),
+        (
+            ["task.type=image_classification", "task.label=image"],
+            '`task.label` is "image", which `task.image` names as the image',
+        ),
+        (
+            ["task.type=image_classification", "model.tokenizer=x/y"],
+            "`model.tokenizer` is for texts, but `task.type` is image_classification, which reads none; remove it",
+        ),
+        (
+            ["task.type=image_classification", "data.max_length=128"],
+            "`data.max_length` is of texts, but `task.type` is image_classification, whose rows are all of one size;"
+            " remove it",
+        ),
+        (
+            ["task.type=image_classification", "data.group_by_length=true"],
+            "`data.group_by_length` is of texts, but `task.type` is image_classification, whose rows are all of one"
+            " size; remove it",
+        ),
+        (
+            ["task.type=image_classification", 'task.labels=["a", "b", "c"]', 'task.metrics=["f1"]'],
+            '`task.metrics` holds "f1", which needs two classes, but `task.labels` has 3; use "f1_macro"',
+        ),
         (['task.text=["a", "a"]'], '`task.text` names the column "a" twice; a pair is two columns'),
         (["task.label=sentence"], '`task.label` is "sentence", which `task.text` names as a text'),
         (['task.metrics=["f1", "f1"]'], '`task.metrics` holds "f1" more than once'),

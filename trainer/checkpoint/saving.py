@@ -19,17 +19,20 @@ _WHERE_MODEL = ("name_or_path", "tokenizer", "revision")  # the weights are the 
 _MEASURED = ("metrics",)
 
 
-def identity(recipe: Recipe, content_hash: str) -> dict[str, Any]:
+def identity(recipe: Recipe, content_hash: str, beside: Mapping[str, str | None] | None = None) -> dict[str, Any]:
     """What is learned, from which data: equal for two runs that may share a checkpoint.
 
     Args:
         recipe: of the run.
-        content_hash: of the tokenised training split.
+        content_hash: of the prepared training split.
+        beside: what else the model brings that no training changes and no checkpoint holds, by name; None where it
+            does not.
     """
     sections = recipe.model_dump(mode="json", exclude=set(_HOW))
     for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", _MEASURED)):
         for key in keys:
             del sections[section][key]
+    sections["model"] |= {name: fact for name, fact in (beside or {}).items() if fact is not None}
     return {**sections, "data": {"group_by_length": recipe.data.group_by_length, "train": content_hash}}
 
 

@@ -1,6 +1,7 @@
-"""From the recipe's data to padded batches: loading, tokenising once, order, partition. Knows no task and no model."""
+"""From the recipe's data to batches: loading, preparing once, order, partition. Knows no task and no model."""
 
-from trainer.data.collate import Padding
+from trainer.data.collate import Batching, Normalisation, Padding
+from trainer.data.images import encode_images
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.data.sources import Split, Splits, load_splits
@@ -8,13 +9,16 @@ from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import encode_split
 
 __all__ = [
+    "Batching",
     "EncodedSplit",
     "EvalLoader",
     "GlobalOrder",
+    "Normalisation",
     "Padding",
     "Split",
     "Splits",
     "TrainLoader",
+    "encode_images",
     "encode_split",
     "load_splits",
 ]

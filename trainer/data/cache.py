@@ -1,4 +1,4 @@
-"""One cache entry: the folder that holds one tokenised split.
+"""One cache entry: the folder that holds one prepared split.
 
 `meta.json` describes raw little-endian arrays, one file each: `offsets`, and the columns. An entry is written next to
 its final place and renamed, so it is there whole or not at all; the checksums find what a disk did to it later.
@@ -9,16 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 
 from trainer.data.split import EncodedSplit
+from trainer.errors import UsageError
+
+ENTRY_VERSION = 2  # of the files of a cache entry; part of its key
 
 _META = "meta.json"
 _OFFSETS = "offsets"
@@ -30,7 +34,7 @@ class CorruptEntryError(Exception):
 
 
 class EntryWriter:
-    """Writes an entry piece by piece, so that a split larger than memory can be tokenised.
+    """Writes an entry piece by piece, so that a split larger than memory can be prepared.
 
     A context manager: leaving it without an error puts the entry in its place, leaving it with one removes the pieces.
 
@@ -53,10 +57,12 @@ class EntryWriter:
         return self
 
     def add(self, features: Mapping[str, list[Any]]) -> None:
-        """Appends rows, in the form that `Task.encode` returns."""
+        """Appends rows, in the form that a task's `encode` or `encode_images` returns."""
         columns = dict(features)
-        self._num_cut += sum(columns.pop("cut"))
-        lengths = np.array([len(ids) for ids in columns["input_ids"]], np.int64)
+        self._num_cut += sum(columns.pop("cut", ()))
+        # Rows without tokens have a length all the same: 0.
+        token_ids = columns["input_ids"] if "input_ids" in columns else [()] * len(columns["labels"])
+        lengths = np.array([len(ids) for ids in token_ids], np.int64)
         self._append(_OFFSETS, "offsets", self._num_tokens + np.cumsum(lengths))
         num_tokens = int(lengths.sum())
         self._num_tokens += num_tokens
@@ -65,6 +71,8 @@ class EntryWriter:
                 flat = np.fromiter(chain.from_iterable(values), np.int32)
                 assert len(flat) == num_tokens, f"column {name} does not run along with input_ids"
                 self._append(name, "tokens", flat)
+            elif isinstance(values[0], np.ndarray):
+                self._append(name, "arrays", np.stack(values))
             else:
                 self._append(
                     name, "scalars", np.array(values, np.float32 if isinstance(values[0], float) else np.int64)
@@ -83,23 +91,25 @@ class EntryWriter:
 
     def _append(self, name: str, role: str, values: NDArray[Any]) -> None:
         if name not in self._arrays:
-            self._arrays[name] = _ArrayFile(self._partial / name, role, values.dtype)
+            self._arrays[name] = _ArrayFile(self._partial / name, role, values.dtype, values.shape[1:])
         self._arrays[name].append(values)
 
 
 class _ArrayFile:
     """One array, growing on disk, with its running checksum."""
 
-    def __init__(self, path: Path, role: str, dtype: np.dtype[Any]) -> None:
+    def __init__(self, path: Path, role: str, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
         self._role = role
+        self._row_shape = row_shape
         self._dtype = dtype.newbyteorder("<")
         self._num_values = 0
         self._hash = hashlib.sha256()
         self._file: IO[bytes] = path.open("wb")
 
     def append(self, values: NDArray[Any]) -> None:
+        assert values.shape[1:] == self._row_shape, "rows of one column have one shape"
         raw = values.astype(self._dtype, casting="equiv").tobytes()
-        self._num_values += len(values)
+        self._num_values += values.size
         self._hash.update(raw)
         self._file.write(raw)
 
@@ -109,6 +119,7 @@ class _ArrayFile:
         return {
             "role": self._role,
             "dtype": self._dtype.str,
+            "row_shape": list(self._row_shape),
             "num_values": self._num_values,
             "sha256": self._hash.hexdigest(),
         }
@@ -134,13 +145,60 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
             raise CorruptEntryError(f"{folder / _META} was changed")
         columns = {
             role: {name: arrays[name] for name, array in meta["arrays"].items() if array["role"] == role}
-            for role in ("tokens", "scalars")
+            for role in ("tokens", "scalars", "arrays")
         }
         return EncodedSplit(
-            arrays[_OFFSETS], columns["tokens"], columns["scalars"], meta["content_hash"], meta["num_cut"], folder
+            arrays[_OFFSETS],
+            columns["tokens"],
+            columns["scalars"],
+            meta["content_hash"],
+            meta["num_cut"],
+            folder,
+            columns["arrays"],
         )
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CorruptEntryError(f"{folder}: {error}") from error
+
+
+def open_or_write(cache: Path, key: str, write: Callable[[EntryWriter], None]) -> EncodedSplit:
+    """The entry `key` of a cache: as it lies there, or made now by `write`.
+
+    Any number of processes may ask for it at once: one makes it, the others wait.
+
+    Args:
+        cache: the folder of the cache; made if it is missing.
+        key: names the entry by everything that decides its content.
+        write: adds the rows.
+
+    Raises:
+        UsageError: the cache cannot be written.
+    """
+    folder = cache / key
+    try:
+        return open_entry(folder, verify=True)
+    except (FileNotFoundError, CorruptEntryError):
+        pass  # told again, and mended, by the one that holds the lock
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            return _open_or_write(folder, write)
+    except OSError as error:
+        raise UsageError(
+            f"`data.cache` must be a folder that can be written, but prepared data cannot be kept in `{cache}`:"
+            f" {error}; name another folder"
+        ) from error
+
+
+def _open_or_write(folder: Path, write: Callable[[EntryWriter], None]) -> EncodedSplit:
+    try:
+        return open_entry(folder, verify=True)
+    except FileNotFoundError:
+        pass
+    except CorruptEntryError:
+        shutil.rmtree(folder)
+    with EntryWriter(folder) as writer:
+        write(writer)
+    return open_entry(folder)
 
 
 def _map_array(path: Path, array: Mapping[str, Any], verify: bool) -> NDArray[Any]:
@@ -150,7 +208,8 @@ def _map_array(path: Path, array: Mapping[str, Any], verify: bool) -> NDArray[An
     values = np.memmap(path, dtype, mode="r")
     if verify and _file_digest(path) != array["sha256"]:
         raise CorruptEntryError(f"{path} does not hold what was written")
-    return np.asarray(values)  # a plain array over the same pages: indexing the subclass is slower
+    # A plain array over the same pages: indexing the subclass is slower.
+    return np.asarray(values).reshape(-1, *array["row_shape"])
 
 
 def _file_digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""From rows of a split to the padded tensors of one microbatch."""
+"""From rows of a split to the tensors of one microbatch: texts padded, images normalised."""
 
 from __future__ import annotations
 
@@ -22,6 +22,20 @@ class TokenMasking(Protocol):
     """What this room needs of a task whose labels are its tokens; as `trainer.tasks.masking.Masking`."""
 
     def __call__(self, input_ids: Tensor, rows: Tensor, epoch: int | None) -> tuple[Tensor, Tensor]: ...
+
+
+class Batching(Protocol):
+    """How rows of one kind of data become the tensors of a microbatch."""
+
+    def inputs(self, split: EncodedSplit, row_ids: IndexArray, width: int = 0) -> dict[str, Tensor]:
+        """The columns of the rows that are no scalars, each `[batch, ...]`.
+
+        Args:
+            split: the prepared split.
+            row_ids: the rows `[batch]`.
+            width: the least length of rows that differ in theirs; rows of one size have it already.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,45 +65,69 @@ class Padding:
         fills = {"input_ids": self.token_id, "token_type_ids": self.token_type_id, "labels": IGNORED_LABEL}
         return fills.get(column, 0)
 
+    def inputs(self, split: EncodedSplit, row_ids: IndexArray, width: int = 0) -> dict[str, Tensor]:
+        """Rows padded to the longest of them, or to more: int64 `[batch, sequence]`.
+
+        `attention_mask` is 0 on padding, else 1.
+        """
+        lengths = split.lengths[row_ids]
+        width = -(-max(width, int(lengths.max())) // self.multiple_of) * self.multiple_of
+        columns = np.arange(width)
+        is_token = columns < lengths[:, None]
+        flat = (split.offsets[row_ids, None] + columns)[is_token]
+        padded = {name: _pad(values, flat, is_token, self.value(name)) for name, values in split.tokens.items()}
+        return {**padded, "attention_mask": torch.from_numpy(is_token.astype(np.int64))}
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """What becomes of 8-bit images: `(value * scale - mean) / std`, with a mean and a deviation for each channel."""
+
+    scale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def inputs(self, split: EncodedSplit, row_ids: IndexArray, width: int = 0) -> dict[str, Tensor]:
+        """Images in float32 `[batch, channels, height, width]`."""
+        return {name: self(torch.from_numpy(values[row_ids])) for name, values in split.arrays.items()}
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Normalises uint8 `[..., channels, height, width]`."""
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        return pixels.float().mul_(self.scale).sub_(mean).div_(std)
+
 
 def collate(
     split: EncodedSplit,
     row_ids: IndexArray,
-    padding: Padding,
+    batching: Batching,
     places: IndexArray,
     filler: bool = False,
     masking: TokenMasking | None = None,
     epoch: int | None = None,
     width: int = 0,
 ) -> Microbatch:
-    """Pads rows to the longest of them, or to more.
+    """Makes rows one microbatch.
 
     Args:
-        split: the tokenised split.
+        split: the prepared split.
         row_ids: the rows `[batch]`.
-        padding: how to pad.
+        batching: how their inputs become tensors.
         places: what becomes `Microbatch.rows` `[batch]`.
         filler: what becomes `Microbatch.filler`.
-        width: the least length.
         masking: makes the labels of the rows from their tokens; None: they are in the split.
         epoch: of these rows, from 0, for the masking; None: they are evaluated.
+        width: the least length of the rows' inputs, as `Batching.inputs` takes it.
 
     Returns:
-        The microbatch: `attention_mask` is 1 on tokens and 0 on padding; each input is int64 `[batch, sequence]`.
+        The microbatch, whose labels are the column of that name.
     """
-    lengths = split.lengths[row_ids]
-    width = -(-max(width, int(lengths.max())) // padding.multiple_of) * padding.multiple_of
-    columns = np.arange(width)
-    is_token = columns < lengths[:, None]
-    flat = (split.offsets[row_ids, None] + columns)[is_token]
-    padded = {name: _pad(values, flat, is_token, padding.value(name)) for name, values in split.tokens.items()}
     scalars = {name: torch.from_numpy(np.asarray(values[row_ids])) for name, values in split.scalars.items()}
-    features = padded | scalars
+    features = batching.inputs(split, row_ids, width) | scalars
     if masking is None:
         labels = features.pop("labels")
     else:  # by row ids, which say the same under every layout
         features["input_ids"], labels = masking(features["input_ids"], torch.from_numpy(row_ids), epoch)
-    features["attention_mask"] = torch.from_numpy(is_token.astype(np.int64))
     return Microbatch(features, labels, torch.from_numpy(places), filler)
 
 

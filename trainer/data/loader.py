@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.data.collate import Padding, TokenMasking, collate
+from trainer.data.collate import Batching, TokenMasking, collate
 from trainer.data.order import GlobalOrder
 from trainer.data.partition import partition
 from trainer.data.split import EncodedSplit
@@ -37,7 +37,7 @@ class TrainLoader:
         order: the order of its rows.
         plan: the batch arithmetic.
         data_rank: this rank among the data-parallel ranks; ranks that share a model replica share it.
-        padding: how to pad.
+        batching: how rows become tensors.
         total_steps: the optimizer steps of the whole training, those already done included.
         start_sample: the rows of all ranks and epochs that were consumed before.
         num_workers: processes that prepare batches; 0: the rank itself does.
@@ -55,7 +55,7 @@ class TrainLoader:
         order: GlobalOrder,
         plan: BatchPlan,
         data_rank: int,
-        padding: Padding,
+        batching: Batching,
         total_steps: int,
         start_sample: int = 0,
         num_workers: int = 0,
@@ -64,7 +64,7 @@ class TrainLoader:
     ) -> None:
         epoch, index = order.position(start_sample)
         self._steps = range(epoch * order.steps_per_epoch + index, total_steps)
-        self._batches = _TrainBatches(split, order, plan, data_rank, padding, masking)
+        self._batches = _TrainBatches(split, order, plan, data_rank, batching, masking)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
 
@@ -87,7 +87,7 @@ class EvalLoader:
         batch_size: the most rows of one microbatch.
         data_rank: this rank among the data-parallel ranks.
         data_parallel_size: the number of data-parallel ranks.
-        padding: how to pad.
+        batching: how rows become tensors.
         num_workers: processes that prepare batches; 0: the rank itself does.
         pin_memory: whether to copy batches into page-locked memory.
         masking: makes labels from tokens, the same at every evaluation; None: the split has labels.
@@ -102,12 +102,12 @@ class EvalLoader:
         batch_size: int,
         data_rank: int,
         data_parallel_size: int,
-        padding: Padding,
+        batching: Batching,
         num_workers: int = 0,
         pin_memory: bool = False,
         masking: TokenMasking | None = None,
     ) -> None:
-        self._batches = _EvalBatches(split, batch_size, data_rank, data_parallel_size, padding, masking)
+        self._batches = _EvalBatches(split, batch_size, data_rank, data_parallel_size, batching, masking)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
 
@@ -128,14 +128,14 @@ class _TrainBatches:
         order: GlobalOrder,
         plan: BatchPlan,
         data_rank: int,
-        padding: Padding,
+        batching: Batching,
         masking: TokenMasking | None,
     ) -> None:
         self._split = split
         self._order = order
         self._plan = plan
         self._data_rank = data_rank
-        self._padding = padding
+        self._batching = batching
         self._masking = masking
 
     def __getitem__(self, step: int) -> RankBatch:
@@ -154,7 +154,7 @@ class _TrainBatches:
             collate(
                 self._split,
                 row_ids[chunk.places],
-                self._padding,
+                self._batching,
                 chunk.places,
                 chunk.filler,
                 self._masking,
@@ -175,11 +175,11 @@ class _EvalBatches:
         batch_size: int,
         data_rank: int,
         data_parallel_size: int,
-        padding: Padding,
+        batching: Batching,
         masking: TokenMasking | None,
     ) -> None:
         self._split = split
-        self._padding = padding
+        self._batching = batching
         self._masking = masking
         self._row_ids = np.argsort(-split.lengths, kind="stable")
         self._chunks = partition(len(split), data_rank, data_parallel_size, batch_size, filler_place=len(split) - 1)
@@ -190,7 +190,7 @@ class _EvalBatches:
     def __getitem__(self, index: int) -> Microbatch:
         chunk = self._chunks[index]
         row_ids = self._row_ids[chunk.places]
-        return collate(self._split, row_ids, self._padding, row_ids, chunk.filler, self._masking)
+        return collate(self._split, row_ids, self._batching, row_ids, chunk.filler, self._masking)
 
 
 def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool) -> Iterator[Any]:

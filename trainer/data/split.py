@@ -1,4 +1,4 @@
-"""One tokenised split, memory-mapped from its cache entry: all ranks and workers of a node share the same pages."""
+"""One prepared split, memory-mapped from its cache entry: all ranks and workers of a node share the same pages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ FlatArray: TypeAlias = NDArray[Any]
 
 
 class EncodedSplit:
-    """Rows as flat arrays: row `i` owns `tokens[name][offsets[i] : offsets[i + 1]]` and `scalars[name][i]`.
+    """Rows as columns: row `i` owns `tokens[name][offsets[i] : offsets[i + 1]]`, `scalars[name][i]`, `arrays[name][i]`.
 
     Args:
-        offsets: where each row starts in the flat columns, and where the last one ends `[rows + 1]`.
-        tokens: the columns with one value for each token `[all tokens]`, `input_ids` among them.
+        offsets: where each row starts in the flat columns, and where the last one ends `[rows + 1]`; where there are no
+            tokens, zeros.
+        tokens: the columns with one value for each token `[all tokens]`: `input_ids` and others, or none.
         scalars: the columns with one value for each row `[rows]`.
         content_hash: names the content; equal for equal content only.
         num_cut: rows that were longer than `data.max_length`.
         folder: the cache entry to map again in another process; None: the arrays themselves travel.
+        arrays: the columns with an array for each row, all of one shape, such as images `[rows, ...]`.
     """
 
     def __init__(
@@ -34,10 +36,12 @@ class EncodedSplit:
         content_hash: str,
         num_cut: int = 0,
         folder: Path | None = None,
+        arrays: Mapping[str, FlatArray] | None = None,
     ) -> None:
         self.offsets = offsets
         self.tokens = dict(tokens)
         self.scalars = dict(scalars)
+        self.arrays = dict(arrays or {})
         self.content_hash = content_hash
         self.num_cut = num_cut
         self.folder = folder
@@ -52,4 +56,6 @@ class EncodedSplit:
             from trainer.data.cache import open_entry
 
             return open_entry, (self.folder,)
-        return EncodedSplit, (self.offsets, self.tokens, self.scalars, self.content_hash, self.num_cut)
+        return EncodedSplit, (
+            self.offsets, self.tokens, self.scalars, self.content_hash, self.num_cut, None, self.arrays
+        )  # fmt: skip

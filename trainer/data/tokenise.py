@@ -6,35 +6,30 @@ The cache is ours rather than that of `Dataset.map`, whose key pickles the funct
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import tokenizers
 import transformers
-from filelock import FileLock
 
 import trainer
-from trainer.data.cache import CorruptEntryError, EntryWriter, open_entry
+from trainer.data.cache import ENTRY_VERSION, EntryWriter, open_or_write
+from trainer.data.hashing import hash_rows
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.errors import UsageError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-    from _typeshed import ReadableBuffer as Buffer
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-_ENTRY_VERSION = 1  # of the files of a cache entry; part of its key
 _ROWS_AT_ONCE = 1000
 
 
 class RowEncoder(Protocol):
-    """What this room needs of a task; each member as in `trainer.tasks.task.Task`."""
+    """What this room needs of a task; each member as in `trainer.tasks.task.TextTask`."""
 
     @property
     def columns(self) -> tuple[str, ...]: ...
@@ -70,36 +65,13 @@ def encode_split(
     _check_max_length(max_length, tokenizer)
     encoder.check_columns(split.rows.features, split.where)
     rows = split.rows.select_columns(list(encoder.columns))
-    folder = cache / _key(rows, encoder, tokenizer, max_length)
-    try:
-        return open_entry(folder, verify=True)
-    except (FileNotFoundError, CorruptEntryError):
-        pass  # told again, and mended, by the one that holds the lock
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            return _open_or_write(folder, rows, split.where, encoder, tokenizer, max_length)
-    except OSError as error:
-        raise UsageError(
-            f"`data.cache` must be a folder that can be written, but tokenised data cannot be kept in `{cache}`:"
-            f" {error}; name another folder"
-        ) from error
 
-
-def _open_or_write(
-    folder: Path, rows: Dataset, where: str, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> EncodedSplit:
-    try:
-        return open_entry(folder, verify=True)
-    except FileNotFoundError:
-        pass
-    except CorruptEntryError:
-        shutil.rmtree(folder)
-    with EntryWriter(folder) as writer:
+    def write(writer: EntryWriter) -> None:
         for first_row in range(0, len(rows), _ROWS_AT_ONCE):
             batch = rows.select(range(first_row, min(first_row + _ROWS_AT_ONCE, len(rows))))
-            writer.add(encoder.encode(batch, tokenizer, max_length, where, first_row))
-    return open_entry(folder)
+            writer.add(encoder.encode(batch, tokenizer, max_length, split.where, first_row))
+
+    return open_or_write(cache, _key(rows, encoder, tokenizer, max_length), write)
 
 
 def _check_max_length(max_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -114,50 +86,14 @@ def _check_max_length(max_length: int, tokenizer: PreTrainedTokenizerBase) -> No
 def _key(rows: Dataset, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
     """Names an entry by everything that decides its content."""
     facts = {
-        "entry": _ENTRY_VERSION,
-        "rows": _hash_rows(rows),
+        "entry": ENTRY_VERSION,
+        "rows": hash_rows(rows),
         "task": encoder.fingerprint,
         "tokenizer": _hash_tokenizer(tokenizer),
         "max_length": max_length,
         "versions": [trainer.__version__, transformers.__version__, tokenizers.__version__],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _hash_rows(rows: Dataset) -> str:
-    """The content itself, not the name or the age of a file: what was downloaded again or edited in place is told."""
-    import pyarrow as pa
-
-    sink = _HashSink(repr(rows.features))
-    batches = rows.with_format("arrow").iter(10 * _ROWS_AT_ONCE)
-    with pa.PythonFile(sink, mode="w") as file:
-        for batch in batches:
-            _write_stream(file, batch.replace_schema_metadata(None))
-    return sink.hexdigest()
-
-
-def _write_stream(file: pa.NativeFile, batch: pa.Table) -> None:
-    import pyarrow as pa
-
-    with pa.ipc.new_stream(file, batch.schema) as stream:
-        stream.write_table(batch)
-
-
-class _HashSink(io.RawIOBase):
-    """A file to write to, of which only the hash is kept."""
-
-    def __init__(self, start: str) -> None:
-        self._hash = hashlib.sha256(start.encode())
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Buffer) -> int:
-        self._hash.update(data)
-        return memoryview(data).nbytes
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
 
 
 def _hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -25,6 +25,7 @@ from trainer.models.families.table import FAMILIES
 from trainer.models.initialising import Gather, draw_weights, whole_already
 from trainer.models.loading import CannotLoadPartsError, load_parts, sizes_differ
 from trainer.models.stages import StagePart
+from trainer.models.statistics import fix_statistics, persistent_buffers
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.linear import ColumnParallelLinear
@@ -60,7 +61,8 @@ def _one_line(error: Exception) -> str:
     return shorten(str(error), 300, placeholder=" ...") or type(error).__name__
 
 
-def _not_found(key: str, name: str, error: Exception) -> UsageError:
+def not_found(key: str, name: str, error: Exception) -> UsageError:
+    """That what the recipe's `key` names could not be opened."""
     return UsageError(
         f"`{key}` is {name!r}, which could not be opened: {_one_line(error)}; give a folder that holds it, or the name"
         " of a repository that this machine can reach or has in its cache"
@@ -79,7 +81,7 @@ def load_tokenizer(recipe: Model) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _not_found(key, name, error) from error
+        raise not_found(key, name, error) from error
 
 
 def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -132,7 +134,7 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
             raise UsageError(
                 f"`model.config` does not describe a model of transformers: {_one_line(error)}; mend it"
             ) from error
-        raise _not_found("model.name_or_path", str(recipe.name_or_path), error) from error
+        raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
     if recipe.dropout is not None:
         set_probabilities(config, recipe.dropout)
     return config
@@ -214,9 +216,12 @@ def build_model(
     auto_class = getattr(transformers, auto_class_name)
     _require_head(recipe, config, auto_class)
 
+    fixed: list[str] = []
+
     def prepare(model: nn.Module) -> None:
         if keys is not None:
             key_dropout(model, keys)
+        fixed[:] = fix_statistics(model)
 
     def build_whole() -> tuple[nn.Module, list[str]]:
         model, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
@@ -226,25 +231,25 @@ def build_model(
     try:
         if cut is None:
             model, notes = build_whole()
-            return BuiltModel(model, keys, notes)
+            return BuiltModel(model, keys, [*notes, *fixed])
         try:
             parts = load_parts(auto_class, recipe, config, attention, training.seed, prepare, cut)
-            return BuiltModel(parts.model, keys, parts.notes, parts.cut.placements, parts.cut.part)
+            return BuiltModel(parts.model, keys, [*parts.notes, *fixed], parts.cut.placements, parts.cut.part)
         except CannotLoadPartsError as reason:
             model, notes = build_whole()
             notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
             made = cut(model)
-            return BuiltModel(model, keys, notes, made.placements, made.part)
+            return BuiltModel(model, keys, [*notes, *fixed], made.placements, made.part)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if recipe.config is not None:
             raise UsageError(f"`model.config` does not describe an {auto_class_name}: {_one_line(error)}") from error
         if "ignore_mismatched_sizes" in str(error):
             raise sizes_differ("some weights") from error
-        raise _not_found("model.name_or_path", str(recipe.name_or_path), error) from error
+        raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
 
 
 def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes a plain Hugging Face folder: safetensors and configuration.
+    """Writes a plain Hugging Face folder: safetensors (`weights`, and the buffers of the model) and configuration.
 
     Raises:
         TrainerError: it cannot be written.
@@ -254,7 +259,7 @@ def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) ->
     logging.disable(logging.WARNING)
     try:
         folder.mkdir(parents=True, exist_ok=True)  # or raises: save_pretrained only logs that a file is in the way
-        model.save_pretrained(folder, state_dict=dict(weights))  # type: ignore[operator]
+        model.save_pretrained(folder, state_dict={**persistent_buffers(model), **weights})  # type: ignore[operator]
     except (OSError, SafetensorError) as error:
         raise TrainerError(f"the model could not be written to {folder}: {error}") from error
     finally:

@@ -77,7 +77,7 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Place
     parts = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding
     assert not any(isinstance(module, parts) for module in model.modules()), "the model is cut already"
     family = family_of(model)
-    plan = family.tensor
+    plan = _plan_of(family)
     check_degree(model.config, plan, group_size(group))
     tied = _tied_names(model)
     places = list(_places(model))
@@ -109,8 +109,17 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Place
     return {name: placements.get(name) or _whole(model, name) for name, _ in model.named_parameters()}
 
 
+def _plan_of(family: ModelFamily) -> TensorPlan:
+    if family.tensor is None:
+        raise UsageError(
+            f"`parallel.tensor` must be 1 for a model of the family {family.model_type}, of which nothing here can cut"
+            " the layers over ranks; use `parallel.strategy` fsdp to spread its parameters"
+        )
+    return family.tensor
+
+
 def _stacks(model: nn.Module, family: ModelFamily, group: Group) -> Stacks:
-    if not family.tensor.sequence_parallel:
+    if not _plan_of(family).sequence_parallel:
         raise UsageError(
             f"`parallel.sequence` is true, but the family {family.model_type} has no sequence parallelism; set it to"
             " false"
@@ -136,7 +145,7 @@ def _any(patterns: Iterable[str], place: _Place) -> bool:
 
 
 def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place]) -> None:
-    plan, model_type = family.tensor, family.model_type
+    plan, model_type = _plan_of(family), family.model_type
     for pattern in (
         *plan.columns, *plan.rows, *plan.shared_inputs, *plan.attention, *plan.divided, *plan.partial,
         *plan.split_dropouts, *plan.head_dropouts,

@@ -92,7 +92,7 @@ class Rates:
 
     step_seconds: float
     samples_per_second: float
-    tokens_per_second: float
+    tokens_per_second: float | None  # None: the rows have no tokens
     mfu: float | None  # model FLOPs utilisation, 0 to 1
 
 
@@ -143,14 +143,14 @@ class Meter:
         rates = Rates(
             step_seconds=seconds / self._steps,
             samples_per_second=self._samples / seconds,
-            tokens_per_second=self._tokens / seconds,
+            tokens_per_second=self._tokens / seconds if self._tokens else None,
             mfu=self._mfu(seconds),
         )
         self._restart()
         return rates
 
     def _mfu(self, seconds: float) -> float | None:
-        if self._model is None or self._peak_flops is None:
+        if self._model is None or self._peak_flops is None or not self._tokens:
             return None
         model, length = self._model, self._tokens / self._samples
         flops = self._tokens * flops_per_token(model.num_parameters, model.num_layers, model.hidden_size, length)

@@ -6,7 +6,7 @@ Everything is global, over all ranks, unless its name says otherwise, so that an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,10 +77,10 @@ class StepRecord:
     grad_norm: float  # before clipping
     learning_rate: float
     samples: int  # consumed since the start of the training, resumed parts included
-    tokens: int  # likewise, without padding
+    tokens: int | None = field(default=None, kw_only=True)  # likewise, without padding; None: rows have none
     step_seconds: float
     samples_per_second: float
-    tokens_per_second: float
+    tokens_per_second: float | None = field(default=None, kw_only=True)
     peak_memory_bytes: int  # of the rank that used the most
     skipped_steps: int | None = None  # so far, for overflow; fp16 only
     loss_scale: float | None = None  # fp16 only

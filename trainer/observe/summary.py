@@ -111,8 +111,9 @@ def step_fields(record: StepRecord, seconds_left: float | None) -> list[tuple[st
         ("grad_norm", format_decimal(record.grad_norm)),
         ("lr", f"{record.learning_rate:.2e}"),
         ("samples/s", format_rate(record.samples_per_second)),
-        ("tokens/s", format_rate(record.tokens_per_second)),
     ]
+    if record.tokens_per_second is not None:
+        fields.append(("tokens/s", format_rate(record.tokens_per_second)))
     if record.mfu is not None:
         fields.append(("mfu", f"{record.mfu:.1%}"))
     fields.append(("memory", format_bytes(record.peak_memory_bytes)))

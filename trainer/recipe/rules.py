@@ -22,6 +22,7 @@ from trainer.recipe.schema import (
     FileData,
     FolderData,
     HubData,
+    ImageClassification,
     MaskedLM,
     Model,
     Parallel,
@@ -70,14 +71,38 @@ def _weights(model: Model) -> Iterator[Contradiction]:
 def _random_weights(model: Model, config: dict[str, Any]) -> Iterator[Contradiction]:
     if not isinstance(config.get("model_type"), str):
         yield _clash('must hold a "model_type", such as "bert"', "model.config")
-    if model.tokenizer is None:
+    if model.revision is not None and model.name_or_path is None:
+        yield _clash("is of a hub repository; random weights (`model.config`) have none", "model.revision")
+
+
+def _tokenizer(task: TaskSection, model: Model) -> Iterator[Contradiction]:
+    reads_text = not isinstance(task, ImageClassification)
+    if reads_text and model.config is not None and model.tokenizer is None:
         yield _clash(
             "is missing; random weights (`model.config`) bring no tokenizer, so name one",
             "model.tokenizer",
             "model.config",
         )
-    if model.revision is not None and model.name_or_path is None:
-        yield _clash("is of a hub repository; random weights (`model.config`) have none", "model.revision")
+    if not reads_text and model.tokenizer is not None:
+        yield _clash(
+            f"is for texts, but `task.type` is {task.type}, which reads none; remove it", "model.tokenizer", "task.type"
+        )
+
+
+def _text_lengths(task: TaskSection, data: Data) -> Iterator[Contradiction]:
+    """Refuses what counts tokens where there are none."""
+    if not isinstance(task, ImageClassification):
+        return
+    for key, written in (
+        ("max_length", "max_length" in data.model_fields_set),
+        ("group_by_length", data.group_by_length),
+    ):
+        if written:
+            yield _clash(
+                f"is of texts, but `task.type` is {task.type}, whose rows are all of one size; remove it",
+                f"data.{key}",
+                "task.type",
+            )
 
 
 def _model_folders(model: Model) -> Iterator[Contradiction]:
@@ -111,6 +136,12 @@ def _files(split: str, places: str | list[str] | None) -> Iterator[Contradiction
 
 
 def _columns(task: TaskSection) -> Iterator[Contradiction]:
+    if isinstance(task, ImageClassification):
+        if task.label == task.image:
+            yield _clash(
+                f"is {shown_value(task.label)}, which `task.image` names as the image", "task.label", "task.image"
+            )
+        return
     text = [task.text] if isinstance(task.text, str) else task.text
     if len(set(text)) < len(text):
         yield _clash(f"names the column {shown_value(text[0])} twice; a pair is two columns", "task.text")
@@ -120,7 +151,7 @@ def _columns(task: TaskSection) -> Iterator[Contradiction]:
 
 def _labels(task: TaskSection) -> Iterator[Contradiction]:
     yield from _repeated("task.metrics", task.metrics)
-    if not isinstance(task, SequenceClassification) or task.labels is None:
+    if not isinstance(task, SequenceClassification | ImageClassification) or task.labels is None:
         return
     yield from _repeated("task.labels", task.labels)
     if "f1" in task.metrics and len(task.labels) != 2:
@@ -296,6 +327,8 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("task",), _columns),
     (("task",), _labels),
     (("model",), _weights),
+    (("task", "model"), _tokenizer),
+    (("task", "data"), _text_lengths),
     (("model",), _model_folders),
     (("data",), _data_places),
     (("parallel",), _strategy),

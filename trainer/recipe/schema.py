@@ -127,7 +127,32 @@ class MaskedLM(Section):
     )
 
 
-TaskSection = SequenceClassification | SequenceRegression | MaskedLM
+class ImageClassification(Section):
+    """Put each image into one of several classes."""
+
+    type: Literal["image_classification"]
+    image: str = Field(
+        "image",
+        description="The column that holds the image: encoded (PNG, JPEG, ...), or its values from 0 to 255 as lists"
+        " [height][width] or [height][width][channels].",
+    )
+    shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=3)] | None = Field(
+        None, description="Height, width and, where there are several, channels of images that are flat lists."
+    )
+    label: str = Field("label", description="The column that holds the class: a name, or an integer from 0.")
+    labels: Annotated[list[str], Field(min_length=2)] | None = Field(
+        None,
+        description="The class names in order; null takes them from the training split"
+        " (sorted, or as the data set declares).",
+    )
+    metrics: list[Literal["accuracy", "f1", "f1_macro", "matthews"]] = Field(
+        default=["accuracy"],
+        min_length=1,
+        description="`f1` is that of class 1 of two; `f1_macro` is the mean over all classes.",
+    )
+
+
+TaskSection = SequenceClassification | SequenceRegression | MaskedLM | ImageClassification
 
 
 class Model(Section):
@@ -159,7 +184,8 @@ class _DataKeys(Section):
         0, ge=0, le=64, description="Processes per rank that prepare batches; 0 prepares them in the rank itself."
     )
     cache: PathField | None = Field(
-        None, description="Folder where tokenised data is kept; null: the user's cache folder."
+        None,
+        description="Folder where tokenised texts and resized images are kept; null: the user's cache folder.",
     )
 
 
@@ -237,7 +263,10 @@ class Parallel(Section):
         description="Cut also the positions over tensor ranks, between the matrices of a layer: less memory, the same"
         " traffic.",
     )
-    pipeline: Pipeline = Pipeline()
+    pipeline: Pipeline = Field(
+        Pipeline(),
+        description="Stages over which the layers are spread, and how microbatches go through them.",
+    )
     reshard_after_forward: bool = Field(
         True, description="Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again."
     )

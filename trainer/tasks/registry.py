@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from trainer.recipe.schema import MaskedLM, SequenceClassification, SequenceRegression, TaskSection
+from trainer.recipe.schema import (
+    ImageClassification,
+    MaskedLM,
+    SequenceClassification,
+    SequenceRegression,
+    TaskSection,
+)
+from trainer.tasks.image_classification import ImageClassificationTask
 from trainer.tasks.masked_lm import MaskedLMTask
 from trainer.tasks.sequence_classification import SequenceClassificationTask
 from trainer.tasks.sequence_regression import SequenceRegressionTask
-from trainer.tasks.task import Task
+from trainer.tasks.task import ImageTask, TextTask
 
 
-def build_task(recipe: TaskSection) -> Task:
+def build_task(recipe: TaskSection) -> TextTask | ImageTask:
     """The task of `recipe.task`, its labels not yet known."""
-    texts = (recipe.text,) if isinstance(recipe.text, str) else tuple(recipe.text)
     metrics = tuple(recipe.metrics)
     match recipe:
         case SequenceClassification():
-            class_names = None if recipe.labels is None else tuple(recipe.labels)
-            return SequenceClassificationTask(texts, recipe.label, metrics, class_names)
+            return SequenceClassificationTask(_columns(recipe.text), recipe.label, metrics, _names(recipe.labels))
         case SequenceRegression():
-            return SequenceRegressionTask(texts, recipe.label, metrics)
+            return SequenceRegressionTask(_columns(recipe.text), recipe.label, metrics)
         case MaskedLM():
-            return MaskedLMTask(texts, recipe.mask_probability, metrics)
+            return MaskedLMTask(_columns(recipe.text), recipe.mask_probability, metrics)
+        case ImageClassification():
+            shape = None if recipe.shape is None else tuple(recipe.shape)
+            return ImageClassificationTask(recipe.image, recipe.label, metrics, _names(recipe.labels), shape=shape)
+
+
+def _columns(text: str | list[str]) -> tuple[str, ...]:
+    return (text,) if isinstance(text, str) else tuple(text)
+
+
+def _names(labels: list[str] | None) -> tuple[str, ...] | None:
+    return None if labels is None else tuple(labels)

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor
-
-from trainer.errors import DataError, UsageError
-from trainer.parallel.cross_entropy import VocabularyCut
-from trainer.parallel.dtypes import at_least_fp32
-from trainer.tasks.columns import STRING_TYPES, cell, require_columns, require_text, tokenise, type_name
-from trainer.tasks.metrics import METRICS
+from trainer.tasks.classes import RowClasses
+from trainer.tasks.columns import require_text, tokenise
 from trainer.tasks.types import Dataset, Tokenizer
-
-_NAMES_SHOWN = 10
 
 
 @dataclass(frozen=True)
-class SequenceClassificationTask:
-    """One class for each row.
-
-    `class_names[i]` is the name of class `i`; None until `resolve` has found the names in the training split.
-    `labels_are_names` says how the training split writes a class: by its name, or by its index; every other split must
-    do the same, since a wrong index would be believed.
-    """
+class SequenceClassificationTask(RowClasses):
+    """One class for each text or pair of texts."""
 
     text_columns: tuple[str, ...]
     label_column: str
@@ -36,7 +23,6 @@ class SequenceClassificationTask:
     labels_are_names: bool | None = None
 
     auto_class_name = "AutoModelForSequenceClassification"
-    rows_are_labels = True
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -46,150 +32,17 @@ class SequenceClassificationTask:
     def fingerprint(self) -> str:
         return json.dumps(["sequence_classification", self.text_columns, self.label_column, self.class_names])
 
-    def resolve(self, train: Dataset, where: str) -> SequenceClassificationTask:
-        self.check_columns(train.features, where)
-        names = self.class_names or self._find_class_names(train, where)
-        if "f1" in self.metric_names and len(names) != 2:
-            raise UsageError(
-                f"`task.metrics` may name f1 only for two classes, but column `{self.label_column}` has {len(names)}:"
-                f" {_shown(names)}; use f1_macro"
-            )
-        names_or_indices = _holds_names(train.features[self.label_column])
-        return replace(self, class_names=names, labels_are_names=names_or_indices)
-
-    def model_options(self) -> dict[str, Any]:
-        names = self._known_class_names
-        return {
-            "num_labels": len(names),
-            "id2label": dict(enumerate(names)),
-            "label2id": {name: index for index, name in enumerate(names)},
-            "problem_type": "single_label_classification",
-        }
-
-    def check_columns(self, features: Mapping[str, Any], where: str) -> None:
+    def check_inputs(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, self.text_columns, where)
-        require_columns(features, [self.label_column], "task.label", where)
-        feature = features[self.label_column]
-        holds_names = _holds_names(feature)
-        if holds_names is None:
-            raise DataError(
-                f"`task.label` must name a column of class names or of integers from 0, but column"
-                f" `{self.label_column}` of {where} holds {type_name(feature)}"
-            )
-        if self.labels_are_names not in (None, holds_names):
-            raise DataError(
-                f"column `{self.label_column}` of {where} must hold {_kind(not holds_names)}, as the training split"
-                f" does, but holds {_kind(holds_names)}"
-            )
+
+    def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> SequenceClassificationTask:
+        return replace(self, class_names=names, labels_are_names=labels_are_names)
 
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
     ) -> dict[str, list[Any]]:
         features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
-        return {**features, "labels": self._class_indices(rows, where, first_row)}
+        return {**features, "labels": self.class_indices(rows, where, first_row)}
 
     def masking(self, tokenizer: Tokenizer, seed: int) -> None:
         return None
-
-    def for_vocabulary(self, cut: VocabularyCut | None) -> SequenceClassificationTask:
-        assert cut is None, "its logits are not of a vocabulary"
-        return self
-
-    def num_valid(self, labels: Tensor) -> Tensor:
-        return labels.new_tensor(labels.numel())
-
-    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy summed over the rows.
-
-        Args:
-            logits: `[batch, num_labels]`.
-            labels: class indices `[batch]`.
-        """
-        return F.cross_entropy(at_least_fp32(logits), labels, reduction="sum")
-
-    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"predictions": logits.argmax(dim=-1).cpu(), "labels": labels.cpu()}
-
-    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
-        predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
-        return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
-
-    @property
-    def _known_class_names(self) -> tuple[str, ...]:
-        assert self.class_names is not None, "call `resolve` first"
-        return self.class_names
-
-    def _find_class_names(self, train: Dataset, where: str) -> tuple[str, ...]:
-        declared = getattr(train.features[self.label_column], "names", None)
-        found = {value for value in train.unique(self.label_column) if value is not None}
-        if declared is not None:
-            names = tuple(declared)
-        elif all(isinstance(value, int) for value in found):
-            names = self._names_of_integers(found, where)
-        else:
-            names = tuple(sorted(found))
-        if len(names) < 2:
-            raise DataError(
-                f"column `{self.label_column}` of {where} must hold at least two classes, but holds"
-                f" {_shown(names) or 'none'}; a class without training rows can be listed in `task.labels`"
-            )
-        return names
-
-    def _names_of_integers(self, found: set[int], where: str) -> tuple[str, ...]:
-        absent = next((index for index in range(len(found)) if index not in found), None)
-        if absent is not None:
-            raise DataError(
-                f"column `{self.label_column}` of {where} must number its classes from 0 without a gap, but holds"
-                f" {_shown(sorted(found))} and no {absent}; renumber them, or list the class names in `task.labels`"
-            )
-        return tuple(str(index) for index in range(len(found)))
-
-    def _class_indices(self, rows: Dataset, where: str, first_row: int) -> list[int]:
-        """The index in `class_names` of each row's label.
-
-        Raises:
-            DataError: a label is null, an unknown name, or out of range.
-        """
-        names = self._known_class_names
-        declared = getattr(rows.features[self.label_column], "names", None)
-        index_of: dict[Any, int] = {name: index for index, name in enumerate(names)}
-        if declared is not None:  # integers that stand for names, whose order in the recipe may be another
-            index_of = {value: index_of[name] for value, name in enumerate(declared) if name in index_of}
-        elif not self.labels_are_names:
-            index_of = {index: index for index in range(len(names))}
-        indices = [index_of.get(label) for label in rows[self.label_column]]
-        if None in indices:
-            place = indices.index(None)
-            label = rows[self.label_column][place]
-            if declared is not None and label is not None and 0 <= label < len(declared):
-                label = declared[label]
-            self._refuse(label, first_row + place, where)
-        return [index for index in indices if index is not None]
-
-    def _refuse(self, label: Any, row: int, where: str) -> None:
-        place, names = cell(self.label_column, row, where), self._known_class_names
-        if label is None:
-            raise DataError(f"{place} is null; every row needs a label")
-        if isinstance(label, int):
-            raise DataError(f"{place} must be a class from 0 to {len(names) - 1}, but is {label}")
-        raise DataError(
-            f"{place} is the label {label!r}, which is not among the {len(names)} classes of the training split or of"
-            f" `task.labels`: {_shown(names)}"
-        )
-
-
-def _holds_names(feature: Any) -> bool | None:
-    """Whether a label column holds class names (a `ClassLabel` declares its own) or indices; None: neither."""
-    dtype = str(getattr(feature, "dtype", ""))
-    if getattr(feature, "names", None) is not None or dtype in STRING_TYPES:
-        return True
-    return False if dtype.startswith(("int", "uint")) else None
-
-
-def _kind(names: bool) -> str:
-    return "class names" if names else "integers"
-
-
-def _shown(values: Sequence[Any]) -> str:
-    shown = ", ".join(str(value) for value in values[:_NAMES_SHOWN])
-    return shown + (f", and {len(values) - _NAMES_SHOWN} more" if len(values) > _NAMES_SHOWN else "")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.tasks.masking import Masking
-from trainer.tasks.types import Dataset, Tokenizer
+from trainer.tasks.types import Dataset, ImageProcessor, Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Task(Protocol):
-    """Turns rows into features and labels, model outputs into a loss, and predictions into metrics.
+    """Turns model outputs into a loss, and predictions into metrics; what it makes of rows, `TextTask` and so on say.
 
     A task is immutable. Fresh from `build_task` it may not know its labels yet; `resolve` gives the one that does.
     """
@@ -40,10 +43,10 @@ class Task(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever `encode` would give other features for the same rows and tokenizer."""
+        """Changes whenever the same rows, prepared by the same tokenizer or image processor, would give others."""
         ...
 
-    def resolve(self, train: Dataset, where: str) -> Task:
+    def resolve(self, train: Dataset, where: str) -> Self:
         """Completes the task with the labels of the training split.
 
         Args:
@@ -67,6 +70,37 @@ class Task(Protocol):
             DataError: names the column and the columns that there are.
         """
         ...
+
+    def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
+        """The task for a model whose logits are cut over its vocabulary; None: they are whole."""
+        ...
+
+    def num_valid(self, labels: Tensor) -> Tensor:
+        """How many of `labels` `[batch, ...]` enter the loss: an int64 scalar on their device."""
+        ...
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss, summed (never averaged) over all valid labels: a float32 scalar.
+
+        Args:
+            logits: `[batch, ...]`, of any floating dtype; after `for_vocabulary`, this rank's columns of them, and
+                every rank of that group must call.
+            labels: `[batch, ...]`.
+        """
+        ...
+
+    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """What `metrics` needs of each row: small tensors on the CPU, each `[batch, ...]`; called as `loss_sum` is."""
+        ...
+
+    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
+        """The metrics over the predictions of a whole split, each tensor `[rows, ...]`, in any order of rows."""
+        ...
+
+
+@runtime_checkable
+class TextTask(Task, Protocol):
+    """A task on texts."""
 
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
@@ -102,28 +136,26 @@ class Task(Protocol):
         """
         ...
 
-    def for_vocabulary(self, cut: VocabularyCut | None) -> Task:
-        """The task for a model whose logits are cut over its vocabulary; None: they are whole."""
-        ...
 
-    def num_valid(self, labels: Tensor) -> Tensor:
-        """How many of `labels` `[batch, ...]` enter the loss: an int64 scalar on their device."""
-        ...
+@runtime_checkable
+class ImageTask(Task, Protocol):
+    """A task on images."""
 
-    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss, summed (never averaged) over all valid labels: a float32 scalar.
+    def encode_images(
+        self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int
+    ) -> dict[str, list[Any]]:
+        """Reads the images of rows and turns their labels into numbers.
 
         Args:
-            logits: `[batch, ...]`, of any floating dtype; after `for_vocabulary`, this rank's columns of them, and
-                every rank of that group must call.
-            labels: `[batch, ...]`.
+            rows: as for `TextTask.encode`.
+            processor: that of the model.
+            where: likewise.
+            first_row: likewise.
+
+        Returns:
+            `pixel_values`: an array of uint8 `[channels, height, width]` for each row; `labels`: one number for each.
+
+        Raises:
+            DataError: a value that does not fit; names the column, the row and the value.
         """
-        ...
-
-    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """What `metrics` needs of each row: small tensors on the CPU, each `[batch, ...]`; called as `loss_sum` is."""
-        ...
-
-    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
-        """The metrics over the predictions of a whole split, each tensor `[rows, ...]`, in any order of rows."""
         ...

@@ -74,7 +74,7 @@ class ModelFamily:
 
     model_type: str  # of its configuration in transformers
     layers: str  # the repeated layers, which are sharded and recomputed one by one
-    tensor: TensorPlan
+    tensor: TensorPlan | None  # None: nothing here cuts its layers
     stages: StagePlan | None = None  # None: not to be cut into pipeline stages
     shared_dropouts: tuple[str, ...] = ()  # dropouts of a tensor that all rows of a batch share
     undeclared_keys: tuple[str, ...] = ()  # of the configuration: read by the model, but not declared by transformers

@@ -15,6 +15,7 @@ from trainer.models.families.family import ModelFamily, matches, relative_name
 from trainer.models.families.gpt2 import GPT2
 from trainer.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from trainer.models.families.modernbert import MODERNBERT
+from trainer.models.families.resnet import RESNET
 from trainer.models.families.shipped import shipped_family, shipped_layers
 from trainer.models.families.t5 import T5
 from trainer.models.families.vit import VIT
@@ -24,7 +25,7 @@ FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family
     for family in (
         BERT, ROBERTA, XLM_ROBERTA, ELECTRA, ALBERT, DEBERTA_V2, DISTILBERT, MODERNBERT, GPT2, LLAMA, MISTRAL, QWEN2,
-        QWEN3, T5, VIT,
+        QWEN3, T5, VIT, RESNET,
     )
 }  # fmt: skip
 

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+
+from trainer.data.images import encode_images
+from trainer.data.sources import Split, load_splits
+from trainer.errors import DataError
+from trainer.recipe.schema import HubData
+from trainer.tasks.image_classification import ImageClassificationTask
+
+TASK = ImageClassificationTask("image", "label", ("accuracy",), ("no", "yes"), labels_are_names=True)
+
+
+class Processor:
+    """Counts what it is asked for."""
+
+    fingerprint = "grey"
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, image):
+        self.calls += 1
+        return np.asarray(image.convert("L"))[None]
+
+
+def split_of(images):
+    rows = {"image": [image.tolist() for image in images], "label": ["no", "yes"] * (len(images) // 2)}
+    return Split(datasets.Dataset.from_dict(rows), "`some.jsonl`")
+
+
+def images_of(number, size=(4, 5)):
+    return np.random.default_rng(0).integers(0, 256, (number, *size), np.uint8)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """As `datasets` reads folders of images: one for each split and, in it, for each class."""
+    for split in ("train", "validation"):
+        for name, value in (("dark", 10), ("light", 250)):
+            (tmp_path / split / name).mkdir(parents=True)
+            for index in range(2):
+                pixels = np.full((4, 5), value + index, np.uint8)
+                PIL.Image.fromarray(pixels).save(tmp_path / split / name / f"{index}.png")
+    return tmp_path
+
+
+def encode_folder(folder, cache):
+    train = load_splits(HubData(source="hub", name=str(folder))).train
+    task = ImageClassificationTask("image", "label", ("accuracy",)).resolve(train.rows, train.where)
+    processor = Processor()
+    return encode_images(train, task, processor, cache), processor.calls, task
+
+
+def test_what_the_model_reads_but_for_the_normalisation(tmp_path):
+    images = images_of(250)
+    split = encode_images(split_of(images), TASK, Processor(), tmp_path)
+    assert split.arrays["pixel_values"].dtype == np.uint8
+    np.testing.assert_array_equal(split.arrays["pixel_values"], images[:, None])
+    assert split.scalars["labels"].tolist() == [0, 1] * 125
+    assert (len(split), split.lengths.sum(), split.num_cut) == (250, 0, 0)
+
+
+def test_the_second_time_nothing_is_prepared(tmp_path):
+    processor = Processor()
+    first = encode_images(split_of(images_of(4)), TASK, processor, tmp_path)
+    again = encode_images(split_of(images_of(4)), TASK, processor, tmp_path)
+    assert processor.calls == 4
+    assert again.content_hash == first.content_hash
+    processor.fingerprint = "another"
+    encode_images(split_of(images_of(4)), TASK, processor, tmp_path)
+    assert processor.calls == 8
+
+
+def test_a_folder_of_images_has_its_folders_as_classes(folder, tmp_path):
+    split, calls, task = encode_folder(folder, tmp_path / "cache")
+    assert task.model_options()["id2label"] == {0: "dark", 1: "light"}
+    assert split.arrays["pixel_values"][:, 0, 0, 0].tolist() == [10, 11, 250, 251]
+    assert split.scalars["labels"].tolist() == [0, 0, 1, 1]
+    assert calls == 4
+
+
+def test_an_image_that_is_edited_in_place_is_read_again(folder, tmp_path):
+    assert encode_folder(folder, tmp_path / "cache")[1] == 4
+    assert encode_folder(folder, tmp_path / "cache")[1] == 0
+    PIL.Image.fromarray(np.full((4, 5), 99, np.uint8)).save(folder / "train" / "dark" / "0.png")
+    split, calls, _ = encode_folder(folder, tmp_path / "cache")
+    assert calls == 4
+    assert split.arrays["pixel_values"][0, 0, 0, 0] == 99
+
+
+def test_images_of_several_sizes_are_refused(tmp_path):
+    images = [*images_of(120), images_of(1, (4, 6))[0], images_of(1)[0]]
+    with pytest.raises(DataError, match=r"must be of one size .* row 121 is 4 x 6 and the first is 4 x 5"):
+        encode_images(split_of(images), TASK, Processor(), tmp_path)

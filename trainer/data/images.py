@@ -1,0 +1,141 @@
+"""Resizes the images of a split once, to 8 bits a channel; ranks and concurrent runs share the result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import PIL
+import transformers
+from numpy.typing import NDArray
+
+import trainer
+from trainer.data.cache import ENTRY_VERSION, EntryWriter, open_or_write
+from trainer.data.hashing import ROWS_AT_ONCE, hash_rows
+from trainer.data.sources import Split
+from trainer.data.split import EncodedSplit
+from trainer.errors import DataError
+
+if TYPE_CHECKING:
+    import PIL.Image
+    import pyarrow as pa
+    from datasets import Dataset
+
+_IMAGES_AT_ONCE = 100
+_PIXELS = "pixel_values"
+
+
+class ImageProcessor(Protocol):
+    """What this room needs of an image processor."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the same image would become another array."""
+        ...
+
+    def __call__(self, image: PIL.Image.Image) -> NDArray[np.uint8]:
+        """The image resized, `[channels, height, width]`."""
+        ...
+
+
+class ImageEncoder(Protocol):
+    """What this room needs of a task; each member as in `trainer.tasks.task.ImageTask`."""
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def check_columns(self, features: Mapping[str, Any], where: str) -> None: ...
+
+    def encode_images(
+        self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int
+    ) -> dict[str, list[Any]]: ...
+
+
+def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor, cache: Path) -> EncodedSplit:
+    """The split as the model reads it, but for the normalisation: from the cache, or prepared now and left there.
+
+    Any number of processes may ask for it at once: one prepares it, the others wait.
+
+    Args:
+        split: the rows.
+        encoder: the resolved task.
+        processor: that of the model.
+        cache: the folder of the cache; made if it is missing.
+
+    Returns:
+        A split with the column `pixel_values`, uint8 `[rows, channels, height, width]`, among its `arrays`.
+
+    Raises:
+        DataError: a column is missing, a value does not fit, or images are of several sizes that nothing makes equal.
+        UsageError: the cache cannot be written.
+    """
+    encoder.check_columns(split.rows.features, split.where)
+    rows = split.rows.select_columns(list(encoder.columns))
+    facts = {
+        "entry": ENTRY_VERSION,
+        "rows": _hash_images(rows),
+        "task": encoder.fingerprint,
+        "processor": processor.fingerprint,
+        "versions": [trainer.__version__, transformers.__version__, PIL.__version__],
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def write(writer: EntryWriter) -> None:
+        shape: tuple[int, ...] | None = None
+        for first_row in range(0, len(rows), _IMAGES_AT_ONCE):
+            batch = rows.select(range(first_row, min(first_row + _IMAGES_AT_ONCE, len(rows))))
+            features = encoder.encode_images(batch, processor, split.where, first_row)
+            shape = shape or features[_PIXELS][0].shape
+            _check_shapes(features[_PIXELS], shape, split.where, first_row)
+            writer.add(features)
+
+    return open_or_write(cache, key, write)
+
+
+def _check_shapes(images: list[NDArray[np.uint8]], shape: tuple[int, ...], where: str, first_row: int) -> None:
+    for row, image in enumerate(images, start=first_row + 1):
+        if image.shape != shape:
+            (_, height, width), (_, first_height, first_width) = image.shape, shape
+            raise DataError(
+                f"the images of {where} must be of one size once they are prepared, but that of row {row} is {height} x"
+                f" {width} and the first is {first_height} x {first_width}; make them equal, or use a model whose"
+                " configuration or image processor names a size"
+            )
+
+
+def _hash_images(rows: Dataset) -> str:
+    """The hash of rows whose images may lie in files of their own."""
+    import datasets
+
+    columns = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+    if not columns:
+        return hash_rows(rows)
+    return hash_rows(rows, ROWS_AT_ONCE // 100, lambda batch: _with_contents(batch, columns))
+
+
+def _with_contents(batch: pa.Table, columns: list[str]) -> pa.Table:
+    """The same rows with encoded images where there were names of files."""
+    import pyarrow as pa
+
+    for name in columns:
+        contents = [_content(value) for value in batch[name].to_pylist()]
+        batch = batch.set_column(batch.column_names.index(name), name, pa.array(contents, pa.large_binary()))
+    return batch
+
+
+def _content(value: Mapping[str, Any] | None) -> bytes | None:
+    if value is None:
+        return None
+    if value["bytes"] is not None:
+        return bytes(value["bytes"])
+    try:
+        return Path(value["path"]).read_bytes()
+    except OSError:
+        return None  # told, with its row, where it is read

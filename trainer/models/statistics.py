@@ -1,0 +1,108 @@
+"""Batch normalisation by statistics that stay as they are.
+
+In training, batch normalisation (Ioffe & Szegedy 2015, arXiv:1502.03167) takes mean and variance of the rows that are
+in the model together, so the same recipe would learn something else with another microbatch or number of ranks. Here it
+takes the running statistics that the model came with, in training as in evaluation; its scale and shift are learned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.errors import UsageError
+from trainer.parallel.mesh import ParallelMesh
+
+
+class _FixedStatistics(_BatchNorm):
+    """A batch normalisation that is never in training mode."""
+
+    def train(self, mode: bool = True) -> _FixedStatistics:
+        super().train(False)
+        return self
+
+
+class _Fixed1d(_FixedStatistics, nn.BatchNorm1d):
+    pass
+
+
+class _Fixed2d(_FixedStatistics, nn.BatchNorm2d):
+    pass
+
+
+class _Fixed3d(_FixedStatistics, nn.BatchNorm3d):
+    pass
+
+
+_FIXED: dict[type[nn.Module], type[_BatchNorm]] = {
+    nn.BatchNorm1d: _Fixed1d,
+    nn.BatchNorm2d: _Fixed2d,
+    nn.BatchNorm3d: _Fixed3d,
+}
+
+
+def fix_statistics(model: nn.Module) -> list[str]:
+    """Makes every batch normalisation of a model use its running statistics, which no longer change.
+
+    Returns:
+        What a user should know of it, if there is any.
+
+    Raises:
+        UsageError: one has no running statistics, or is of a kind that is not known.
+    """
+    count = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        fixed = _FIXED.get(type(module))
+        if fixed is None or module.running_mean is None:
+            raise UsageError(
+                f"{name} is a {type(module).__name__} that normalises by the rows of a microbatch, so the training"
+                " would depend on the layout; use a model whose batch normalisation has running statistics"
+            )
+        module.__class__ = fixed  # the same parameters and buffers, under the same names
+        module.eval()
+        count += 1
+    if not count:
+        return []
+    return [
+        f"the running statistics of {count} batch normalisations stay as the model came with them: those of a"
+        " microbatch would depend on the layout"
+    ]
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to a saved model, such as running statistics, by name."""
+    return dict(_persistent(model))
+
+
+def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def buffers_hash(models: Iterable[nn.Module], mesh: ParallelMesh) -> str | None:
+    """Names the content of the persistent buffers, which no checkpoint of a run holds; None where there are none.
+
+    The same under every layout. All ranks must call it.
+
+    Args:
+        models: of this rank: the model, or its pipeline stages.
+        mesh: the ranks.
+    """
+    digests = {name: _digest(buffer) for model in models for name, buffer in _persistent(model)}
+    if mesh.size("pp") > 1:  # each rank has those of its stages
+        gathered = mesh.gather(digests)
+        digests = mesh.share({name: digest for part in gathered or [] for name, digest in part.items()})
+    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest() if digests else None
+
+
+def _digest(buffer: Tensor) -> str:
+    return hashlib.sha256(buffer.detach().cpu().to(torch.float64).numpy().tobytes()).hexdigest()

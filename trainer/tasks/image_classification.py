@@ -1,0 +1,52 @@
+"""Put each image into one of several classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainer.tasks.classes import RowClasses
+from trainer.tasks.images import read_images, require_images
+from trainer.tasks.types import Dataset, ImageProcessor
+
+
+@dataclass(frozen=True)
+class ImageClassificationTask(RowClasses):
+    """One class for each image.
+
+    `shape` is that of images which are flat lists: height, width and, where there are several, channels.
+    """
+
+    image_column: str
+    label_column: str
+    metric_names: tuple[str, ...]
+    class_names: tuple[str, ...] | None = None
+    labels_are_names: bool | None = None
+    shape: tuple[int, ...] | None = None
+
+    auto_class_name = "AutoModelForImageClassification"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.image_column, self.label_column)
+
+    @property
+    def fingerprint(self) -> str:
+        return json.dumps(["image_classification", self.image_column, self.shape, self.label_column, self.class_names])
+
+    def check_inputs(self, features: Mapping[str, Any], where: str) -> None:
+        require_images(features, self.image_column, self.shape, where)
+
+    def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> ImageClassificationTask:
+        return replace(self, class_names=names, labels_are_names=labels_are_names)
+
+    def encode_images(
+        self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int
+    ) -> dict[str, list[Any]]:
+        images = read_images(rows, self.image_column, self.shape, where, first_row)
+        return {
+            "pixel_values": [processor(image) for image in images],
+            "labels": self.class_indices(rows, where, first_row),
+        }
