@@ -1,7 +1,7 @@
 """Writes the generated blocks of `README.md` and `docs/*.md`, whose facts stand in the code.
 
 A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. Run `python docs/generate.py` after a change of the
-schema, the strategies or the shipped recipes; a test fails where a block is out of date.
+schema, the strategies, the schedules or the shipped recipes; a test fails where a block is out of date.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from pydantic.fields import FieldInfo
 
 from trainer.models.families.family import ModelFamily
 from trainer.models.families.table import FAMILIES
+from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
 from trainer.recipe.keys import default_tag, kinds, section_models
+from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.schema import Recipe, Section
 from trainer.recipe.shipped import is_base, shipped_recipes, summary
 from trainer.recipe.strategies import STRATEGIES, Strategy
@@ -190,9 +192,46 @@ def _names(names: Iterable[str]) -> str:
     return "<br>".join(name.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_") for name in names) or "-"
 
 
+def _exclusions() -> str:
+    def words(condition: Condition) -> str:
+        return f"`{condition.key}` {condition.values}"
+
+    rows = [(words(row.first), words(row.second), _reason(row), row.remedy) for row in EXCLUSIONS]
+    return _table(("this", "excludes this", "because", "so"), rows)
+
+
+def _reason(row: Exclusion) -> str:
+    return f"it must be {row.reason}" if row.form.startswith("must be") else row.reason
+
+
+def _schedules() -> str:
+    header = ("`schedule`", "what it does", "stages on a rank", "microbatches of a pass", "share of a pass that idles")
+    return _table(header, [_schedule(row) for row in SCHEDULES.values()])
+
+
+def _schedule(row: PipelineSchedule) -> tuple[str, ...]:
+    """With P ranks, v stages on each and m microbatches; the example is P = 4, m = 16."""
+    least = "as many as stages, or more" if row.fills else "any number"
+    many = ", a multiple of P" if row.several_stages else ""
+    work = "".join(["3 " * row.splits_backward, "v " * row.several_stages, "m"])
+    example = row.bubble(4, row.stages_per_rank, 16)
+    formula = f"(P - 1) / ({work} + P - 1)"
+    stages = f"{row.stages_per_rank} or more" if row.several_stages else "1"
+    return f"`{row.name}`", row.summary, stages, f"{least}{many}", f"{formula}: {example:.1%}"
+
+
+def _pipeline_families() -> str:
+    able = [f"`{name}`" for name, family in FAMILIES.items() if family.stages]
+    unable = [f"`{name}`" for name, family in FAMILIES.items() if not family.stages]
+    return f"{', '.join(able)}. Not {' and '.join(unable)}."
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    "exclusions": _exclusions,
     "families": _families,
     "keys": _keys,
+    "pipeline_families": _pipeline_families,
+    "schedules": _schedules,
     "shipped": _shipped,
     "strategies": _strategies,
 }
