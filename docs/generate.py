@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def _section(name: str, field: FieldInfo) -> Iterator[str]:
     of_kind = kinds(field)
     if not of_kind:
         (model,) = section_models(field.annotation)
-        yield f"### `{name}`\n\n{model.__doc__}"
+        yield f"### `{name}`\n\n{getdoc(model)}"
         yield _key_table(f"{name}.", model, model.model_fields)
         return
     yield f"### `{name}`\n\n{_kinds(name, field, list(of_kind))}"
@@ -101,7 +102,7 @@ def _section(name: str, field: FieldInfo) -> Iterator[str]:
         yield _key_table(f"{name}.", next(iter(of_kind.values())), shared)
     for tag, model in of_kind.items():
         own = {key: row for key, row in model.model_fields.items() if key not in (field.discriminator, *shared)}
-        yield f"#### `{name}.{field.discriminator}`: `{json.dumps(tag)}`\n\n{model.__doc__}"
+        yield f"#### `{name}.{field.discriminator}`: `{json.dumps(tag)}`\n\n{getdoc(model)}"
         yield _key_table(f"{name}.", model, own)
 
 
@@ -117,12 +118,17 @@ def _shared_keys(models: list[type[Section]]) -> dict[str, FieldInfo]:
 
 
 def _key_table(prefix: str, model: type[Section], fields: Mapping[str, FieldInfo]) -> str:
+    return _table(("key", "value", "default", "meaning"), list(_key_rows(prefix, model, fields)))
+
+
+def _key_rows(prefix: str, model: type[Section], fields: Mapping[str, FieldInfo]) -> Iterator[tuple[str, ...]]:
     properties = model.model_json_schema()["properties"]
-    rows = [
-        (f"`{prefix}{key}`", _values(properties[key]), _default(field), field.description or "")
-        for key, field in fields.items()
-    ]
-    return _table(("key", "value", "default", "meaning"), rows)
+    for key, field in fields.items():
+        inner = section_models(field.annotation)
+        if inner:  # a section in a section: its keys stand among the others
+            yield from _key_rows(f"{prefix}{key}.", inner[0], inner[0].model_fields)
+        else:
+            yield f"`{prefix}{key}`", _values(properties[key]), _default(field), field.description or ""
 
 
 def _default(field: FieldInfo) -> str:
@@ -197,7 +203,7 @@ def _exclusions() -> str:
         return f"`{condition.key}` {condition.values}"
 
     rows = [(words(row.first), words(row.second), _reason(row), row.remedy) for row in EXCLUSIONS]
-    return _table(("this", "excludes this", "because", "so"), rows)
+    return _table(("this", "does not go with", "because", "instead"), rows)
 
 
 def _reason(row: Exclusion) -> str:
