@@ -1,7 +1,7 @@
 """Writes the generated blocks of `README.md` and `docs/*.md`, whose facts stand in the code.
 
 A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. Run `python docs/generate.py` after a change of the
-schema, the strategies or the shipped recipes; a test fails where a block is out of date.
+schema, the strategies, the schedules or the shipped recipes; a test fails where a block is out of date.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from pydantic.fields import FieldInfo
 
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
+from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
 from trainer.recipe.keys import default_tag, kinds, section_models
+from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.schema import Recipe, Section
 from trainer.recipe.shipped import is_base, shipped_recipes, summary
 from trainer.recipe.strategies import STRATEGIES, Strategy
@@ -96,7 +98,7 @@ def _section(name: str, field: FieldInfo, heading: str) -> Iterator[str]:
     if not of_kind:
         (model,) = section_models(field.annotation)
         yield f"{heading} `{name}`\n\n{getdoc(model)}"
-        yield from _section_keys(f"{name}.", model, f"{heading}#")
+        yield _key_table(f"{name}.", model, model.model_fields)
         return
     yield f"{heading} `{name}`\n\n{_kinds(name, field, list(of_kind))}"
     shared = _shared_keys(list(of_kind.values()))
@@ -120,12 +122,17 @@ def _shared_keys(models: list[type[Section]]) -> dict[str, FieldInfo]:
 
 
 def _key_table(prefix: str, model: type[Section], fields: Mapping[str, FieldInfo]) -> str:
+    return _table(("key", "value", "default", "meaning"), list(_key_rows(prefix, model, fields)))
+
+
+def _key_rows(prefix: str, model: type[Section], fields: Mapping[str, FieldInfo]) -> Iterator[tuple[str, ...]]:
     properties = model.model_json_schema()["properties"]
-    rows = [
-        (f"`{prefix}{key}`", _values(properties[key]), _default(field), field.description or "")
-        for key, field in fields.items()
-    ]
-    return _table(("key", "value", "default", "meaning"), rows)
+    for key, field in fields.items():
+        inner = section_models(field.annotation)
+        if inner:  # a section in a section: its keys stand among the others
+            yield from _key_rows(f"{prefix}{key}.", inner[0], inner[0].model_fields)
+        else:
+            yield f"`{prefix}{key}`", _values(properties[key]), _default(field), field.description or ""
 
 
 def _default(field: FieldInfo) -> str:
@@ -195,9 +202,46 @@ def _names(names: Iterable[str]) -> str:
     return "<br>".join(name.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_") for name in names) or "-"
 
 
+def _exclusions() -> str:
+    def words(condition: Condition) -> str:
+        return f"`{condition.key}` {condition.values}"
+
+    rows = [(words(row.first), words(row.second), _reason(row), row.remedy) for row in EXCLUSIONS]
+    return _table(("this", "does not go with", "because", "instead"), rows)
+
+
+def _reason(row: Exclusion) -> str:
+    return f"it must be {row.reason}" if row.form.startswith("must be") else row.reason
+
+
+def _schedules() -> str:
+    header = ("`schedule`", "what it does", "stages on a rank", "microbatches of a pass", "share of a pass that idles")
+    return _table(header, [_schedule(row) for row in SCHEDULES.values()])
+
+
+def _schedule(row: PipelineSchedule) -> tuple[str, ...]:
+    """With P ranks, v stages on each and m microbatches; the example is P = 4, m = 16."""
+    least = "as many as stages, or more" if row.fills else "any number"
+    many = ", a multiple of P" if row.several_stages else ""
+    work = "".join(["3 " * row.splits_backward, "v " * row.several_stages, "m"])
+    example = row.bubble(4, row.stages_per_rank, 16)
+    formula = f"(P - 1) / ({work} + P - 1)"
+    stages = f"{row.stages_per_rank} or more" if row.several_stages else "1"
+    return f"`{row.name}`", row.summary, stages, f"{least}{many}", f"{formula}: {example:.1%}"
+
+
+def _pipeline_families() -> str:
+    able = [f"`{name}`" for name, family in FAMILIES.items() if family.stages]
+    unable = [f"`{name}`" for name, family in FAMILIES.items() if not family.stages]
+    return f"{', '.join(able)}. Not {' and '.join(unable)}."
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    "exclusions": _exclusions,
     "families": _families,
     "keys": _keys,
+    "pipeline_families": _pipeline_families,
+    "schedules": _schedules,
     "shipped": _shipped,
     "strategies": _strategies,
 }

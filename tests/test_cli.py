@@ -8,15 +8,18 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
 
 from tests.helpers.processes import ROOT, environment, finish, kill, start
 from trainer import __version__, cli
 from trainer.cli import main
 from trainer.errors import DataError, ExitCode, NonFiniteError, RecipeError
 from trainer.launch import local
-from trainer.recipe.loading import ResolvedRecipe
+from trainer.recipe.loading import ResolvedRecipe, load_recipe
 
 PROGRAM = [sys.executable, "-m", "trainer"]
 LIGHT = [
@@ -26,6 +29,7 @@ LIGHT = [
     ["recipes", "show", "bert_base_mrpc"],
     ["schema"],
     ["check", "bert_base_mrpc", "training.epochs=1"],
+    ["check", "bert_base_mrpc", "parallel.pipeline.stages=2", "--processes", "8"],
     ["run", "bert_base_mrpc", "training.epoch=1"],
 ]
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "deepspeed")
@@ -43,7 +47,7 @@ def test_light_verbs_import_nothing_heavy(arguments: list[str]) -> None:
     assert done.returncode == (2 if arguments[0] == "run" else 0)
 
 
-@pytest.mark.parametrize("arguments", LIGHT[:6], ids=" ".join)
+@pytest.mark.parametrize("arguments", LIGHT[:-1], ids=" ".join)
 def test_light_verbs_answer_in_half_a_second(arguments: list[str]) -> None:
     """Processor time, which busy neighbours do not stretch; these verbs wait for nothing else.
 
@@ -99,6 +103,83 @@ def test_check_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None
     assert answer["origins"]["data.cache"] == "default"
     assert answer["layout"] == {"dp_replicate": 2, "dp_shard": 1, "tp": 1, "pp": 1}
     assert answer["batch"]["num_microbatches"] == 2
+
+
+def test_check_draws_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["parallel.strategy=fsdp", "parallel.pipeline.stages=2", "parallel.tensor=2"]
+    assert main(["check", "bert_base_mrpc", *keys, "--processes", "8"]) == 0
+    table, layout = capsys.readouterr().out.split("\n\n")[-2:]
+    assert table.splitlines()[0] == "rank  stage  shard  tensor"
+    assert table.splitlines()[-1] == "7     1      1      1"
+    assert layout.splitlines() == [
+        "layout    pp 2 x dp_shard 2 x tp 2",
+        "batch     32 rows a step = 2 data-parallel ranks x 4 microbatches of at most 4 rows",
+        "strategy  fsdp: every rank holds 1/N of everything and gathers each layer when it is needed (fully_shard)",
+        "pipeline  1f1b, 2 ranks, 4 microbatches a pass; bubble 20.0%",
+        "          its layers are balanced over the stages when the model is loaded",
+    ]
+
+
+def test_check_tells_what_stages_hold_where_the_model_is_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """The parameters are those of transformers' own modules."""
+    arguments = ["check", "bert_sample", "parallel.pipeline.stages=2", "--processes", "2"]
+    assert main(arguments) == 0
+    model = BertForSequenceClassification(BertConfig(**_bert_of_the_sample()))
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"          stage {stage}  encoder.layer.{stage}  {count:,} parameters  {4 * count / 2**20:.1f} MiB a rank"
+        for stage, count in enumerate(_halves(model))
+    ]
+    assert main([*arguments, "--json"]) == 0
+    pipeline = json.loads(capsys.readouterr().out)["pipeline"]
+    assert [stage["num_parameters"] for stage in pipeline["stages"]] == list(_halves(model))
+    assert [stage["layers"] for stage in pipeline["stages"]] == [["encoder.layer.0"], ["encoder.layer.1"]]
+
+
+def _bert_of_the_sample() -> dict[str, Any]:
+    config = dict(load_recipe("bert_sample").recipe.model.config or {})
+    assert config.pop("model_type") == "bert"
+    return config
+
+
+def _halves(model: nn.Module) -> tuple[int, int]:
+    """Embeddings and the first layer, and the rest."""
+    first = ("bert.embeddings.", "bert.encoder.layer.0.")
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    before = sum(size for name, size in sizes.items() if name.startswith(first))
+    return before, sum(sizes.values()) - before
+
+
+def test_check_reads_the_configuration_of_a_local_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Weights are not looked for."""
+    BertConfig(**_bert_of_the_sample(), architectures=["BertModel"]).save_pretrained(tmp_path)
+    model = [f"model.name_or_path={tmp_path}", "parallel.pipeline.stages=2"]
+    assert main(["check", "bert_base_mrpc", *model, "--processes", "2"]) == 0
+    assert "stage 1  encoder.layer.1  215,042 parameters" in capsys.readouterr().out
+
+
+def test_check_refuses_more_stages_than_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "bert_sample", "parallel.pipeline.stages=4", "--processes", "4"]) == ExitCode.USER
+    assert capsys.readouterr().err == (
+        "error: `parallel.pipeline` asks for 4 stages, but the model has 2 layers and every stage needs one; use at"
+        " most 2\n"
+    )
+
+
+def test_check_as_json_holds_the_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["parallel.pipeline.stages=2", "parallel.pipeline.schedule=interleaved_1f1b"]
+    assert main(["check", "bert_base_mrpc", *keys, "--json", "--processes", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["pipeline"] == {
+        "schedule": "interleaved_1f1b",
+        "num_ranks": 2,
+        "stages_per_rank": 2,
+        "num_stages": 4,
+        "num_microbatches": 8,
+        "bubble": 1 / 17,
+        "stages_of_ranks": [[0, 2], [1, 3]],
+        "stages": None,
+    }
+    assert main(["check", "bert_base_mrpc", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pipeline"] is None
 
 
 def test_what_check_shows_can_be_run_again(

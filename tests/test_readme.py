@@ -18,8 +18,11 @@ import pytest
 
 from docs.generate import pages, with_blocks
 from tests.helpers.processes import ROOT, run
+from trainer.cli import main
 from trainer.errors import ExitCode
 from trainer.recipe.reading import Origin, parse
+from trainer.recipe.schema import Parallel
+from trainer.recipe.strategies import STRATEGIES
 
 README = ROOT / "README.md"
 BIN = Path(sys.executable).parent
@@ -179,6 +182,20 @@ def test_commands_that_train(block: Block, clone: Path):
     assert len(ends) == len(block.to_run(TRAINS)), "each training came to its end"
     (folder,) = (clone / "runs").iterdir()
     assert (folder / "model" / "config.json").exists()
+
+
+METHODS = re.findall(r"`trainer run ([^`]+)`", (ROOT / "docs" / "methods.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("command", METHODS)
+def test_the_command_of_each_method_is_one_that_would_start(command: str, capsys: pytest.CaptureFixture[str]):
+    """Training under each of their keys is the business of the parity tests."""
+    assert main(["check", *command.split()]) == ExitCode.DONE
+
+
+def test_the_methods_have_a_row_for_every_strategy():
+    named = set(re.findall(r"parallel\.strategy=(\w+)", " ".join(METHODS)))
+    assert named == set(STRATEGIES) - {Parallel().strategy}
 
 
 def test_generated_blocks_are_up_to_date():

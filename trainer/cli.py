@@ -1,6 +1,7 @@
 """The command line: verbs, arguments and exit codes; every verb's work is done in the rooms below.
 
-Nothing heavy is imported before a verb needs it: only `run` imports torch, and only after the recipe was found valid.
+Nothing heavy is imported before a verb needs it: only `run` imports torch, and `check` where it counts what pipeline
+stages hold; both after the recipe was found valid.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from trainer import __version__
 from trainer.errors import ExitCode, RecipeError, TrainerError, UsageError
 
 if TYPE_CHECKING:
+    from trainer.recipe.drawing import StageContents
     from trainer.recipe.loading import ResolvedRecipe
-    from trainer.recipe.plan import RunPlan
+    from trainer.recipe.plan import PipelinePlan, RunPlan
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells report it: stopped by Ctrl-C before there was anything to save."""
@@ -120,17 +122,19 @@ def check(
 ) -> None:
     """Show the resolved recipe and where each value came from.
 
-    Also its layout and batch arithmetic on N ranks. Needs no GPU, no network and no torch, and trains nothing.
+    Also its layout and batch arithmetic on N ranks, and what each pipeline stage holds, where the model's configuration
+    is at hand. Needs no GPU and no network, and trains nothing.
     """
     from trainer.recipe.loading import load_recipe
     from trainer.recipe.plan import plan_run
 
     resolved = load_recipe(recipe, overrides or ())
     plan = plan_run(resolved.recipe, processes)
+    stages = _stages(plan)
     if as_json:
-        typer.echo(json.dumps(_as_json(resolved, plan), indent=2))
+        typer.echo(json.dumps(_as_json(resolved, plan, stages), indent=2))
     else:
-        _show(resolved, plan)
+        _show(resolved, plan, stages)
 
 
 @app.command()
@@ -168,7 +172,18 @@ def show(name: Annotated[str, typer.Argument(help="As `trainer recipes` lists it
     typer.echo(path.read_text(encoding="utf-8"), nl=False)
 
 
-def _as_json(resolved: ResolvedRecipe, plan: RunPlan) -> dict[str, object]:
+def _stages(plan: RunPlan) -> list[StageContents] | None:
+    """What the stages of a pipeline hold; None: there is none, or the model is not at hand."""
+    model = plan.recipe.model
+    at_hand = model.config is not None or os.path.isabs(model.name_or_path or "")  # else a name on the hub
+    if plan.pipeline is None or not at_hand:
+        return None
+    from trainer.preview import preview_stages  # brings torch
+
+    return preview_stages(plan)
+
+
+def _as_json(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageContents] | None) -> dict[str, object]:
     from trainer.recipe.deepspeed import deepspeed_config
 
     return {
@@ -177,12 +192,27 @@ def _as_json(resolved: ResolvedRecipe, plan: RunPlan) -> dict[str, object]:
         "origins": {key: str(origin) for key, origin in resolved.origins.items()},
         "layout": asdict(plan.layout),
         "batch": asdict(plan.batch),
+        "pipeline": _pipeline_as_json(plan.pipeline, stages) if plan.pipeline else None,
         "deepspeed": deepspeed_config(plan) or None,
     }
 
 
-def _show(resolved: ResolvedRecipe, plan: RunPlan) -> None:
+def _pipeline_as_json(pipeline: PipelinePlan, stages: list[StageContents] | None) -> dict[str, object]:
+    return {
+        "schedule": pipeline.schedule.name,
+        "num_ranks": pipeline.num_ranks,
+        "stages_per_rank": pipeline.stages_per_rank,
+        "num_stages": pipeline.num_stages,
+        "num_microbatches": pipeline.num_microbatches,
+        "bubble": pipeline.bubble,
+        "stages_of_ranks": [pipeline.stages_of(rank) for rank in range(pipeline.num_ranks)],
+        "stages": [asdict(stage) for stage in stages] if stages else None,
+    }
+
+
+def _show(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageContents] | None) -> None:
     from trainer.recipe.deepspeed import deepspeed_config
+    from trainer.recipe.drawing import layout_lines, stage_lines
 
     rows = [(key, json.dumps(value, ensure_ascii=False)) for key, value in resolved.values.items()]
     key_width = max(len(key) for key, _ in rows)
@@ -190,8 +220,12 @@ def _show(resolved: ResolvedRecipe, plan: RunPlan) -> None:
     for key, value in rows:
         origin = typer.style(str(resolved.origins[key]), dim=True)  # echo drops styles where there is no terminal
         typer.echo(f"{key:<{key_width}}  {value:<{value_width}}  {origin}")
+    if table := layout_lines(plan):
+        typer.echo("\n" + "\n".join(table))
     typer.echo(
         f"\nlayout    {plan.layout}\nbatch     {plan.batch}\nstrategy  {plan.strategy.name}: {plan.strategy.summary}"
     )
+    if plan.pipeline is not None:
+        typer.echo("\n".join([f"pipeline  {plan.pipeline}", *(f"{'':10}{line}" for line in stage_lines(plan, stages))]))
     if config := deepspeed_config(plan):
         typer.echo(f"deepspeed {json.dumps(config, indent=2)}")

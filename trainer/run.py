@@ -41,6 +41,7 @@ from trainer.observe.observer import Observers
 from trainer.observe.records import EndRecord, Idling
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.preparing import Preparation, load_preparation
+from trainer.recipe.drawing import layers_text
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.run_info import model_size, run_info, total_peak_flops
@@ -264,9 +265,8 @@ def _stage_texts(plan: RunPlan, built: Sequence[BuiltModel], mesh: ParallelMesh)
     gathered = mesh.gather(list(zip(stages, layers, sizes, strict=True)) if mesh.is_first_replica else [])
     texts = [str(plan.pipeline)]
     for stage, names, size in sorted(part for parts in gathered or [] for part in parts):
-        what = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         rank = plan.pipeline.rank_of(stage)
-        texts.append(f"stage {stage} on pipeline rank {rank}: {what}; {size:,} parameters a rank")
+        texts.append(f"stage {stage} on pipeline rank {rank}: {layers_text(names)}; {size:,} parameters a rank")
     return tuple(texts)
 
 

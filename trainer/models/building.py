@@ -211,7 +211,7 @@ def build_model(
     """
     assert cut is None or gather is whole_already, "parameters are either partitioned while they are built, or cut"
     config = load_config(recipe, options)
-    attention = KEYED_ATTENTION if training.layout_invariant_dropout else "sdpa"
+    attention = _attention(training)
     keys = DropoutKeys(training.seed) if training.layout_invariant_dropout else None
     auto_class = getattr(transformers, auto_class_name)
     _require_head(recipe, config, auto_class)
@@ -241,11 +241,34 @@ def build_model(
             made = cut(model)
             return BuiltModel(model, keys, [*notes, *fixed], made.placements, made.part)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if recipe.config is not None:
-            raise UsageError(f"`model.config` does not describe an {auto_class_name}: {_one_line(error)}") from error
-        if "ignore_mismatched_sizes" in str(error):
+        if recipe.config is None and "ignore_mismatched_sizes" in str(error):
             raise sizes_differ("some weights") from error
-        raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
+        raise _undescribed(recipe, auto_class_name, error) from error
+
+
+def build_on_meta(recipe: Model, training: Training, auto_class_name: str, options: Mapping[str, Any]) -> nn.Module:
+    """The model of a recipe without memory, to count by; arguments and errors are those of `build_model`."""
+    config = load_config(recipe, options)
+    auto_class = getattr(transformers, auto_class_name)
+    _require_head(recipe, config, auto_class)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = auto_class.from_config(
+                config, attn_implementation=_attention(training), dtype=torch.float32
+            )
+    except (ValueError, RuntimeError) as error:
+        raise _undescribed(recipe, auto_class_name, error) from error
+    return model
+
+
+def _attention(training: Training) -> str:
+    return KEYED_ATTENTION if training.layout_invariant_dropout else "sdpa"
+
+
+def _undescribed(recipe: Model, auto_class_name: str, error: Exception) -> UsageError:
+    if recipe.config is not None:
+        return UsageError(f"`model.config` does not describe an {auto_class_name}: {_one_line(error)}")
+    return not_found("model.name_or_path", str(recipe.name_or_path), error)
 
 
 def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:

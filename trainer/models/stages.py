@@ -324,6 +324,21 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
     )
 
 
+def stage_sizes(model: nn.Module, split: StageSplit) -> list[int]:
+    """The parameters of each stage; one that several stages hold copies of counts in each.
+
+    Args:
+        model: whole, on the meta device; left as it is.
+        split: of its layers.
+    """
+    sizes = []
+    for stage in range(split.num_stages):
+        part = copy.deepcopy(model)
+        cut_stage(part, split, stage)
+        sizes.append(sum(parameter.numel() for parameter in part.parameters()))
+    return sizes
+
+
 def _crossing(plan: StagePlan, stack_of: Sequence[LayerStack], layer: int) -> Crossing:
     """What goes from the stage that ends before this layer to the one that begins with it."""
     if not 0 < layer < len(stack_of):

@@ -1,7 +1,7 @@
 """Rules that span several keys of a recipe and need neither the world size nor the data.
 
 Each rule sees sections that are valid by themselves, with their paths already absolute. To add one, write a generator
-and its row in `RULES`.
+and its row in `RULES`; two conditions that exclude each other are a row of `combinations.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.recipe.combinations import EXCLUSIONS
 from trainer.recipe.deepspeed import refused_keys
 from trainer.recipe.reading import KeyPath, dotted, shown_value
 from trainer.recipe.schedules import SCHEDULES
@@ -31,7 +32,6 @@ from trainer.recipe.schema import (
     TaskSection,
     Training,
 )
-from trainer.recipe.strategies import STRATEGIES
 
 Data = HubData | FileData | FolderData
 
@@ -46,6 +46,9 @@ class Contradiction:
 
 def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
     """Every rule that these sections break; a rule is left out where a section that it needs is not there."""
+    for row in EXCLUSIONS:
+        if row.sections <= sections.keys() and (text := row.message(sections)) is not None:
+            yield _clash(text, row.first.key, row.second.key)
     for names, rule in RULES:
         if all(name in sections for name in names):
             yield from rule(*(sections[name] for name in names))
@@ -167,108 +170,30 @@ def _repeated(key: str, values: list[Any]) -> Iterator[Contradiction]:
         yield _clash(f"holds {shown_value(value)} more than once", key)
 
 
-def _strategy(parallel: Parallel) -> Iterator[Contradiction]:
-    strategy = STRATEGIES[parallel.strategy]
-    if parallel.offload not in strategy.offloads:
-        able = [name for name, row in STRATEGIES.items() if parallel.offload in row.offloads]
-        yield _clash(
-            f'is "{parallel.offload}", which {strategy.name} does not have; use {", ".join(able)}, or "none"',
-            "parallel.offload",
-            "parallel.strategy",
-        )
-    if parallel.shard != "auto" and not strategy.groups:
-        yield _clash(f"is of hsdp, but `parallel.strategy` is {strategy.name}", "parallel.shard", "parallel.strategy")
-    if not parallel.reshard_after_forward and (strategy.zero_stage or not strategy.cuts_parameters):
-        yield _clash(
-            f"is of fsdp and hsdp, but `parallel.strategy` is {strategy.name}",
-            "parallel.reshard_after_forward",
-            "parallel.strategy",
-        )
-    if parallel.deepspeed and not strategy.zero_stage:
-        yield _clash(
-            f"is of zero1, zero2 and zero3, but `parallel.strategy` is {strategy.name}",
-            "parallel.deepspeed",
-            "parallel.strategy",
-        )
-    if parallel.tensor > 1 and not strategy.tensor:
-        able = [name for name, row in STRATEGIES.items() if row.tensor]
-        yield _clash(
-            f"is {parallel.tensor}, which {strategy.name} does not combine with; use {', '.join(able)}",
-            "parallel.tensor",
-            "parallel.strategy",
-        )
-    if parallel.sequence and parallel.tensor == 1:
-        yield _clash(
-            "is true, but `parallel.tensor` is 1: there are no tensor ranks to cut sequences over",
-            "parallel.sequence",
-            "parallel.tensor",
-        )
-    yield from _pipeline(parallel)
+def _deepspeed_keys(parallel: Parallel) -> Iterator[Contradiction]:
     for path, reason in refused_keys(parallel.deepspeed):
         yield Contradiction((("parallel", "deepspeed", *path),), reason)
 
 
 def _pipeline(parallel: Parallel) -> Iterator[Contradiction]:
-    pipeline, strategy = parallel.pipeline, STRATEGIES[parallel.strategy]
+    pipeline = parallel.pipeline
     if pipeline.stages == 1:
-        for key in pipeline.model_fields_set - {"stages"}:
+        for key, field in type(pipeline).model_fields.items():
+            if getattr(pipeline, key) == field.default:  # also where it is written, as `trainer check --json` does
+                continue
             yield _clash(
                 "is of a pipeline, but `parallel.pipeline.stages` is 1; set that, or remove this key",
                 f"parallel.pipeline.{key}",
                 "parallel.pipeline.stages",
             )
         return
-    if not strategy.pipeline:
-        able = [name for name, row in STRATEGIES.items() if row.pipeline]
-        yield _clash(
-            f"is {pipeline.stages}, which {strategy.name} does not combine with: {strategy.no_pipeline}; use"
-            f" {', '.join(able)}",
-            "parallel.pipeline.stages",
-            "parallel.strategy",
-        )
-    if parallel.offload != "none":
-        yield _clash(
-            f'is "{parallel.offload}", which a pipeline does not combine with: nobody has tried it; set it to "none"',
-            "parallel.offload",
-            "parallel.pipeline.stages",
-        )
-    schedule = SCHEDULES[pipeline.schedule]
-    per_rank = pipeline.stages_per_rank
-    if per_rank is not None and (per_rank > 1) != schedule.several_stages:
-        rule = "at least 2" if schedule.several_stages else "1"
-        yield _clash(
-            f"must be {rule} for the schedule {schedule.name}, but is {per_rank}",
-            "parallel.pipeline.stages_per_rank",
-            "parallel.pipeline.schedule",
-        )
-    num_stages = pipeline.stages * (per_rank or schedule.stages_per_rank)
+    num_stages = pipeline.stages * (pipeline.stages_per_rank or SCHEDULES[pipeline.schedule].stages_per_rank)
     if pipeline.split is not None and len(pipeline.split) != num_stages - 1:
         yield _clash(
             f"must name the first layer of each of the {num_stages} stages but the first, {num_stages - 1} in all, but"
             f" names {len(pipeline.split)}",
             "parallel.pipeline.split",
             "parallel.pipeline.stages",
-        )
-
-
-def _kept_products(parallel: Parallel, activation_checkpointing: str) -> Iterator[Contradiction]:
-    pipeline = parallel.pipeline
-    if pipeline.stages > 1 and SCHEDULES[pipeline.schedule].splits_backward and activation_checkpointing == "selective":
-        yield _clash(
-            f'is "selective", which the schedule {pipeline.schedule} does not combine with: it recomputes twice, but'
-            " what was kept may be read once; use none or full",
-            "activation_checkpointing",
-            "parallel.pipeline.schedule",
-        )
-
-
-def _dropout_of_tensor_ranks(parallel: Parallel, training: Training) -> Iterator[Contradiction]:
-    if parallel.tensor > 1 and not training.layout_invariant_dropout:
-        yield _clash(
-            f"is {parallel.tensor}, which needs `training.layout_invariant_dropout`: torch's own dropout would draw the"
-            " same mask for different heads; leave it true",
-            "parallel.tensor",
-            "training.layout_invariant_dropout",
         )
 
 
@@ -331,9 +256,8 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("task", "data"), _text_lengths),
     (("model",), _model_folders),
     (("data",), _data_places),
-    (("parallel",), _strategy),
-    (("parallel", "training"), _dropout_of_tensor_ranks),
-    (("parallel", "activation_checkpointing"), _kept_products),
+    (("parallel",), _pipeline),
+    (("parallel",), _deepspeed_keys),
     (("training",), _steps),
     (("training", "schedule"), _warmup),
     (("task", "evaluation"), _best_metric),

@@ -30,8 +30,13 @@ class Strategy:
     zero_stage: int = 0  # of DeepSpeed, whose engine runs it; 0: our native engine does
     offloads: tuple[Offload, ...] = ("none",)  # what `parallel.offload` may say
     single_process: bool = False  # one process drives all GPUs of the machine
-    tensor: bool = False  # combines with `parallel.tensor` above 1
+    no_tensor: str = ""  # why it does not combine with `parallel.tensor` above 1
     no_pipeline: str = ""  # why it does not combine with `parallel.pipeline.stages` above 1
+
+    @property
+    def tensor(self) -> bool:
+        """Whether it combines with `parallel.tensor` above 1."""
+        return not self.no_tensor
 
     @property
     def pipeline(self) -> bool:
@@ -47,6 +52,7 @@ _DEEPSPEED_OWNS_BACKWARD = (
     "DeepSpeed's engine scales, reduces and counts in a backward pass of its own, but with a pipeline its schedule"
     " runs the backward passes"
 )
+_ONE_PROCESS = "it is one process"
 _CUT_ALL: dict[str, Any] = {"cuts_parameters": True, "cuts_gradients": True, "cuts_optimizer": True}
 
 STRATEGIES: dict[str, Strategy] = {
@@ -56,14 +62,12 @@ STRATEGIES: dict[str, Strategy] = {
             "ddp",
             "every rank holds the whole model (DistributedDataParallel)",
             "2P: one all-reduce of the gradients",
-            tensor=True,
         ),
         Strategy(
             "fsdp",
             "every rank holds 1/N of everything and gathers each layer when it is needed (fully_shard)",
             "3P: gather for forward and for backward, reduce-scatter; 2P with `reshard_after_forward` false",
             offloads=("none", "parameters"),
-            tensor=True,
             **_CUT_ALL,
         ),
         Strategy(
@@ -72,7 +76,6 @@ STRATEGIES: dict[str, Strategy] = {
             "3P within a group, and 2P/`shard` across groups",
             groups=True,
             offloads=("none", "parameters"),
-            tensor=True,
             **_CUT_ALL,
         ),
         Strategy(
@@ -82,7 +85,6 @@ STRATEGIES: dict[str, Strategy] = {
             cuts_optimizer=True,
             zero_stage=1,
             offloads=("none", "optimizer"),
-            tensor=True,
             no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
         ),
         Strategy(
@@ -93,7 +95,6 @@ STRATEGIES: dict[str, Strategy] = {
             cuts_optimizer=True,
             zero_stage=2,
             offloads=("none", "optimizer"),
-            tensor=True,
             no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
         ),
         Strategy(
@@ -102,7 +103,6 @@ STRATEGIES: dict[str, Strategy] = {
             "3P: gather for forward and for backward, reduce-scatter",
             zero_stage=3,
             offloads=("none", "optimizer", "parameters"),
-            tensor=True,
             no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
             **_CUT_ALL,
         ),
@@ -111,7 +111,8 @@ STRATEGIES: dict[str, Strategy] = {
             "one process, a copy of the model on every GPU of the machine (DataParallel)",
             "2P a step from and to the first GPU, which is the bottleneck",
             single_process=True,
-            no_pipeline="it is one process",
+            no_tensor=_ONE_PROCESS,
+            no_pipeline=_ONE_PROCESS,
         ),
     )
 }

@@ -1,0 +1,136 @@
+"""The table of keys that exclude each other: every row is refused, documented, and not wider than it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from docs.generate import with_blocks
+from trainer.errors import RecipeError
+from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
+from trainer.recipe.loading import load_recipe
+from trainer.recipe.schedules import SCHEDULES
+from trainer.recipe.schema import Recipe
+from trainer.recipe.strategies import STRATEGIES
+
+_WORDS: dict[str, list[Any]] = {"above 1": [2, 3], "a number": [2], "any keys": [{"steps_per_print": 1}]}
+
+
+def values_of(condition: Condition) -> list[Any]:
+    """What the words of a condition stand for, read from them alone."""
+    return _WORDS.get(condition.values) or [json.loads(text) for text in re.findall(r"`([^`]+)`", condition.values)]
+
+
+def pairs() -> Iterator[Any]:
+    for row in EXCLUSIONS:
+        for value in values_of(row.first):
+            for other in values_of(row.second):
+                name = f"{row.first.key}={json.dumps(value)} {row.second.key}={json.dumps(other)}"
+                yield pytest.param(row, value, other, id=name)
+
+
+def override(key: str, value: Any) -> str:
+    return f"{key}={json.dumps(value)}"
+
+
+def needed(*keys: str) -> list[str]:
+    """A schedule is of a pipeline."""
+    return ["parallel.pipeline.stages=2"] if any(key.startswith("parallel.pipeline.s") for key in keys) else []
+
+
+@pytest.mark.parametrize(("row", "value", "other"), list(pairs()))
+def test_every_pair_is_refused_at_its_first_key(row: Exclusion, value: Any, other: Any):
+    keys = [*needed(row.first.key, row.second.key), override(row.first.key, value), override(row.second.key, other)]
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("bert_base_mrpc", keys)
+    (problem,) = [text for text in caught.value.problems if f"`{row.first.key}` " in text and row_says(row, text)]
+    assert "{" not in problem.replace(json.dumps(value), "")
+
+
+def row_says(row: Exclusion, text: str) -> bool:
+    """Whether a message is of this row: it gives the remedy, or else the reason."""
+    return (row.remedy in text) if "{remedy}" in row.form else (row.reason in text)
+
+
+@pytest.mark.parametrize("row", EXCLUSIONS, ids=lambda row: f"{row.first.key} {row.second.key}")
+def test_each_condition_is_that_of_a_key_of_the_recipe(row: Exclusion):
+    recipe = load_recipe("bert_base_mrpc").recipe
+    sections = {name: getattr(recipe, name) for name in Recipe.model_fields}
+    assert not (row.first.holds(row.first.value(sections)) and row.second.holds(row.second.value(sections)))
+    assert row.message(sections) is None
+    assert row.reason
+    assert row.remedy
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("key", "allowed"), [("parallel.tensor", "no_tensor"), ("parallel.pipeline.stages", "no_pipeline")]
+)
+def test_strategies_without_a_reason_combine(strategy: str, key: str, allowed: str):
+    keys = [override("parallel.strategy", strategy), override(key, 2)]
+    if reason := getattr(STRATEGIES[strategy], allowed):
+        with pytest.raises(
+            RecipeError, match=re.escape(f"`{key}` is 2, which {strategy} does not combine with: {reason}; use")
+        ):
+            load_recipe("bert_base_mrpc", keys)
+    else:
+        load_recipe("bert_base_mrpc", keys)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_only_a_split_backward_pass_refuses_selective_checkpointing(schedule: str, checkpointing: str):
+    keys = [
+        "parallel.pipeline.stages=2",
+        override("parallel.pipeline.schedule", schedule),
+        override("activation_checkpointing", checkpointing),
+    ]
+    if SCHEDULES[schedule].splits_backward and checkpointing == "selective":
+        with pytest.raises(RecipeError, match='is "selective", which the schedule zero_bubble does not combine with'):
+            load_recipe("bert_base_mrpc", keys)
+    else:
+        load_recipe("bert_base_mrpc", keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            ["parallel.sequence=true"],
+            "`parallel.sequence` is true, but `parallel.tensor` is 1: there are no tensor ranks to cut sequences over;"
+            " set `parallel.tensor` above 1, or leave it false",
+        ),
+        (
+            ["parallel.tensor=2", "training.layout_invariant_dropout=false"],
+            "`parallel.tensor` is 2, which needs `training.layout_invariant_dropout`: torch's own dropout would draw"
+            " the same mask for different heads; leave it true",
+        ),
+        (
+            ["parallel.pipeline.stages=2", "parallel.strategy=fsdp", "parallel.offload=parameters"],
+            '`parallel.offload` is "parameters", which a pipeline does not combine with: nobody has tried it; set it to'
+            ' "none"',
+        ),
+        (
+            ["parallel.pipeline.stages=2", "parallel.pipeline.stages_per_rank=2"],
+            "`parallel.pipeline.stages_per_rank` must be 1 for the schedule 1f1b, but is 2",
+        ),
+        (
+            ["parallel.reshard_after_forward=false"],
+            "`parallel.reshard_after_forward` is of fsdp and hsdp, but `parallel.strategy` is ddp; remove it, or use"
+            " fsdp or hsdp",
+        ),
+    ],
+)
+def test_messages(keys: list[str], message: str):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("bert_base_mrpc", keys)
+    assert list(caught.value.problems) == [f"command line: {message}"]
+
+
+def test_the_documentation_prints_every_row():
+    block = with_blocks("<!-- generated: exclusions -->\n<!-- end -->")
+    assert block.count("\n| `") == len(EXCLUSIONS)

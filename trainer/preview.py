@@ -1,0 +1,27 @@
+"""What each pipeline stage of a recipe will hold, told before a run: the model is built without memory."""
+
+from __future__ import annotations
+
+from trainer.models.building import build_on_meta
+from trainer.models.stages import split_stages, stage_sizes
+from trainer.recipe.drawing import StageContents
+from trainer.recipe.plan import RunPlan
+from trainer.recipe.schema import SequenceClassification
+from trainer.tasks.registry import build_task
+
+
+def preview_stages(plan: RunPlan) -> list[StageContents]:
+    """The stages of a plan with a pipeline.
+
+    Raises:
+        UsageError: there is no such model, or it cannot be cut so.
+    """
+    assert plan.pipeline is not None, "there are no stages"
+    recipe = plan.recipe
+    task = build_task(recipe.task)
+    # Where the labels stand in the data alone, transformers' default number stands for theirs.
+    unknown = isinstance(recipe.task, SequenceClassification) and recipe.task.labels is None
+    options = {} if unknown else task.model_options()
+    model = build_on_meta(recipe.model, recipe.training, task.auto_class_name, options)
+    split = split_stages(model, plan.pipeline.num_stages, recipe.parallel.pipeline.split)
+    return [StageContents(split.layers_of(stage), size) for stage, size in enumerate(stage_sizes(model, split))]

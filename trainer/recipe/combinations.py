@@ -1,0 +1,178 @@
+"""The table of keys that exclude each other: what `trainer check` refuses about how a training is spread, and why.
+
+Rows that follow from a strategy or from a schedule are made of what `strategies.py` and `schedules.py` say, so that a
+new row there is refused, and documented, here. Rules that are more than two conditions are in `rules.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
+from trainer.recipe.strategies import STRATEGIES, Strategy
+
+_DOES_NOT_COMBINE = "is {value}, which {other} does not combine with: {reason}; {remedy}"
+_STRATEGY, _STAGES, _TENSOR = "parallel.strategy", "parallel.pipeline.stages", "parallel.tensor"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A key of the recipe that has one of some values."""
+
+    key: str  # dotted
+    values: str  # in words, as the documentation shows them
+    holds: Callable[[Any], bool]  # of the key's value
+
+    @property
+    def section(self) -> str:
+        """The part of a recipe in which the key stands."""
+        return self.key.partition(".")[0]
+
+    def value(self, sections: Mapping[str, Any]) -> Any:
+        """What the key is."""
+        value: Any = sections[self.section]
+        for name in self.key.split(".")[1:]:
+            value = getattr(value, name)
+        return value
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Two conditions that must not hold together; reported at the key of the first."""
+
+    first: Condition
+    second: Condition
+    reason: str
+    remedy: str
+    form: str = _DOES_NOT_COMBINE  # of the message after the first key; `value` and `other` are those of the keys
+
+    @property
+    def sections(self) -> frozenset[str]:
+        """The parts of a recipe that it looks at."""
+        return frozenset((self.first.section, self.second.section))
+
+    def message(self, sections: Mapping[str, Any]) -> str | None:
+        """What follows the first key in the message to a user; None: these sections do not do both.
+
+        Args:
+            sections: at least those of `self.sections`.
+        """
+        value, other = self.first.value(sections), self.second.value(sections)
+        if not (self.first.holds(value) and self.second.holds(other)):
+            return None
+        other = other if isinstance(other, str) else json.dumps(other)
+        return self.form.format(value=json.dumps(value), other=other, reason=self.reason, remedy=self.remedy)
+
+
+def _is(key: str, *values: Any) -> Condition:
+    return Condition(key, ", ".join(f"`{json.dumps(value)}`" for value in values), lambda value: value in values)
+
+
+def _above_one(key: str) -> Condition:
+    return Condition(key, "above 1", lambda value: value is not None and value > 1)
+
+
+def _strategies(test: Callable[[Strategy], bool]) -> tuple[str, ...]:
+    return tuple(name for name, row in STRATEGIES.items() if test(row))
+
+
+def _schedules(test: Callable[[PipelineSchedule], bool]) -> tuple[str, ...]:
+    return tuple(name for name, row in SCHEDULES.items() if test(row))
+
+
+def _of_strategies(key: str, reason_of: Callable[[Strategy], str]) -> Iterator[Exclusion]:
+    """A key above 1 beside the strategies that give a reason against it: a row for each reason."""
+    able = _strategies(lambda row: not reason_of(row))
+    for reason in dict.fromkeys(filter(None, map(reason_of, STRATEGIES.values()))):
+        unable = _strategies(lambda row, reason=reason: reason_of(row) == reason)  # type: ignore[misc]
+        yield Exclusion(_above_one(key), _is(_STRATEGY, *unable), reason, f"use {', '.join(able)}")
+
+
+def _offloads() -> Iterator[Exclusion]:
+    for what in ("optimizer", "parameters"):
+        able = _strategies(lambda row, what=what: what in row.offloads)  # type: ignore[misc]
+        yield Exclusion(
+            _is("parallel.offload", what),
+            _is(_STRATEGY, *(name for name in STRATEGIES if name not in able)),
+            "the strategy has no such offload",
+            f'use {", ".join(able)}, or "none"',
+            form="is {value}, which {other} does not have; {remedy}",
+        )
+
+
+def _of_others(first: Condition, able: tuple[str, ...]) -> Exclusion:
+    """A key that only the strategies `able` read."""
+    words = f"{', '.join(able[:-1])} and {able[-1]}" if len(able) > 1 else able[0]
+    return Exclusion(
+        first,
+        _is(_STRATEGY, *(name for name in STRATEGIES if name not in able)),
+        f"the key is of {words}",
+        f"remove it, or use {' or '.join(able)}",
+        form=f"is of {words}, but `{_STRATEGY}` is {{other}}; {{remedy}}",
+    )
+
+
+def _of_schedules() -> Iterator[Exclusion]:
+    single = _schedules(lambda row: not row.several_stages)
+    several = _schedules(lambda row: row.several_stages)
+    key, schedule = "parallel.pipeline.stages_per_rank", "parallel.pipeline.schedule"
+    form = "must be {reason} for the schedule {other}, but is {value}"
+    yield Exclusion(_above_one(key), _is(schedule, *single), "1", f"remove it, or use {' or '.join(several)}", form)
+    yield Exclusion(
+        _is(key, 1), _is(schedule, *several), "at least 2", f"remove it, or use {' or '.join(single)}", form
+    )
+    splitting = _schedules(lambda row: row.splits_backward)
+    yield Exclusion(
+        _is(schedule, *splitting),
+        _is(_STRATEGY, *_strategies(lambda row: row.pipeline and row.cuts_parameters)),
+        "torch's split backward pass loses gradients of sharded parameters, by our measurement",
+        "use ddp, or another schedule",
+    )
+    yield Exclusion(
+        _is("activation_checkpointing", "selective"),
+        _is(schedule, *splitting),
+        "it recomputes twice, but what was kept may be read once",
+        "use none or full",
+        form="is {value}, which the schedule {other} does not combine with: {reason}; {remedy}",
+    )
+
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    *_of_strategies(_STAGES, lambda row: row.no_pipeline),
+    Exclusion(
+        Condition("parallel.offload", '`"optimizer"`, `"parameters"`', lambda value: value != "none"),
+        _above_one(_STAGES),
+        "nobody has tried it",
+        'set it to "none"',
+        form="is {value}, which a pipeline does not combine with: {reason}; {remedy}",
+    ),
+    *_of_schedules(),
+    *_of_strategies(_TENSOR, lambda row: row.no_tensor),
+    Exclusion(
+        _above_one(_TENSOR),
+        _is("training.layout_invariant_dropout", False),
+        "torch's own dropout would draw the same mask for different heads",
+        "leave it true",
+        form="is {value}, which needs `training.layout_invariant_dropout`: {reason}; {remedy}",
+    ),
+    Exclusion(
+        _is("parallel.sequence", True),
+        _is(_TENSOR, 1),
+        "there are no tensor ranks to cut sequences over",
+        f"set `{_TENSOR}` above 1, or leave it false",
+        form=f"is {{value}}, but `{_TENSOR}` is {{other}}: {{reason}}; {{remedy}}",
+    ),
+    *_offloads(),
+    _of_others(
+        Condition("parallel.shard", "a number", lambda value: value != "auto"), _strategies(lambda row: row.groups)
+    ),
+    _of_others(
+        _is("parallel.reshard_after_forward", False),
+        _strategies(lambda row: row.cuts_parameters and not row.zero_stage),
+    ),
+    _of_others(Condition("parallel.deepspeed", "any keys", bool), _strategies(lambda row: bool(row.zero_stage))),
+)
+"""Every pair that is refused, whatever the model, the data and the number of ranks."""
