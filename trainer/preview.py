@@ -6,7 +6,7 @@ from trainer.models.building import build_on_meta
 from trainer.models.stages import split_stages, stage_sizes
 from trainer.recipe.drawing import StageContents
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.schema import SequenceClassification
+from trainer.tasks.classes import RowClasses
 from trainer.tasks.registry import build_task
 
 
@@ -20,7 +20,7 @@ def preview_stages(plan: RunPlan) -> list[StageContents]:
     recipe = plan.recipe
     task = build_task(recipe.task)
     # Where the labels stand in the data alone, transformers' default number stands for theirs.
-    unknown = isinstance(recipe.task, SequenceClassification) and recipe.task.labels is None
+    unknown = isinstance(task, RowClasses) and task.class_names is None
     options = {} if unknown else task.model_options()
     model = build_on_meta(recipe.model, recipe.training, task.auto_class_name, options)
     split = split_stages(model, plan.pipeline.num_stages, recipe.parallel.pipeline.split)
