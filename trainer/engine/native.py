@@ -26,7 +26,7 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
 from trainer.parallel.partial import sum_partial_gradients_
-from trainer.parallel.placement import TENSOR_AXIS, Placements, whole
+from trainer.parallel.placement import PIPELINE_AXIS, TENSOR_AXIS, Placements, whole
 from trainer.parallel.whole import copy_whole_, gather_on_rank_zero, local_part, part_like
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
@@ -176,6 +176,8 @@ class NativeEngine:
                 for name, parameter in model.named_parameters(remove_duplicate=False)
             }
             copies = {name for name, placement in placed.items() if placement.is_copy}
+            if self._mesh.size(PIPELINE_AXIS) > 1:  # what arrives from other stages no longer shares its memory
+                copies |= {name for name in placed if name not in self.placements}
             state |= {name: tensor for name, tensor in model.state_dict().items() if name not in copies}
             placements |= placed
         weights = gather_on_rank_zero(state, placements, self._mesh)
