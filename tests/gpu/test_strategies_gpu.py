@@ -80,7 +80,7 @@ def train(strategy: str, precision: str, mesh: ParallelMesh) -> Measured:
     torch.cuda.reset_peak_memory_stats()
     with partitioned_loading(plan, mesh.device) as gather:
         built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather)
-    engine: Any = build_engine(built, task, mesh, plan, STEPS)
+    engine: Any = build_engine([built], task, mesh, plan, STEPS)
     losses, seconds = [], []
     for batch in batches():
         torch.cuda.synchronize()

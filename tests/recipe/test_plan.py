@@ -4,7 +4,7 @@ import pytest
 
 from trainer.errors import RecipeError
 from trainer.recipe.loading import load_recipe
-from trainer.recipe.plan import Layout, plan_run
+from trainer.recipe.plan import Layout, RunPlan, plan_run
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,80 @@ def test_a_shard_group_that_does_not_divide_names_those_that_do() -> None:
     with pytest.raises(RecipeError) as caught:
         plan_run(recipe, 4)
     assert str(caught.value) == "`parallel.shard` must divide the 4 processes, but is 3; use one of 1, 2, 4"
+
+
+def pipeline_plan(ranks: int, *keys: str, batch: int = 48, micro: int = 24) -> RunPlan:
+    overrides = [f"training.global_batch_size={batch}", f"training.micro_batch_size={micro}"]
+    return plan_run(load_recipe("bert_sample", [*overrides, *(f"parallel.{key}" for key in keys)]).recipe, ranks)
+
+
+class TestPipeline:
+    @pytest.mark.parametrize(
+        ("ranks", "keys", "micro", "expected"),  # passes, microbatches of a pass, rows of each
+        [
+            (2, [], 24, (1, 4, 12)),  # two for each stage
+            (4, [], 2, (1, 12, 2)),  # as many as the most rows ask for
+            (2, ["pipeline.microbatches=2"], 24, (1, 2, 24)),
+            (2, ["pipeline.microbatches=2"], 8, (3, 2, 8)),
+            (2, ["pipeline.schedule=gpipe", "pipeline.microbatches=1"], 24, (2, 1, 24)),
+            (2, ["pipeline.schedule=interleaved_1f1b"], 24, (1, 8, 6)),
+        ],
+    )
+    def test_the_rows_of_a_step_are_cut_into_passes(self, ranks, keys, micro, expected):
+        plan = pipeline_plan(ranks, "pipeline.stages=2", *keys, micro=micro)
+        batch = plan.batch
+        assert (batch.num_passes, batch.microbatches_per_pass, batch.micro_batch_size) == expected
+        assert batch.num_microbatches * batch.micro_batch_size >= batch.rank_batch_size
+        assert batch.equal_widths
+
+    def test_stages_lie_round_the_ranks(self):
+        pipeline = pipeline_plan(2, "pipeline.stages=2", "pipeline.schedule=interleaved_1f1b").pipeline
+        assert pipeline is not None
+        assert pipeline.num_stages == 4
+        assert [pipeline.stages_of(rank) for rank in range(2)] == [(0, 2), (1, 3)]
+        assert [pipeline.rank_of(stage) for stage in range(4)] == [0, 1, 0, 1]
+
+    @pytest.mark.parametrize(
+        ("schedule", "bubble"),
+        [("gpipe", 1 / 9), ("1f1b", 1 / 9), ("interleaved_1f1b", 1 / 17), ("zero_bubble", 1 / 49)],
+    )
+    def test_the_bubble_is_that_of_the_papers(self, schedule, bubble):
+        plan = pipeline_plan(2, "pipeline.stages=2", f"pipeline.schedule={schedule}", "pipeline.microbatches=8")
+        assert plan.pipeline is not None
+        assert plan.pipeline.bubble == pytest.approx(bubble)
+
+    def test_one_microbatch_is_one_stage_at_a_time(self):
+        plan = pipeline_plan(4, "pipeline.stages=4", "pipeline.schedule=gpipe", "pipeline.microbatches=1", micro=48)
+        assert plan.pipeline is not None
+        assert plan.pipeline.bubble == pytest.approx(3 / 4)
+
+    @pytest.mark.parametrize(
+        ("ranks", "keys", "words"),
+        [
+            (
+                3,
+                ["pipeline.stages=2"],
+                "stages` must divide the 3 processes, but is 2; use 2 processes",
+            ),
+            (
+                6,
+                ["pipeline.stages=2", "tensor=2"],
+                "stages` times `parallel.tensor` 2 must divide the 6 processes, but is 2; use 4 processes",
+            ),
+            (
+                2,
+                ["pipeline.stages=2", "pipeline.microbatches=1"],
+                "at least the 2 stages for the schedule 1f1b, but is 1",
+            ),
+            (
+                2,
+                ["pipeline.stages=2", "pipeline.schedule=interleaved_1f1b", "pipeline.microbatches=5"],
+                "multiple of the 2 ranks of the pipeline for the schedule interleaved_1f1b, but is 5; use 4 or 6",
+            ),
+            (2, ["pipeline.stages=2", "pipeline.microbatches=49"], "must be at most the 48 rows that a rank has"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, ranks, keys, words):
+        with pytest.raises(RecipeError) as caught:
+            pipeline_plan(ranks, *keys)
+        assert words in str(caught.value)
