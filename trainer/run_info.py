@@ -157,7 +157,7 @@ def run_info(
     placements: Placements,
     mesh: ParallelMesh,
     resumed_from: int | None,
-    stages: tuple[str, ...],
+    stages: tuple[str, ...] = (),
 ) -> RunInfo:
     """Gathers the facts from their owners; those of other pipeline stages on rank 0. All ranks must call it."""
     recipe = plan.recipe

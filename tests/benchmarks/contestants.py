@@ -101,9 +101,9 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
     """The real loop and engine, with the observers of a default run on rank 0."""
     recipe, mesh, task = setting.recipe, setting.mesh, setting.task
     built = setting.model()
-    engine = build_engine(built, task, mesh, setting.plan, setting.total_steps)
+    engine = build_engine([built], task, mesh, setting.plan, setting.total_steps)
     info = run_info(
-        setting.plan, LaunchEnvironment("none"), task, setting.train, None, built.model, engine.placements, mesh, None
+        setting.plan, LaunchEnvironment("none"), task, setting.train, None, [built.model], engine.placements, mesh, None
     )
     with open(os.devnull, "w", encoding="utf-8") as console:
         observers = build_observers(recipe.logging.to, console) if mesh.rank == 0 else Observers()
@@ -117,7 +117,7 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
             greater_is_better=True,
             mesh=mesh,
             observers=observers,
-            meter=Meter(model_size(built.model, engine.placements), total_peak_flops(recipe, mesh)),
+            meter=Meter(model_size([built.model], engine.placements, mesh), total_peak_flops(recipe, mesh)),
             progress=Progress(),
             steps_per_epoch=info.steps_per_epoch,
             total_steps=setting.total_steps,
