@@ -72,8 +72,10 @@ class ModelForward:
         self._step = step
         self._set_training(True)
         if self._keys is None:
-            # Torch's own dropout: other masks on each data-parallel rank, and the same ones again after a resumption.
-            seed_generator(self._mesh.device, stream_key(self._seed, step, self._mesh.index("dp")))
+            # Torch's own dropout: other masks on each data-parallel rank and in each stage, and the same ones again
+            # after a resumption.
+            place = self._mesh.index("dp") + self._mesh.size("dp") * self._mesh.index("pp")
+            seed_generator(self._mesh.device, stream_key(self._seed, step, place))
 
     def denominator(self, batch: RankBatch) -> Tensor:
         """Valid labels of the global batch over all ranks and microbatches, known before the first forward."""

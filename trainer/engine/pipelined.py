@@ -195,12 +195,7 @@ class PipelinedSchedule:
         plan: how many passes, and of how many microbatches.
     """
 
-    def __init__(
-        self,
-        forward: PipelinedForward,
-        mesh: ParallelMesh,
-        plan: RunPlan,
-    ) -> None:
+    def __init__(self, forward: PipelinedForward, mesh: ParallelMesh, plan: RunPlan) -> None:
         self._forward = forward
         self._mesh = mesh
         self._batch = plan.batch
@@ -208,16 +203,7 @@ class PipelinedSchedule:
         self._num_runs = 0
 
     def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
-        """Accumulates the gradient of scale * (sum of losses) / denominator.
-
-        Args:
-            microbatches: of this rank, at least one.
-            denominator: valid labels in the whole global batch, a scalar.
-            scale: the loss scale of fp16, else 1.
-
-        Returns:
-            This data-parallel rank's share of the loss, unscaled, on every stage: a detached scalar.
-        """
+        """As `AccumulationSchedule.run`; every stage is given the share of the loss."""
         if self._num_runs == 1:  # the first brings what happens once, such as opening connections
             self._clock.reset()
             self._forward.busy.reset()

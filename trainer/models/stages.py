@@ -407,5 +407,7 @@ def hidden_shape(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[int, i
     config: Any = model.config
     if "input_ids" in inputs:
         return inputs["input_ids"].shape[1], config.hidden_size
+    size = config.patch_size
+    rows, columns = (size, size) if isinstance(size, int) else size
     height, width = inputs["pixel_values"].shape[2:]
-    return (height // config.patch_size) * (width // config.patch_size) + 1, config.hidden_size  # and the class token
+    return (height // rows) * (width // columns) + 1, config.hidden_size  # and the class token
