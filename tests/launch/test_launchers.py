@@ -175,7 +175,7 @@ def test_two_ranks_learn_what_one_process_learns(name, one_process, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", ["trainer", "torchrun", "accelerate", "deepspeed --module", "srun"])
+@pytest.mark.parametrize("launcher", ["accelerate", "deepspeed --module", "srun"])
 def test_deepspeed_runs_the_sample_under_each_launcher(launcher, one_process, tmp_path):
     folder, word = tmp_path / "run", "parallel.strategy=zero3"
     assert set(launch(CASES[launcher], folder, word, path=programs(tmp_path / "bin"))) == {0}
