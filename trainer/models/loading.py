@@ -37,6 +37,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from trainer.errors import UsageError
 from trainer.models.cutting import CutModel, ModelCut
 from trainer.models.initialising import draw_weights
+from trainer.models.names import aliases
 from trainer.parallel.communication import group_size, index_in_group
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.slicing import ranges_of_part
@@ -170,7 +171,7 @@ def load_parts(
         whole = copy.deepcopy(model)  # on meta: whose modules are drawn, and converted into, one at a time
         prepare(model)
         made = cut(model)
-        parts = _Parts(model, made, cut, _aliases(whole).values())
+        parts = _Parts(model, made, cut, aliases(whole).values())
         _rebuild_buffers(model)
         parts.read(checkpoint, sources.renamed)
         parts.convert(checkpoint, sources.converted, whole)
@@ -300,14 +301,6 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     setattr(model.get_submodule(owner), attribute, parameter)
 
 
-def _aliases(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter: several where it is tied."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return names
-
-
 class _Parts:
     """The parameters of a cut model on meta, which are filled in any order."""
 
@@ -352,7 +345,7 @@ class _Parts:
     @contextmanager
     def drawing(self, whole: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """A `Gather`: inside, parameters of the model `whole` have memory; then this rank keeps its parts of them."""
-        names = _aliases(whole)
+        names = aliases(whole)
         real = {}
         for empty in parameters:
             # Not a number, so that what no rule draws is seen.

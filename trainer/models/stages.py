@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from trainer.errors import UsageError
 from trainer.models.families.family import LayerStack, StagePlan, matches, relative_name
 from trainer.models.families.table import FAMILIES, family_of, layers_of
+from trainer.models.names import aliases
 from trainer.models.sequence import change_inputs
 from trainer.parallel.stage import Absent, Later, Passing, Received, StageLeft, StageTraffic, on_meta
 
@@ -349,10 +350,7 @@ def _crossing(plan: StagePlan, stack_of: Sequence[LayerStack], layer: int) -> Cr
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
     """The first name of each parameter that has several, by all of them."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return {name: group[0] for group in names.values() if len(group) > 1 for name in group}
+    return {name: names[0] for names in aliases(model).values() if len(names) > 1 for name in names}
 
 
 def _copy_first_layers(

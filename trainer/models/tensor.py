@@ -18,6 +18,7 @@ from trainer.errors import UsageError
 from trainer.models.dropout import move_site
 from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
 from trainer.models.families.table import family_of, layers_of
+from trainer.models.names import aliases
 from trainer.models.sequence import HIDDEN_STATES, Stacks, change_inputs
 from trainer.parallel.communication import Group, copy_to_group, group_size, index_in_group
 from trainer.parallel.dropout import DropoutSite, KeyedDropout
@@ -243,10 +244,7 @@ def _cut_dropout(place: _Place, plan: TensorPlan, group: Group, cut: SequenceCut
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [group for group in names.values() if len(group) > 1]
+    return [names for names in aliases(model).values() if len(names) > 1]
 
 
 def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:

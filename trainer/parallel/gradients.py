@@ -22,7 +22,7 @@ def sum_gradients_(parameters: Iterable[nn.Parameter], group: Group) -> None:
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for bucket in _buckets(gradients):
-        _apply(bucket, lambda flat: dist.all_reduce(flat, group=group))
+        change_as_one_(bucket, lambda flat: dist.all_reduce(flat, group=group))
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
@@ -38,8 +38,8 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
         yield bucket
 
 
-def _apply(tensors: Sequence[Tensor], change_: Callable[[Tensor], object]) -> None:
-    """Changes all tensors, in place, as one flat vector."""
+def change_as_one_(tensors: Sequence[Tensor], change_: Callable[[Tensor], object]) -> None:
+    """Changes all tensors, in place, as the one flat vector that `change_` is given."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     change_(flat)
     for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):

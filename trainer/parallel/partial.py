@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from trainer.parallel.gradients import change_as_one_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement
 from trainer.parallel.whole import local_part
@@ -28,9 +29,7 @@ def sum_partial_gradients_(parameters: Iterable[tuple[nn.Parameter, ParameterPla
     ]
     if not gradients:
         return
-    summed = mesh.sum_(torch.cat([gradient.reshape(-1) for gradient in gradients]), TENSOR_AXIS)
-    for gradient, total in zip(gradients, torch.split(summed, [g.numel() for g in gradients]), strict=True):
-        gradient.copy_(total.view_as(gradient))
+    change_as_one_(gradients, lambda flat: mesh.sum_(flat, TENSOR_AXIS))
 
 
 def sum_while_backward(parameter: nn.Parameter, mesh: ParallelMesh) -> None:
