@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.saving import Saver
 from trainer.engine.engine import Engine, StepResult
+from trainer.errors import NonFiniteError
 from trainer.evaluation import Evaluator
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
@@ -25,7 +27,7 @@ Ending = Literal["finished", "patience", "stop_at_step", "signal"]
 class Loop:
     """Trains until the last step, or until something says stop.
 
-    `save` writes a checkpoint of the state after the step just done, `keep_best` exports the model that the evaluation
+    `saver` writes checkpoints of the state after the step just done, `keep_best` exports the model that the evaluation
     just found to be the best, `peak_memory` gives the most bytes that this rank has used.
     """
 
@@ -41,7 +43,7 @@ class Loop:
     progress: Progress
     steps_per_epoch: int
     total_steps: int
-    save: Callable[[], None]
+    saver: Saver
     keep_best: Callable[[], None]
     peak_memory: Callable[[], int]
     stop: StopRequest
@@ -53,10 +55,19 @@ class Loop:
             NonFiniteError: the loss or the gradient norm is not finite.
             TrainerError: ranks that must hold the same weights do not.
         """
+        try:
+            return self._run()
+        except NonFiniteError:
+            self.saver.finish()  # what was begun before is good
+            raise
+
+    def _run(self) -> Ending:
         for batch in self.batches:
             # Asked before the step and heard after it: no rank waits only to learn that nobody was told to stop.
             stop_signal = self.mesh.begin_agree_max(self.stop.received)
+            settle_saving = self.saver.begin_poll()
             result = self.engine.train_step(batch)
+            settle_saving()
             self._count(batch)
             if self._due(self.recipe.training.check_replicas):
                 check_replicas(self.engine.held(), self.engine.placements, self.mesh, self.progress.step)
@@ -66,8 +77,9 @@ class Loop:
             ending = self._ending(out_of_patience, stop_signal())
             if ending or self._due(self.recipe.checkpoint.every):
                 with self.meter.paused():
-                    self.save()
+                    self.saver.save()
             if ending:
+                self.saver.finish()
                 return ending
         return "finished"
 

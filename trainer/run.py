@@ -5,20 +5,22 @@ from __future__ import annotations
 import gc
 import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from trainer.checkpoint.progress import Progress
-from trainer.checkpoint.saving import Saver, identity
+from trainer.checkpoint.saving import Saved, Saver, identity
 from trainer.checkpoint.store import CheckpointStore
 from trainer.data.collate import TokenMasking
 from trainer.data.loader import EvalLoader, TrainLoader
@@ -32,7 +34,7 @@ from trainer.evaluation import Evaluator
 from trainer.launch.command import command_line
 from trainer.launch.environment import LaunchEnvironment, cache_folder
 from trainer.loop import Ending, Loop
-from trainer.models.building import BuiltModel, build_model
+from trainer.models.building import BuiltModel, build_model, save_configuration
 from trainer.models.statistics import buffers_hash
 from trainer.observe.build import build_observers
 from trainer.observe.memory import peak_memory_bytes
@@ -44,7 +46,7 @@ from trainer.preparing import Preparation, load_preparation
 from trainer.recipe.drawing import layers_text
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
-from trainer.run_info import model_size, run_info, total_peak_flops
+from trainer.run_info import model_size, run_info, total_peak_flops, versions
 from trainer.stopping import StopRequest
 from trainer.tasks.metrics import greater_is_better
 from trainer.tasks.registry import build_task
@@ -204,13 +206,19 @@ def _train(
             for cut in planned_cuts(plan, mesh)
         ]
     models = [part.model for part in built]
+    model_files = _files_beside_weights(models[0], data.preparation) if mesh.rank == 0 else {}
     beside = {"buffers": buffers_hash(models, mesh), "normalisation": data.preparation.normalisation}
     total_steps = plan.total_steps(len(data.train))
     engine = build_engine(built, task, mesh, plan, total_steps)
     meter = Meter(model_size(models, engine.placements, mesh), total_peak_flops(recipe, mesh))
 
     store = CheckpointStore(session.folder, recipe.checkpoint.keep)
-    saver = Saver(store, engine, mesh, identity(recipe, data.train.content_hash, beside))
+    saved = Saved(
+        identity(recipe, data.train.content_hash, beside),
+        {"recipe": recipe.model_dump(mode="json"), "layout": asdict(layout), "versions": versions()},
+        model_files,
+    )
+    saver = Saver(store, engine, mesh, saved, recipe.checkpoint.asynchronous)
     notes = [*built[0].notes, *_cut_notes(data, recipe.data.max_length), *saver.resume(recipe.checkpoint.resume)]
     progress = session.progress = saver.progress
     info = run_info(
@@ -243,7 +251,7 @@ def _train(
         progress=progress,
         steps_per_epoch=info.steps_per_epoch,
         total_steps=total_steps,
-        save=saver.save,
+        saver=saver,
         keep_best=lambda: _export(engine, data.preparation, mesh, session.folder / "best"),
         peak_memory=lambda: peak_memory_bytes(device),
         stop=stop,
@@ -327,6 +335,14 @@ def _cut_notes(data: _Data, max_length: int) -> list[str]:
         for name, split in (("training", data.train), ("validation", data.validation))
         if split is not None and split.num_cut
     ]
+
+
+def _files_beside_weights(model: nn.Module, preparation: Preparation) -> dict[str, bytes]:
+    """What a Hugging Face folder holds beside the weights, by name: configurations, tokenizer or image processor."""
+    with tempfile.TemporaryDirectory(prefix="trainer-") as name:
+        save_configuration(model, Path(name))
+        preparation.save(Path(name))
+        return {file.name: file.read_bytes() for file in sorted(Path(name).iterdir())}
 
 
 def _export(engine: Engine, preparation: Preparation, mesh: ParallelMesh, folder: Path) -> None:

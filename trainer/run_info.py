@@ -33,14 +33,15 @@ from trainer.tasks.task import Task
 _PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "safetensors", "numpy")
 
 
-def _versions() -> dict[str, str]:
-    versions = {"trainer": __version__, "python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Of what a training depends on, by package."""
+    found = {"trainer": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            versions[package] = version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return versions
+    return found
 
 
 def device_name(device: torch.device) -> str:
@@ -182,7 +183,7 @@ def run_info(
         majority=_majority(task, validation),
         steps_per_epoch=plan.steps_per_epoch(len(train)),
         total_steps=plan.total_steps(len(train)),
-        versions=_versions(),
+        versions=versions(),
         recipe_hash=hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest(),
         recipe=resolved,
         resumed_from=resumed_from,

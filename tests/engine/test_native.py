@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TinyTraining, build_tiny, tiny_recipe, train_tiny
+from tests.helpers.training import MemorySource, TinyTraining, build_tiny, tiny_recipe, train_tiny, whole_state
 from trainer.engine.engine import MODEL_PREFIX
 from trainer.errors import ExitCode, NonFiniteError, TrainerError, UsageError
 from trainer.parallel.dropout import KeyedDropout
@@ -34,10 +34,19 @@ def weights(training: TinyTraining) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in training.model.named_parameters()}
 
 
+def state_of(training: TinyTraining) -> MemorySource:
+    return whole_state(training.engine, training.mesh)
+
+
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
+
+
+def assert_same_state(one: MemorySource, other: MemorySource) -> None:
+    assert one.scalars == other.scalars
+    assert_equal(one.tensors, other.tensors)
 
 
 class TestTrainStep:
@@ -112,7 +121,7 @@ class TestTrainStep:
     def test_in_bf16_weights_and_moments_stay_in_fp32(self):
         training = tiny(precision="bf16")
         result = steps(training, 2)[1]
-        assert {tensor.dtype for tensor in training.engine.state().values()} == {torch.float32}
+        assert {tensor.dtype for tensor in state_of(training).tensors.values()} == {torch.float32}
         exact = steps(tiny(), 2)[1]
         assert result.loss == pytest.approx(exact.loss, rel=0.01)
         assert result.loss != exact.loss
@@ -143,12 +152,12 @@ class TestNonFinite:
         training = tiny(training={"max_steps": 4})
         first, second, third, _ = training.loader
         training.engine.train_step(first)
-        before = {name: tensor.clone() for name, tensor in training.engine.state().items()}
+        before = state_of(training)
         poison(training, value)
         with pytest.raises(NonFiniteError, match=r"step 2: the loss is (nan|inf).*learning_rate") as error:
             training.engine.train_step(second)
         assert error.value.exit_code is ExitCode.NON_FINITE == 3
-        assert_equal(training.engine.state(), before)
+        assert_same_state(state_of(training), before)
         cure(training)
         training.engine.train_step(third)  # no gradient of the failed step is left
 
@@ -240,15 +249,13 @@ def resumed(optimizer: dict[str, Any], layout_invariant: bool = True) -> bool:
     expected = steps(whole, 6)[3:]
     done = sum(batch.num_rows for batch in islice(whole.loader, 3))
     steps(first, 3)
-    state = first.mesh.share({name: tensor.clone() for name, tensor in first.engine.state().items()})
+    state = state_of(first)
     second = build_tiny(recipe, start_sample=done)
     second.engine.load_state(state, 3)
-    loaded = second.engine.state()
-    assert second.mesh.rank != 0 or loaded.keys() == state.keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
+    assert_same_state(state_of(second), state)
     found = steps(second, 3)
     assert found == expected
-    assert_equal(second.engine.state(), whole.engine.state())
+    assert_same_state(state_of(second), state_of(whole))
     return True
 
 
@@ -267,7 +274,7 @@ class TestState:
         training = tiny()
         steps(training, 1)
         names = {name for name, _ in training.model.named_parameters()}
-        state = training.engine.state()
+        state = state_of(training).tensors
         assert {name.removeprefix(MODEL_PREFIX) for name in state if name.startswith(MODEL_PREFIX)} == names
         assert {name for name in state if not name.startswith(MODEL_PREFIX)} == {
             f"optimizer.{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")
@@ -277,10 +284,10 @@ class TestState:
     def test_what_is_loaded_is_a_copy(self):
         one, other = tiny(), tiny()
         steps(one, 1)
-        other.engine.load_state(one.engine.state(), 1)
-        before = {name: tensor.clone() for name, tensor in one.engine.state().items()}
+        before = state_of(one)
+        other.engine.load_state(before, 1)
         steps(other, 2)
-        assert_equal(one.engine.state(), before)
+        assert_same_state(state_of(one), before)
 
 
 class TestExport:

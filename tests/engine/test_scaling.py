@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import RANK_STRATEGIES, TinyTraining, parallel_keys, tiny_recipe, tiny_training
+from tests.helpers.training import (
+    RANK_STRATEGIES,
+    TinyTraining,
+    parallel_keys,
+    tiny_recipe,
+    tiny_training,
+    whole_state,
+)
 from trainer.engine import scaling
 from trainer.engine.engine import StepResult
 from trainer.engine.scaling import LossScaler, settle
@@ -19,7 +26,6 @@ from trainer.recipe.schema import Recipe
 
 GOOD = StepResult(loss=1.0, grad_norm=1.0, learning_rate=0.1)
 OVERFLOW = StepResult(loss=1.0, grad_norm=float("inf"), learning_rate=0.1)
-PREFIX = "loss_scaler."
 
 
 class TestLossScaler:
@@ -102,8 +108,8 @@ def _with_an_infinity(gradient: Tensor) -> Tensor:
 
 
 def _training_state(training: TinyTraining) -> dict[str, Tensor]:
-    """Weights and moments on rank 0, without the scaler's own; all ranks must call it."""
-    return {name: t.clone() for name, t in training.engine.state().items() if not name.startswith(PREFIX)}
+    """Weights and moments, without the scaler's own; all ranks must call it."""
+    return whole_state(training.engine, training.mesh).tensors
 
 
 def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -199,7 +205,7 @@ def resume_the_scaler(recipe: Recipe) -> tuple[LossScaler, list[StepResult], lis
         with _Overflowing(training):
             training.engine.train_step(first)
         training.engine.train_step(second)
-        other.engine.load_state(training.mesh.share(training.engine.state()), 2)
+        other.engine.load_state(whole_state(training.engine, training.mesh), 2)
         found = LossScaler(**vars(other.engine._scaler))
         expected = [training.engine.train_step(batch) for batch in rest]
         return found, expected, [other.engine.train_step(batch) for batch in rest]

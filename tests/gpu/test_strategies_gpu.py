@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.helpers.training import RANK_STRATEGIES
+from tests.helpers.training import RANK_STRATEGIES, weights_of
 from trainer.engine.building import build_engine, partitioned_loading
 from trainer.models.building import build_model
 from trainer.parallel.mesh import ParallelMesh, init_process_group
@@ -89,7 +89,7 @@ def train(strategy: str, precision: str, mesh: ParallelMesh) -> Measured:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated()
-    weights = {name: tensor for name, tensor in engine.state().items() if name.startswith("model.")}
+    weights = weights_of(engine, mesh)
     assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
     assert _parameters(weights) == 109_483_778, "BERT-base with a head of two classes"
     if hasattr(engine, "_engine"):

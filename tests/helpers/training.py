@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -24,6 +24,7 @@ from trainer.engine.building import build_engine, partitioned_loading, planned_c
 from trainer.engine.engine import MODEL_PREFIX, Engine, StepResult
 from trainer.models.building import build_model
 from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parts import Box, TensorPart, own_share
 from trainer.recipe.plan import Layout, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
@@ -186,11 +187,49 @@ class Curve:
     digests: dict[str, str] = field(default_factory=dict)
 
 
-def weights_of(engine: Engine) -> dict[str, Tensor]:
-    """The whole weights on rank 0; all ranks must call it."""
+@dataclass
+class MemorySource:
+    """A state in memory, every tensor whole: what `whole_state` gives, and an engine can go on from."""
+
+    tensors: dict[str, Tensor]
+    scalars: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def fill(self, parts: Iterable[TensorPart]) -> None:
+        for part in parts:
+            for box in part.boxes:
+                box.view.copy_(_block(self.tensors[part.name], box))
+
+
+def _block(whole: Tensor, box: Box) -> Tensor:
+    return whole[tuple(slice(first, first + size) for first, size in zip(box.start, box.shape, strict=True))]
+
+
+def whole_state(engine: Engine, mesh: ParallelMesh) -> MemorySource:
+    """The state of all ranks, put together on each of them; every element must be there once. All must call it."""
+    state = engine.state()
+    own = [
+        (part.name, part.shape, Box(box.start, box.view.detach().cpu().clone())) for part, box in own_share(state.parts)
+    ]
+    gathered = mesh.share(mesh.gather(own))
+    tensors: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
+    for name, shape, box in (entry for entries in gathered for entry in entries):
+        whole = tensors.setdefault(name, torch.zeros(shape, dtype=box.view.dtype))
+        _block(whole, box).copy_(box.view)
+        _block(seen.setdefault(name, torch.zeros(shape)), box).add_(1)
+    assert all(bool((count == 1).all()) for count in seen.values()), "an element is saved twice, or not at all"
+    return MemorySource(tensors, dict(state.scalars))
+
+
+def weights_of(engine: Engine, mesh: ParallelMesh) -> dict[str, Tensor]:
+    """The whole weights, on every rank; all ranks must call it."""
     return {
-        name.removeprefix(MODEL_PREFIX): tensor.detach().clone()
-        for name, tensor in engine.state().items()
+        name.removeprefix(MODEL_PREFIX): tensor
+        for name, tensor in whole_state(engine, mesh).tensors.items()
         if name.startswith(MODEL_PREFIX)
     }
 
@@ -284,7 +323,7 @@ def train_tiny(recipe: Recipe, dtype: torch.dtype = torch.float32, num_rows: int
         for result in training.steps(training.total_steps):
             curve.losses.append(result.loss)
             curve.grad_norms.append(result.grad_norm)
-        curve.weights = training.mesh.share(weights_of(training.engine))
+        curve.weights = weights_of(training.engine, training.mesh)
         curve.digests = digests_of(training)
         return curve
 

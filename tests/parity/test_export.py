@@ -30,11 +30,11 @@ def recipe_of(strategy: str, world_size: int, **sections: object) -> Recipe:
 
 
 def train_and_export(recipe: Recipe, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of the training state on rank 0."""
+    """The weights of the training state."""
     with tiny_training(recipe) as training:
         training.steps(STEPS)
         training.engine.export(folder)
-        return weights_of(training.engine)
+        return weights_of(training.engine, training.mesh)
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from torch import Tensor
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import (
     NUM_ROWS,
     RANK_STRATEGIES,
     Curve,
+    MemorySource,
     TinyTraining,
     parallel_keys,
     tiny_recipe,
     tiny_training,
     weights_of,
+    whole_state,
 )
 from tests.parity.cases import GLOBAL_BATCH_SIZE, assert_same_curve, largest_difference, reference
 from trainer.engine.engine import OPTIMIZER_PREFIX
@@ -22,7 +23,6 @@ from trainer.recipe.schema import Recipe
 
 DONE_STEPS = 7
 DONE_SAMPLES = NUM_ROWS + 2 * GLOBAL_BATCH_SIZE  # one epoch of five batches, and two of the second
-State = dict[str, Tensor]
 
 
 def recipe_of(strategy: str, world_size: int, precision: str = "fp32") -> Recipe:
@@ -34,14 +34,14 @@ def recipe_of(strategy: str, world_size: int, precision: str = "fp32") -> Recipe
     )
 
 
-def first_steps(recipe: Recipe) -> State:
-    """The state after them on rank 0; {} on the others."""
+def first_steps(recipe: Recipe) -> MemorySource:
+    """The state after them."""
     with tiny_training(recipe) as training:
         training.steps(DONE_STEPS)
-        return {name: tensor.detach().clone() for name, tensor in training.engine.state().items()}
+        return whole_state(training.engine, training.mesh)
 
 
-def last_steps(recipe: Recipe, state: State) -> Curve:
+def last_steps(recipe: Recipe, state: MemorySource) -> Curve:
     with tiny_training(recipe, start_sample=DONE_SAMPLES) as training:
         training.engine.load_state(state, DONE_STEPS)
         return curve_of(training, training.total_steps - DONE_STEPS)
@@ -57,7 +57,7 @@ def curve_of(training: TinyTraining, number: int) -> Curve:
     return Curve(
         losses=[result.loss for result in results],
         grad_norms=[result.grad_norm for result in results],
-        weights=training.mesh.share(weights_of(training.engine)),
+        weights=weights_of(training.engine, training.mesh),
     )
 
 
@@ -102,7 +102,7 @@ def test_a_lost_moment_would_be_seen(lost):
     """The test above can fail: the moments matter."""
     recipe = recipe_of("ddp", 1)
     state = first_steps(recipe)
-    for name, tensor in state.items():
+    for name, tensor in state.tensors.items():
         if name.startswith(OPTIMIZER_PREFIX) and name.endswith(f".{lost}"):
             tensor.zero_()
     with pytest.raises(AssertionError):

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError
+from torch import Tensor
+
+from trainer.checkpoint.files import (
+    MODEL_FOLDER,
+    Facts,
+    SavedState,
+    WrittenFile,
+    share_name,
+    snapshot,
+    verify,
+    write_bytes,
+    write_share,
+)
 from trainer.checkpoint.progress import Progress
-from trainer.checkpoint.store import Checkpoint, CheckpointStore
+from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import MODEL_PREFIX, Engine
-from trainer.errors import UsageError
+from trainer.errors import TrainerError, UsageError
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.schema import Recipe
 
@@ -44,6 +62,51 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What goes into every checkpoint of a run beside its state.
+
+    `identity` is from the function of that name; `origin` says who saved it, for people; `model_files` are the
+    configuration and the tokenizer by their names, so that a checkpoint can be exported without what it came from.
+    """
+
+    identity: Mapping[str, Any]
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    model_files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class _Share:
+    """This rank's files of one checkpoint, written by a thread while the training goes on."""
+
+    def __init__(self, facts: Facts, write: Callable[[], list[WrittenFile]]) -> None:
+        self.facts = facts
+        self.files: list[WrittenFile] = []
+        self.error: Exception | None = None
+        self._write = write
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.files = self._write()
+        except Exception as error:
+            self.error = error  # told by the rank, with all others, at the next step
+
+    @property
+    def status(self) -> int:
+        """`_WRITTEN`, `_WRITING` or `_FAILED`, of which ranks agree on the largest."""
+        if self._thread.is_alive():
+            return _WRITING
+        return _FAILED if self.error else _WRITTEN
+
+    def wait(self) -> None:
+        """Returns when the thread has ended."""
+        self._thread.join()
+
+
+_WRITTEN, _WRITING, _FAILED = 0, 1, 2
+
+
 class Saver:
     """Saves the engine's state and the run's progress, and brings both back.
 
@@ -51,72 +114,185 @@ class Saver:
         store: of the run's folder.
         engine: whose state is saved.
         mesh: the ranks.
-        identity: of the run, from `identity`.
+        saved: what is saved beside it.
+        asynchronous: whether the training goes on while a checkpoint is written, from a copy in CPU memory.
     """
 
-    def __init__(self, store: CheckpointStore, engine: Engine, mesh: ParallelMesh, identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self, store: CheckpointStore, engine: Engine, mesh: ParallelMesh, saved: Saved, asynchronous: bool = True
+    ) -> None:
         self._store = store
         self._engine = engine
         self._mesh = mesh
-        self._identity = identity
+        self._saved = saved
+        self._asynchronous = asynchronous
+        self._share: _Share | None = None
         self.progress = Progress()
 
     def resume(self, mode: Literal["auto", "never"]) -> list[str]:
-        """Goes on from the newest whole checkpoint, if there is one.
+        """Goes on from the newest whole checkpoint, if there is one, whichever layout saved it.
 
         Returns:
             Notes for the user: which checkpoints were passed over.
 
         Raises:
-            UsageError: the checkpoint is of another training or model, or `mode` is "never" and there is one.
+            UsageError: the checkpoint is of another training or model, `mode` is "never" and there is one, or the
+                folder cannot be written.
         """
-        checkpoint, notes = self._store.newest()
-        step = checkpoint.progress.step if checkpoint else 0
-        if self._mesh.agree_max(self._mesh.share(step) != step):
+        self._mesh.on_rank_zero(self._open_store)
+        steps = self._store.steps()
+        if self._mesh.agree_max(self._mesh.share(steps) != steps):
             raise UsageError(
-                "`checkpoint.folder` must be one folder for all ranks, but not all of them find the same newest"
-                f" checkpoint in {self._store.folder}; use a file system that the nodes share"
+                "`checkpoint.folder` must be one folder for all ranks, but not all of them find the same"
+                f" checkpoints in {self._store.folder}; use a file system that the nodes share"
             )
-        if checkpoint is None:
-            return notes
-        if mode == "never":
-            raise UsageError(
-                f"`checkpoint.resume` is never, but {self._store.path(step)} exists; name another `checkpoint.folder`,"
-                " or remove it"
-            )
-        self._refuse_another_training(checkpoint)
-        self._refuse_another_model(checkpoint)
-        self._engine.load_state(checkpoint.tensors, step)
-        self.progress = checkpoint.progress
+        notes: list[str] = []
+        for step in reversed(steps):
+            state, problem = self._open(step)
+            if state is None:
+                notes.append(f"passed over the checkpoint {self._store.path(step)}: {problem}")
+                continue
+            if mode == "never":
+                raise UsageError(
+                    f"`checkpoint.resume` is never, but {self._store.path(step)} exists; name another"
+                    " `checkpoint.folder`, or remove it"
+                )
+            self._refuse_another_training(state)
+            self._refuse_another_model(state)
+            self._engine.load_state(state, state.facts.progress.step)
+            self.progress = state.facts.progress
+            break
         return notes
 
     def save(self) -> None:
-        """Writes a checkpoint of this moment; returns when it is complete.
+        """Takes a copy of this moment and begins to write it; what was begun before is completed first.
+
+        Raises:
+            TrainerError: it could not be written, nor the one before.
+        """
+        self.finish()
+        step = self.progress.step
+        self._mesh.on_rank_zero(lambda: self._or_fail(step, lambda: self._store.begin(step)))
+        state = self._engine.state()
+        tensors = snapshot(state.parts)
+        facts = Facts(
+            Progress.from_json(self.progress.to_json()),
+            self._saved.identity,
+            self._saved.origin,
+            {part.name: part.shape for part in state.parts},
+            state.scalars,
+        )
+        self._share = _Share(facts, partial(self._write, self._store.unfinished_path(step), tensors))
+        if not self._asynchronous:
+            self.finish()
+
+    def begin_poll(self) -> Callable[[], None]:
+        """Asks how far all ranks have written; what is returned waits for the answer, and completes what is written.
+
+        Asked before a step and answered after it, so that nobody waits. All ranks must call both.
+        """
+        if self._share is None:
+            return _nothing
+        answer = self._mesh.begin_agree_max(self._share.status)
+
+        def settle() -> None:
+            if (status := answer()) != _WRITING:
+                self._settle(status)
+
+        return settle
+
+    def finish(self) -> None:
+        """Waits until what was begun is a complete checkpoint. All ranks must call it.
 
         Raises:
             TrainerError: it could not be written.
         """
-        checkpoint = Checkpoint(self._engine.state(), self.progress, self._identity)
-        self._mesh.on_rank_zero(lambda: self._store.save(checkpoint))
+        if self._share is not None:
+            self._share.wait()
+            self._settle(self._mesh.agree_max(self._share.status))
 
-    def _refuse_another_model(self, checkpoint: Checkpoint) -> None:
+    def _write(self, folder: Path, tensors: Mapping[str, Tensor]) -> list[WrittenFile]:
+        files = [write_share(folder, share_name(self._mesh.rank, self._mesh.world_size), tensors)]
+        if self._mesh.rank == 0:
+            files += [
+                write_bytes(folder, f"{MODEL_FOLDER}/{name}", content)
+                for name, content in self._saved.model_files.items()
+            ]
+        return files
+
+    def _settle(self, status: int) -> None:
+        """Makes a checkpoint of what all ranks have written, or tells all of them what one of them could not write."""
+        share, self._share = self._share, None
+        assert share is not None
+        facts, step = share.facts, share.facts.progress.step
+        if status == _FAILED:
+            failure = f"rank {self._mesh.rank}: {share.error}" if share.error else None
+            failures = [told for told in self._mesh.gather(failure) or [] if told]
+            self._mesh.on_rank_zero(lambda: self._fail(step, failures[0], share.error))
+        gathered = self._mesh.gather((share.files, facts.shapes))
+
+        def complete() -> None:
+            files = [file for files, _ in gathered or [] for file in files]
+            shapes = {name: shape for _, shapes in gathered or [] for name, shape in shapes.items()}
+            self._store.complete(replace(facts, shapes=shapes), files)
+
+        self._mesh.on_rank_zero(lambda: self._or_fail(step, complete))
+
+    def _or_fail(self, step: int, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            self._fail(step, str(error), error)
+
+    def _fail(self, step: int, why: str, error: Exception | None) -> None:
+        self._store.discard(step)
+        raise TrainerError(
+            f"the checkpoint of step {step} could not be written to {self._store.folder}: {why}; the last whole one is"
+            f" {self._store.name_of_last()}. Make room or restore the folder and its permissions, then start the run"
+            " again"
+        ) from error
+
+    def _open_store(self) -> None:
+        try:
+            self._store.open()
+        except OSError as error:
+            raise UsageError(
+                f"`checkpoint.folder` must be a folder that can be written, but {self._store.folder} is not: {error};"
+                " name another, or restore its permissions"
+            ) from error
+
+    def _open(self, step: int) -> tuple[SavedState | None, str]:
+        """The checkpoint of a step, if it is whole, or else what is wrong with it; each rank verifies its share."""
+        state, problem = None, ""
+        try:
+            verify(self._store.path(step), self._mesh.rank, self._mesh.world_size)
+            state = SavedState(self._store.path(step))
+        except (OSError, ValueError, SafetensorError) as error:
+            problem = str(error)
+        problems = self._mesh.share(self._mesh.gather(problem))
+        first = next((told for told in problems if told), "")
+        return (None, first) if first else (state, "")
+
+    def _refuse_another_model(self, state: SavedState) -> None:
         """Names and shapes, since weights from elsewhere (`model.name_or_path`) are no part of the identity."""
         saved = {
-            name.removeprefix(MODEL_PREFIX): tuple(tensor.shape)
-            for name, tensor in checkpoint.tensors.items()
+            name.removeprefix(MODEL_PREFIX): shape
+            for name, shape in state.shapes.items()
             if name.startswith(MODEL_PREFIX)
         }
-        placed = {name: placement.shape for name, placement in self._engine.placements.items()}
+        own = {placement.name: placement.shape for placement in self._engine.placements.values()}
+        gathered = self._mesh.share(self._mesh.gather(own))
+        placed = {name: shape for one in gathered for name, shape in one.items()}
         for name in sorted(saved.keys() | placed.keys()):
             if saved.get(name) != placed.get(name):
                 raise UsageError(
-                    f"{self._store.path(checkpoint.progress.step)} holds another model than `model` describes: {name}"
-                    f" has the shape {saved.get(name)} there and {placed.get(name)} here (None: it is missing)."
-                    " Name another `checkpoint.folder`, or restore `model`"
+                    f"{state.folder} holds another model than `model` describes: {name} has the shape"
+                    f" {saved.get(name)} there and {placed.get(name)} here (None: it is missing). Name another"
+                    " `checkpoint.folder`, or restore `model`"
                 )
 
-    def _refuse_another_training(self, checkpoint: Checkpoint) -> None:
-        was, now = dict(_leaves(checkpoint.identity)), dict(_leaves(self._identity))
+    def _refuse_another_training(self, state: SavedState) -> None:
+        was, now = dict(_leaves(state.facts.identity)), dict(_leaves(self._saved.identity))
         differences = [
             f"`{key}` was {was.get(key)!r} and is {now.get(key)!r}"
             for key in sorted(was.keys() | now.keys())
@@ -124,6 +300,10 @@ class Saver:
         ]
         if differences:
             raise UsageError(
-                f"{self._store.path(checkpoint.progress.step)} is of another training: {'; '.join(differences)}."
-                " Name another `checkpoint.folder`, or restore the values"
+                f"{state.folder} is of another training: {'; '.join(differences)}. Name another `checkpoint.folder`,"
+                " or restore the values"
             )
+
+
+def _nothing() -> None:
+    pass

@@ -6,18 +6,21 @@ It cannot be finer: with pipeline stages the schedule owns the backward pass, an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainer.models.statistics import persistent_buffers
+from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.parts import TensorPart, whole_part
 from trainer.parallel.placement import Placements
 
-MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
-"""What stands before a parameter's name in `Engine.state`."""
+MODEL_PREFIX, OPTIMIZER_PREFIX, BUFFER_PREFIX = "model.", "optimizer.", "buffer."
+"""What stands before the name of a parameter or a buffer in `EngineState`."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,52 @@ class EvalResult:
     loss_sum: float
     num_valid: int
     predictions: dict[str, Tensor]  # on the CPU, each [batch, ...], in the order of the microbatch's rows
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What this rank holds of the state of a training, by names of the unsharded model; no copies.
+
+    The fp32 weights are `model.NAME`, the optimizer's tensors `optimizer.NAME.KEY`, buffers that belong to a saved
+    model `buffer.NAME`. `scalars` are the same on every rank.
+    """
+
+    parts: tuple[TensorPart, ...]
+    scalars: Mapping[str, float]
+
+
+class StateSource(Protocol):
+    """A state that was saved under any layout."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every whole tensor, by its name in `EngineState`."""
+        ...
+
+    @property
+    def scalars(self) -> Mapping[str, float]:
+        """As in `EngineState`."""
+        ...
+
+    def fill(self, parts: Iterable[TensorPart]) -> None:
+        """Copies what was saved into the boxes of `parts`, and reads nothing else."""
+        ...
+
+
+def optimizer_keys(source: StateSource, name: str) -> list[str]:
+    """What the optimizer had for parameter `name`; nothing before the first step."""
+    prefix = f"{OPTIMIZER_PREFIX}{name}."
+    keys = (full.removeprefix(prefix) for full in source.shapes if full.startswith(prefix))
+    return [key for key in keys if "." not in key]
+
+
+def buffer_parts(models: Iterable[nn.Module], mesh: ParallelMesh) -> list[TensorPart]:
+    """The buffers that belong to a saved model, such as running statistics: whole on each rank that has the module."""
+    return [
+        whole_part(f"{BUFFER_PREFIX}{name}", buffer.detach(), mesh)
+        for model in models
+        for name, buffer in persistent_buffers(model).items()
+    ]
 
 
 class Engine(Protocol):
@@ -73,15 +122,12 @@ class Engine(Protocol):
         """What this rank holds of each parameter, by its name in the unsharded model; no copies."""
         ...
 
-    def state(self) -> dict[str, Tensor]:
-        """Weights and optimizer state by the parameter's name in the unsharded model, for a checkpoint.
-
-        All ranks must call it, because parts are gathered; only rank 0 gets the whole.
-        """
+    def state(self) -> EngineState:
+        """What a checkpoint holds, as far as it lies on this rank. No communication."""
         ...
 
-    def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Goes on from what `state` gave rank 0 after `step` steps; every rank has all of it."""
+    def load_state(self, source: StateSource, step: int) -> None:
+        """Goes on from what was saved after `step` steps, under this layout or another. All ranks must call it."""
         ...
 
     def export(self, folder: Path) -> None:

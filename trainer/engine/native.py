@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.engine.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, EvalResult, StepResult
+from trainer.engine.engine import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    EngineState,
+    EvalResult,
+    StateSource,
+    StepResult,
+    buffer_parts,
+    optimizer_keys,
+)
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.scaling import LossScaler, settle
@@ -26,8 +35,9 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
 from trainer.parallel.partial import sum_partial_gradients_
+from trainer.parallel.parts import TensorPart, tensor_part
 from trainer.parallel.placement import PIPELINE_AXIS, TENSOR_AXIS, Placements, whole
-from trainer.parallel.whole import copy_whole_, gather_on_rank_zero, local_part, part_like
+from trainer.parallel.whole import gather_on_rank_zero, local_part
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
@@ -140,31 +150,37 @@ class NativeEngine:
     def held(self) -> dict[str, Tensor]:
         return {name: local_part(parameter.detach()) for name, parameter in self._parameters.items()}
 
-    def state(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        placements: Placements = {}
-        for label, parameter in self._parameters.items():
-            placement = self.placements[label]
-            if placement.is_copy:
-                continue
-            own = {f"{MODEL_PREFIX}{placement.name}": parameter.detach()}
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                own[f"{OPTIMIZER_PREFIX}{placement.name}.{key}"] = value
-            tensors |= own
-            placements |= dict.fromkeys(own, placement)
-        return gather_on_rank_zero(tensors, placements, self._mesh) | (self._scaler.state() if self._scaler else {})
+    def state(self) -> EngineState:
+        parts = [
+            part for label in self._parameters if not self.placements[label].is_copy for part in self._parts(label)
+        ]
+        return EngineState(
+            (*parts, *buffer_parts(self._models, self._mesh)), self._scaler.state() if self._scaler else {}
+        )
 
-    def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
+    @torch.no_grad()
+    def load_state(self, source: StateSource, step: int) -> None:
         for label, parameter in self._parameters.items():
             name = self.placements[label].name
-            copy_whole_(parameter, tensors[f"{MODEL_PREFIX}{name}"], self.placements[label], self._mesh)
-            prefix = f"{OPTIMIZER_PREFIX}{name}."
-            state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-            if state:
-                self._optimizer.state[parameter] = {key: self._lie_as(label, tensor) for key, tensor in state.items()}
+            if keys := optimizer_keys(source, name):
+                shapes = {key: source.shapes[f"{OPTIMIZER_PREFIX}{name}.{key}"] for key in keys}
+                self._optimizer.state[parameter] = {
+                    key: torch.zeros_like(parameter)
+                    if shape == self.placements[label].shape
+                    else torch.zeros(shape, dtype=torch.float32, device=local_part(parameter).device)
+                    for key, shape in shapes.items()
+                }
+        source.fill(part for label in self._parameters for part in self._parts(label))
         if self._scaler:
-            self._scaler.load_state(tensors)
+            self._scaler.load_state(source.scalars)
         self._step = step
+
+    def _parts(self, label: str) -> Iterator[TensorPart]:
+        """Of a parameter, and of what the optimizer has for it."""
+        parameter, placement = self._parameters[label], self.placements[label]
+        yield tensor_part(f"{MODEL_PREFIX}{placement.name}", parameter.detach(), placement, self._mesh)
+        for key, value in self._optimizer.state.get(parameter, {}).items():
+            yield tensor_part(f"{OPTIMIZER_PREFIX}{placement.name}.{key}", value, placement, self._mesh)
 
     def export(self, folder: Path) -> None:
         state: dict[str, Tensor] = {}
@@ -182,13 +198,6 @@ class NativeEngine:
             placements |= placed
         weights = gather_on_rank_zero(state, placements, self._mesh)
         self._mesh.on_rank_zero(lambda: save_model(self._models[0], folder, weights))
-
-    def _lie_as(self, label: str, state: Tensor) -> Tensor:
-        """A tensor of the optimizer's state, cut as its parameter is; a count of steps stays the scalar that it is."""
-        parameter, placement = self._parameters[label], self.placements[label]
-        if state.shape == torch.Size(placement.shape):
-            return part_like(state, parameter, placement, self._mesh)
-        return state.to(local_part(parameter).device, copy=True)
 
     def _refuse_unused_parameters(self) -> None:
         """DDP leaves gradients that share a bucket with an unused parameter unsummed, and says so one step too late."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-import torch
-from torch import Tensor
-
 from trainer.engine.engine import StepResult
 from trainer.errors import NonFiniteError
 
@@ -48,15 +45,15 @@ class LossScaler:
                 " itself leaves the range of fp16. Use `precision` bf16 or fp32, or lower `optimizer.learning_rate`"
             )
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, float]:
         """For a checkpoint, by name."""
-        return {f"{_PREFIX}{key}": torch.tensor(value, dtype=torch.float64) for key, value in asdict(self).items()}
+        return {f"{_PREFIX}{key}": value for key, value in asdict(self).items()}
 
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state(self, scalars: Mapping[str, float]) -> None:
         """Goes on from what `state` gave."""
-        self.scale = float(tensors[f"{_PREFIX}scale"])
-        self.good_steps = int(tensors[f"{_PREFIX}good_steps"])
-        self.skipped_steps = int(tensors[f"{_PREFIX}skipped_steps"])
+        self.scale = float(scalars[f"{_PREFIX}scale"])
+        self.good_steps = int(scalars[f"{_PREFIX}good_steps"])
+        self.skipped_steps = int(scalars[f"{_PREFIX}skipped_steps"])
 
 
 def settle(result: StepResult, scaler: LossScaler | None, step: int) -> StepResult:

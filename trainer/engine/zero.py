@@ -23,18 +23,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.engine.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, EvalResult, StepResult
+from trainer.engine.engine import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    EngineState,
+    EvalResult,
+    StateSource,
+    StepResult,
+    buffer_parts,
+    optimizer_keys,
+)
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.scaling import LossScaler, settle
 from trainer.errors import UsageError
 from trainer.models.building import BuiltModel, save_model
 from trainer.models.initialising import Gather, whole_already
-from trainer.parallel.mesh import ParallelMesh, backend
+from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.partial import is_partial, sum_while_backward
+from trainer.parallel.parts import TensorPart, flat_part, whole_part
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
-from trainer.parallel.whole import gather_on_rank_zero, tensor_part
+from trainer.parallel.whole import gather_on_rank_zero
 from trainer.recipe.deepspeed import deepspeed_config
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
@@ -190,29 +200,24 @@ class ZeroEngine:
             return {name: parameter.detach() for name, parameter in self._parameters.items()}
         return {name: self._partition(parameter) for name, parameter in self._parameters.items()}
 
-    def state(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
-            own = {
-                f"{OPTIMIZER_PREFIX}{name}.{key}" if key else f"{MODEL_PREFIX}{name}": tensor
-                for key, tensor in self._unpartitioned(parameter).items()
-            }
-            tensors |= self._joined(name, own)
-            if self._mesh.rank == 0 and (count := self._step_count()) is not None:
-                tensors[f"{OPTIMIZER_PREFIX}{name}.step"] = count.clone()  # one for each: files share no memory
-        return tensors | (self._scaler.state() if self._scaler else {})
+    def state(self) -> EngineState:
+        self._link_moments()
+        return EngineState(
+            (*self._parts(), *buffer_parts([self._engine.module], self._mesh)),
+            self._scaler.state() if self._scaler else {},
+        )
 
     @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        self._prepare_moments(tensors)
-        for name, parameter in self._parameters.items():
-            labels = {None: f"{MODEL_PREFIX}{name}"} | {
-                key: f"{OPTIMIZER_PREFIX}{name}.{key}" for key in self._moments()
-            }
-            for key, label in labels.items():
-                self._set(parameter, tensor_part(tensors[label], self.placements[name], self._mesh), key)
+    def load_state(self, source: StateSource, step: int) -> None:
+        self._prepare_moments(source)
+        if self._is_partitioned:
+            for name in self._parameters:
+                self._fill_partition(name, source)
+        else:
+            source.fill(self._parts())
+            self._engine.optimizer.update_lp_params()
         if self._scaler:
-            self._scaler.load_state(tensors)
+            self._scaler.load_state(source.scalars)
         self._step = step
 
     def export(self, folder: Path) -> None:
@@ -226,8 +231,57 @@ class ZeroEngine:
     def _partition(self, parameter: Any) -> Tensor:
         """This rank's elements of a parameter of stage 3, without the padding, which DeepSpeed leaves undefined."""
         partition: Tensor = parameter.ds_tensor.detach()
-        start = partition.numel() * self._mesh.index("dp_shard")
-        return partition[: max(0, parameter.ds_numel - start)]
+        return partition[: self._bounds(parameter)[1]]
+
+    def _parts(self) -> Iterator[TensorPart]:
+        """Of the master weights, the moments, and each parameter's count of steps."""
+        count = self._step_count()
+        for name in self._parameters:
+            for key in (None, *self._moments()):
+                flat, start = self._fragment(name, key)
+                yield self._flat_part(name, key, flat, start)
+            if count is not None:
+                yield whole_part(f"{OPTIMIZER_PREFIX}{name}.step", count, self._mesh)
+
+    def _flat_part(self, name: str, key: str | None, flat: Tensor, start: int) -> TensorPart:
+        label = f"{OPTIMIZER_PREFIX}{name}.{key}" if key else f"{MODEL_PREFIX}{name}"
+        return flat_part(label, flat, start, self.placements[name], self._mesh, DATA_AXES)
+
+    def _fragment(self, name: str, key: str | None) -> tuple[Tensor, int]:
+        """This rank's elements of a master weight (key None) or a moment, without padding, and where they begin."""
+        parameter: Any = self._parameters[name]
+        if self._is_partitioned:
+            from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+            flat = safe_get_local_optimizer_state(parameter, key) if key else safe_get_local_fp32_param(parameter)
+            start, number = self._bounds(parameter)
+            return flat[:number], start
+        mapping = parameter._hp_mapping
+        if mapping is None:  # it lies wholly with other ranks
+            return torch.empty(0), 0
+        return mapping.get_hp_fragment(key).detach(), mapping.lp_fragment_address.start
+
+    def _bounds(self, parameter: Any) -> tuple[int, int]:
+        """First element of this rank's partition of a parameter of stage 3, and how many it has."""
+        size = parameter.ds_tensor.ds_numel
+        start = size * self._mesh.index("dp_shard")
+        return start, min(size, max(0, parameter.ds_numel - start))
+
+    def _fill_partition(self, name: str, source: StateSource) -> None:
+        """Gives this rank its partition of a parameter of stage 3 and of its moments; no communication."""
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        parameter: Any = self._parameters[name]
+        start, number = self._bounds(parameter)
+        for key in (None, *self._moments()):
+            flat = torch.zeros(parameter.ds_tensor.ds_numel)
+            source.fill([self._flat_part(name, key, flat[:number], start)])
+            flat = flat.to(parameter.ds_tensor.device)
+            if key:
+                safe_set_local_optimizer_state(parameter, flat, key)
+            else:
+                safe_set_local_fp32_param(parameter, flat)
+                parameter.ds_tensor.copy_(flat)
 
     def _joined(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of parameter `name`, whole as one process has them, on rank 0 and its CPU; a collective."""
@@ -269,55 +323,19 @@ class ZeroEngine:
             for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
                 lazy_init_hp_params_optimizer_state(parameters, flat, self._optimizer.state)
 
-    def _unpartitioned(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The master weight, under the key "", and the moments of a parameter, flat perhaps; a collective."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        self._link_moments()
-        moments = {key: safe_get_full_optimizer_state(parameter, key) for key in self._moments()}
-        return {"": safe_get_full_fp32_param(parameter), **moments}
-
-    def _prepare_moments(self, tensors: Mapping[str, Tensor]) -> None:
+    def _prepare_moments(self, source: StateSource) -> None:
         """Makes room for the moments of a checkpoint, which DeepSpeed has from the first step on only."""
-        keys = {
-            label.rsplit(".", 1)[1]: tensor for label, tensor in tensors.items() if label.startswith(OPTIMIZER_PREFIX)
-        }
+        keys = {key for name in self._parameters for key in optimizer_keys(source, name)}
         zero = self._engine.optimizer
         for flat in zero.fp32_partitioned_groups_flat if self._is_partitioned else zero.single_partition_of_fp32_groups:
             state = {key: torch.zeros_like(flat) for key in _MOMENTS if key in keys}
             if "step" in keys:
-                state["step"] = keys["step"].to(flat.device, copy=True)
+                state["step"] = torch.zeros((), device=flat.device)
+                name = next(iter(self._parameters))
+                source.fill([whole_part(f"{OPTIMIZER_PREFIX}{name}.step", state["step"], self._mesh)])
             if state:
                 self._optimizer.state[flat] = state
         self._link_moments()
-
-    def _set(self, parameter: Any, whole: Tensor, key: str | None) -> None:
-        """Gives this rank its partition of a master weight (key None) or a moment; no communication."""
-        from deepspeed.utils import (
-            safe_set_full_fp32_param,
-            safe_set_full_optimizer_state,
-            safe_set_local_fp32_param,
-            safe_set_local_optimizer_state,
-        )
-
-        if not self._is_partitioned:
-            whole = whole.to(parameter.device)
-            if key is not None:
-                safe_set_full_optimizer_state(parameter, whole, key)
-            else:
-                safe_set_full_fp32_param(parameter, whole)
-                parameter.copy_(whole)
-            return
-        # The local form, because the full one reads beyond a tensor whose size the ranks do not divide.
-        size = parameter.ds_tensor.ds_numel
-        padded = torch.zeros(size * self._mesh.size("dp_shard"))
-        padded[: whole.numel()] = whole.flatten()
-        part = padded[size * self._mesh.index("dp_shard") :][:size].to(parameter.ds_tensor.device)
-        if key is not None:
-            safe_set_local_optimizer_state(parameter, part, key)
-        else:
-            safe_set_local_fp32_param(parameter, part)
-            parameter.ds_tensor.copy_(part)
 
 
 def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> ZeroEngine:

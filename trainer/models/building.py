@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -31,6 +32,8 @@ from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.linear import ColumnParallelLinear
 from trainer.parallel.placement import Placements
 from trainer.recipe.schema import Model, Training
+
+_LARGEST_FILE = "5GB"  # of an exported model
 
 
 @dataclass(frozen=True)
@@ -271,6 +274,21 @@ def _undescribed(recipe: Model, auto_class_name: str, error: Exception) -> Usage
     return not_found("model.name_or_path", str(recipe.name_or_path), error)
 
 
+def save_configuration(model: nn.Module, folder: Path) -> None:
+    """Writes what transformers needs to build the model again, without weights.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    described: Any = model
+    config = copy.deepcopy(described.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.float32
+    config.save_pretrained(folder)
+    if described.can_generate():
+        described.generation_config.save_pretrained(folder)
+
+
 def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Writes a plain Hugging Face folder: safetensors (`weights`, and the buffers of the model) and configuration.
 
@@ -282,7 +300,7 @@ def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) ->
     logging.disable(logging.WARNING)
     try:
         folder.mkdir(parents=True, exist_ok=True)  # or raises: save_pretrained only logs that a file is in the way
-        model.save_pretrained(folder, state_dict={**persistent_buffers(model), **weights})  # type: ignore[operator]
+        model.save_pretrained(folder, state_dict={**persistent_buffers(model), **weights}, max_shard_size=_LARGEST_FILE)  # type: ignore[operator]
     except (OSError, SafetensorError) as error:
         raise TrainerError(f"the model could not be written to {folder}: {error}") from error
     finally:

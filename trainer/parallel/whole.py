@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Split
-from trainer.parallel.slicing import join_parts, part_of
+from trainer.parallel.slicing import join_parts
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -22,40 +22,6 @@ def local_part(tensor: Tensor) -> Tensor:
 def gather_whole(tensor: Tensor) -> Tensor:
     """The whole tensor, on every rank that holds a part; a collective where it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def shard_like(whole: Tensor, pattern: Tensor) -> Tensor:
-    """`whole`, which every rank has, cut as `pattern` is and on its device; no communication."""
-    if not isinstance(pattern, DTensor):
-        return whole.to(pattern.device, copy=True)
-    return distribute_tensor(
-        whole.to(pattern.to_local().device), pattern.device_mesh, pattern.placements, src_data_rank=None
-    )
-
-
-def part_like(whole: Tensor, pattern: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> Tensor:
-    """What this rank holds of `whole`, which every rank has, cut as `pattern` is; no communication.
-
-    Args:
-        whole: a parameter of this placement, or a tensor of the optimizer's that goes with it.
-        pattern: the parameter of this rank.
-        placement: of the parameter.
-        mesh: the ranks.
-    """
-    return shard_like(tensor_part(whole, placement, mesh), pattern)
-
-
-def tensor_part(whole: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> Tensor:
-    """What this tensor rank has of `whole`, which every rank has, before any sharding; no communication."""
-    for split in tensor_splits(placement, mesh):
-        whole = part_of(whole, split, mesh.index(split.axis), mesh.size(split.axis))
-    return whole
-
-
-@torch.no_grad()
-def copy_whole_(target: Tensor, whole: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> None:
-    """Gives `target` its part of `whole`, in place."""
-    local_part(target).copy_(local_part(part_like(whole, target, placement, mesh)))
 
 
 def tensor_splits(placement: ParameterPlacement, mesh: ParallelMesh) -> list[Split]:

@@ -367,7 +367,13 @@ class Checkpoint(Section):
         "runs/{name}", description="Relative to the current folder; `{name}` is the recipe's name."
     )
     every: IntervalField | None = Field(None, description="null: only when stopped and at the end.")
-    keep: int = Field(2, ge=1, description="How many checkpoints are kept.")
+    keep: int = Field(
+        2, ge=1, description="How many checkpoints are kept, the newest; that of the best evaluation stays too."
+    )
+    asynchronous: bool = Field(
+        True,
+        description="Train on while a checkpoint is written, from a copy in CPU memory; false: wait until it is there.",
+    )
     resume: Literal["auto", "never"] = Field(
         "auto",
         description="auto: go on from the newest checkpoint in the folder; never: refuse a folder that holds one.",

@@ -1,0 +1,351 @@
+"""The files of one checkpoint: their names, what they hold, and how damage is found.
+
+`state-00001-of-00004.safetensors` holds the boxes that rank 1 of 4 wrote, each under the name of its tensor and its
+first element there; `state.json` all that is no tensor; `model/` the configuration and the tokenizer; `SHA256SUMS` the
+sums of all of them, in the form that `sha256sum --check` reads. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.checkpoint.progress import Progress
+from trainer.parallel.parts import Box, TensorPart, own_share
+
+FORMAT = 2
+FACTS, SUMS, MODEL_FOLDER = "state.json", "SHA256SUMS", "model"
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
+_SHARE_NAME = re.compile(r"state-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+_MODEL_FILE_NAME = re.compile(rf"{MODEL_FOLDER}/[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+_LARGEST_FACTS_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file of a checkpoint as it was written and synced, by its name in the checkpoint's folder."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of a checkpoint that is no tensor.
+
+    `identity` says what is learned, from which data: a run only goes on from a checkpoint whose identity is its own.
+    `shapes` are those of the whole tensors. `origin` says who saved it: recipe, layout and versions, for people.
+    """
+
+    progress: Progress
+    identity: Mapping[str, Any]
+    origin: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    scalars: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "progress": self.progress.to_json(),
+            "identity": dict(self.identity),
+            "origin": dict(self.origin),
+            "scalars": dict(self.scalars),
+            "tensors": {name: list(shape) for name, shape in sorted(self.shapes.items())},
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Facts:
+        return cls(
+            progress=Progress.from_json(values["progress"]),
+            identity=values["identity"],
+            origin=values["origin"],
+            shapes={name: tuple(map(int, shape)) for name, shape in values["tensors"].items()},
+            scalars=values["scalars"],
+        )
+
+
+def share_name(rank: int, world_size: int) -> str:
+    """The file that one rank writes."""
+    return f"state-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def snapshot(parts: Iterable[TensorPart]) -> dict[str, Tensor]:
+    """Copies on the CPU of what this rank is to write, by the keys of its file; later steps do not change them."""
+    return {
+        _key(part.name, box.start): box.view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for part, box in own_share(list(parts))
+    }
+
+
+def write_share(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> WrittenFile:
+    """Writes and syncs the file of one rank.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
+    save_file(dict(tensors), folder / name)
+    return written(folder, name)
+
+
+def write_bytes(folder: Path, name: str, content: bytes) -> WrittenFile:
+    """Writes and syncs a small file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    return written(folder, name)
+
+
+def written(folder: Path, name: str) -> WrittenFile:
+    """Syncs a file and reads it again, for its sum is to be that of what the disk holds."""
+    sync(folder / name)
+    return WrittenFile(name, (folder / name).stat().st_size, _digest(folder / name))
+
+
+def seal(folder: Path, facts: Facts, files: Iterable[WrittenFile]) -> None:
+    """Writes what makes a folder of files a checkpoint: the facts, with the sizes of the files, and the sums of all.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    files = sorted(files, key=lambda file: file.name)
+    described = {**facts.to_json(), "files": {file.name: file.num_bytes for file in files}}
+    files.append(write_bytes(folder, FACTS, json.dumps(described, indent=1).encode()))
+    (folder / SUMS).write_text("".join(f"{file.sha256}  {file.name}\n" for file in files), encoding="ascii")
+    for place in {folder / SUMS, *((folder / file.name).parent for file in files)}:
+        sync(place)
+
+
+def sync(path: Path) -> None:
+    """Waits until the disk has a file, or the names in a folder.
+
+    Raises:
+        OSError: it has not.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
+    """Finds damage. The large files are read in turns, so that ranks share the work: all of them must find none.
+
+    Args:
+        folder: of the checkpoint.
+        turn: of this rank: it reads the files whose number leaves this remainder.
+        num_turns: number of ranks.
+
+    Returns:
+        Names of the files, the facts and the sums left out.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: it is damaged, or of another format.
+    """
+    facts = _read_json(folder)
+    sums = _read_sums(folder)
+    sizes = facts.get("files")
+    if not isinstance(sizes, dict) or sums.keys() != {*sizes, FACTS}:
+        raise ValueError(f"it is damaged: {FACTS} and {SUMS} name other files")
+    for name, size in sizes.items():
+        found = _regular(folder / name).st_size
+        if found != size:
+            raise ValueError(f"it is damaged: {name} has {found} bytes and should have {size}")
+    names = sorted(sizes)
+    for name in (FACTS, *names[turn::num_turns]):
+        if _digest(folder / name) != sums[name]:
+            raise ValueError(f"it is damaged: {name} does not match its sum in {SUMS}")
+    return names
+
+
+class SavedState:
+    """A checkpoint on the disk, of which any part can be read: the state that an engine goes on from.
+
+    Args:
+        folder: of the checkpoint, verified.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError, SafetensorError: its files do not hold what it says they hold.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        described = _read_json(folder)
+        try:
+            self.facts = Facts.from_json(described)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is damaged: {FACTS} has no {error}") from error
+        self._boxes: dict[str, list[_SavedBox]] = {}
+        for file in sorted(name for name in described["files"] if _SHARE_NAME.fullmatch(name)):
+            for box in _boxes_of(folder / file):
+                self._boxes.setdefault(box.name, []).append(box)
+        self._refuse_incomplete()
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See `StateSource`."""
+        return self.facts.shapes
+
+    @property
+    def scalars(self) -> Mapping[str, float]:
+        """See `StateSource`."""
+        return self.facts.scalars
+
+    def fill(self, parts: Iterable[TensorPart]) -> None:
+        """See `StateSource`. One file is open at a time, and of it only what is asked for is read.
+
+        Raises:
+            OSError, SafetensorError: a file cannot be read.
+            ValueError: a tensor is not there.
+        """
+        wanted: dict[Path, list[tuple[_SavedBox, Box]]] = {}
+        for part in parts:
+            for box in part.boxes:
+                found = 0
+                for saved in self._boxes.get(part.name, ()):
+                    if number := prod(stop - start for start, stop in _overlap(saved, box)):
+                        wanted.setdefault(saved.file, []).append((saved, box))
+                        found += number
+                if found != box.view.numel():
+                    raise ValueError(f"{self.folder} lacks elements of {part.name}")
+        for file in sorted(wanted):
+            with safe_open(file, framework="pt") as opened:
+                for saved, box in wanted[file]:
+                    _copy(opened, saved, box)
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor, in the type that it was saved in.
+
+        Raises:
+            OSError, SafetensorError: a file cannot be read.
+        """
+        shape = self.shapes[name]
+        whole = torch.empty(shape, dtype=self._dtype(name))
+        self.fill([TensorPart(name, shape, (Box((0,) * len(shape), whole),))])
+        return whole
+
+    def _dtype(self, name: str) -> torch.dtype:
+        first = self._boxes[name][0]
+        with safe_open(first.file, framework="pt") as opened:
+            none = opened.get_slice(first.key)[:0] if first.shape else opened.get_tensor(first.key)
+            dtype: torch.dtype = none.dtype
+            return dtype
+
+    def _refuse_incomplete(self) -> None:
+        for name, shape in self.facts.shapes.items():
+            boxes = self._boxes.get(name, [])
+            for box in boxes:
+                ends = [start + size for start, size in zip(box.start, box.shape, strict=False)]
+                if len(box.start) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
+                    raise ValueError(f"it is damaged: {box.key} lies outside of {name}")
+            if sum(prod(box.shape) for box in boxes) != prod(shape):
+                raise ValueError(f"it is damaged: the parts of {name} are not the whole of it")
+
+
+@dataclass(frozen=True)
+class _SavedBox:
+    file: Path
+    key: str
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def _key(name: str, start: tuple[int, ...]) -> str:
+    return f"{name}@{','.join(map(str, start))}"
+
+
+def _boxes_of(file: Path) -> Iterator[_SavedBox]:
+    with safe_open(file, framework="pt") as opened:
+        for key in opened.keys():  # noqa: SIM118  # not a mapping
+            name, _, corner = key.rpartition("@")
+            start = tuple(int(number) for number in corner.split(",") if number)
+            shape = tuple(opened.get_slice(key).get_shape())
+            if len(start) != len(shape) or any(number < 0 for number in start):
+                raise ValueError(f"it is damaged: {key} is no part of a tensor")
+            yield _SavedBox(file, key, name, start, shape)
+
+
+def _overlap(saved: _SavedBox, box: Box) -> list[tuple[int, int]]:
+    """Start and stop along each dimension of what two boxes of a tensor share; stop is start where it is nothing."""
+    bounds = []
+    for first, size, other_first, other_size in zip(saved.start, saved.shape, box.start, box.shape, strict=True):
+        start = max(first, other_first)
+        bounds.append((start, max(start, min(first + size, other_first + other_size))))
+    return bounds
+
+
+def _copy(opened: Any, saved: _SavedBox, box: Box) -> None:
+    bounds = _overlap(saved, box)
+    target = box.view
+    for dim, ((start, stop), first) in enumerate(zip(bounds, box.start, strict=True)):
+        target = target.narrow(dim, start - first, stop - start)
+    if not bounds:
+        target.copy_(opened.get_tensor(saved.key))
+        return
+    places = tuple(slice(start - first, stop - first) for (start, stop), first in zip(bounds, saved.start, strict=True))
+    target.copy_(opened.get_slice(saved.key)[places])
+
+
+def _regular(path: Path) -> os.stat_result:
+    """What the file system says of a file; a pipe or a link in its place is damage, and would not be read but wait."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"it is damaged: {path.name} is no file")
+    return status
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    if _regular(folder / FACTS).st_size > _LARGEST_FACTS_BYTES:
+        raise ValueError(f"it is damaged: {FACTS} is too long")
+    try:
+        described = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is damaged: {FACTS} is no JSON ({error})") from error
+    if not isinstance(described, dict) or "format" not in described:
+        raise ValueError(f"it is damaged: {FACTS} says no format")
+    if described["format"] != FORMAT:
+        raise ValueError(f"its format is {described['format']}, this version reads {FORMAT}")
+    return described
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    """The sums by the names of the files, which can name no place outside of the checkpoint."""
+    _regular(folder / SUMS)
+    sums = {}
+    for line in (folder / SUMS).read_bytes().decode("ascii", "replace").splitlines(keepends=True):
+        match = _SUM_LINE.fullmatch(line.removesuffix("\n"))
+        name = match[2] if match else ""
+        known = name == FACTS or _SHARE_NAME.fullmatch(name) or _MODEL_FILE_NAME.fullmatch(name)
+        if not match or not line.endswith("\n") or not known or name in sums:
+            raise ValueError(f"it is damaged: {SUMS} holds a line that is no sum")
+        sums[name] = match[1]
+    return sums
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

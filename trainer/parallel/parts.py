@@ -1,0 +1,217 @@
+"""Which blocks of a whole tensor a rank holds, whatever cut it: columns or rows of layers, shards, flat partitions.
+
+A checkpoint names everything by its place in the unsharded tensor, so this is all that saving under one layout and
+loading under another must know of a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from torch import Tensor
+
+from trainer.parallel.mesh import DATA_AXES, ParallelMesh
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Split
+from trainer.parallel.slicing import bounds_of_part, ranges_of_part
+from trainer.parallel.whole import local_part
+
+_REPLICATING_AXES = (*DATA_AXES, TENSOR_AXIS)  # pipeline ranks hold other parameters
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a whole tensor: its first element along each dimension, and what this rank holds of it.
+
+    `view` is the memory that the rank trains with, not a copy: a snapshot copies from it, loading copies into it.
+    """
+
+    start: tuple[int, ...]
+    view: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.view.shape)
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """What this rank holds of one tensor. Of the `num_replicas` ranks that hold the same boxes it is number `replica`.
+
+    `shape` is that of the whole tensor, `replicated_over` the axes along which ranks are replicas. The boxes of ranks
+    that are none are disjoint, and together they are the whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    replicated_over: tuple[str, ...] = ()
+    replica: int = 0
+    num_replicas: int = 1
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Elements `start` to `start + length` of a dimension of the whole lie from `local` on in this rank's tensor."""
+
+    start: int
+    length: int
+    local: int
+
+
+def tensor_part(name: str, tensor: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> TensorPart:
+    """The part of a tensor that lies as `placement` says; one of another number of dimensions is whole on every rank.
+
+    Args:
+        name: in the checkpoint.
+        tensor: of this rank, perhaps a DTensor: a parameter, or a tensor of the optimizer's that goes with it.
+        placement: of the parameter.
+        mesh: the ranks.
+    """
+    if tensor.dim() != len(placement.shape):
+        return whole_part(name, tensor, mesh)
+    local = local_part(tensor)
+    dims = _segments(placement, mesh, placement.splits)
+    boxes = _boxes(dims, (0,) * local.dim(), tuple(local.shape), local)
+    return TensorPart(name, placement.shape, tuple(boxes), *_replicas(placement.split_axes, mesh))
+
+
+def whole_part(name: str, tensor: Tensor, mesh: ParallelMesh) -> TensorPart:
+    """A tensor that every rank of the pipeline stage has whole."""
+    shape = tuple(tensor.shape)
+    return TensorPart(name, shape, (Box((0,) * len(shape), tensor),), *_replicas((), mesh))
+
+
+def flat_part(
+    name: str, flat: Tensor, start: int, placement: ParameterPlacement, mesh: ParallelMesh, axes: Sequence[str]
+) -> TensorPart:
+    """The part of a tensor of which each rank has a range of its elements in memory order, as DeepSpeed cuts it.
+
+    Args:
+        name: in the checkpoint.
+        flat: `[n]`, this rank's elements; n may be 0.
+        start: the first of them, in the flattened tensor that is cut over the tensor axis already.
+        placement: of the parameter.
+        mesh: the ranks.
+        axes: over which the flattened tensor is cut.
+    """
+    tensor_splits = [split for split in placement.splits if split.dim is not None]
+    dims = _segments(placement, mesh, tensor_splits)
+    shape = [_extent(placement.shape[dim], dim, tensor_splits, mesh) for dim in range(len(placement.shape))]
+    boxes: list[Box] = []
+    taken = 0
+    for corner, extent in _blocks_of_range(shape, start, start + flat.numel()):
+        view = flat[taken : taken + prod(extent)].view(extent)
+        taken += prod(extent)
+        boxes += _boxes(dims, corner, extent, view)
+    split_axes = {*axes, *(split.axis for split in tensor_splits)}
+    return TensorPart(name, placement.shape, tuple(boxes), *_replicas(tuple(split_axes), mesh))
+
+
+def _replicas(split_axes: Sequence[str], mesh: ParallelMesh) -> tuple[tuple[str, ...], int, int]:
+    """The axes along which ranks hold the same, the number of this rank among them, and how many they are."""
+    axes = tuple(axis for axis in _REPLICATING_AXES if axis not in split_axes)
+    index, number = 0, 1
+    for axis in axes:
+        index = index * mesh.size(axis) + mesh.index(axis)
+        number *= mesh.size(axis)
+    return axes, index, number
+
+
+def _extent(total: int, dim: int, splits: Sequence[Split], mesh: ParallelMesh) -> int:
+    """Size of a dimension on each tensor rank, padding included."""
+    for split in splits:
+        if split.dim == dim:
+            width, _ = ranges_of_part(total, split, mesh.index(split.axis), mesh.size(split.axis))
+            total = split.blocks * width
+    return total
+
+
+def _segments(placement: ParameterPlacement, mesh: ParallelMesh, splits: Sequence[Split]) -> list[list[_Segment]]:
+    """For each dimension, which of its elements lie where in this rank's tensor; padding is in none of them."""
+    dims = [[_Segment(0, size, 0)] for size in placement.shape]
+    extents = list(placement.shape)
+    for split in splits:
+        assert split.dim is not None, "a flattened parameter is cut by who flattened it"
+        index, size, dim = mesh.index(split.axis), mesh.size(split.axis), split.dim
+        width, ranges = ranges_of_part(extents[dim], split, index, size)
+        dims[dim] = [
+            piece
+            for block, (start, stop) in enumerate(ranges)
+            for piece in _within(dims[dim], start, stop, block * width)
+        ]
+        # What torch shards has no padding: the last ranks have less.
+        is_padded = split.axis == TENSOR_AXIS
+        extents[dim] = split.blocks * width if is_padded else ranges[0][1] - ranges[0][0]
+    return dims
+
+
+def _within(segments: Sequence[_Segment], start: int, stop: int, local: int) -> Iterator[_Segment]:
+    """What of `segments` lies from `start` to `stop` in the local tensor, which begins at `local` in a smaller one."""
+    for segment in segments:
+        first, last = max(start, segment.local), min(stop, segment.local + segment.length)
+        if first < last:
+            yield _Segment(segment.start + first - segment.local, last - first, local + first - start)
+
+
+def _boxes(
+    dims: Sequence[Sequence[_Segment]], corner: Sequence[int], extent: Sequence[int], view: Tensor
+) -> Iterator[Box]:
+    """The boxes of the whole tensor that a block of the local one is; `view` is the block's memory."""
+    clipped = [
+        list(_within(segments, first, first + size, 0))
+        for segments, first, size in zip(dims, corner, extent, strict=True)
+    ]
+    for segments in product(*clipped):
+        piece = view
+        for dim, segment in enumerate(segments):
+            piece = piece.narrow(dim, segment.local, segment.length)
+        if piece.numel():
+            yield Box(tuple(segment.start for segment in segments), piece)
+
+
+def _blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cuts elements `start` to `stop` of a tensor, in memory order, into blocks: corner and extent of each, in order.
+
+    They are at most two for each dimension, and one more.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first, last = start // row, stop // row  # rows that begin in the range, but for a part of the first
+    if start % row:
+        end = min(stop, (first + 1) * row)
+        for corner, extent in _blocks_of_range(shape[1:], start - first * row, end - first * row):
+            yield (first, *corner), (1, *extent)
+        start, first = end, first + 1
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+        start = last * row
+    if start < stop:
+        for corner, extent in _blocks_of_range(shape[1:], 0, stop - start):
+            yield (last, *corner), (1, *extent)
+
+
+def own_share(parts: Sequence[TensorPart], small_bytes: int = 1 << 16) -> Iterator[tuple[TensorPart, Box]]:
+    """What of its parts this rank is to write, so that all of it is written once, by all ranks alike.
+
+    Replicas cut a large box between them, along its first dimension; small ones they take in turns.
+    """
+    turns: dict[tuple[str, ...], int] = {}  # replicas along the same axes have the same boxes, in the same order
+    for part in parts:
+        for box in part.boxes:
+            if box.view.nbytes > small_bytes and box.shape and box.shape[0] >= part.num_replicas:
+                first, last = bounds_of_part(box.shape[0], part.replica, part.num_replicas)
+                if first < last:
+                    start = (box.start[0] + first, *box.start[1:])
+                    yield part, Box(start, box.view[first:last])
+                continue
+            turn = turns.get(part.replicated_over, 0)
+            turns[part.replicated_over] = turn + 1
+            if turn % part.num_replicas == part.replica:
+                yield part, box
