@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ class World(Observer):
     records: list[StepRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     step_done: int = 0
+    is_saved: bool = False  # whether the end waited for what was being written
 
     def train_step(self, batch: RankBatch) -> StepResult:
         if self.step_done + 1 == self.fail_at_step:
@@ -59,6 +61,12 @@ class World(Observer):
 
     def save(self) -> None:
         self.events.append("save")
+
+    def begin_poll(self) -> Callable[[], None]:
+        return lambda: None
+
+    def finish(self) -> None:
+        self.is_saved = True
 
     def keep_best(self) -> None:
         self.events.append("best")
@@ -91,7 +99,7 @@ def loop(
         progress=progress,
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
-        save=world.save,
+        saver=world,
         keep_best=world.keep_best,
         peak_memory=lambda: 1000 + world.step_done,
         stop=world.stop,
@@ -131,6 +139,7 @@ class TestIntervals:
         world = World()
         loop(world).run()
         assert after(world, "save") == [6]
+        assert world.is_saved
         assert after(world, "evaluate") == []
         assert after(world, "log") == [6]
 
@@ -180,6 +189,7 @@ class TestProgress:
         with pytest.raises(NonFiniteError):
             loop(world, checkpoint={"every": "2 steps"}).run()
         assert after(world, "save") == [2]
+        assert world.is_saved, "what was begun before is good"
 
 
 class TestBest:

@@ -1,7 +1,6 @@
 """Saves one checkpoint after the other until it is killed: what `test_store.py` starts.
 
-`python endless_saver.py FOLDER KEEP`: every tensor of the checkpoint of step N is filled with N, so that a mixture
-shows.
+`python endless_saver.py FOLDER KEEP`
 """
 
 from __future__ import annotations
@@ -9,25 +8,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
-
-from trainer.checkpoint.progress import Progress
-from trainer.checkpoint.store import Checkpoint, CheckpointStore
-
-
-def checkpoint(step: int) -> Checkpoint:
-    tensors = {f"tensor{index}": torch.full((20_000,), float(step)) for index in range(10)}
-    return Checkpoint(tensors, Progress(step=step, samples=8 * step), {"seed": 1})
+from tests.checkpoint.samples import LARGE, newest, save
+from trainer.checkpoint.store import CheckpointStore
 
 
 def main() -> None:
     store = CheckpointStore(Path(sys.argv[1]), keep=int(sys.argv[2]))
-    newest, _ = store.newest()
-    step = newest.progress.step if newest else 0
+    store.open()
+    state, _ = newest(store)
+    step = state.facts.progress.step if state else 0
     print("ready", flush=True)
     while True:
         step += 1
-        store.save(checkpoint(step))
+        save(store, step, num_elements=LARGE)
 
 
 if __name__ == "__main__":

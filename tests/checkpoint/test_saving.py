@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,38 +12,55 @@ import torch
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, tiny_recipe
+from trainer.checkpoint import saving
+from trainer.checkpoint.files import WrittenFile, share_name, write_share
 from trainer.checkpoint.progress import Progress
-from trainer.checkpoint.saving import Saver, identity
+from trainer.checkpoint.saving import Saved, Saver, identity
 from trainer.checkpoint.store import CheckpointStore
+from trainer.engine.engine import EngineState, StateSource
 from trainer.errors import TrainerError, UsageError
 from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parts import whole_part
 from trainer.parallel.placement import ParameterPlacement
 
 
 class FakeEngine:
-    """One parameter, and a count of what was loaded."""
+    """One parameter, whole on every rank, and a count of what was loaded."""
 
-    def __init__(self, shape: tuple[int, ...] = (2, 3), name: str = "weight") -> None:
+    def __init__(self, shape: tuple[int, ...] = (2, 3), name: str = "weight", world_size: int = 1) -> None:
+        self.mesh = ParallelMesh(torch.device("cpu"), dp_replicate=world_size)
         self.placements = {name: ParameterPlacement(name, shape)}
         self.tensors = {f"model.{name}": torch.ones(shape), f"optimizer.{name}.step": torch.tensor(1.0)}
         self.loaded_step: int | None = None
 
-    def state(self):
-        return self.tensors
+    def state(self) -> EngineState:
+        return EngineState(tuple(whole_part(name, t, self.mesh) for name, t in self.tensors.items()), {"scale": 2.0})
 
-    def load_state(self, tensors, step):
-        self.tensors, self.loaded_step = dict(tensors), step
+    def load_state(self, source: StateSource, step: int) -> None:
+        source.fill(self.state().parts)
+        self.loaded_step = step
 
 
-def saver(folder: Path, engine: FakeEngine | None = None, content: str = "data", world_size: int = 1, **recipe: Any):
-    mesh = ParallelMesh(torch.device("cpu"), dp_replicate=world_size)
-    return Saver(CheckpointStore(folder, 2), engine or FakeEngine(), mesh, identity(tiny_recipe(**recipe), content))
+def saver(
+    folder: Path,
+    engine: FakeEngine | None = None,
+    content: str = "data",
+    world_size: int = 1,
+    asynchronous: bool = True,
+    **recipe: Any,
+) -> Saver:
+    engine = engine or FakeEngine(world_size=world_size)
+    saved = Saved(identity(tiny_recipe(**recipe), content), model_files={"config.json": b"{}"})
+    store = CheckpointStore(folder, 2)
+    engine.mesh.on_rank_zero(store.open)
+    return Saver(store, engine, engine.mesh, saved, asynchronous)
 
 
 def saved(folder: Path, step: int = 4, **recipe: Any) -> None:
     run = saver(folder, **recipe)
     run.progress = Progress(step, step * 12)
     run.save()
+    run.finish()
 
 
 class TestResume:
@@ -58,6 +77,7 @@ class TestResume:
         assert run.resume("auto") == []
         assert run.progress == Progress(4, 48)
         assert engine.loaded_step == 4
+        assert (tmp_path / "checkpoints" / "step-00000004" / "model" / "config.json").read_bytes() == b"{}"
 
     def test_a_damaged_one_is_noted(self, tmp_path):
         saved(tmp_path, 3)
@@ -136,27 +156,107 @@ class TestIdentity:
     @pytest.mark.parametrize(
         ("engine", "words"),
         [
-            (FakeEngine((2, 4)), r"weight has the shape \(2, 3\) there and \(2, 4\) here"),
-            (FakeEngine((1, 3)), r"weight has the shape \(2, 3\) there and \(1, 3\) here"),
-            (FakeEngine(name="bias"), r"bias has the shape None there and \(2, 3\) here"),
+            ({"shape": (2, 4)}, r"weight has the shape \(2, 3\) there and \(2, 4\) here"),
+            ({"shape": (1, 3)}, r"weight has the shape \(2, 3\) there and \(1, 3\) here"),
+            ({"name": "bias"}, r"bias has the shape None there and \(2, 3\) here"),
         ],
         ids=["shape", "broadcastable", "name"],
     )
     def test_weights_of_another_model_are_refused(self, tmp_path, engine, words):
         """`model.name_or_path` is no part of the identity: the weights are the checkpoint's."""
         saved(tmp_path)
+        engine = FakeEngine(**engine)
         with pytest.raises(UsageError, match=f"another model than `model` describes: {words}"):
             saver(tmp_path, engine).resume("auto")
         assert engine.loaded_step is None
 
 
-def save_on_ranks(folder: Path) -> str:
+class TestAsynchronous:
+    def test_later_steps_do_not_change_what_is_saved(self, tmp_path, slow_writes):
+        engine = FakeEngine()
+        run = saver(tmp_path, engine)
+        run.progress = Progress(1)
+        run.save()
+        engine.tensors["model.weight"].fill_(7.0)
+        run.progress.step = 2
+        slow_writes.set()
+        run.finish()
+        other = FakeEngine()
+        found = saver(tmp_path, other)
+        found.resume("auto")
+        assert found.progress.step == 1
+        assert torch.equal(other.tensors["model.weight"], torch.ones(2, 3))
+
+    def test_is_complete_at_the_first_step_after_it_is_written(self, tmp_path, slow_writes):
+        run = saver(tmp_path)
+        run.progress = Progress(1)
+        run.save()
+        run.begin_poll()()
+        assert run._store.steps() == []
+        slow_writes.set()
+        run._share.wait()
+        run.begin_poll()()
+        assert run._store.steps() == [1]
+
+    def test_the_next_save_waits_for_the_one_before(self, tmp_path):
+        run = saver(tmp_path)
+        for step in (1, 2, 3):
+            run.progress = Progress(step)
+            run.save()
+        assert run._store.steps() == [1, 2]
+        run.finish()
+        assert run._store.steps() == [2, 3]
+
+    def test_not_asynchronous_is_complete_at_once(self, tmp_path):
+        run = saver(tmp_path, asynchronous=False)
+        run.progress = Progress(1)
+        run.save()
+        assert run._store.steps() == [1]
+
+    def test_a_failure_comes_with_the_next_step(self, tmp_path, monkeypatch):
+        saved(tmp_path, 3)
+        run = saver(tmp_path)
+        run.progress = Progress(4)
+        monkeypatch.setattr("trainer.checkpoint.saving.write_share", _no_room)
+        run.save()
+        run._share.wait()
+        with pytest.raises(
+            TrainerError, match=r"step 4 could not be written .*No space.*last whole one is that of step 3"
+        ):
+            run.begin_poll()()
+        assert sorted(path.name for path in run._store.folder.iterdir()) == ["latest", "step-00000003"]
+
+
+@pytest.fixture
+def slow_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Files are written once this is set."""
+    may_write = threading.Event()
+
+    def wait_and_write(*args: Any) -> WrittenFile:
+        assert may_write.wait(30)
+        return write_share(*args)
+
+    monkeypatch.setattr("trainer.checkpoint.saving.write_share", wait_and_write)
+    return may_write
+
+
+def _no_room(folder: Path, name: str, tensors: Any) -> WrittenFile:
+    raise OSError(28, "No space left on device")
+
+
+def save_on_ranks(folder: Path, failing_rank: int | None = None, delete: bool = False) -> str:
     run = saver(folder, world_size=2)
     run.progress = Progress(2, 24)
+    saving.write_share = _no_room if run._mesh.rank == failing_rank else write_share
+    if delete:
+        run._mesh.on_rank_zero(lambda: shutil.rmtree(folder))
     try:
         run.save()
+        run.finish()
     except TrainerError as error:
         return str(error)
+    finally:
+        saving.write_share = write_share
     return f"steps {CheckpointStore(folder, 1).steps()}"
 
 
@@ -173,13 +273,21 @@ def resume_on_ranks(own: Path, shared: Path) -> str:
 
 
 class TestRanks:
-    def test_rank_0_writes_and_the_others_wait(self, ranks: RankPools, tmp_path):
+    def test_every_rank_writes_a_file(self, ranks: RankPools, tmp_path):
         assert ranks(2).run(save_on_ranks, tmp_path) == ["steps [2]"] * 2
+        names = {path.name for path in (tmp_path / "checkpoints" / "step-00000002").iterdir()}
+        assert {share_name(0, 2), share_name(1, 2)} <= names
 
-    def test_what_cannot_be_written_is_told_on_every_rank(self, ranks: RankPools, tmp_path):
-        (tmp_path / "checkpoints").touch()
-        for message in ranks(2).run(save_on_ranks, tmp_path):
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_what_one_cannot_write_is_told_on_every_rank(self, ranks: RankPools, tmp_path, rank):
+        for message in ranks(2).run(save_on_ranks, tmp_path, rank):
+            assert f"could not be written to {tmp_path / 'checkpoints'}: rank {rank}: [Errno 28] No space" in message
+
+    def test_a_folder_that_was_deleted_is_told_on_every_rank(self, ranks: RankPools, tmp_path):
+        for message in ranks(2).run(save_on_ranks, tmp_path / "run", None, True):
             assert "could not be written" in message
+            assert "restore the folder" in message
+        assert not (tmp_path / "run").exists()
 
     def test_all_go_on_from_the_same_step(self, ranks: RankPools, tmp_path):
         saved(tmp_path)

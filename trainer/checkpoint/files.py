@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -185,7 +185,7 @@ class SavedState:
 
     Raises:
         OSError: a file is missing or cannot be read.
-        ValueError, SafetensorError: its files do not hold what it says they hold.
+        ValueError: its files do not hold what it says they hold.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -197,8 +197,11 @@ class SavedState:
             raise ValueError(f"it is damaged: {FACTS} has no {error}") from error
         self._boxes: dict[str, list[_SavedBox]] = {}
         for file in sorted(name for name in described["files"] if _SHARE_NAME.fullmatch(name)):
-            for box in _boxes_of(folder / file):
-                self._boxes.setdefault(box.name, []).append(box)
+            try:
+                for box in _boxes_of(folder / file):
+                    self._boxes.setdefault(box.name, []).append(box)
+            except SafetensorError as error:
+                raise ValueError(f"it is damaged: {file}: {error}") from error
         self._refuse_incomplete()
 
     @property

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from trainer.checkpoint.files import (
@@ -267,7 +266,7 @@ class Saver:
         try:
             verify(self._store.path(step), self._mesh.rank, self._mesh.world_size)
             state = SavedState(self._store.path(step))
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError) as error:
             problem = str(error)
         problems = self._mesh.share(self._mesh.gather(problem))
         first = next((told for told in problems if told), "")

@@ -1,0 +1,70 @@
+"""Kills a save before each of its changes of the file system, each time in a process of its own, and says what is left.
+
+`python killed_saver.py FOLDER STEP`: step 1 is saved, then STEP, which is killed. One line for each change: its number,
+and the step of the newest whole checkpoint, `damaged` where one had to be passed over; the last line is `done`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoint.samples import LARGE, is_whole, newest, save
+from trainer.checkpoint import files
+from trainer.checkpoint.store import CheckpointStore
+
+
+def kill_before(call: int) -> None:
+    """Counts what changes the file system, whoever does it."""
+    calls = count(1)
+
+    def counted(function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return run
+
+    for name in ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink"):
+        setattr(os, name, counted(getattr(os, name)))
+    for name in ("write_bytes", "write_text"):
+        setattr(Path, name, counted(getattr(Path, name)))
+    files.save_file = counted(files.save_file)
+
+
+def was_killed(store: CheckpointStore, step: int, call: int) -> bool:
+    """Whether a save of `step` had so many changes to make."""
+    child = os.fork()
+    if child == 0:
+        kill_before(call)
+        save(store, step, num_elements=LARGE)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def main() -> None:
+    folder, step = Path(sys.argv[1]), int(sys.argv[2])
+    for call in count(1):
+        store = CheckpointStore(folder / str(call), keep=1)
+        store.open()
+        save(store, 1, num_elements=LARGE)
+        killed = was_killed(store, step, call)
+        store.open()
+        state, problems = newest(store)
+        found = state.facts.progress.step if state else 0
+        print(call, "damaged" if problems or not is_whole(state, found, LARGE) else found)
+        save(store, 3, num_elements=LARGE)
+        assert sorted(os.listdir(store.folder)) == ["latest", "step-00000003"], "the next save finds nothing in its way"
+        if not killed:
+            print("done")
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Small checkpoints whose content follows from their step, saved without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.files import (
+    FACTS,
+    SUMS,
+    Facts,
+    SavedState,
+    share_name,
+    snapshot,
+    verify,
+    write_bytes,
+    write_share,
+)
+from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.store import CheckpointStore
+from trainer.observe.records import BestMetric
+from trainer.parallel.parts import Box, TensorPart
+
+MODEL_FILE = "model/config.json"
+LARGE = 200_000  # elements: enough for a kill to fall into their writing
+FILES = [SUMS, MODEL_FILE, share_name(0, 1), FACTS]
+
+
+def tensors_of(step: int, num_elements: int = 12) -> dict[str, Tensor]:
+    """Every element is the step, so that a mixture of two checkpoints shows."""
+    weight = torch.full((num_elements // 4, 4), float(step))
+    return {"model.weight": weight, "optimizer.weight.step": torch.tensor(float(step))}
+
+
+def facts_of(step: int, tensors: dict[str, Tensor], best: int | None = None) -> Facts:
+    return Facts(
+        Progress(step, step * 8, step * 77, BestMetric("accuracy", 0.1 + 0.2, best or 0) if best else None, 1),
+        {"seed": 1, "betas": [0.9, 0.999]},
+        {"layout": "one process"},
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        {"loss_scaler.scale": 65536.0},
+    )
+
+
+def save(store: CheckpointStore, step: int, best: int | None = None, num_elements: int = 12) -> Path:
+    """What one rank does to save."""
+    tensors = tensors_of(step, num_elements)
+    folder = store.begin(step)
+    parts = [TensorPart(name, tuple(t.shape), (Box((0,) * t.dim(), t),)) for name, t in tensors.items()]
+    files = [write_share(folder, share_name(0, 1), snapshot(parts)), write_bytes(folder, MODEL_FILE, b"{}")]
+    return store.complete(facts_of(step, tensors, best), files)
+
+
+def newest(store: CheckpointStore) -> tuple[SavedState | None, list[str]]:
+    """What one rank goes on from, and what it passes over."""
+    problems = []
+    for step in reversed(store.steps()):
+        try:
+            verify(store.path(step))
+            return SavedState(store.path(step)), problems
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+    return None, problems
+
+
+def is_whole(state: SavedState | None, step: int, num_elements: int = 12) -> bool:
+    """Whether a checkpoint is that of `step`, every element of it."""
+    return (
+        state is not None
+        and state.facts.progress.step == step
+        and all(torch.equal(state.read(name), tensor) for name, tensor in tensors_of(step, num_elements).items())
+    )
