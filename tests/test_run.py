@@ -19,6 +19,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassificatio
 
 from tests.helpers import processes
 from tests.helpers.tiny_run import NUM_VALIDATION_ROWS, write_tiny_image_run, write_tiny_run
+from trainer.checkpoint.files import SavedState, share_name
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.native import NativeEngine
 from trainer.errors import ExitCode, NonFiniteError, UsageError
@@ -135,7 +136,7 @@ class TestWholeRun:
 
     def test_the_best_model_is_that_of_the_best_evaluation(self, whole):
         store = CheckpointStore(whole.parent / "run", keep=1)
-        progress = store.newest()[0].progress
+        progress = SavedState(store.path(store.steps()[-1])).facts.progress
         accuracies = {record.step: record.metrics["accuracy"] for record in metrics(whole).evaluations}
         assert progress.best.value == max(accuracies.values()) == accuracies[progress.best.step]
         same = all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(whole, "best").items())
@@ -252,7 +253,7 @@ class TestResume:
     def test_a_damaged_checkpoint_is_passed_over_and_said(self, whole, tmp_path, capsys):
         recipe = write_tiny_run(tmp_path)
         train(recipe, "training.stop_at_step=6", "checkpoint.every=3 steps")
-        tensors = tmp_path / "run" / "checkpoints" / "step-00000006" / "state.safetensors"
+        tensors = tmp_path / "run" / "checkpoints" / "step-00000006" / share_name(0, 1)
         content = tensors.read_bytes()
         tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         capsys.readouterr()
