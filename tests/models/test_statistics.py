@@ -62,7 +62,9 @@ def test_a_row_is_the_same_alone_and_among_others_and_nothing_changes(pretrained
 
 def test_layers_are_found_over_the_stages(pretrained):
     layers = layers_of(build(pretrained).model)
-    assert [name.removeprefix("encoder.stages.") for name in layers] == ["0.layers.0", "1.layers.0", "1.layers.1"]
+    assert [name.removeprefix("encoder.stages.") for name in layers] == [
+        "0.layers.0", "0.layers.1", "1.layers.0", "1.layers.1"
+    ]  # fmt: skip
 
 
 def test_tensor_ranks_are_refused(pretrained):
