@@ -20,8 +20,8 @@ from trainer.models.families.table import layers_of
 Shape = tuple[int, ...]
 
 _IMAGE_SIZE = 224
-"""Pixels of the square image that layers are weighed by: what ResNets are trained with. Which layer is whose must follow
-from the recipe alone, before any image was seen, and what layers cost beside each other hardly depends on the size."""
+"""Height and width of the image that layers are weighed by: those that ResNets are usually trained with. Which layer is
+whose must follow from the recipe alone, before any image was seen."""
 
 
 class CrossingShapes:
