@@ -1,48 +1,37 @@
-"""Images through pipeline stages: a ViT is cut between its layers, a ResNet is refused."""
+"""Images through pipeline stages: a ViT is cut between its layers, a ResNet between its residual layers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TINY_RESNET, Curve, build_tiny, tiny_recipe, train_tiny
+from tests.helpers.training import TINY_RESNET, TINY_TASKS, TINY_VIT, Curve, tiny_images, tiny_recipe, train_tiny
 from tests.parity.cases import assert_same_curve
-from trainer.errors import UsageError
-from trainer.recipe.schema import Recipe
 
 
-def recipe_of(stages: int, **keys: Any) -> Recipe:
-    return tiny_recipe(
+def train(config: dict[str, Any], size: int, stages: int) -> Curve:
+    """Over several epochs, each of which ends in a batch of two rows: fewer than there are microbatches."""
+    images = replace(TINY_TASKS["image_classification"], split=partial(tiny_images, size=size))
+    recipe = tiny_recipe(
         task={"type": "image_classification"},
+        model={"config": config},
         parallel={"pipeline": {"stages": stages}},
         training={"micro_batch_size": 3},
-        **keys,
     )
+    with mock.patch.dict(TINY_TASKS, image_classification=images):
+        return train_tiny(recipe)
 
 
-def train(stages: int) -> Curve:
-    return train_tiny(recipe_of(stages))
-
-
-def test_a_vit_in_stages_is_one_process(ranks: RankPools):
-    """Over several epochs, each of which ends in a batch of two rows: fewer than there are microbatches."""
-    expected = train(1)
+@pytest.mark.parametrize(
+    ("config", "size"), [(TINY_VIT, 16), (TINY_RESNET, 19)], ids=["vit", "a resnet of images of odd size"]
+)
+def test_stages_are_one_process(ranks: RankPools, config, size):
+    expected = train(config, size, 1)
     assert len(expected.losses) == 20
-    for curve in ranks(2).run(train, 2):
+    for curve in ranks(2).run(train, config, size, 2):
         assert_same_curve(curve, expected)
-
-
-def build_resnet() -> str:
-    with pytest.raises(UsageError) as error:
-        build_tiny(recipe_of(2, model={"config": TINY_RESNET}))
-    return str(error.value)
-
-
-def test_a_resnet_in_stages_is_refused_with_what_can(ranks: RankPools):
-    for message in ranks(2).run(build_resnet):
-        assert "`parallel.pipeline.stages` is above 1, but the family resnet cannot be cut" in message
-        able = message.rpartition("the families that can are ")[2].split(", ")
-        assert {"bert", "vit"} <= set(able)
-        assert "resnet" not in able

@@ -69,7 +69,7 @@ TINY_RESNET = {
     "num_channels": 1,
     "embedding_size": 8,
     "hidden_sizes": [8, 16],
-    "depths": [1, 2],
+    "depths": [2, 2],
     "layer_type": "basic",
 }
 
@@ -125,15 +125,15 @@ def tiny_split(num_rows: int = NUM_ROWS, has_classes: bool = True) -> EncodedSpl
     )
 
 
-def tiny_images(num_rows: int = NUM_ROWS) -> EncodedSplit:
-    """Random images of 16 x 16 values from 0 to 255 with random classes, the same on every rank."""
+def tiny_images(num_rows: int = NUM_ROWS, size: int = 16) -> EncodedSplit:
+    """Random square images of values from 0 to 255 with random classes, the same on every rank."""
     random = np.random.default_rng(0)
     return EncodedSplit(
         offsets=np.zeros(num_rows + 1, np.int64),
         tokens={},
         scalars={"labels": random.integers(0, NUM_CLASSES, num_rows)},
         content_hash="tiny images",
-        arrays={"pixel_values": random.integers(0, 256, (num_rows, 1, 16, 16), np.uint8)},
+        arrays={"pixel_values": random.integers(0, 256, (num_rows, 1, size, size), np.uint8)},
     )
 
 
@@ -265,6 +265,15 @@ def _mesh(layout: Layout, device: torch.device) -> ParallelMesh:
     return ParallelMesh(device, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp, pp=layout.pp)
 
 
+def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """With images too, which are fp32."""
+
+    def cast(module: nn.Module, args: Any, kwargs: dict[str, Tensor]) -> tuple[Any, Any]:
+        return args, {name: t.to(dtype) if t.is_floating_point() else t for name, t in kwargs.items()}
+
+    model.to(dtype).register_forward_pre_hook(cast, with_kwargs=True)
+
+
 def build_tiny(
     recipe: Recipe,
     dtype: torch.dtype = torch.float32,
@@ -284,7 +293,7 @@ def build_tiny(
         ]
     if dtype != torch.float32:
         for one in built:
-            one.model.to(dtype)
+            _compute_in(one.model, dtype)
     split = tiny.split(num_rows)
     if recipe.model.config and recipe.model.config["model_type"] == "t5":  # it classifies at the end of a sequence
         split.tokens["input_ids"][split.offsets[1:] - 1] = T5_END

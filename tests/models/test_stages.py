@@ -12,20 +12,23 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from tests.helpers.families import CONFIGS
-from tests.helpers.training import TINY_BERT
+from tests.helpers.training import TINY_BERT, TINY_RESNET
 from trainer.errors import UsageError
 from trainer.models.families.table import FAMILIES, layers_of
-from trainer.models.stages import StageSplit, _balanced, cut_stage, split_stages
+from trainer.models.stages import StageSplit, _balanced, _costs, cut_stage, split_stages
 
 FAMILIES_WITH_STAGES = [name for name, family in FAMILIES.items() if family.stages is not None]
-SEQUENCE = "AutoModelForSequenceClassification"
+SEQUENCE, IMAGES = "AutoModelForSequenceClassification", "AutoModelForImageClassification"
+IMAGE_FAMILIES = ("vit", "resnet")
+TINY = {**CONFIGS, "resnet": TINY_RESNET}
+ODD = 35  # pixels, which no layer halves evenly
 
 
 def tiny(model_type: str, head: str = SEQUENCE, /, **keys: Any) -> nn.Module:
-    keys = {**CONFIGS.get(model_type, {}), "num_labels": 3, **keys}
+    keys = {**TINY.get(model_type, {}), "num_labels": 3, **keys}
     keys.pop("model_type", None)
     config = AutoConfig.for_model(model_type, **keys)
-    if model_type != "vit" and config.pad_token_id is None:
+    if model_type not in IMAGE_FAMILIES and config.pad_token_id is None:
         config.pad_token_id = 0
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, head).from_config(config)
@@ -34,8 +37,9 @@ def tiny(model_type: str, head: str = SEQUENCE, /, **keys: Any) -> nn.Module:
 
 def inputs_of(model: Any) -> dict[str, Tensor]:
     torch.manual_seed(1)
-    if model.config.model_type == "vit":
-        return {"pixel_values": torch.randn(2, 3, model.config.image_size, model.config.image_size)}
+    if model.config.model_type in IMAGE_FAMILIES:
+        size = getattr(model.config, "image_size", ODD)
+        return {"pixel_values": torch.randn(2, model.config.num_channels, size, size)}
     ids, mask = torch.randint(5, 100, (2, 7)), torch.ones(2, 7, dtype=torch.int64)
     mask[0, 5:] = 0
     if model.config.model_type == "t5":
@@ -53,11 +57,13 @@ def in_stages(model: nn.Module, split: StageSplit) -> tuple[Tensor, list[nn.Modu
     """The logits, and the stages, each cut from a copy."""
     received: Any = ()
     stages = []
+    inputs = inputs_of(model)
     for stage in range(split.num_stages):
         module = copy.deepcopy(model)
         part = cut_stage(module, split, stage)
         assert len(part.receives) == len(received)
-        received = part.run(module.forward, received, inputs_of(model))
+        assert all(tensor.shape == part.shapes.of(inputs, num_rows=2)[stage - 1] for tensor in received)
+        received = part.run(module.forward, received, inputs)
         stages.append(module)
     return received.logits, stages
 
@@ -65,8 +71,7 @@ def in_stages(model: nn.Module, split: StageSplit) -> tuple[Tensor, list[nn.Modu
 class TestStages:
     @pytest.mark.parametrize("model_type", FAMILIES_WITH_STAGES)
     def test_are_the_model(self, model_type):
-        head = "AutoModelForImageClassification" if model_type == "vit" else SEQUENCE
-        model = tiny(model_type, head)
+        model = tiny(model_type, IMAGES if model_type in IMAGE_FAMILIES else SEQUENCE)
         for num_stages in range(1, len(layers_of(model)) + 1):
             logits, stages = in_stages(model, split_stages(model, num_stages))
             assert torch.equal(logits, model(**inputs_of(model)).logits)
@@ -123,6 +128,29 @@ class TestSplit:
         classifies, guesses = tiny("bert", **keys), tiny("bert", "AutoModelForMaskedLM", **keys)
         assert split_stages(classifies, 2).starts[1] <= 5
         assert split_stages(guesses, 2).starts[1] > split_stages(classifies, 2).starts[1]
+
+    def test_weighs_convolutions_by_what_they_compute(self):
+        """Each group of a ResNet-18 multiplies about as often as any other, with four times its parameters at most."""
+        keys = {"embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2]}
+        model = tiny("resnet", IMAGES, **keys)
+        before, layers, after = _costs(model, tuple(layers_of(model)))
+        assert before == 49 * 64 * 112**2  # a kernel of 7 x 7 for each feature and place of its one channel
+        assert layers[:2] == [2 * 9 * 64 * 64 * 56**2] * 2
+        assert layers[2] == (9 * 64 * 128 + 9 * 128 * 128 + 64 * 128) * 28**2  # and its shortcut
+        assert layers[3] == layers[5] == layers[7] == layers[0]
+        assert after == 512 * 3
+        assert split_stages(model, 2).starts == (0, 4)
+        assert split_stages(model, 4).starts == (0, 2, 4, 6)
+
+    def test_a_resnet_by_its_residual_layers(self):
+        model = tiny("resnet", IMAGES)
+        split = split_stages(model, 2, ["encoder.stages.0.layers.1"])
+        logits, _ = in_stages(model, split)
+        assert torch.equal(logits, model(**inputs_of(model)).logits)
+        with pytest.raises(UsageError, match=r"from encoder.stages.0.layers.0 to encoder.stages.1.layers.1, but names"):
+            split_stages(model, 2, ["encoder.stages.1"])
+        with pytest.raises(UsageError, match="asks for 5 stages, but the model has 4 layers"):
+            split_stages(model, 5)
 
     def test_by_names(self):
         model = tiny("bert", **{**TINY_BERT, "num_hidden_layers": 4})

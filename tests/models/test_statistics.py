@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,9 @@ def test_a_row_is_the_same_alone_and_among_others_and_nothing_changes(pretrained
 
 def test_layers_are_found_over_the_stages(pretrained):
     layers = layers_of(build(pretrained).model)
-    assert [name.removeprefix("encoder.stages.") for name in layers] == ["0.layers.0", "1.layers.0", "1.layers.1"]
+    assert [name.removeprefix("encoder.stages.") for name in layers] == [
+        "0.layers.0", "0.layers.1", "1.layers.0", "1.layers.1"
+    ]  # fmt: skip
 
 
 def test_tensor_ranks_are_refused(pretrained):
@@ -105,12 +108,12 @@ def test_stages_together_have_the_hash_of_the_whole(ranks: RankPools):
     assert whole != hash_of(with_buffers("a", "b", "d"))
 
 
-def train_and_export(source: Path, folder: Path) -> dict[str, torch.Tensor]:
+def train_and_export(source: Path, folder: Path, parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
     recipe = tiny_recipe(
         task={"type": "image_classification"},
         model={"name_or_path": str(source), "config": None},
         training={"max_steps": 2, "micro_batch_size": 6},
-        parallel=parallel_keys("fsdp", 2),
+        parallel=parallel,
     )
     with tiny_training(recipe) as training:
         training.steps(2)
@@ -118,10 +121,15 @@ def train_and_export(source: Path, folder: Path) -> dict[str, torch.Tensor]:
         return {name: buffer.clone() for name, buffer in persistent_buffers(training.model).items()}
 
 
-def test_the_exported_folder_holds_the_statistics(ranks: RankPools, pretrained, tmp_path):
-    ranks(2).run(train_and_export, pretrained, tmp_path / "model")
+@pytest.mark.parametrize("parallel", [parallel_keys("fsdp", 2), {"pipeline": {"stages": 2}}], ids=["fsdp", "stages"])
+def test_the_exported_folder_holds_the_statistics(ranks: RankPools, pretrained, tmp_path, parallel):
+    ranks(2).run(train_and_export, pretrained, tmp_path / "model", parallel)
     model, loading = AutoModelForImageClassification.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     source = AutoModelForImageClassification.from_pretrained(pretrained)
     assert all(torch.equal(buffer, dict(model.named_buffers())[name]) for name, buffer in source.named_buffers())
     assert not torch.equal(source.classifier[1].weight, model.classifier[1].weight), "it was trained"
+    train_and_export(pretrained, tmp_path / "one process", {})
+    expected = AutoModelForImageClassification.from_pretrained(tmp_path / "one process")
+    for name, weight in expected.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), weight)

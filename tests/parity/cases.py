@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -31,6 +31,8 @@ GLOBAL_BATCH_SIZE = 12
 # T5 classifies at the end of a sequence, which the random tokens here have none of, and ViT looks at images.
 TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "vit", "resnet")]
 DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "t5", "vit")
+# Those of which one step of plain descent is compared too: what all strategies are tried with, and convolutions.
+SGD_FAMILIES = ("bert", "resnet")
 IMAGE_FAMILIES = {"vit": TINY_VIT, "resnet": TINY_RESNET}
 
 
@@ -205,7 +207,7 @@ def pipeline_matrix() -> Iterator[Case]:
 
 
 def image_cases() -> Iterator[Case]:
-    """A ViT under each kind of engine and over tensor ranks, and a ResNet, whose layers are found by FSDP."""
+    """A ViT under each kind of engine and over tensor ranks; a ResNet, whose layers FSDP finds, and in stages."""
     for strategy, accumulates, checkpointing in (
         ("ddp", True, "none"),
         ("fsdp", True, "full"),
@@ -213,7 +215,12 @@ def image_cases() -> Iterator[Case]:
     ):
         yield Case(strategy, 2, accumulates, "fp32", checkpointing, 0.1, model_type="vit")
     yield Case("ddp", 2, True, "fp32", "full", 0.1, tensor=2, sequence=True, model_type="vit")
-    yield Case("fsdp", 2, True, "fp32", "full", 0.0, model_type="resnet")
+    resnet = partial(Case, precision="fp32", dropout=0.0, model_type="resnet")
+    yield resnet("fsdp", 2, True, checkpointing="full")
+    for schedule in SCHEDULES:
+        yield resnet("ddp", 2, False, checkpointing="none", stages=2, schedule=schedule)
+    yield resnet("fsdp", 4, True, checkpointing="full", stages=2)
+    yield resnet("ddp", 6, True, checkpointing="none", stages=3)
 
 
 @dataclass
@@ -221,13 +228,13 @@ class Outcome:
     """What one rank, or one process, found."""
 
     curve: Curve
-    sgd: Curve | None  # of the family that all strategies are tried with
+    sgd: Curve | None  # of `SGD_FAMILIES`
     sgd_fp64: Curve | None
 
 
 def train(case: Case) -> Outcome:
     """On this rank."""
-    if case.model_type != "bert":
+    if case.model_type not in SGD_FAMILIES:
         return Outcome(train_tiny(case.recipe()), None, None)
     # ZeRO's master weights are fp32; four ranks on few cores take long.
     in_fp64 = case.precision == "fp32" and not STRATEGIES[case.strategy].zero_stage and case.world_size < 4

@@ -21,12 +21,12 @@ from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine
 from trainer.engine.sharded import shard
 from trainer.models.building import BuiltModel
-from trainer.models.stages import StagePart, hidden_shape
+from trainer.models.stages import StagePart
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.gradients import TiedGradients, sum_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
-from trainer.parallel.pipeline import BusyClock, LocalStage, PipelineDriver
+from trainer.parallel.pipeline import BusyClock, LocalStage, PipelineDriver, Shapes
 from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.recipe.plan import PipelinePlan, RunPlan
 from trainer.tasks.task import Task
@@ -131,7 +131,7 @@ class PipelinedForward(ModelForward):
                 return logits.sum() * 0.0  # so that its backward pass runs as any other's
             return self._task.loss_sum(logits[:count], labels[real]) * scale / denominator
 
-        total = self._driver.train(self._inputs(rows), self._shape(rows), loss)
+        total = self._driver.train(self._inputs(rows), self._shapes(rows), loss)
         self._watch = nullcontext()
         return total / scale
 
@@ -141,7 +141,7 @@ class PipelinedForward(ModelForward):
         self._set_training(False)
         num_valid = int(self._task.num_valid(microbatch.labels))
         (rows,) = passes_of([microbatch], 1, self._pipeline.num_microbatches)
-        logits = self._driver.forward(self._inputs(rows), self._shape(rows))
+        logits = self._driver.forward(self._inputs(rows), self._shapes(rows))
         if microbatch.filler or logits is None:
             return EvalResult(0.0, 0, {})
         labels = microbatch.labels.to(self._mesh.device)
@@ -172,8 +172,8 @@ class PipelinedForward(ModelForward):
         tensors = {**rows.inputs, _ROWS: rows.rows}
         return {name: tensor.to(self._mesh.device, non_blocking=True) for name, tensor in tensors.items()}
 
-    def _shape(self, rows: Pass) -> tuple[int, ...]:
-        return (rows.rows_of_each, *hidden_shape(self._model, rows.inputs))
+    def _shapes(self, rows: Pass) -> Shapes:
+        return _part(self._built[0]).shapes.of(rows.inputs, rows.rows_of_each)
 
     def _set_training(self, mode: bool) -> None:
         for stage in self._built:

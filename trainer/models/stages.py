@@ -21,6 +21,7 @@ from trainer.models.families.family import LayerStack, StagePlan, matches, relat
 from trainer.models.families.table import FAMILIES, family_of, layers_of
 from trainer.models.names import aliases
 from trainer.models.sequence import change_inputs
+from trainer.models.shapes import CrossingShapes, multiplications
 from trainer.parallel.stage import Absent, Later, Passing, Received, StageLeft, StageTraffic, on_meta
 
 Names = tuple[str, ...]
@@ -67,7 +68,7 @@ class StagePart:
 
     `layers` are its layers, by name. `origins` are the names by which the whole model knows the parameters that it
     holds, where they are not their own: tied ones, and copies of what the first layer has. `holders` are the stages
-    that hold such a parameter, by its name in the whole model.
+    that hold such a parameter, by its name in the whole model. `shapes` are of what all stages send.
     """
 
     layers: Names
@@ -76,6 +77,7 @@ class StagePart:
     holders: dict[str, tuple[int, ...]]
     receives: Crossing
     sends: Crossing
+    shapes: CrossingShapes
     result_as: str | None  # the argument by which the model is given the result of an earlier stack
 
     def run(self, forward: Callable[..., Any], received: Sequence[Tensor], inputs: Mapping[str, Any]) -> Any:
@@ -83,7 +85,8 @@ class StagePart:
 
         Args:
             forward: of the model.
-            received: from the stage before, each `[batch, positions, hidden]`.
+            received: from the stage before, each `[batch, positions, hidden]`, or of images perhaps
+                `[batch, channels, height, width]`.
             inputs: the model's keyword arguments, on every stage alike.
 
         Returns:
@@ -190,18 +193,13 @@ def _balanced(costs: tuple[float, list[float], float], num_stages: int) -> tuple
 
 
 def _costs(model: nn.Module, layers: Names) -> tuple[float, list[float], float]:
-    """Multiplications for one token in a forward pass: elements of matrices, those of tables aside."""
+    """Multiplications of a forward pass: what is before the layers, each layer, and what is after them."""
     costs = dict.fromkeys(layers, 0.0)
     before = after = 0.0
-    plan, seen_layer = plan_of(model), False
-    for name, module in model.named_modules():
+    plan = plan_of(model)
+    for name, cost in _module_costs(model, plan):
         relative = relative_name(model, name)
         layer = next((layer for layer in layers if _within(relative, layer)), None)
-        seen_layer |= layer is not None
-        is_table = isinstance(module, nn.Embedding)
-        cost = sum(p.shape[0] if is_table else p.numel() for p in module.parameters(recurse=False))
-        if is_table and cost:  # a row is looked up and added, whatever its table holds
-            cost = next(module.parameters()).shape[1]
         if layer is not None:
             costs[layer] += cost
         elif any(_stands_before(stack, relative) for stack in plan.stacks):
@@ -209,6 +207,22 @@ def _costs(model: nn.Module, layers: Names) -> tuple[float, list[float], float]:
         else:
             after += cost
     return before, [costs[layer] for layer in layers], after
+
+
+def _module_costs(model: nn.Module, plan: StagePlan) -> Iterator[tuple[str, int]]:
+    """What each module with parameters of its own costs: for one token of a text, or for one image."""
+    # A convolution uses its parameters once for every place in the image, of which deeper layers have fewer.
+    counted = multiplications(model) if plan.changes_shape else None
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not own:
+            continue
+        if counted is not None:
+            yield name, counted.get(name, 0)
+        elif isinstance(module, nn.Embedding):
+            yield name, own[0].shape[1]  # a row is looked up and added, whatever its table holds
+        else:
+            yield name, sum(parameter.numel() for parameter in own)
 
 
 def _within(name: str, outer: str) -> bool:
@@ -226,6 +240,13 @@ def _stands_before(stack: LayerStack, name: str) -> bool:
 
 def _stands_after(stack: LayerStack, name: str) -> bool:
     return any(matches(pattern, prefix) for pattern in stack.after for prefix in _prefixes(name))
+
+
+def _is_group(stack: LayerStack, name: str) -> bool:
+    """Whether a module only calls layers, some of those of its stack, one after the other."""
+    parts = stack.layers.split(".")
+    first = next((number for number, part in enumerate(parts, 1) if "*" in part), len(parts))
+    return any(matches(".".join(parts[:length]), name) for length in range(first, len(parts)))
 
 
 class _Owners:
@@ -276,6 +297,7 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
     stack_of = [next(stack for stack in plan.stacks if matches(stack.layers, layer)) for layer in split.layers]
     first = split.starts[stage]
     following = first + len(split.layers_of(stage))
+    shapes = CrossingShapes(model, [split.layers[start] for start in split.starts[1:]], plan.changes_shape)
     origins = _tied_names(model)
     holders: dict[str, set[int]] = {}
     for name, origin in origins.items():
@@ -300,7 +322,9 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
         for attribute, child in list(owner.named_children()):
             name = f"{path}.{attribute}" if path else attribute
             stages = owners.stages(name, child)
-            if stage in stages:
+            # What only calls layers stays, so that those of earlier stages let pass and the first later one is met.
+            is_group = any(_is_group(stack, relative_name(model, name)) for stack in plan.stacks)
+            if stage in stages or is_group:
                 prune(child, name)
             elif stages:
                 setattr(owner, attribute, stand_in(name, child, stages))
@@ -321,6 +345,7 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
         {origin: tuple(sorted(stages)) for origin, stages in holders.items() if len(stages) > 1},
         receives,
         sends,
+        shapes,
         next((stack.result_as for stack in plan.stacks if stack.result_as), None) if receives.result else None,
     )
 
@@ -393,19 +418,3 @@ def _keep_result(module: nn.Module, traffic: StageTraffic) -> None:
         traffic.result = output[0]
 
     module.register_forward_hook(keep)
-
-
-def hidden_shape(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Positions and features of the hidden states that travel between stages.
-
-    Args:
-        model: of transformers.
-        inputs: `input_ids` `[batch, positions]`, or `pixel_values` `[batch, channels, height, width]`.
-    """
-    config: Any = model.config
-    if "input_ids" in inputs:
-        return inputs["input_ids"].shape[1], config.hidden_size
-    size = config.patch_size
-    rows, columns = (size, size) if isinstance(size, int) else size
-    height, width = inputs["pixel_values"].shape[2:]
-    return (height // rows) * (width // columns) + 1, config.hidden_size  # and the class token

@@ -1,7 +1,7 @@
 """Drives the stages of one rank through a schedule of `torch.distributed.pipelining`.
 
 Torch runs the schedule, sends and receives. Here, its objects are made for the shapes of each pass: the ranks of a
-pipeline read the same rows, so every stage knows the shape of what it will receive, and nothing is negotiated.
+pipeline read the same rows, so every stage knows the shapes of what it receives and sends, and nothing is negotiated.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ SCHEDULE_CLASSES: dict[str, Any] = {
 """By the names of `recipe/schedules.py`."""
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+Shapes = tuple[tuple[int, ...], ...]
+"""Of what each stage but the last sends for one microbatch: all its tensors are alike, but not those of two stages."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class PipelineDriver:
         self._group = group
         self._device = device
         self._loss: LossFunction
-        self._made: dict[bool, tuple[tuple[int, ...], Any]] = {}  # the last of each kind: for which shape, and it
+        self._made: dict[bool, tuple[Shapes, Any]] = {}  # the last of each kind: for which shapes, and it
         self.clock = BusyClock(device)
 
     @property
@@ -135,18 +137,18 @@ class PipelineDriver:
         """Whether the loss is computed on this rank."""
         return self._stages[-1].index == self._num_stages - 1
 
-    def train(self, inputs: Mapping[str, Tensor], shape: Sequence[int], loss: LossFunction) -> Tensor:
+    def train(self, inputs: Mapping[str, Tensor], shapes: Shapes, loss: LossFunction) -> Tensor:
         """Forward and backward of one pass; gradients accumulate.
 
         Args:
             inputs: of all microbatches, each `[microbatches * rows, ...]`, on every stage.
-            shape: of what travels between stages, for one microbatch: `[rows, positions, hidden]`.
+            shapes: of what travels between stages, such as `[rows, positions, hidden]`.
             loss: of the logits of a microbatch and its number in the pass, an int64 tensor of one element on the CPU.
 
         Returns:
             The sum of the losses, a detached float64 scalar; zero where the last stage is on another rank.
         """
-        schedule = self._schedule(tuple(shape), is_training=True)
+        schedule = self._schedule(shapes, is_training=True)
         self._loss = loss
         losses: list[Tensor] = []
         numbers = torch.arange(self._num_microbatches) if self.has_last_stage else None
@@ -156,9 +158,9 @@ class PipelineDriver:
         return torch.stack([value.detach() for value in losses]).double().sum()
 
     @torch.no_grad()
-    def forward(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor | None:
+    def forward(self, inputs: Mapping[str, Tensor], shapes: Shapes) -> Tensor | None:
         """One pass without gradients: the logits `[microbatches * rows, ...]` on the rank of the last stage."""
-        schedule = self._schedule(tuple(shape), is_training=False)
+        schedule = self._schedule(shapes, is_training=False)
         logits: Tensor | None = self._run(lambda: schedule.step(**inputs))
         return logits
 
@@ -169,12 +171,12 @@ class PipelineDriver:
             # Torch puts what a stage raises into an error of its own, a page long; ours say what to do.
             raise error.__cause__ or error from error.__cause__
 
-    def _schedule(self, shape: tuple[int, ...], is_training: bool) -> Any:
-        """Torch's schedule for microbatches of this shape, made anew where the last one was for another."""
+    def _schedule(self, shapes: Shapes, is_training: bool) -> Any:
+        """Torch's schedule for microbatches of these shapes, made anew where the last one was for others."""
         made_for, schedule = self._made.get(is_training, ((), None))
-        if made_for == shape:
+        if made_for == shapes:
             return schedule
-        stages = [self._stage(stage, shape, is_training) for stage in self._stages]
+        stages = [self._stage(stage, shapes, is_training) for stage in self._stages]
         single = issubclass(self._class, ScheduleGPipe | Schedule1F1B)
         schedule = self._class(
             stages[0] if single else stages,
@@ -182,28 +184,28 @@ class PipelineDriver:
             loss_fn=self._loss_of_pass if is_training else None,
             scale_grads=False,  # the losses are sums, divided already
         )
-        self._made[is_training] = (shape, schedule)
+        self._made[is_training] = (shapes, schedule)
         return schedule
 
     def _loss_of_pass(self, logits: Tensor, number: Tensor) -> Tensor:
         return self._loss(logits, number)
 
-    def _stage(self, stage: LocalStage, shape: tuple[int, ...], is_training: bool) -> _TimedStage:
+    def _stage(self, stage: LocalStage, shapes: Shapes, is_training: bool) -> _TimedStage:
         dtype = next((p.dtype for p in stage.module.parameters() if p.is_floating_point()), torch.float32)
 
-        def examples(count: int) -> tuple[Tensor, ...]:
+        def examples(sender: int, count: int) -> tuple[Tensor, ...]:
             return tuple(
-                torch.empty(shape, dtype=dtype, device="meta", requires_grad=is_training) for _ in range(count)
+                torch.empty(shapes[sender], dtype=dtype, device="meta", requires_grad=is_training) for _ in range(count)
             )
 
         # What the last stage returns goes nowhere, so that its shape is never looked at.
-        sent = examples(stage.num_sent) if stage.num_sent else (torch.empty(1, device="meta"),)
+        sent = examples(stage.index, stage.num_sent) if stage.num_sent else (torch.empty(1, device="meta"),)
         timed = _TimedStage(
             stage.module,
             stage.index,
             self._num_stages,
             self._device,
-            input_args=examples(stage.num_received),
+            input_args=examples(stage.index - 1, stage.num_received),
             output_args=sent,
             group=self._group,
         )

@@ -63,6 +63,9 @@ class StagePlan:
     """Where pipeline stages may cut an architecture: between layers. What stands nowhere here is of the last stage."""
 
     stacks: tuple[LayerStack, ...]
+    # Whether layers change the shape of what passes through them, as those of a convolutional network do: shapes and
+    # costs are then those of a forward pass over an image.
+    changes_shape: bool = False
 
 
 @dataclass(frozen=True)

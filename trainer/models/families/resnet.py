@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from trainer.models.families.family import ModelFamily
+from trainer.models.families.family import LayerStack, ModelFamily, StagePlan
 
-RESNET = ModelFamily("resnet", layers="encoder.stages.*.layers.*", tensor=None)
+_LAYERS = "encoder.stages.*.layers.*"
+
+RESNET = ModelFamily(
+    "resnet",
+    layers=_LAYERS,
+    tensor=None,
+    stages=StagePlan((LayerStack(_LAYERS, before=("embedder",)),), changes_shape=True),
+)
