@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from tests.helpers.collectives import counted_collectives
 from tests.helpers.families import CONFIGS
 from tests.helpers.ranks import RankError, RankPools
 from tests.helpers.training import TINY_BERT, Curve, tiny_recipe, tiny_training, train_tiny
-from tests.parity.cases import assert_same_curve, reference
 from tests.parity.test_export import exported
-from tests.parity.test_resuming import first_steps, last_steps, tail
 from trainer.observe.meter import ModelSize
 from trainer.recipe.schema import Recipe
 from trainer.run_info import model_size
@@ -101,25 +98,6 @@ def test_what_all_tensor_ranks_hold_is_equal_after_fifty_steps(ranks: RankPools,
     assert two.keys() == {"", "tp 1"}
     assert one[""] == two[""]
     assert one["tp 0"] != two["tp 1"]
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "parallel", "next_ranks", "next_parallel"),
-    [
-        (2, {"tensor": 2}, 1, {}),
-        (1, {}, 2, {"tensor": 2, "sequence": True}),
-        (4, {"strategy": "fsdp", "tensor": 2}, 2, {"strategy": "zero2", "tensor": 2}),
-        (2, {"strategy": "zero3"}, 4, {"strategy": "zero3", "tensor": 4}),
-    ],
-)
-def test_a_training_goes_on_at_another_degree(ranks: RankPools, num_ranks, parallel, next_ranks, next_parallel):
-    def on(number: int) -> Any:
-        return ranks(number).run if number > 1 else lambda function, *args: [function(*args)]
-
-    one, other = (tiny_recipe(model={"dropout": 0.1}, parallel=keys) for keys in (parallel, next_parallel))
-    state = on(num_ranks)(first_steps, one)[0]
-    for curve in on(next_ranks)(last_steps, other, state):
-        assert_same_curve(curve, tail(reference("fp32", 0.1).curve))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.helpers.ranks import RankPools
@@ -9,7 +12,6 @@ from tests.helpers.training import (
     NUM_ROWS,
     RANK_STRATEGIES,
     Curve,
-    MemorySource,
     TinyTraining,
     parallel_keys,
     tiny_recipe,
@@ -18,6 +20,9 @@ from tests.helpers.training import (
     whole_state,
 )
 from tests.parity.cases import GLOBAL_BATCH_SIZE, assert_same_curve, largest_difference, reference
+from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.saving import Saved, Saver
+from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import OPTIMIZER_PREFIX
 from trainer.recipe.schema import Recipe
 
@@ -34,17 +39,27 @@ def recipe_of(strategy: str, world_size: int, precision: str = "fp32") -> Recipe
     )
 
 
-def first_steps(recipe: Recipe) -> MemorySource:
-    """The state after them."""
+def first_steps(recipe: Recipe, folder: Path) -> None:
+    """Saves a checkpoint after them."""
     with tiny_training(recipe) as training:
         training.steps(DONE_STEPS)
-        return whole_state(training.engine, training.mesh)
+        saver = saver_of(training, folder)
+        training.mesh.on_rank_zero(saver._store.open)
+        saver.progress = Progress(DONE_STEPS, DONE_SAMPLES)
+        saver.save()
+        saver.finish()
 
 
-def last_steps(recipe: Recipe, state: MemorySource) -> Curve:
+def last_steps(recipe: Recipe, folder: Path) -> Curve:
     with tiny_training(recipe, start_sample=DONE_SAMPLES) as training:
-        training.engine.load_state(state, DONE_STEPS)
+        saver = saver_of(training, folder)
+        assert saver.resume("auto") == []
+        assert saver.progress.step == DONE_STEPS
         return curve_of(training, training.total_steps - DONE_STEPS)
+
+
+def saver_of(training: TinyTraining, folder: Path) -> Saver:
+    return Saver(CheckpointStore(folder, 1), training.engine, training.mesh, Saved({}))
 
 
 def all_steps(recipe: Recipe) -> Curve:
@@ -68,32 +83,67 @@ def tail(curve: Curve) -> Curve:
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", RANK_STRATEGIES)
-def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPools, strategy, precision):
+def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPools, tmp_path, strategy, precision):
     recipe = recipe_of(strategy, 2, precision)
     expected = tail(ranks(2).run(all_steps, recipe)[0])
-    state = ranks(2).run(first_steps, recipe)[0]
-    for curve in ranks(2).run(last_steps, recipe, state):
+    ranks(2).run(first_steps, recipe, tmp_path)
+    for curve in ranks(2).run(last_steps, recipe, tmp_path):
         assert (curve.losses, curve.grad_norms) == (expected.losses, expected.grad_norms)
         assert largest_difference(curve, expected) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("world_size", "strategy", "next_world_size", "next_strategy"),
-    [
-        *[(2, strategy, 1, "ddp") for strategy in RANK_STRATEGIES],
-        *[(1, "ddp", 2, strategy) for strategy in RANK_STRATEGIES],
-        *[
-            pytest.param(2, one, 3, other, marks=pytest.mark.slow)
-            for one, other in zip(RANK_STRATEGIES, [*RANK_STRATEGIES[1:], RANK_STRATEGIES[0]], strict=True)
-        ],
-    ],
-)
-def test_another_layout_goes_on(ranks: RankPools, world_size, strategy, next_world_size, next_strategy):
-    def on(number: int):
-        return ranks(number).run if number > 1 else lambda function, *args: [function(*args)]
+def pipeline(stages: int, **keys: Any) -> dict[str, Any]:
+    return {"pipeline": {"stages": stages, **keys}}
 
-    state = on(world_size)(first_steps, recipe_of(strategy, world_size))[0]
-    for curve in on(next_world_size)(last_steps, recipe_of(next_strategy, next_world_size), state):
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {"strategy": "ddp"}),
+    (2, {"strategy": "zero3"}),
+    (3, {"strategy": "fsdp"}),
+    (2, {"strategy": "zero1"}),
+    (2, {"tensor": 2, "sequence": True}),
+    (2, pipeline(2)),
+    (3, {"strategy": "zero2"}),
+    (4, {"strategy": "hsdp", "shard": 2}),
+    (4, {"strategy": "fsdp", "tensor": 2}),
+    (3, {"strategy": "ddp"}),
+    (2, {"strategy": "fsdp"}),
+    (4, {"strategy": "zero2", "tensor": 2}),
+    (4, {"tensor": 2, **pipeline(2)}),
+    (8, {"strategy": "fsdp", "tensor": 2, **pipeline(2)}),
+    (3, {"strategy": "zero3"}),
+    (4, {"strategy": "fsdp", **pipeline(2, schedule="gpipe", microbatches=1)}),
+    (4, {"strategy": "zero3", "tensor": 4}),
+    (8, {"strategy": "hsdp", "shard": 2, "tensor": 2, **pipeline(2)}),
+    (2, {"strategy": "zero2"}),
+    (4, {"strategy": "zero3", "tensor": 2}),
+    (8, {"tensor": 2, **pipeline(2)}),
+    (4, {"strategy": "zero1"}),
+]
+"""Each saves for the next one, the last for the first, so that each one saves once and goes on once."""
+
+_NUM_QUICK = 7
+
+
+def change_of_layout(index: int) -> Any:
+    (number, saving), (next_number, going_on) = LAYOUTS[index], LAYOUTS[(index + 1) % len(LAYOUTS)]
+    name = f"{number} {saving} -> {next_number} {going_on}"
+    marks = () if index < _NUM_QUICK else (pytest.mark.slow,)
+    return pytest.param(number, saving, next_number, going_on, marks=marks, id=name.replace("'", ""))
+
+
+@pytest.mark.parametrize(
+    ("number", "saving", "next_number", "going_on"), [change_of_layout(index) for index in range(len(LAYOUTS))]
+)
+def test_another_layout_goes_on(ranks: RankPools, tmp_path, number, saving, next_number, going_on):
+    def on(world_size: int) -> Any:
+        return ranks(world_size).run if world_size > 1 else lambda function, *args: [function(*args)]
+
+    one, other = (tiny_recipe(model={"dropout": 0.1}, parallel=keys) for keys in (saving, going_on))
+    on(number)(first_steps, one, tmp_path)
+    assert len(list((tmp_path / "checkpoints" / "step-00000007").glob("*.safetensors"))) == number
+    for curve in on(next_number)(last_steps, other, tmp_path):
         assert_same_curve(curve, tail(reference("fp32", 0.1).curve))
 
 
@@ -101,9 +151,14 @@ def test_another_layout_goes_on(ranks: RankPools, world_size, strategy, next_wor
 def test_a_lost_moment_would_be_seen(lost):
     """The test above can fail: the moments matter."""
     recipe = recipe_of("ddp", 1)
-    state = first_steps(recipe)
+    with tiny_training(recipe) as training:
+        training.steps(DONE_STEPS)
+        state = whole_state(training.engine, training.mesh)
     for name, tensor in state.tensors.items():
         if name.startswith(OPTIMIZER_PREFIX) and name.endswith(f".{lost}"):
             tensor.zero_()
+    with tiny_training(recipe, start_sample=DONE_SAMPLES) as training:
+        training.engine.load_state(state, DONE_STEPS)
+        curve = curve_of(training, training.total_steps - DONE_STEPS)
     with pytest.raises(AssertionError):
-        assert_same_curve(last_steps(recipe, state), tail(reference("fp32", 0.1).curve))
+        assert_same_curve(curve, tail(reference("fp32", 0.1).curve))
