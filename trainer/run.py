@@ -258,8 +258,9 @@ def _train(
     ).run()
     session.idling = _idling(plan, engine, mesh)
     if _ENDINGS[ending][0] == ExitCode.DONE:
-        session.model_folder = session.folder / "model"
-        _export(engine, data.preparation, mesh, session.model_folder)
+        folder = session.folder / "model"
+        _export(engine, data.preparation, mesh, folder)
+        session.model_folder = folder
     return ending
 
 

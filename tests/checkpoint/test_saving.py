@@ -101,6 +101,8 @@ class TestIdentity:
             {"name": "other"},
             {"training": {"micro_batch_size": 3}},
             {"training": {"stop_at_step": 9}},
+            {"training": {"check_replicas": "1 step"}},
+            {"activation_checkpointing": "full"},
             {"evaluation": {"every": "2 steps", "best": "loss"}},
             {"checkpoint": {"every": "1 step", "keep": 7}},
             {"logging": {"every": "1 step"}},
