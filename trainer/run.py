@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
+from trainer.agreement import check_agreement, run_facts
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import Saver, identity
 from trainer.checkpoint.store import CheckpointStore
@@ -122,6 +123,8 @@ def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
             device = _device(environment)
             with _process_group(plan, environment, device):
                 stop.listen()
+                if environment.world_size > 1:
+                    check_agreement(run_facts(resolved.values, plan, device))
                 ending = _train(plan, environment, data, device, session, stop)
             return session.end(*_ENDINGS[ending])
         except TrainerError as error:
