@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ class World(Observer):
     metrics: list[float] = field(default_factory=list)  # of each evaluation in turn
     signal_at_step: int | None = None
     fail_at_step: int | None = None
+    touch: dict[int, Path] = field(default_factory=dict)  # a file that appears during a step
     stop: StopRequest = field(default_factory=StopRequest)
     events: list[str] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
@@ -43,6 +46,8 @@ class World(Observer):
         self.step_done += 1
         if self.step_done == self.signal_at_step:
             self.stop.received = signal.SIGTERM
+        if self.step_done in self.touch:
+            self.touch[self.step_done].touch()
         self.events.append(f"step {self.step_done}")
         return StepResult(loss=1 / self.step_done, grad_norm=2.0, learning_rate=0.1)
 
@@ -256,6 +261,28 @@ class TestStop:
         world = World(signal_at_step=2)
         assert loop(world).run() == "signal"
         assert world.events == ["step 1", "step 2", "step 3", "save"]
+
+    def test_by_a_file_after_the_step_that_follows_it(self, tmp_path):
+        world = World(touch={2: tmp_path / "stop"})
+        world.stop = StopRequest(clock=itertools.count().__next__)  # looks at every step
+        world.stop.watch(tmp_path)
+        assert loop(world).run() == "stop_file"
+        assert world.events == ["step 1", "step 2", "step 3", "save"]
+        assert not (tmp_path / "stop").exists()
+
+    def test_a_file_asks_for_a_checkpoint_and_the_run_goes_on(self, tmp_path):
+        world = World(touch={2: tmp_path / "save"})
+        world.stop = StopRequest(clock=itertools.count().__next__)
+        world.stop.watch(tmp_path)
+        assert loop(world).run() == "finished"
+        assert after(world, "save") == [3, 6]
+        assert not (tmp_path / "save").exists()
+
+    def test_a_file_that_came_too_late_does_not_stop_the_next_run(self, tmp_path):
+        world = World(touch={6: tmp_path / "stop"})
+        world.stop.watch(tmp_path)
+        assert loop(world).run() == "finished"
+        assert not (tmp_path / "stop").exists()
 
     def test_saves_once_where_a_checkpoint_was_due_anyway(self):
         world = World(signal_at_step=1)

@@ -16,9 +16,9 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.replicas import check_replicas
 from trainer.recipe.schema import Interval, Recipe
-from trainer.stopping import StopRequest
+from trainer.stopping import SAVE, STOP, StopRequest
 
-Ending = Literal["finished", "patience", "stop_at_step", "signal"]
+Ending = Literal["finished", "patience", "stop_at_step", "signal", "stop_file"]
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Loop:
         """
         for batch in self.batches:
             # Asked before the step and heard after it: no rank waits only to learn that nobody was told to stop.
-            stop_signal = self.mesh.begin_agree_max(self.stop.received)
+            asked = self.mesh.begin_agree_max(self.stop.asked())
             result = self.engine.train_step(batch)
             self._count(batch)
             if self._due(self.recipe.training.check_replicas):
@@ -63,12 +63,16 @@ class Loop:
             if self._due(self.recipe.logging.every):
                 self._log(result)
             out_of_patience = self._due(self.recipe.evaluation.every) and self._evaluate()
-            ending = self._ending(out_of_patience, stop_signal())
-            if ending or self._due(self.recipe.checkpoint.every):
+            request = asked()
+            ending = self._ending(out_of_patience, request)
+            if ending or request == SAVE or self._due(self.recipe.checkpoint.every):
                 with self.meter.paused():
                     self.save()
             if ending:
+                self.stop.obeyed(SAVE, STOP)
                 return ending
+            if request == SAVE:
+                self.stop.obeyed(SAVE)
         return "finished"
 
     def _count(self, batch: RankBatch) -> None:
@@ -127,11 +131,11 @@ class Loop:
             return True
         return value > best.value if self.greater_is_better else value < best.value
 
-    def _ending(self, out_of_patience: bool, stop_signal: int) -> Ending | None:
+    def _ending(self, out_of_patience: bool, request: int) -> Ending | None:
         if self.progress.step >= self.total_steps:
             return "finished"
-        if stop_signal:
-            return "signal"
+        if request > SAVE:
+            return "stop_file" if request == STOP else "signal"
         if out_of_patience:
             return "patience"
         return "stop_at_step" if self.progress.step == self.recipe.training.stop_at_step else None

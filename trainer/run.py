@@ -60,6 +60,7 @@ _ENDINGS: dict[Ending, tuple[ExitCode, str | None]] = {
     "patience": (ExitCode.DONE, "no better evaluation within `evaluation.patience`"),
     "stop_at_step": (ExitCode.STOPPED, "`training.stop_at_step` is reached"),
     "signal": (ExitCode.STOPPED, "stopped by a signal"),
+    "stop_file": (ExitCode.STOPPED, "stopped by the file `stop` in the folder, which is removed"),
 }
 _OUTCOMES: dict[ExitCode, Literal["finished", "stopped"]] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped"}
 
@@ -229,6 +230,8 @@ def _train(
         _stage_texts(plan, built, mesh),
     )
     mesh.on_rank_zero(lambda: session.observers.start(info))
+    if mesh.rank == 0:
+        stop.watch(session.folder)
     for note in notes:
         session.observers.note(note)
 
