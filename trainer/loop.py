@@ -53,7 +53,9 @@ class Loop:
             NonFiniteError: the loss or the gradient norm is not finite.
             TrainerError: ranks that must hold the same weights do not.
         """
+        self._doing("waiting for rows")
         for batch in self.batches:
+            self._doing(f"in step {self.progress.step + 1}")
             # Asked before the step and heard after it: no rank waits only to learn that nobody was told to stop.
             asked = self.mesh.begin_agree_max(self.stop.asked())
             result = self.engine.train_step(batch)
@@ -66,6 +68,7 @@ class Loop:
             request = asked()
             ending = self._ending(out_of_patience, request)
             if ending or request == SAVE or self._due(self.recipe.checkpoint.every):
+                self._doing("saving a checkpoint")
                 with self.meter.paused():
                     self.save()
             if ending:
@@ -73,7 +76,11 @@ class Loop:
                 return ending
             if request == SAVE:
                 self.stop.obeyed(SAVE)
+            self._doing("waiting for rows")
         return "finished"
+
+    def _doing(self, what: str) -> None:
+        self.observers.doing(self.progress.step, what)
 
     def _count(self, batch: RankBatch) -> None:
         self.progress.step += 1
@@ -113,12 +120,14 @@ class Loop:
         """Evaluates; says whether patience has run out."""
         if self.evaluator is None:
             return False
+        self._doing("in an evaluation")
         with self.meter.paused():
             metrics = self.evaluator.evaluate()
             self.observers.evaluation(EvaluationRecord(self.progress.step, metrics))
             if self._is_best(metrics[self.best_metric]):
                 self.progress.best = BestMetric(self.best_metric, metrics[self.best_metric], self.progress.step)
                 self.progress.evaluations_since_best = 0
+                self._doing("exporting the best model")
                 self.keep_best()
             else:
                 self.progress.evaluations_since_best += 1

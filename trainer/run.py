@@ -28,7 +28,7 @@ from trainer.data.sources import load_splits
 from trainer.data.split import EncodedSplit
 from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
-from trainer.errors import ExitCode, TrainerError
+from trainer.errors import ExitCode, LostPeerError, TrainerError
 from trainer.evaluation import Evaluator
 from trainer.launch.command import command_line
 from trainer.launch.environment import LaunchEnvironment, cache_folder
@@ -36,10 +36,12 @@ from trainer.loop import Ending, Loop
 from trainer.models.building import BuiltModel, build_model
 from trainer.models.statistics import buffers_hash
 from trainer.observe.build import build_observers
+from trainer.observe.heartbeat import Heartbeat, forget_statuses
 from trainer.observe.memory import peak_memory_bytes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observers
-from trainer.observe.records import EndRecord, Idling
+from trainer.observe.records import EndRecord, Idling, RunInfo
+from trainer.observe.watchdog import Watchdog
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.preparing import Preparation, load_preparation
 from trainer.recipe.drawing import layers_text
@@ -54,7 +56,8 @@ from trainer.tasks.task import Task
 if TYPE_CHECKING:
     from trainer.recipe.loading import ResolvedRecipe
 
-_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+_LEAST_COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # before the first step, ranks may wait for one that still reads
+_AFTER_WATCHDOG = timedelta(minutes=1)  # which tells more than a collective does, so it speaks first
 _ENDINGS: dict[Ending, tuple[ExitCode, str | None]] = {
     "finished": (ExitCode.DONE, None),
     "patience": (ExitCode.DONE, "no better evaluation within `evaluation.patience`"),
@@ -72,10 +75,17 @@ class _Session:
     folder: Path
     observers: Observers
     command: str
+    heartbeat: Heartbeat
+    watchdog: Watchdog
     started: float = field(default_factory=time.monotonic)
     progress: Progress = field(default_factory=Progress)
     model_folder: Path | None = None
     idling: Idling | None = None
+
+    def start(self, info: RunInfo) -> None:
+        """Tells the observers that the run is built."""
+        self.observers.start(info)
+        forget_statuses(self.folder)
 
     def end(self, code: ExitCode, message: str | None) -> int:
         """Tells the observers how it ended and gives the exit code."""
@@ -115,9 +125,8 @@ def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
     """
     recipe = resolved.recipe
     plan = plan_run(recipe, environment.world_size, environment.local_world_size)
-    observers = build_observers(recipe.logging.to, sys.stdout) if environment.rank == 0 else Observers()
-    session = _Session(Path(recipe.checkpoint.folder), observers, command_line(environment))
-    with StopRequest() as stop, closing(observers):
+    session = _session(recipe, environment)
+    with StopRequest() as stop, closing(session.observers):
         try:
             # The data first: ranks share its cache through file locks, and its errors need no process group to be told.
             data = _prepare_data(recipe)
@@ -134,6 +143,18 @@ def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         except BaseException as error:
             session.end(ExitCode.FAILED, f"{type(error).__name__}: {error}")
             raise
+
+
+def _session(recipe: Recipe, environment: LaunchEnvironment) -> _Session:
+    """What tells of this rank: rank 0 alone to the user, each to the others."""
+    heartbeat = Heartbeat(environment.rank)
+    seconds = recipe.parallel.stall_timeout.seconds
+    watchdog = Watchdog(heartbeat, seconds, environment.error_file, lambda reason: session.end(ExitCode.FAILED, reason))
+    shown = [build_observers(recipe.logging.to, sys.stdout)] if environment.rank == 0 else []
+    # The watchdog is closed first: what follows would be no sign of life.
+    observers = Observers([*shown, heartbeat, watchdog])
+    session = _Session(Path(recipe.checkpoint.folder), observers, command_line(environment), heartbeat, watchdog)
+    return session
 
 
 def _prepare_data(recipe: Recipe) -> _Data:
@@ -164,7 +185,9 @@ def _process_group(plan: RunPlan, environment: LaunchEnvironment, device: torch.
         yield
         return
     address, port = environment.master_addr, environment.master_port
-    init_process_group(device, environment.rank, environment.world_size, address, port, _COLLECTIVE_TIMEOUT)
+    stall = timedelta(seconds=plan.recipe.parallel.stall_timeout.seconds)
+    timeout = max(stall, _LEAST_COLLECTIVE_TIMEOUT) + _AFTER_WATCHDOG
+    init_process_group(device, environment.rank, environment.world_size, address, port, timeout)
     try:
         yield
         _let_go()
@@ -173,7 +196,7 @@ def _process_group(plan: RunPlan, environment: LaunchEnvironment, device: torch.
         traceback.clear_frames(error.__traceback__)  # their variables hold model and engine
         _let_go()
         if _is_lost_peer(error):
-            raise TrainerError(
+            raise LostPeerError(
                 "another rank failed or was killed, so this one cannot go on; what that rank says tells why"
             ) from error
         raise
@@ -229,7 +252,9 @@ def _train(
         progress.step or None,
         _stage_texts(plan, built, mesh),
     )
-    mesh.on_rank_zero(lambda: session.observers.start(info))
+    mesh.on_rank_zero(lambda: session.start(info))
+    session.heartbeat.begin(session.folder, progress.step)
+    session.watchdog.begin()
     if mesh.rank == 0:
         stop.watch(session.folder)
     for note in notes:
@@ -256,6 +281,7 @@ def _train(
     ).run()
     session.idling = _idling(plan, engine, mesh)
     if _ENDINGS[ending][0] == ExitCode.DONE:
+        session.observers.doing(progress.step, "exporting the model")
         session.model_folder = session.folder / "model"
         _export(engine, data.preparation, mesh, session.model_folder)
     return ending

@@ -12,11 +12,15 @@ class Observer:
     """Something that watches a run. A subclass overrides the moments that it cares about; the others do nothing.
 
     The order is `start`, then steps and evaluations, then `end`, then `close`. A `note` may come at any time; where the
-    run fails before it is built, `end` comes without `start`. Only rank 0 has observers, so none may communicate.
+    run fails before it is built, `end` comes without `start`. None may communicate: of all but `doing`,
+    `evaluation_progress`, `end` and `close`, only rank 0 tells its observers.
     """
 
     def start(self, run: RunInfo) -> None:
         """The run is built, and its first step follows."""
+
+    def doing(self, step: int, what: str) -> None:
+        """This rank has done `step` steps and now begins something; on every rank, several times in each step."""
 
     def step(self, record: StepRecord) -> None:
         """A logging interval has passed."""
@@ -46,6 +50,10 @@ class Observers(Observer):
     def start(self, run: RunInfo) -> None:
         for observer in self._observers:
             observer.start(run)
+
+    def doing(self, step: int, what: str) -> None:
+        for observer in self._observers:
+            observer.doing(step, what)
 
     def step(self, record: StepRecord) -> None:
         for observer in self._observers:

@@ -55,6 +55,49 @@ IntervalField = Annotated[
 ]
 
 
+_DURATION = re.compile(r"([1-9][0-9]{0,8}) (second|minute|hour)s?")
+_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A time, in the unit that the user wrote."""
+
+    count: int
+    unit: Literal["second", "minute", "hour"]
+
+    @property
+    def seconds(self) -> int:
+        """The same in seconds."""
+        return self.count * _SECONDS[self.unit]
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.unit}{'s' if self.count != 1 else ''}"
+
+
+def _duration(value: object) -> Duration:
+    if isinstance(value, Duration):
+        return value
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("not a duration")
+    return Duration(int(match[1]), match[2])  # type: ignore[arg-type]  # what the pattern allows
+
+
+DurationField = Annotated[
+    Duration,
+    BeforeValidator(_duration),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": f"^{_DURATION.pattern}$",
+            "patternErrorMessage": 'a time such as "30 seconds" or "10 minutes"',
+        }
+    ),
+]
+
+
 class Place(Enum):
     """Marks a text that names a place: what a relative one is relative to."""
 
@@ -272,6 +315,10 @@ class Parallel(Section):
     )
     offload: Literal["none", "optimizer", "parameters"] = Field(
         "none", description="Keep the optimizer state, or the parameters with it, in CPU memory."
+    )
+    stall_timeout: DurationField = Field(
+        Duration(10, "minute"),
+        description="How long no rank may make progress before the run ends and says where each rank stands.",
     )
     deepspeed: dict[str, Any] = Field(
         default={},
