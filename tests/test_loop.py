@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from trainer.errors import NonFiniteError
 from trainer.loop import Loop
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
-from trainer.observe.records import BestMetric, EvaluationRecord, StepRecord
+from trainer.observe.records import BadStepRecord, BestMetric, EvaluationRecord, StepRecord
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.stopping import StopRequest
@@ -32,23 +33,24 @@ class World(Observer):
 
     metrics: list[float] = field(default_factory=list)  # of each evaluation in turn
     signal_at_step: int | None = None
-    fail_at_step: int | None = None
+    bad_steps: tuple[int, ...] = ()
     touch: dict[int, Path] = field(default_factory=dict)  # a file that appears during a step
     stop: StopRequest = field(default_factory=StopRequest)
     events: list[str] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     step_done: int = 0
 
     def train_step(self, batch: RankBatch) -> StepResult:
-        if self.step_done + 1 == self.fail_at_step:
-            raise NonFiniteError(f"step {self.fail_at_step}")
         self.step_done += 1
         if self.step_done == self.signal_at_step:
             self.stop.received = signal.SIGTERM
         if self.step_done in self.touch:
             self.touch[self.step_done].touch()
         self.events.append(f"step {self.step_done}")
+        if self.step_done in self.bad_steps:
+            return StepResult(loss=math.nan, grad_norm=math.nan, learning_rate=0.1)
         return StepResult(loss=1 / self.step_done, grad_norm=2.0, learning_rate=0.1)
 
     def evaluate(self) -> dict[str, float]:
@@ -61,6 +63,12 @@ class World(Observer):
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self.evaluations.append(record)
+
+    def bad_step(self, record: BadStepRecord) -> None:
+        self.events.append("bad")
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def save(self) -> None:
         self.events.append("save")
@@ -96,6 +104,7 @@ def loop(
         progress=progress,
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
+        row_ids=lambda step: range(12 * step, 12 * step + 12),
         save=world.save,
         keep_best=world.keep_best,
         peak_memory=lambda: 1000 + world.step_done,
@@ -180,11 +189,29 @@ class TestProgress:
         assert (last.epoch, last.samples, last.tokens, last.peak_memory_bytes) == (2.0, 72, 600, 1006)
         assert last.samples_per_second / last.tokens_per_second == pytest.approx(0.12)
 
-    def test_a_failed_step_saves_nothing(self):
-        world = World(fail_at_step=4)
-        with pytest.raises(NonFiniteError):
-            loop(world, checkpoint={"every": "2 steps"}).run()
+
+class TestBadSteps:
+    def test_the_first_ends_the_run_and_saves_nothing(self):
+        world = World(bad_steps=(4,))
+        run = loop(world, checkpoint={"every": "2 steps"})
+        with pytest.raises(NonFiniteError, match=r"step 4: the loss is nan and .*`training.max_bad_steps` is 0"):
+            run.run()
         assert after(world, "save") == [2]
+        assert after(world, "bad") == [4]
+        assert run.progress.step == 3
+
+    def test_as_many_as_allowed_are_skipped_and_counted(self):
+        world = World(bad_steps=(2, 3))
+        run = loop(world, training={"max_bad_steps": 2})
+        assert run.run() == "finished"
+        assert run.progress == Progress(step=6, samples=72, tokens=600, bad_steps=2)
+        assert after(world, "bad") == [2, 3]
+        assert "skipped, 2 of at most 2 bad steps" in world.notes[-1]
+
+    def test_a_resumed_run_remembers(self):
+        world = World(bad_steps=(5,))
+        with pytest.raises(NonFiniteError):
+            loop(world, progress=Progress(4, 48, 400, bad_steps=2), training={"max_bad_steps": 2}).run()
 
 
 class TestBest:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer.bad_steps import describe, examine
 from trainer.checkpoint.progress import Progress
 from trainer.engine.engine import Engine, StepResult
+from trainer.errors import NonFiniteError
 from trainer.evaluation import Evaluator
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
@@ -25,8 +27,9 @@ Ending = Literal["finished", "patience", "stop_at_step", "signal", "stop_file"]
 class Loop:
     """Trains until the last step, or until something says stop.
 
-    `save` writes a checkpoint of the state after the step just done, `keep_best` exports the model that the evaluation
-    just found to be the best, `peak_memory` gives the most bytes that this rank has used.
+    `row_ids` gives the rows of the training split in the global batch of a step (from 0), `save` writes a checkpoint of
+    the state after the step just done, `keep_best` exports the model that the evaluation just found to be the best,
+    `peak_memory` gives the most bytes that this rank has used.
     """
 
     recipe: Recipe
@@ -41,6 +44,7 @@ class Loop:
     progress: Progress
     steps_per_epoch: int
     total_steps: int
+    row_ids: Callable[[int], Sequence[int]]
     save: Callable[[], None]
     keep_best: Callable[[], None]
     peak_memory: Callable[[], int]
@@ -50,7 +54,7 @@ class Loop:
         """Runs the steps that are left.
 
         Raises:
-            NonFiniteError: the loss or the gradient norm is not finite.
+            NonFiniteError: the loss or the gradient norm was not finite once too often.
             TrainerError: ranks that must hold the same weights do not.
         """
         self._doing("waiting for rows")
@@ -59,6 +63,8 @@ class Loop:
             # Asked before the step and heard after it: no rank waits only to learn that nobody was told to stop.
             asked = self.mesh.begin_agree_max(self.stop.asked())
             result = self.engine.train_step(batch)
+            if result.is_bad:
+                self._bear(result, batch)
             self._count(batch)
             if self._due(self.recipe.training.check_replicas):
                 check_replicas(self.engine.held(), self.engine.placements, self.mesh, self.progress.step)
@@ -78,6 +84,21 @@ class Loop:
                 self.stop.obeyed(SAVE)
             self._doing("waiting for rows")
         return "finished"
+
+    def _bear(self, result: StepResult, batch: RankBatch) -> None:
+        """Tells of a step that was not taken; ends the run where there were too many."""
+        rows = self.row_ids(self.progress.step)
+        record = examine(self.progress.step + 1, result, batch, rows, self.engine, self.mesh)
+        self.progress.bad_steps += 1
+        self.observers.bad_step(record)
+        allowed = self.recipe.training.max_bad_steps
+        if self.progress.bad_steps > allowed:
+            raise NonFiniteError(
+                f"{describe(record)}; the weights are those of the step before. Lower `optimizer.learning_rate`,"
+                " lengthen `schedule.warmup`, look at the rows, or skip such steps (`training.max_bad_steps` is"
+                f" {allowed})"
+            )
+        self.observers.note(f"{describe(record)}; skipped, {self.progress.bad_steps} of at most {allowed} bad steps")
 
     def _doing(self, what: str) -> None:
         self.observers.doing(self.progress.step, what)

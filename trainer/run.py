@@ -261,10 +261,11 @@ def _train(
         session.observers.note(note)
 
     best_metric = recipe.evaluation.best or task.metric_names[0]
+    batches = _train_batches(plan, data, mesh, total_steps, progress)
     ending = Loop(
         recipe=recipe,
         engine=engine,
-        batches=_train_batches(plan, data, mesh, total_steps, progress),
+        batches=batches,
         evaluator=_evaluator(recipe, engine, data, mesh, session.observers),
         best_metric=best_metric,
         greater_is_better=greater_is_better(best_metric),
@@ -274,6 +275,7 @@ def _train(
         progress=progress,
         steps_per_epoch=info.steps_per_epoch,
         total_steps=total_steps,
+        row_ids=batches.row_ids,
         save=saver.save,
         keep_best=lambda: _export(engine, data.preparation, mesh, session.folder / "best"),
         peak_memory=lambda: peak_memory_bytes(device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import subprocess
@@ -216,3 +217,30 @@ class TestStalls:
         assert ended.returncode == 0
         assert "no rank has made any progress" in ended.stderr
         assert "restart 1 of 1" in ended.stderr
+
+
+class TestBadSteps:
+    def test_are_skipped_and_told_with_their_rows(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        ended = run(recipe, "training.max_bad_steps=1", 'logging.to=["console"]', fault=("nan_loss", 1, 3))
+        assert ended.returncode == 0
+        (record,) = metrics(recipe).bad_steps
+        assert (record.step, record.ranks, len(record.rows)) == (3, (1,), 4)
+        rows = ", ".join(map(str, record.rows))
+        note = (
+            f"it is not finite on rank 1, among the rows {rows} of the training split (the first is 0); skipped, 1 of"
+        )
+        assert note in ended.stdout
+        losses = {step.step: step.loss for step in metrics(recipe).steps}
+        assert [step for step, loss in losses.items() if math.isnan(loss)] == [3]
+        assert len(losses) == 8
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
+    def test_end_the_run_where_none_is_allowed(self, tmp_path, strategy):
+        recipe = write_tiny_run(tmp_path, parallel={"strategy": strategy})
+        ended = run(recipe, "checkpoint.every=1 step", fault=("nan_loss", 1, 3))
+        assert ended.returncode == 3
+        assert "error: step 3: the loss is nan" in ended.stderr
+        assert "not finite on rank 1, among the rows" in ended.stderr
+        assert checkpoints(recipe) == [1, 2]

@@ -1,9 +1,10 @@
 """`metrics.jsonl`: every number of a run with full precision, so that two runs can be compared.
 
 One JSON object a line: `{"run": ...}` at each start and resumption, a training line at each logging interval (the
-fields of `StepRecord`, without those that are None), `{"step": ..., "eval": ...}` after each evaluation. Floats are
-written in the shortest form that reads back as the same float64. JSON has no word for what is not finite; here it is
-the string "NaN", "Infinity" or "-Infinity", as in protocol buffers' JSON mapping, so that every line is valid JSON.
+fields of `StepRecord`, without those that are None), `{"step": ..., "eval": ...}` after each evaluation, and
+`{"step": ..., "bad_step": ...}` for each step that was not taken because it was not finite. Floats are written in the
+shortest form that reads back as the same float64. JSON has no word for what is not finite; here it is the string "NaN",
+"Infinity" or "-Infinity", as in protocol buffers' JSON mapping, so that every line is valid JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TextIO
 
 from trainer.errors import UsageError
 from trainer.observe.observer import Observer
-from trainer.observe.records import EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.records import BadStepRecord, EvaluationRecord, RunInfo, StepRecord
 
 METRICS_FILE_NAME = "metrics.jsonl"
 
@@ -70,6 +71,7 @@ class Metrics:
     runs: list[dict[str, Any]] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
+    bad_steps: list[BadStepRecord] = field(default_factory=list)
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -97,6 +99,9 @@ def _append(metrics: Metrics, line: dict[str, Any]) -> None:
     elif "eval" in line:
         values = {name: _decode_number(value) for name, value in line["eval"].items()}
         metrics.evaluations.append(EvaluationRecord(line["step"], values))
+    elif "bad_step" in line:
+        values = {name: tuple(v) if isinstance(v, list) else _decode_number(v) for name, v in line["bad_step"].items()}
+        metrics.bad_steps.append(BadStepRecord(line["step"], **values))
     else:
         metrics.steps.append(StepRecord(**{name: _decode_number(value) for name, value in line.items()}))
 
@@ -136,6 +141,10 @@ class MetricsFile(Observer):
         self._write(
             {"step": record.step, "eval": {name: _encode_number(value) for name, value in record.metrics.items()}}
         )
+
+    def bad_step(self, record: BadStepRecord) -> None:
+        numbers = {"loss": _encode_number(record.loss), "grad_norm": _encode_number(record.grad_norm)}
+        self._write({"step": record.step, "bad_step": {**numbers, "ranks": record.ranks, "rows": record.rows}})
 
     def close(self) -> None:
         if self._file is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
 
 
 class Observer:
@@ -24,6 +24,9 @@ class Observer:
 
     def step(self, record: StepRecord) -> None:
         """A logging interval has passed."""
+
+    def bad_step(self, record: BadStepRecord) -> None:
+        """A step was not taken; a note says so too."""
 
     def evaluation_progress(self, done: int, total: int) -> None:
         """`done` of `total` batches of an evaluation are through."""
@@ -58,6 +61,10 @@ class Observers(Observer):
     def step(self, record: StepRecord) -> None:
         for observer in self._observers:
             observer.step(record)
+
+    def bad_step(self, record: BadStepRecord) -> None:
+        for observer in self._observers:
+            observer.bad_step(record)
 
     def evaluation_progress(self, done: int, total: int) -> None:
         for observer in self._observers:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.errors import UsageError
 from trainer.observe.observer import Observer
-from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -45,6 +45,10 @@ class TensorBoard(Observer):
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._add("eval", dict(record.metrics), record.step)
+
+    def bad_step(self, record: BadStepRecord) -> None:
+        assert self._writer is not None, "a run starts before it is observed"
+        self._writer.add_text("bad_step", json.dumps(asdict(record)), record.step)
 
     def end(self, record: EndRecord) -> None:
         self.close()

@@ -349,6 +349,11 @@ class Training(Section):
     check_replicas: IntervalField | None = Field(
         None, description="How often to check that ranks which hold the same weights hold the same bits; null: never."
     )
+    max_bad_steps: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="Steps of the whole run that may be skipped because the loss or the gradient is not finite;"
+        " one more ends it. The skips of fp16's loss scale do not count.",
+    )
     seed: int = Field(
         42, ge=0, lt=2**63, description="Seeds initialisation, the order of samples, dropout and masked tokens."
     )
