@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.bad_steps import describe, examine
 from trainer.checkpoint.progress import Progress
 from trainer.engine.engine import Engine, StepResult
-from trainer.errors import NonFiniteError
+from trainer.errors import NonFiniteError, TrainerError
 from trainer.evaluation import Evaluator
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
@@ -20,6 +20,7 @@ from trainer.parallel.replicas import check_replicas
 from trainer.recipe.schema import Interval, Recipe
 from trainer.stopping import SAVE, STOP, StopRequest
 
+_FAILING = STOP + 1  # what rank 0 writes can no longer be written
 Ending = Literal["finished", "patience", "stop_at_step", "signal", "stop_file"]
 
 
@@ -49,19 +50,20 @@ class Loop:
     keep_best: Callable[[], None]
     peak_memory: Callable[[], int]
     stop: StopRequest
+    _failure: TrainerError | None = field(default=None, init=False)
 
     def run(self) -> Ending:
         """Runs the steps that are left.
 
         Raises:
             NonFiniteError: the loss or the gradient norm was not finite once too often.
-            TrainerError: ranks that must hold the same weights do not.
+            TrainerError: ranks that must hold the same weights do not, or an observer cannot write.
         """
         self._doing("waiting for rows")
         for batch in self.batches:
             self._doing(f"in step {self.progress.step + 1}")
             # Asked before the step and heard after it: no rank waits only to learn that nobody was told to stop.
-            asked = self.mesh.begin_agree_max(self.stop.asked())
+            asked = self.mesh.begin_agree_max(_FAILING if self._failure else self.stop.asked())
             result = self.engine.train_step(batch)
             if result.is_bad:
                 self._bear(result, batch)
@@ -72,12 +74,15 @@ class Loop:
                 self._log(result)
             out_of_patience = self._due(self.recipe.evaluation.every) and self._evaluate()
             request = asked()
+            if request == _FAILING:
+                self.mesh.on_rank_zero(self._settle)
             ending = self._ending(out_of_patience, request)
             if ending or request == SAVE or self._due(self.recipe.checkpoint.every):
                 self._doing("saving a checkpoint")
                 with self.meter.paused():
                     self.save()
             if ending:
+                self.mesh.on_rank_zero(self._settle)
                 self.stop.obeyed(SAVE, STOP)
                 return ending
             if request == SAVE:
@@ -90,7 +95,7 @@ class Loop:
         rows = self.row_ids(self.progress.step)
         record = examine(self.progress.step + 1, result, batch, rows, self.engine, self.mesh)
         self.progress.bad_steps += 1
-        self.observers.bad_step(record)
+        self._tell(lambda: self.observers.bad_step(record))
         allowed = self.recipe.training.max_bad_steps
         if self.progress.bad_steps > allowed:
             raise NonFiniteError(
@@ -99,6 +104,19 @@ class Loop:
                 f" {allowed})"
             )
         self.observers.note(f"{describe(record)}; skipped, {self.progress.bad_steps} of at most {allowed} bad steps")
+
+    def _tell(self, observers: Callable[[], None]) -> None:
+        """Keeps an observer's error until the ranks next agree: rank 0 would leave alone, and others wait for it."""
+        try:
+            observers()
+        except TrainerError as error:
+            self._failure = self._failure or error
+
+    def _settle(self) -> None:
+        """Raises the error of an observer, if one could not write."""
+        if self._failure is not None:
+            raise self._failure
+        self.observers.flush()
 
     def _doing(self, what: str) -> None:
         self.observers.doing(self.progress.step, what)
@@ -118,24 +136,23 @@ class Loop:
 
     def _log(self, result: StepResult) -> None:
         rates = self.meter.read()
-        self.observers.step(
-            StepRecord(
-                step=self.progress.step,
-                epoch=self.progress.step / self.steps_per_epoch,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                learning_rate=result.learning_rate,
-                samples=self.progress.samples,
-                tokens=self.progress.tokens or None,
-                step_seconds=rates.step_seconds,
-                samples_per_second=rates.samples_per_second,
-                tokens_per_second=rates.tokens_per_second,
-                peak_memory_bytes=self.mesh.agree_max(self.peak_memory()),
-                skipped_steps=result.skipped_steps,
-                loss_scale=result.loss_scale,
-                mfu=rates.mfu,
-            )
+        record = StepRecord(
+            step=self.progress.step,
+            epoch=self.progress.step / self.steps_per_epoch,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            samples=self.progress.samples,
+            tokens=self.progress.tokens or None,
+            step_seconds=rates.step_seconds,
+            samples_per_second=rates.samples_per_second,
+            tokens_per_second=rates.tokens_per_second,
+            peak_memory_bytes=self.mesh.agree_max(self.peak_memory()),
+            skipped_steps=result.skipped_steps,
+            loss_scale=result.loss_scale,
+            mfu=rates.mfu,
         )
+        self._tell(lambda: self.observers.step(record))
 
     def _evaluate(self) -> bool:
         """Evaluates; says whether patience has run out."""
@@ -144,7 +161,7 @@ class Loop:
         self._doing("in an evaluation")
         with self.meter.paused():
             metrics = self.evaluator.evaluate()
-            self.observers.evaluation(EvaluationRecord(self.progress.step, metrics))
+            self._tell(lambda: self.observers.evaluation(EvaluationRecord(self.progress.step, metrics)))
             if self._is_best(metrics[self.best_metric]):
                 self.progress.best = BestMetric(self.best_metric, metrics[self.best_metric], self.progress.step)
                 self.progress.evaluations_since_best = 0

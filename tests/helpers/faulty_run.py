@@ -60,11 +60,17 @@ def _nan(engine: Any) -> None:
 
 
 def _fill_the_disk(engine: Any) -> None:
-    """Lets every further write to an observer's file find a full disk."""
+    """Lets every further line of `metrics.jsonl` find a full disk."""
     for link in Path("/proc/self/fd").iterdir():
-        target = os.readlink(link) if link.is_symlink() else ""
-        if target.endswith("metrics.jsonl") or "events.out" in target:
+        if link.is_symlink() and os.readlink(link).endswith("metrics.jsonl"):
             os.dup2(os.open("/dev/full", os.O_WRONLY), int(link.name))
+
+
+def _fill_the_disk_of_events(engine: Any) -> None:
+    """Lets every further event of TensorBoard find a full disk; its file is opened anew for each flush."""
+    for file in (Path(sys.argv[5]).parent / "run" / "tensorboard").iterdir():
+        file.unlink()
+        file.symlink_to("/dev/full")
 
 
 def _delete_the_folder(engine: Any) -> None:
@@ -80,6 +86,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "loop": _loop,
     "nan": _nan,
     "full": _fill_the_disk,
+    "full_events": _fill_the_disk_of_events,
     "gone": _delete_the_folder,
 }
 

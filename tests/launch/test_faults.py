@@ -244,3 +244,27 @@ class TestBadSteps:
         assert "error: step 3: the loss is nan" in ended.stderr
         assert "not finite on rank 1, among the rows" in ended.stderr
         assert checkpoints(recipe) == [1, 2]
+
+
+class TestDisks:
+    @pytest.mark.parametrize("fault", ["full", pytest.param("gone", marks=pytest.mark.slow)])
+    def test_metrics_that_cannot_be_written_end_all_ranks_with_one_message(self, tmp_path, fault):
+        recipe = write_tiny_run(tmp_path)
+        ended = run(recipe, *ENDLESS, 'logging.to=["console"]', fault=(fault, 0, 3))
+        assert ended.returncode == 1
+        reason = {"full": "No space left on device", "gone": "No such file or directory"}[fault]
+        message = f"{tmp_path}/run/metrics.jsonl can no longer be written ({reason}); make room or restore the folder"
+        assert message in ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert ended.stdout.count(message) == 1
+        assert "another rank" not in ended.stdout + ended.stderr
+        assert "failed after 4 steps" in ended.stdout
+
+    @pytest.mark.slow
+    def test_tensorboard_too(self, tmp_path):
+        pytest.importorskip("tensorboard")
+        ended = run(write_tiny_run(tmp_path), 'logging.to=["console", "tensorboard"]', fault=("full_events", 0, 3))
+        assert ended.returncode == 1
+        assert "run/tensorboard can no longer be written (No space left on device)" in ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert "finished" not in ended.stdout

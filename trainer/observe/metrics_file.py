@@ -14,10 +14,11 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from trainer.errors import UsageError
+from trainer.errors import TrainerError, UsageError
 from trainer.observe.observer import Observer
 from trainer.observe.records import BadStepRecord, EvaluationRecord, RunInfo, StepRecord
 
@@ -109,12 +110,15 @@ def _append(metrics: Metrics, line: dict[str, Any]) -> None:
 class MetricsFile(Observer):
     """Appends to `metrics.jsonl` in the run's folder; each line is out of the process before training goes on.
 
+    Every write may raise a `TrainerError`: the disk is full, or the folder was deleted.
+
     A resumed run writes every step after its checkpoint again, so those lines of the file are dropped first; a run from
     the start begins a new file.
     """
 
     def __init__(self) -> None:
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._path = Path(METRICS_FILE_NAME)
 
     def start(self, run: RunInfo) -> None:
         """Opens the file.
@@ -122,11 +126,12 @@ class MetricsFile(Observer):
         Raises:
             UsageError: the folder cannot be written, or the file to resume is not a metrics file.
         """
-        path = run.folder / METRICS_FILE_NAME
+        self._path = path = run.folder / METRICS_FILE_NAME
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
             _replace(path, _kept_lines(path, run.resumed_from))
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            # No buffer: what could not be written would be tried again, and fail again, when the file is closed.
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UsageError(
                 f"`checkpoint.folder` must be a folder that can be written, but `{run.folder}` is not"
@@ -153,7 +158,16 @@ class MetricsFile(Observer):
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None, "a run starts before it is observed"
-        self._file.write(json.dumps(line, allow_nan=False, default=os.fspath) + "\n")
+        rest = memoryview(f"{json.dumps(line, allow_nan=False, default=os.fspath)}\n".encode())
+        try:
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[self._file.write(rest) :]
+            self._path.stat()  # a file that was deleted takes everything
+        except OSError as error:
+            raise TrainerError(
+                f"{self._path} can no longer be written ({error.strerror}); make room or restore the folder, then start"
+                " the run again"
+            ) from error
 
 
 def _kept_lines(path: Path, resumed_from: int | None) -> list[str]:

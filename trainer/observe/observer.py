@@ -13,7 +13,8 @@ class Observer:
 
     The order is `start`, then steps and evaluations, then `end`, then `close`. A `note` may come at any time; where the
     run fails before it is built, `end` comes without `start`. None may communicate: of all but `doing`,
-    `evaluation_progress`, `end` and `close`, only rank 0 tells its observers.
+    `evaluation_progress`, `end` and `close`, only rank 0 tells its observers. One that writes raises a `TrainerError`
+    where it can no longer do so.
     """
 
     def start(self, run: RunInfo) -> None:
@@ -36,6 +37,9 @@ class Observer:
 
     def note(self, text: str) -> None:
         """Something that the user should read: one sentence, no line break."""
+
+    def flush(self) -> None:
+        """Writes what is held back, since the last step is done; what cannot be written raises here at the latest."""
 
     def end(self, record: EndRecord) -> None:
         """The run is over, good or bad."""
@@ -77,6 +81,10 @@ class Observers(Observer):
     def note(self, text: str) -> None:
         for observer in self._observers:
             observer.note(text)
+
+    def flush(self) -> None:
+        for observer in self._observers:
+            observer.flush()
 
     def end(self, record: EndRecord) -> None:
         """Tells all, even where one raises: the user must learn how the run ended."""
