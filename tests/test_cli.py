@@ -248,33 +248,33 @@ def test_each_problem_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None, int]]:
     """What `run` hands over, in place of a training."""
-    handed_over: list[tuple[str, int | None]] = []
+    handed_over: list[tuple[str, int | None, int]] = []
 
-    def run_or_join(resolved: ResolvedRecipe, processes: int | None) -> int:
-        handed_over.append((resolved.recipe.name, processes))
+    def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: int) -> int:
+        handed_over.append((resolved.recipe.name, processes, max_restarts))
         return ExitCode.STOPPED
 
     monkeypatch.setattr(local, "run_or_join", run_or_join)
     return handed_over
 
 
-def test_run_hands_over_and_returns_the_exit_code(runs: list[tuple[str, int | None]]) -> None:
+def test_run_hands_over_and_returns_the_exit_code(runs: list[tuple[str, int | None, int]]) -> None:
     assert main(["run", "bert_base_mrpc", "training.epochs=1", "--processes", "2"]) == ExitCode.STOPPED
-    assert main(["run", "--processes", "3", "bert_base_sst2"]) == ExitCode.STOPPED
+    assert main(["run", "--processes", "3", "bert_base_sst2", "--max-restarts", "4"]) == ExitCode.STOPPED
     assert main(["run", "bert_base_sst2"]) == ExitCode.STOPPED
-    assert runs == [("bert_base_mrpc", 2), ("bert_base_sst2", 3), ("bert_base_sst2", None)]
+    assert runs == [("bert_base_mrpc", 2, 0), ("bert_base_sst2", 3, 4), ("bert_base_sst2", None, 0)]
 
 
 @pytest.mark.parametrize("rank", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"], ["--local-rank", "1"]])
 @pytest.mark.parametrize("position", [0, 1, 2, 3])
 def test_the_rank_that_deepspeed_adds_is_taken_anywhere(
-    runs: list[tuple[str, int | None]], rank: list[str], position: int
+    runs: list[tuple[str, int | None, int]], rank: list[str], position: int
 ) -> None:
     arguments = ["run", "bert_base_mrpc", "training.epochs=1"]
     assert main([*arguments[:position], *rank, *arguments[position:]]) == ExitCode.STOPPED
-    assert runs == [("bert_base_mrpc", None)]
+    assert runs == [("bert_base_mrpc", None, 0)]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from trainer.errors import NonFiniteError
 from trainer.loop import Loop
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
-from trainer.observe.records import BestMetric, EvaluationRecord, StepRecord
+from trainer.observe.records import BadStepRecord, BestMetric, EvaluationRecord, StepRecord
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.stopping import StopRequest
@@ -31,21 +34,25 @@ class World(Observer):
 
     metrics: list[float] = field(default_factory=list)  # of each evaluation in turn
     signal_at_step: int | None = None
-    fail_at_step: int | None = None
+    bad_steps: tuple[int, ...] = ()
+    touch: dict[int, Path] = field(default_factory=dict)  # a file that appears during a step
     stop: StopRequest = field(default_factory=StopRequest)
     events: list[str] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     step_done: int = 0
     is_saved: bool = False  # whether the end waited for what was being written
 
     def train_step(self, batch: RankBatch) -> StepResult:
-        if self.step_done + 1 == self.fail_at_step:
-            raise NonFiniteError(f"step {self.fail_at_step}")
         self.step_done += 1
         if self.step_done == self.signal_at_step:
             self.stop.received = signal.SIGTERM
+        if self.step_done in self.touch:
+            self.touch[self.step_done].touch()
         self.events.append(f"step {self.step_done}")
+        if self.step_done in self.bad_steps:
+            return StepResult(loss=math.nan, grad_norm=math.nan, learning_rate=0.1)
         return StepResult(loss=1 / self.step_done, grad_norm=2.0, learning_rate=0.1)
 
     def evaluate(self) -> dict[str, float]:
@@ -58,6 +65,12 @@ class World(Observer):
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self.evaluations.append(record)
+
+    def bad_step(self, record: BadStepRecord) -> None:
+        self.events.append("bad")
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def save(self) -> None:
         self.events.append("save")
@@ -99,6 +112,7 @@ def loop(
         progress=progress,
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
+        row_ids=lambda step: range(12 * step, 12 * step + 12),
         saver=world,
         keep_best=world.keep_best,
         peak_memory=lambda: 1000 + world.step_done,
@@ -184,12 +198,30 @@ class TestProgress:
         assert (last.epoch, last.samples, last.tokens, last.peak_memory_bytes) == (2.0, 72, 600, 1006)
         assert last.samples_per_second / last.tokens_per_second == pytest.approx(0.12)
 
-    def test_a_failed_step_saves_nothing(self):
-        world = World(fail_at_step=4)
-        with pytest.raises(NonFiniteError):
-            loop(world, checkpoint={"every": "2 steps"}).run()
+
+class TestBadSteps:
+    def test_the_first_ends_the_run_and_saves_nothing(self):
+        world = World(bad_steps=(4,))
+        run = loop(world, checkpoint={"every": "2 steps"})
+        with pytest.raises(NonFiniteError, match=r"step 4: the loss is nan and .*`training.max_bad_steps` is 0"):
+            run.run()
         assert after(world, "save") == [2]
         assert world.is_saved, "what was begun before is good"
+        assert after(world, "bad") == [4]
+        assert run.progress.step == 3
+
+    def test_as_many_as_allowed_are_skipped_and_counted(self):
+        world = World(bad_steps=(2, 3))
+        run = loop(world, training={"max_bad_steps": 2})
+        assert run.run() == "finished"
+        assert run.progress == Progress(step=6, samples=72, tokens=600, bad_steps=2)
+        assert after(world, "bad") == [2, 3]
+        assert "skipped, 2 of at most 2 bad steps" in world.notes[-1]
+
+    def test_a_resumed_run_remembers(self):
+        world = World(bad_steps=(5,))
+        with pytest.raises(NonFiniteError):
+            loop(world, progress=Progress(4, 48, 400, bad_steps=2), training={"max_bad_steps": 2}).run()
 
 
 class TestBest:
@@ -266,6 +298,28 @@ class TestStop:
         world = World(signal_at_step=2)
         assert loop(world).run() == "signal"
         assert world.events == ["step 1", "step 2", "step 3", "save"]
+
+    def test_by_a_file_after_the_step_that_follows_it(self, tmp_path):
+        world = World(touch={2: tmp_path / "stop"})
+        world.stop = StopRequest(clock=itertools.count().__next__)  # looks at every step
+        world.stop.watch(tmp_path)
+        assert loop(world).run() == "stop_file"
+        assert world.events == ["step 1", "step 2", "step 3", "save"]
+        assert not (tmp_path / "stop").exists()
+
+    def test_a_file_asks_for_a_checkpoint_and_the_run_goes_on(self, tmp_path):
+        world = World(touch={2: tmp_path / "save"})
+        world.stop = StopRequest(clock=itertools.count().__next__)
+        world.stop.watch(tmp_path)
+        assert loop(world).run() == "finished"
+        assert after(world, "save") == [3, 6]
+        assert not (tmp_path / "save").exists()
+
+    def test_a_file_that_came_too_late_does_not_stop_the_next_run(self, tmp_path):
+        world = World(touch={6: tmp_path / "stop"})
+        world.stop.watch(tmp_path)
+        assert loop(world).run() == "finished"
+        assert not (tmp_path / "stop").exists()
 
     def test_saves_once_where_a_checkpoint_was_due_anyway(self):
         world = World(signal_at_step=1)

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -340,19 +340,29 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_ranks(recipe: Path, *overrides: str, fault: tuple[str, int, int] | None = None) -> list[Any]:
-    """Two ranks as a bare launcher starts them; with `fault`, as `faulty_run.py` describes it."""
+def start_ranks(
+    recipe: Path,
+    *overrides: str,
+    fault: tuple[str, int, int] | None = None,
+    of_rank: Mapping[int, Sequence[str]] | None = None,
+    port: int | None = None,
+) -> list[Any]:
+    """Two ranks as a bare launcher starts them; with `fault`, as `faulty_run.py` describes it.
+
+    `of_rank` holds more overrides, of one rank alone.
+    """
     program = ["-m", "trainer"]
     if fault is not None:
         program = [str(Path(__file__).parent / "helpers" / "faulty_run.py"), *map(str, fault)]
-    port = str(_free_port())
+    port = str(port or _free_port())
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
         processes.start(
-            [sys.executable, *program, "run", recipe, *overrides], RANK=str(rank), LOCAL_RANK=str(rank), **common
+            [sys.executable, *program, "run", recipe, *overrides, *(of_rank or {}).get(rank, ())],
+            RANK=str(rank), LOCAL_RANK=str(rank), **common,
         )
         for rank in range(2)
-    ]
+    ]  # fmt: skip
 
 
 def finish_ranks(ranks: list[Any]) -> list[Any]:
@@ -380,6 +390,41 @@ class TestTwoRanks:
             assert (one.samples, one.tokens, one.learning_rate) == (other.samples, other.tokens, other.learning_rate)
         for one, other in zip(metrics(recipe).evaluations, metrics(whole).evaluations, strict=True):
             assert one.metrics == pytest.approx(other.metrics, rel=1e-5)
+
+    def test_another_recipe_on_one_is_refused_by_both(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        ended = finish_ranks(
+            start_ranks(recipe, of_rank={1: ("optimizer.learning_rate=0.5", "parallel.sequence=false")})
+        )
+        assert [rank.returncode for rank in ended] == [2, 2]
+        for rank in ended:
+            assert (
+                f"`optimizer.learning_rate` is 0.001 on rank 0 ({socket.gethostname()}), 0.5 on rank 1" in rank.stderr
+            )
+            assert rank.stderr.count(" on rank 0 ") == 1, "nothing else differs"
+        assert not (tmp_path / "run").exists()
+
+    def test_other_code_on_one_is_refused_by_both(self, tmp_path):
+        ended = finish_ranks(start_ranks(write_tiny_run(tmp_path), fault=("other_code", 1, 1)))
+        assert [rank.returncode for rank in ended] == [2, 2]
+        assert all("trainer's source is " in rank.stderr for rank in ended)
+        assert all(", 0123456789ab on rank 1 (" in rank.stderr for rank in ended)
+
+    def test_a_port_that_another_program_has(self, tmp_path):
+        with socket.socket() as taken:
+            taken.bind(("", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            first, second = start_ranks(write_tiny_run(tmp_path), port=port)
+            try:
+                ended = processes.finish(first)
+            finally:
+                processes.kill(second)  # as a launcher does
+                processes.finish(second)
+        assert ended.returncode == 2
+        assert f"error: MASTER_PORT is {port}, but another program has that port of" in ended.stderr
+        assert "set it to a free port" in ended.stderr
+        assert "Traceback" not in ended.stderr
 
     @pytest.mark.slow
     def test_a_rank_that_fails_takes_the_other_with_it_and_is_named(self, tmp_path):

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from trainer.stopping import StopRequest
+from trainer.stopping import SAVE, STOP, StopRequest
 
 
 def send(number: signal.Signals) -> None:
@@ -64,3 +64,39 @@ def test_before_it_listens_a_signal_does_what_it_did():
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
         assert stop.received == 0
+
+
+class TestFiles:
+    def test_ask_and_are_removed_when_obeyed(self, tmp_path):
+        stop = StopRequest()
+        (tmp_path / "save").touch()
+        assert stop.asked() == 0, "it does not watch yet"
+        stop.watch(tmp_path)
+        assert stop.asked() == SAVE
+        (tmp_path / "stop").touch()
+        stop.obeyed(SAVE)
+        assert stop.asked() == STOP
+        stop.obeyed(STOP)
+        assert stop.asked() == 0
+        assert not any(tmp_path.iterdir())
+
+    def test_the_file_system_is_asked_a_few_times_a_second(self, tmp_path):
+        now = 0.0
+        stop = StopRequest(clock=lambda: now)
+        stop.watch(tmp_path)
+        assert stop.asked() == 0
+        (tmp_path / "stop").touch()
+        now = 0.2
+        assert stop.asked() == 0
+        now = 0.3
+        assert stop.asked() == STOP
+
+    def test_a_signal_goes_before_save_and_stop_before_a_signal(self, tmp_path):
+        with StopRequest() as stop:
+            stop.listen()
+            stop.watch(tmp_path)
+            send(signal.SIGUSR1)
+            (tmp_path / "save").touch()
+            assert stop.asked() == signal.SIGUSR1
+            assert min(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) > SAVE
+            assert max(signal.valid_signals()) < STOP

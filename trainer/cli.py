@@ -99,6 +99,10 @@ def run(
         int | None,
         typer.Option(min=1, metavar="N", help="Ranks to start on this machine; default: one for each GPU, or one."),
     ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Times to start failed ranks of its own again from the last checkpoint."),
+    ] = 0,
 ) -> None:
     """Train a recipe.
 
@@ -110,7 +114,7 @@ def run(
 
     from trainer.launch.local import run_or_join
 
-    raise typer.Exit(run_or_join(resolved, processes))
+    raise typer.Exit(run_or_join(resolved, processes, max_restarts))
 
 
 @app.command(context_settings=OVERRIDES)

@@ -49,6 +49,10 @@ class LaunchError(UsageError):
     """The ranks that were asked for are not the ranks that started."""
 
 
+class LostPeerError(TrainerError):
+    """Another rank has gone, so that this one cannot go on; why, that rank says."""
+
+
 class NonFiniteError(TrainerError):
     """The loss or the gradient norm is not a number; the step is named, and nothing after it was saved."""
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.agreement import check_agreement, run_facts
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import Saved, Saver, identity
 from trainer.checkpoint.store import CheckpointStore
@@ -29,18 +30,21 @@ from trainer.data.sources import load_splits
 from trainer.data.split import EncodedSplit
 from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
-from trainer.errors import ExitCode, TrainerError
+from trainer.errors import ExitCode, LostPeerError, TrainerError
 from trainer.evaluation import Evaluator
+from trainer.joining import joining
 from trainer.launch.command import command_line
 from trainer.launch.environment import LaunchEnvironment, cache_folder
 from trainer.loop import Ending, Loop
 from trainer.models.building import BuiltModel, build_model, save_configuration
 from trainer.models.statistics import buffers_hash
 from trainer.observe.build import build_observers
+from trainer.observe.heartbeat import Heartbeat, forget_statuses
 from trainer.observe.memory import peak_memory_bytes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observers
-from trainer.observe.records import EndRecord, Idling
+from trainer.observe.records import EndRecord, Idling, RunInfo
+from trainer.observe.watchdog import Watchdog
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.preparing import Preparation, load_preparation
 from trainer.recipe.drawing import layers_text
@@ -55,12 +59,14 @@ from trainer.tasks.task import Task
 if TYPE_CHECKING:
     from trainer.recipe.loading import ResolvedRecipe
 
-_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+_LEAST_COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # before the first step, ranks may wait for one that still reads
+_AFTER_WATCHDOG = timedelta(minutes=1)  # which tells more than a collective does, so it speaks first
 _ENDINGS: dict[Ending, tuple[ExitCode, str | None]] = {
     "finished": (ExitCode.DONE, None),
     "patience": (ExitCode.DONE, "no better evaluation within `evaluation.patience`"),
     "stop_at_step": (ExitCode.STOPPED, "`training.stop_at_step` is reached"),
     "signal": (ExitCode.STOPPED, "stopped by a signal"),
+    "stop_file": (ExitCode.STOPPED, "stopped by the file `stop` in the folder, which is removed"),
 }
 _OUTCOMES: dict[ExitCode, Literal["finished", "stopped"]] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped"}
 
@@ -72,10 +78,17 @@ class _Session:
     folder: Path
     observers: Observers
     command: str
+    heartbeat: Heartbeat
+    watchdog: Watchdog
     started: float = field(default_factory=time.monotonic)
     progress: Progress = field(default_factory=Progress)
     model_folder: Path | None = None
     idling: Idling | None = None
+
+    def start(self, info: RunInfo) -> None:
+        """Tells the observers that the run is built."""
+        self.observers.start(info)
+        forget_statuses(self.folder)
 
     def end(self, code: ExitCode, message: str | None) -> int:
         """Tells the observers how it ended and gives the exit code."""
@@ -115,15 +128,16 @@ def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
     """
     recipe = resolved.recipe
     plan = plan_run(recipe, environment.world_size, environment.local_world_size)
-    observers = build_observers(recipe.logging.to, sys.stdout) if environment.rank == 0 else Observers()
-    session = _Session(Path(recipe.checkpoint.folder), observers, command_line(environment))
-    with StopRequest() as stop, closing(observers):
+    session = _session(recipe, environment)
+    with StopRequest() as stop, closing(session.observers):
         try:
             # The data first: ranks share its cache through file locks, and its errors need no process group to be told.
             data = _prepare_data(recipe)
             device = _device(environment)
             with _process_group(plan, environment, device):
                 stop.listen()
+                if environment.world_size > 1:
+                    check_agreement(run_facts(resolved.values, plan, device))
                 ending = _train(plan, environment, data, device, session, stop)
             return session.end(*_ENDINGS[ending])
         except TrainerError as error:
@@ -132,6 +146,18 @@ def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         except BaseException as error:
             session.end(ExitCode.FAILED, f"{type(error).__name__}: {error}")
             raise
+
+
+def _session(recipe: Recipe, environment: LaunchEnvironment) -> _Session:
+    """What tells of this rank: rank 0 alone to the user, each to the others."""
+    heartbeat = Heartbeat(environment.rank)
+    seconds = recipe.parallel.stall_timeout.seconds
+    watchdog = Watchdog(heartbeat, seconds, environment.error_file, lambda reason: session.end(ExitCode.FAILED, reason))
+    shown = [build_observers(recipe.logging.to, sys.stdout)] if environment.rank == 0 else []
+    # The watchdog is closed first: what follows would be no sign of life.
+    observers = Observers([*shown, heartbeat, watchdog])
+    session = _Session(Path(recipe.checkpoint.folder), observers, command_line(environment), heartbeat, watchdog)
+    return session
 
 
 def _prepare_data(recipe: Recipe) -> _Data:
@@ -161,8 +187,17 @@ def _process_group(plan: RunPlan, environment: LaunchEnvironment, device: torch.
     if environment.world_size == 1 and not plan.strategy.cuts_anything:
         yield
         return
-    address, port = environment.master_addr, environment.master_port
-    init_process_group(device, environment.rank, environment.world_size, address, port, _COLLECTIVE_TIMEOUT)
+    stall = timedelta(seconds=plan.recipe.parallel.stall_timeout.seconds)
+    timeout = max(stall, _LEAST_COLLECTIVE_TIMEOUT) + _AFTER_WATCHDOG
+    with joining(environment, timeout.total_seconds()):
+        init_process_group(
+            device,
+            environment.rank,
+            environment.world_size,
+            environment.master_addr,
+            environment.master_port,
+            timeout,
+        )
     try:
         yield
         _let_go()
@@ -171,7 +206,7 @@ def _process_group(plan: RunPlan, environment: LaunchEnvironment, device: torch.
         traceback.clear_frames(error.__traceback__)  # their variables hold model and engine
         _let_go()
         if _is_lost_peer(error):
-            raise TrainerError(
+            raise LostPeerError(
                 "another rank failed or was killed, so this one cannot go on; what that rank says tells why"
             ) from error
         raise
@@ -233,15 +268,20 @@ def _train(
         progress.step or None,
         _stage_texts(plan, built, mesh),
     )
-    mesh.on_rank_zero(lambda: session.observers.start(info))
+    mesh.on_rank_zero(lambda: session.start(info))
+    session.heartbeat.begin(session.folder, progress.step)
+    session.watchdog.begin()
+    if mesh.rank == 0:
+        stop.watch(session.folder)
     for note in notes:
         session.observers.note(note)
 
     best_metric = recipe.evaluation.best or task.metric_names[0]
+    batches = _train_batches(plan, data, mesh, total_steps, progress)
     ending = Loop(
         recipe=recipe,
         engine=engine,
-        batches=_train_batches(plan, data, mesh, total_steps, progress),
+        batches=batches,
         evaluator=_evaluator(recipe, engine, data, mesh, session.observers),
         best_metric=best_metric,
         greater_is_better=greater_is_better(best_metric),
@@ -251,6 +291,7 @@ def _train(
         progress=progress,
         steps_per_epoch=info.steps_per_epoch,
         total_steps=total_steps,
+        row_ids=batches.row_ids,
         saver=saver,
         keep_best=lambda: _export(engine, data.preparation, mesh, session.folder / "best"),
         peak_memory=lambda: peak_memory_bytes(device),
@@ -258,6 +299,7 @@ def _train(
     ).run()
     session.idling = _idling(plan, engine, mesh)
     if _ENDINGS[ending][0] == ExitCode.DONE:
+        session.observers.doing(progress.step, "exporting the model")
         folder = session.folder / "model"
         _export(engine, data.preparation, mesh, folder)
         session.model_folder = folder

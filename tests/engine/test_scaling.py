@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -56,17 +56,22 @@ class TestLossScaler:
 
 
 class TestSettle:
-    def test_without_a_scaler_what_is_not_finite_ends_the_run(self):
-        assert settle(GOOD, None, 4) == GOOD
-        with pytest.raises(NonFiniteError, match=r"step 4: the loss is 1\.0 and the gradient norm inf"):
-            settle(OVERFLOW, None, 4)
+    def test_without_a_scaler_a_step_stays_as_it_is(self):
+        assert settle(GOOD, None) == GOOD
+        assert settle(OVERFLOW, None) == OVERFLOW
 
     def test_with_one_it_is_skipped_and_counted(self):
         scaler = LossScaler()
-        assert settle(GOOD, scaler, 1).skipped_steps == 0
-        assert settle(OVERFLOW, scaler, 2).skipped_steps == 1
-        assert settle(GOOD, scaler, 3).skipped_steps == 1
+        assert settle(GOOD, scaler).skipped_steps == 0
+        assert settle(OVERFLOW, scaler).skipped_steps == 1
+        assert settle(GOOD, scaler).skipped_steps == 1
         assert scaler.scale == 2.0**15
+
+    def test_the_scale_is_to_blame_for_a_gradient_and_not_for_a_loss(self):
+        assert OVERFLOW.is_bad
+        assert not replace(OVERFLOW, loss_scale=8.0).is_bad
+        assert replace(GOOD, loss=float("nan"), loss_scale=8.0).is_bad
+        assert not GOOD.is_bad
 
 
 def fp16(strategy: str, world_size: int, **sections: Any) -> Recipe:

@@ -1,56 +1,160 @@
-"""`trainer`, with one fault put in: what `test_run.py` starts as ranks.
+"""`trainer`, with one fault put in: what tests start as ranks, or as the parent of local ranks.
 
-`python faulty_run.py FAULT RANK STEP run RECIPE ...`: the fault happens on RANK in the optimizer step STEP.
+`python faulty_run.py FAULT RANK STEP run RECIPE ...`: the fault happens on RANK in the optimizer step STEP. Where the
+variable FAULT_ONCE names a file, it happens only while that file does not exist, and makes it.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from trainer import agreement
 from trainer.cli import main
+from trainer.engine.forward import ModelForward
 from trainer.engine.native import NativeEngine
+from trainer.engine.zero import ZeroEngine
 
 
-def _raise() -> NoReturn:
+def _raise(engine: Any) -> NoReturn:
     raise RuntimeError("the fault")
 
 
-def _die() -> NoReturn:
+def _die(engine: Any) -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
-def _terminate() -> None:
+def _terminate(engine: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-FAULTS = {"raise": _raise, "die": _die, "terminate": _terminate, "nan": None}
+def _warn(engine: Any) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def put_in(fault: str, step: int) -> None:
-    """Makes the fault happen before step `step` is computed; `nan` poisons the weights."""
-    train_step = NativeEngine.train_step
+def _stop(engine: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
-    def faulty(self: NativeEngine, batch: Any) -> Any:
-        if self._step + 1 == step:
-            action = FAULTS[fault]
-            if action is None:
-                with torch.no_grad():
-                    next(iter(self._parameters.values())).fill_(float("nan"))
-            else:
-                action()
+
+def _loop(engine: Any) -> NoReturn:
+    def endless_loop() -> NoReturn:
+        while True:
+            time.sleep(0.001)
+
+    endless_loop()
+
+
+def _nan(engine: Any) -> None:
+    with torch.no_grad():
+        next(iter(engine._parameters.values())).fill_(float("nan"))
+
+
+def _fill_the_disk(engine: Any) -> None:
+    """Lets every further line of `metrics.jsonl` find a full disk."""
+    for link in Path("/proc/self/fd").iterdir():
+        if link.is_symlink() and os.readlink(link).endswith("metrics.jsonl"):
+            os.dup2(os.open("/dev/full", os.O_WRONLY), int(link.name))
+
+
+def _fill_the_disk_of_events(engine: Any) -> None:
+    """Lets every further event of TensorBoard find a full disk; its file is opened anew for each flush."""
+    for file in (Path(sys.argv[5]).parent / "run" / "tensorboard").iterdir():
+        file.unlink()
+        file.symlink_to("/dev/full")
+
+
+def _delete_the_folder(engine: Any) -> None:
+    shutil.rmtree(Path(sys.argv[5]).parent / "run")
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "raise": _raise,
+    "die": _die,
+    "terminate": _terminate,
+    "warn": _warn,
+    "stop": _stop,
+    "loop": _loop,
+    "nan": _nan,
+    "full": _fill_the_disk,
+    "full_events": _fill_the_disk_of_events,
+    "gone": _delete_the_folder,
+}
+
+
+def _is_due(rank: str) -> bool:
+    if os.environ.get("RANK", "0") != rank:
+        return False
+    once = os.environ.get("FAULT_ONCE")
+    if once is None:
+        return True
+    if Path(once).exists():
+        return False
+    Path(once).touch()
+    return True
+
+
+def put_in(fault: str, rank: str, step: int) -> None:
+    """Makes the fault happen on `rank` before step `step` is computed; `nan` poisons the weights."""
+    for engine in (NativeEngine, ZeroEngine):
+        _before_step(engine, FAULTS[fault], rank, step)
+
+
+def _before_step(engine: Any, action: Callable[[Any], None], rank: str, step: int) -> None:
+    train_step = engine.train_step
+
+    def faulty(self: Any, batch: Any) -> Any:
+        if self._step + 1 == step and _is_due(rank):
+            action(self)
         return train_step(self, batch)
 
-    NativeEngine.train_step = faulty  # type: ignore[method-assign]
+    engine.train_step = faulty
+
+
+def put_in_bad_rows(rank: str, step: int) -> None:
+    """Makes the loss of the first microbatch of `rank` not a number, in training as when it is computed again."""
+    loss_sum, evaluate = ModelForward.loss_sum, ModelForward.evaluate
+    bad: list[int] = []
+
+    def is_bad(self: ModelForward, microbatch: Any) -> bool:
+        if os.environ.get("RANK", "0") != rank or self._step + 1 != step:
+            return False
+        first = microbatch.rows[0].item()
+        bad.append(first)
+        return bool(first == bad[0])
+
+    def faulty_loss_sum(self: ModelForward, microbatch: Any) -> Any:
+        return loss_sum(self, microbatch) * (float("nan") if is_bad(self, microbatch) else 1.0)
+
+    def faulty_evaluate(self: ModelForward, microbatch: Any) -> Any:
+        result = evaluate(self, microbatch)
+        return replace(result, loss_sum=float("nan")) if is_bad(self, microbatch) else result
+
+    ModelForward.loss_sum = faulty_loss_sum  # type: ignore[method-assign]
+    ModelForward.evaluate = faulty_evaluate  # type: ignore[method-assign]
+
+
+def put_in_other_code(rank: str) -> None:
+    """Makes `rank` believe that its source is another."""
+    if os.environ.get("RANK", "0") == rank:
+        agreement._source_digest = lambda: "0123456789ab"
 
 
 if __name__ == "__main__":
     fault, rank, step, *argv = sys.argv[1:]
-    if os.environ.get("RANK", "0") == rank:
-        put_in(fault, int(step))
+    if fault == "nan_loss":
+        put_in_bad_rows(rank, int(step))
+    elif fault == "other_code":
+        put_in_other_code(rank)
+    else:
+        put_in(fault, rank, int(step))
     sys.exit(main(argv))

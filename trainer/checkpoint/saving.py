@@ -31,7 +31,7 @@ from trainer.recipe.schema import Recipe
 
 # What says how, not what is learned: a run may go on with other values.
 _HOW = ("name", "parallel", "activation_checkpointing", "evaluation", "checkpoint", "logging", "data")
-_HOW_TRAINING = ("micro_batch_size", "stop_at_step", "check_replicas")
+_HOW_TRAINING = ("micro_batch_size", "stop_at_step", "check_replicas", "max_bad_steps")
 _WHERE_MODEL = ("name_or_path", "tokenizer", "revision")  # the weights are the checkpoint's
 _MEASURED = ("metrics",)
 

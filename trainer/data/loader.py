@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer.data.collate import Batching, TokenMasking, collate
-from trainer.data.order import GlobalOrder
+from trainer.data.order import GlobalOrder, IndexArray
 from trainer.data.partition import partition
 from trainer.data.split import EncodedSplit
 from trainer.errors import TrainerError
@@ -71,6 +71,10 @@ class TrainLoader:
     def __len__(self) -> int:
         """Optimizer steps that are left."""
         return len(self._steps)
+
+    def row_ids(self, step: int) -> list[int]:
+        """The places in the split of the rows of the global batch of `step` (from 0), those of all ranks."""
+        return [int(row) for row in self._batches.row_ids(step)]
 
     def __iter__(self) -> Iterator[RankBatch]:
         return _load(self._batches, self._steps, self._num_workers, self._pin_memory)
@@ -138,9 +142,13 @@ class _TrainBatches:
         self._batching = batching
         self._masking = masking
 
+    def row_ids(self, step: int) -> IndexArray:
+        """The rows of the whole global batch, in their order."""
+        return self._order.batch(*divmod(step, self._order.steps_per_epoch))
+
     def __getitem__(self, step: int) -> RankBatch:
-        epoch, index = divmod(step, self._order.steps_per_epoch)
-        row_ids = self._order.batch(epoch, index)
+        epoch = step // self._order.steps_per_epoch
+        row_ids = self.row_ids(step)
         lengths = self._split.lengths[row_ids]
         chunks = partition(
             len(row_ids),

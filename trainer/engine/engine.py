@@ -38,6 +38,11 @@ class StepResult:
         """Whether the step could be taken."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
+    @property
+    def is_bad(self) -> bool:
+        """Whether it could not, and no loss scale is to blame: that one lifts the gradient, not the loss."""
+        return not self.is_finite and (self.loss_scale is None or not math.isfinite(self.loss))
+
 
 @dataclass(frozen=True)
 class EvalResult:
@@ -105,8 +110,11 @@ class Engine(Protocol):
     def train_step(self, batch: RankBatch) -> StepResult:
         """Forward, backward, gradient sync, clipping, optimizer and schedule for one global batch.
 
+        Where the loss or the gradient norm is not finite, weights and optimizer are as before the step, which counts
+        all the same: the schedule of the learning rate goes on, but for the skips of fp16.
+
         Raises:
-            NonFiniteError: the loss or the gradient norm is not finite; weights and optimizer are as before the step.
+            NonFiniteError: the loss scale of fp16 collapsed.
         """
         ...
 

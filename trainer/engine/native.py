@@ -139,7 +139,7 @@ class NativeEngine:
             self._optimizer.step()
         self._optimizer.zero_grad()
         self._step += 1
-        return settle(result, self._scaler, self._step)
+        return settle(result, self._scaler)
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         return self._forward.evaluate(microbatch)

@@ -56,27 +56,20 @@ class LossScaler:
         self.skipped_steps = int(scalars[f"{_PREFIX}skipped_steps"])
 
 
-def settle(result: StepResult, scaler: LossScaler | None, step: int) -> StepResult:
-    """Judges a step whose loss and norm are the same on every rank: taken, skipped, or the end of the run.
+def settle(result: StepResult, scaler: LossScaler | None) -> StepResult:
+    """Lets the scale follow a step whose loss and norm are the same on every rank.
 
     Args:
-        result: of step number `step`; where it is not finite, weights and optimizer are as before it.
-        scaler: under fp16, where such a step is skipped and the scale adapts.
-        step: from 1.
+        result: of the step; where it is not finite, weights and optimizer are as before it.
+        scaler: under fp16.
 
     Returns:
         The result, with the steps skipped so far under fp16.
 
     Raises:
-        NonFiniteError: the loss or the norm is not finite, and no loss scale can be blamed.
+        NonFiniteError: the scale has collapsed.
     """
-    if scaler is not None:
-        scaler.good() if result.is_finite else scaler.overflow()
-        return replace(result, skipped_steps=scaler.skipped_steps)
-    if not result.is_finite:
-        raise NonFiniteError(
-            f"step {step}: the loss is {result.loss} and the gradient norm {result.grad_norm}; the weights are those of"
-            " the step before. Lower `optimizer.learning_rate`, lengthen `schedule.warmup`, or look at the rows of this"
-            " step"
-        )
-    return result
+    if scaler is None:
+        return result
+    scaler.good() if result.is_finite else scaler.overflow()
+    return replace(result, skipped_steps=scaler.skipped_steps)

@@ -187,7 +187,7 @@ class ZeroEngine:
             learning_rate=rate,
             loss_scale=self._scaler.scale if self._scaler else None,
         )
-        return settle(result, self._scaler, self._step)
+        return settle(result, self._scaler)
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         return self._forward.evaluate(microbatch)
@@ -293,10 +293,13 @@ class ZeroEngine:
         denominator = self._forward.denominator(batch)
         total = torch.zeros((), device=self._mesh.device)
         for index, microbatch in enumerate(batch.microbatches):
-            self._engine.set_gradient_accumulation_boundary(index == len(batch.microbatches) - 1)
+            is_last = index == len(batch.microbatches) - 1
+            self._engine.set_gradient_accumulation_boundary(is_last)
             loss = self._forward.loss_sum(microbatch) / denominator
-            self._engine.backward(loss * self._mesh.size("dp"), scale_wrt_gas=False)
             total = total + loss.detach()
+            # DeepSpeed looks at the gradient alone, which may be finite where the loss is not.
+            taint = torch.where(torch.isfinite(total), 1.0, torch.nan) if is_last else 1.0
+            self._engine.backward(loss * taint * self._mesh.size("dp"), scale_wrt_gas=False)
         return total
 
     def _learning_rate(self) -> float:

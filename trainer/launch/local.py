@@ -7,10 +7,10 @@ that failed first is shown, once, and last.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -18,15 +18,17 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import psutil
 
-from trainer.errors import ExitCode, LaunchError, TrainerError
+from trainer.errors import ExitCode, LaunchError, LostPeerError, TrainerError
 from trainer.launch.environment import LOCAL_ROLE, LaunchEnvironment, check_agrees, detect, threads_per_rank
+from trainer.launch.report import Kind, Report, read_reports
+from trainer.observe.heartbeat import Status, read_statuses
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 60.0
 """What the ranks get to finish their step and save, between the signal that asks and the one that kills."""
 
-
+_RESTART_SECONDS = 1.0  # between two attempts, for what the ranks of the one still hold
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -50,10 +52,11 @@ class RankError(TrainerError):
         self.exit_code = exit_code
 
 
-def run_or_join(resolved: ResolvedRecipe, processes: int | None) -> int:
+def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: int = 0) -> int:
     """Runs a recipe on `processes` ranks, or on those of the launcher that started this process; returns the exit code.
 
-    Alone and without a number, it takes every GPU, or one process where there is none.
+    Alone and without a number, it takes every GPU, or one process where there is none. Ranks that it starts, and that
+    fail, it starts again from the last checkpoint, `max_restarts` times at most.
 
     Raises:
         RecipeError: the recipe does not fit on that many ranks.
@@ -69,13 +72,19 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None) -> int:
                 f"--processes is {processes}, but {environment.launcher} started {environment.world_size} ranks;"
                 " drop --processes"
             )
+        if max_restarts:
+            raise LaunchError(
+                f"--max-restarts is {max_restarts}, but {environment.launcher} started the ranks, and only what starts"
+                " them can start them again; drop --max-restarts, and let the launcher or the batch system restart"
+            )
         plan_run(recipe, environment.world_size, environment.local_world_size)
         _check_devices(environment.local_world_size)
         return _join(resolved, environment)
     number = _number_of_processes(environment, processes, STRATEGIES[recipe.parallel.strategy])
     plan_run(recipe, number)
     _check_devices(number)
-    return _join(resolved, environment) if number == 1 else _start(resolved, number)
+    alone = number == 1 and not max_restarts
+    return _join(resolved, environment) if alone else _start(resolved, number, max_restarts)
 
 
 def _number_of_processes(environment: LaunchEnvironment, processes: int | None, strategy: Strategy) -> int:
@@ -166,15 +175,47 @@ def _join(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
     return run(resolved, environment)
 
 
-def _start(resolved: ResolvedRecipe, number: int) -> int:
-    """Runs `number` local ranks under an elastic agent and returns their exit code."""
+def _start(resolved: ResolvedRecipe, number: int, max_restarts: int) -> int:
+    """Runs `number` local ranks to their end, again and again where they fail; returns their exit code."""
+    for logger in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # we say ourselves what failed
+    with _forwarded_signals() as stop:
+        for restart in range(1, max_restarts + 1):
+            try:
+                return _attempt(resolved, number, stop)
+            except RankError as error:
+                if error.exit_code != ExitCode.FAILED or stop.signal is not None:
+                    raise
+                stop.has_failed = True
+                sys.stderr.write(
+                    f"{error}\nrestart {restart} of {max_restarts}: all ranks start again from the last checkpoint\n"
+                )
+            time.sleep(_RESTART_SECONDS)
+            if stop.signal is not None:
+                raise stop.before_training()
+            resolved = _going_on(resolved)
+        return _attempt(resolved, number, stop)
+
+
+def _going_on(resolved: ResolvedRecipe) -> ResolvedRecipe:
+    """The recipe of a restart: what lies in the folder by now is this run's own, so `never` has had its say."""
+    recipe = resolved.recipe
+    if recipe.checkpoint.resume == "auto":
+        return resolved
+    checkpoint = recipe.checkpoint.model_copy(update={"resume": "auto"})
+    return replace(resolved, recipe=recipe.model_copy(update={"checkpoint": checkpoint}))
+
+
+def _attempt(resolved: ResolvedRecipe, number: int, stop: _Stop) -> int:
+    """Runs `number` local ranks under an elastic agent, once, and returns their exit code.
+
+    The agent's own restarts are not for us: it would start a rank again that has refused its recipe.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for logger in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(logger).setLevel(logging.CRITICAL)  # we say ourselves what failed
-    with tempfile.TemporaryDirectory(prefix="trainer-") as folder, _forwarded_signals() as stop:
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder, _stopped_ranks_end_with_others():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -194,8 +235,39 @@ def _start(resolved: ResolvedRecipe, number: int) -> int:
         try:
             codes: dict[int, int] = elastic_launch(config, _run_rank)(resolved)
         except ChildFailedError as error:
-            return _outcome(error.failures, _reports(Path(folder)), number, stop)
+            statuses = read_statuses(Path(resolved.recipe.checkpoint.folder))
+            return _outcome(error.failures, read_reports(Path(folder)), statuses, number, stop)
     return next(filter(None, codes.values()), ExitCode.DONE)
+
+
+@contextmanager
+def _stopped_ranks_end_with_others() -> Iterator[None]:
+    """Kills ranks that are stopped (SIGSTOP) once another one has ended: the agent's SIGTERM does not reach them."""
+    done = threading.Event()
+
+    def watch() -> None:
+        seen: dict[int, psutil.Process] = {}
+        while not done.wait(0.5):
+            seen |= {rank.pid: rank for rank in psutil.Process().children()}
+            if any(not _is_alive(rank) for rank in seen.values()):
+                for rank in seen.values():
+                    with suppress(psutil.Error, ProcessLookupError, PermissionError):
+                        if rank.is_running() and rank.status() == psutil.STATUS_STOPPED:
+                            os.killpg(rank.pid, signal.SIGKILL)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _is_alive(rank: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return bool(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _start_method() -> str:
@@ -214,6 +286,7 @@ def _run_rank(resolved: ResolvedRecipe) -> int:
     for number in _FORWARDED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     environment = detect()
+    kind: Kind = "error"
     try:
         returned = _join(resolved, environment)
         if os.getppid() != agent:
@@ -221,12 +294,14 @@ def _run_rank(resolved: ResolvedRecipe) -> int:
         return returned
     except TrainerError as error:
         code, message = error.exit_code, str(error)
+        kind = "consequence" if isinstance(error, LostPeerError) else "error"
     except Exception:
         code, message = ExitCode.FAILED, traceback.format_exc()
     assert environment.error_file is not None
-    _Report(environment.rank, code, message, time.time_ns()).write(environment.error_file)
-    if environment.rank > 0:
-        time.sleep(1)  # the agent ends all ranks when one leaves, and rank 0 has an end to tell
+    Report(environment.rank, code, message, kind).write(environment.error_file)
+    if environment.rank > 0 or kind == "consequence":
+        # The agent ends all ranks when it sees one leave: rank 0 has an end to tell, and the cause is to be seen first.
+        time.sleep(1)
     sys.exit(code)
 
 
@@ -238,34 +313,13 @@ def _leave_without(agent: int) -> None:
     os._exit(ExitCode.FAILED)
 
 
-@dataclass(frozen=True)
-class _Report:
-    """The error that ended a rank."""
-
-    rank: int
-    exit_code: ExitCode
-    message: str
-    time_ns: int
-
-    def write(self, file: Path) -> None:
-        """Writes what the elastic agent reads as a worker's error too."""
-        error = {"message": self.message, "extraInfo": {"timestamp": str(self.time_ns // 10**9)}}
-        file.write_text(json.dumps({"message": error, "report": asdict(self)}), encoding="utf-8")
-
-
-def _reports(folder: Path) -> list[_Report]:
-    """The reports below the agent's folder, earliest first."""
-    contents = (json.loads(file.read_text(encoding="utf-8")) for file in folder.rglob("error.json"))
-    reports = [_Report(**content["report"]) for content in contents if "report" in content]
-    return sorted(reports, key=lambda report: report.time_ns)
-
-
 class _Stop:
     """The signal that asked the run to stop, if one came, and whether patience ended."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.killed = False
+        self.has_failed = False  # an attempt before this one
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Asks the ranks to save and leave; kills them on a second Ctrl-C or after the grace."""
@@ -273,7 +327,7 @@ class _Stop:
             self.signal = signal.Signals(number)
             ranks = psutil.Process().children()
             if not ranks:
-                raise RankError(f"stopped by {self.signal.name} before training had begun", ExitCode.FAILED)
+                raise self.before_training()
             timer = threading.Timer(GRACE_SECONDS, self.kill)
             timer.daemon = True
             timer.start()
@@ -282,6 +336,15 @@ class _Stop:
                     rank.terminate()  # the rank alone, not its group: its data loaders still serve it
         elif number == signal.SIGINT:
             self.kill()
+
+    def before_training(self) -> RankError:
+        """What a run ends with that was stopped before it trained, or before it did so again."""
+        assert self.signal is not None
+        if self.has_failed:
+            return RankError(
+                f"stopped by {self.signal.name} before the restart; the last checkpoint is as it was", ExitCode.STOPPED
+            )
+        return RankError(f"stopped by {self.signal.name} before training had begun; nothing was saved", ExitCode.FAILED)
 
     def kill(self) -> None:
         """Kills the ranks with all that they started; each leads its own process group."""
@@ -306,11 +369,17 @@ def _forwarded_signals() -> Iterator[_Stop]:
             signal.signal(number, handler)
 
 
-def _outcome(failures: Mapping[int, ProcessFailure], reports: Sequence[_Report], number: int, stop: _Stop) -> int:
+def _outcome(
+    failures: Mapping[int, ProcessFailure],
+    reports: Sequence[Report],
+    statuses: Mapping[int, Status],
+    number: int,
+    stop: _Stop,
+) -> int:
     """Raises the error of the rank that failed first, or gives the exit code of one that left none.
 
-    `failures` holds the rank that the agent saw end first. Where that one left no report, it died without a word and
-    brought the others down; else the earliest report is nearest to the cause.
+    `failures` holds the rank that the agent saw end first. Where that one left no report of its own, it died without a
+    word and brought the others down; else the earliest report is nearest to the cause.
     """
     rank, failure = next(iter(failures.items()))
     code = failure.exitcode
@@ -320,26 +389,42 @@ def _outcome(failures: Mapping[int, ProcessFailure], reports: Sequence[_Report],
             ExitCode.FAILED,
         )
     if rank in (report.rank for report in reports):
-        raise _first_error(reports, number)
+        raise _first_error(reports, statuses, number)
     if stop.signal is not None and code == -signal.SIGTERM:
-        raise RankError(f"stopped by {_name(stop)} before training had begun; nothing was saved", ExitCode.FAILED)
+        raise stop.before_training()
     if code < 0:
         raise RankError(
-            f"rank {rank} (process {failure.pid}) was killed by {failure.signal_name()}"
+            f"{_described(rank, failure.pid, statuses)} was killed by {failure.signal_name()}"
             + ("; the system does so when memory runs out" if code == -signal.SIGKILL else ""),
             ExitCode.FAILED,
         )
+    if code == ExitCode.FAILED:
+        raise RankError(f"{_described(rank, failure.pid, statuses)} left with exit code 1 and no word", ExitCode.FAILED)
     return code
 
 
-def _first_error(reports: Sequence[_Report], number: int) -> RankError:
-    """The earliest error; a bug's with its traceback, and with the ranks that may have died before it."""
-    first, code = reports[0], ExitCode(reports[0].exit_code)
-    if code is not ExitCode.FAILED:
+def _described(rank: int, pid: int, statuses: Mapping[int, Status]) -> str:
+    """Which rank it was and how far it had come, where it had begun to train."""
+    status = statuses.get(rank)
+    how_far = f", {status}," if status is not None and status.pid == pid else ""
+    return f"rank {rank} (process {pid} on {socket.gethostname()}){how_far}"
+
+
+def _first_error(reports: Sequence[Report], statuses: Mapping[int, Status], number: int) -> RankError:
+    """The error nearest to the cause; a bug's with its traceback, and with the ranks that may have died before it."""
+    first = reports[0]
+    code = ExitCode(first.exit_code)
+    if code is not ExitCode.FAILED or first.kind == "stall":
         return RankError(first.message, code)
     silent = sorted(set(range(number)) - {report.rank for report in reports})
-    hint = f"\nrank {', '.join(map(str, silent))} left no error; the system may have killed it" if silent else ""
-    return RankError(f"rank {first.rank} failed:\n{first.message}{hint}", code)
+    names = [_described(rank, statuses[rank].pid, statuses) if rank in statuses else f"rank {rank}" for rank in silent]
+    hint = f"\n{', '.join(names)} left no error; the system may have killed it" if silent else ""
+    return RankError(f"{_described_report(first, statuses)} failed:\n{first.message}{hint}", code)
+
+
+def _described_report(report: Report, statuses: Mapping[int, Status]) -> str:
+    status = statuses.get(report.rank)
+    return f"rank {report.rank}" if status is None else _described(report.rank, status.pid, statuses)
 
 
 def _name(stop: _Stop) -> str:

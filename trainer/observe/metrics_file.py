@@ -1,9 +1,10 @@
 """`metrics.jsonl`: every number of a run with full precision, so that two runs can be compared.
 
 One JSON object a line: `{"run": ...}` at each start and resumption, a training line at each logging interval (the
-fields of `StepRecord`, without those that are None), `{"step": ..., "eval": ...}` after each evaluation. Floats are
-written in the shortest form that reads back as the same float64. JSON has no word for what is not finite; here it is
-the string "NaN", "Infinity" or "-Infinity", as in protocol buffers' JSON mapping, so that every line is valid JSON.
+fields of `StepRecord`, without those that are None), `{"step": ..., "eval": ...}` after each evaluation, and
+`{"step": ..., "bad_step": ...}` for each step that was not taken because it was not finite. Floats are written in the
+shortest form that reads back as the same float64. JSON has no word for what is not finite; here it is the string "NaN",
+"Infinity" or "-Infinity", as in protocol buffers' JSON mapping, so that every line is valid JSON.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from trainer.errors import UsageError
+from trainer.errors import TrainerError, UsageError
 from trainer.observe.observer import Observer
-from trainer.observe.records import EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.records import BadStepRecord, EvaluationRecord, RunInfo, StepRecord
 
 METRICS_FILE_NAME = "metrics.jsonl"
 
@@ -70,6 +72,7 @@ class Metrics:
     runs: list[dict[str, Any]] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
+    bad_steps: list[BadStepRecord] = field(default_factory=list)
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -97,6 +100,9 @@ def _append(metrics: Metrics, line: dict[str, Any]) -> None:
     elif "eval" in line:
         values = {name: _decode_number(value) for name, value in line["eval"].items()}
         metrics.evaluations.append(EvaluationRecord(line["step"], values))
+    elif "bad_step" in line:
+        values = {name: tuple(v) if isinstance(v, list) else _decode_number(v) for name, v in line["bad_step"].items()}
+        metrics.bad_steps.append(BadStepRecord(line["step"], **values))
     else:
         metrics.steps.append(StepRecord(**{name: _decode_number(value) for name, value in line.items()}))
 
@@ -104,12 +110,15 @@ def _append(metrics: Metrics, line: dict[str, Any]) -> None:
 class MetricsFile(Observer):
     """Appends to `metrics.jsonl` in the run's folder; each line is out of the process before training goes on.
 
+    Every write may raise a `TrainerError`: the disk is full, or the folder was deleted.
+
     A resumed run writes every step after its checkpoint again, so those lines of the file are dropped first; a run from
     the start begins a new file.
     """
 
     def __init__(self) -> None:
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._path = Path(METRICS_FILE_NAME)
 
     def start(self, run: RunInfo) -> None:
         """Opens the file.
@@ -117,11 +126,12 @@ class MetricsFile(Observer):
         Raises:
             UsageError: the folder cannot be written, or the file to resume is not a metrics file.
         """
-        path = run.folder / METRICS_FILE_NAME
+        self._path = path = run.folder / METRICS_FILE_NAME
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
             _replace(path, _kept_lines(path, run.resumed_from))
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            # No buffer: what could not be written would be tried again, and fail again, when the file is closed.
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UsageError(
                 f"`checkpoint.folder` must be a folder that can be written, but `{run.folder}` is not"
@@ -137,6 +147,10 @@ class MetricsFile(Observer):
             {"step": record.step, "eval": {name: _encode_number(value) for name, value in record.metrics.items()}}
         )
 
+    def bad_step(self, record: BadStepRecord) -> None:
+        numbers = {"loss": _encode_number(record.loss), "grad_norm": _encode_number(record.grad_norm)}
+        self._write({"step": record.step, "bad_step": {**numbers, "ranks": record.ranks, "rows": record.rows}})
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -144,7 +158,16 @@ class MetricsFile(Observer):
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None, "a run starts before it is observed"
-        self._file.write(json.dumps(line, allow_nan=False, default=os.fspath) + "\n")
+        rest = memoryview(f"{json.dumps(line, allow_nan=False, default=os.fspath)}\n".encode())
+        try:
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[self._file.write(rest) :]
+            self._path.stat()  # a file that was deleted takes everything
+        except OSError as error:
+            raise TrainerError(
+                f"{self._path} can no longer be written ({error.strerror}); make room or restore the folder, then start"
+                " the run again"
+            ) from error
 
 
 def _kept_lines(path: Path, resumed_from: int | None) -> list[str]:

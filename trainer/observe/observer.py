@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
 
 
 class Observer:
     """Something that watches a run. A subclass overrides the moments that it cares about; the others do nothing.
 
     The order is `start`, then steps and evaluations, then `end`, then `close`. A `note` may come at any time; where the
-    run fails before it is built, `end` comes without `start`. Only rank 0 has observers, so none may communicate.
+    run fails before it is built, `end` comes without `start`. None may communicate: of all but `doing`,
+    `evaluation_progress`, `end` and `close`, only rank 0 tells its observers. One that writes raises a `TrainerError`
+    where it can no longer do so.
     """
 
     def start(self, run: RunInfo) -> None:
         """The run is built, and its first step follows."""
 
+    def doing(self, step: int, what: str) -> None:
+        """This rank has done `step` steps and now begins something; on every rank, several times in each step."""
+
     def step(self, record: StepRecord) -> None:
         """A logging interval has passed."""
+
+    def bad_step(self, record: BadStepRecord) -> None:
+        """A step was not taken; a note says so too."""
 
     def evaluation_progress(self, done: int, total: int) -> None:
         """`done` of `total` batches of an evaluation are through."""
@@ -29,6 +37,9 @@ class Observer:
 
     def note(self, text: str) -> None:
         """Something that the user should read: one sentence, no line break."""
+
+    def flush(self) -> None:
+        """Writes what is held back, since the last step is done; what cannot be written raises here at the latest."""
 
     def end(self, record: EndRecord) -> None:
         """The run is over, good or bad."""
@@ -47,9 +58,17 @@ class Observers(Observer):
         for observer in self._observers:
             observer.start(run)
 
+    def doing(self, step: int, what: str) -> None:
+        for observer in self._observers:
+            observer.doing(step, what)
+
     def step(self, record: StepRecord) -> None:
         for observer in self._observers:
             observer.step(record)
+
+    def bad_step(self, record: BadStepRecord) -> None:
+        for observer in self._observers:
+            observer.bad_step(record)
 
     def evaluation_progress(self, done: int, total: int) -> None:
         for observer in self._observers:
@@ -62,6 +81,10 @@ class Observers(Observer):
     def note(self, text: str) -> None:
         for observer in self._observers:
             observer.note(text)
+
+    def flush(self) -> None:
+        for observer in self._observers:
+            observer.flush()
 
     def end(self, record: EndRecord) -> None:
         """Tells all, even where one raises: the user must learn how the run ended."""

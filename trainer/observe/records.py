@@ -96,6 +96,17 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True)
+class BadStepRecord:
+    """A step that was not taken, because its loss or its gradient was not finite."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    ranks: tuple[int, ...]  # whose rows gave a loss that is not finite; none: the gradient alone is not
+    rows: tuple[int, ...]  # among which they are: places in the training split, from 0
+
+
+@dataclass(frozen=True)
 class BestMetric:
     """The evaluation that `evaluation.best` prefers so far."""
 

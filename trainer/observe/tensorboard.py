@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.errors import UsageError
+from trainer.errors import TrainerError, UsageError
 from trainer.observe.observer import Observer
-from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -31,12 +35,18 @@ class TensorBoard(Observer):
             ) from error
         self._writer_class = SummaryWriter
         self._writer: SummaryWriter | None = None
+        self._folder = Path("tensorboard")
+        self._is_broken = False  # an error that was told is not told again
+        self._loudly = threading.excepthook
 
     def start(self, run: RunInfo) -> None:
         """Opens a new event file, which hides the points of earlier files that this run writes again."""
         first_step = 0 if run.resumed_from is None else run.resumed_from + 1
-        self._writer = self._writer_class(str(run.folder / "tensorboard"), purge_step=first_step, flush_secs=30)
-        self._writer.add_text("recipe", f"```json\n{json.dumps(dict(run.recipe), indent=2)}\n```", first_step)
+        self._folder = run.folder / "tensorboard"
+        threading.excepthook = self._quietly
+        with self._writing():
+            self._writer = self._writer_class(str(self._folder), purge_step=first_step, flush_secs=30)
+            self._writer.add_text("recipe", f"```json\n{json.dumps(dict(run.recipe), indent=2)}\n```", first_step)
 
     def step(self, record: StepRecord) -> None:
         values = asdict(record)
@@ -46,16 +56,46 @@ class TensorBoard(Observer):
     def evaluation(self, record: EvaluationRecord) -> None:
         self._add("eval", dict(record.metrics), record.step)
 
+    def bad_step(self, record: BadStepRecord) -> None:
+        assert self._writer is not None, "a run starts before it is observed"
+        with self._writing():
+            self._writer.add_text("bad_step", json.dumps(asdict(record)), record.step)
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            with self._writing():
+                self._writer.flush()
+
     def end(self, record: EndRecord) -> None:
         self.close()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        threading.excepthook = self._loudly
+        writer, self._writer = self._writer, None  # one that could not be closed is not closed again
+        if writer is not None:
+            with suppress(TrainerError) if self._is_broken else nullcontext(), self._writing():
+                writer.close()
+
+    def _quietly(self, error: threading.ExceptHookArgs) -> None:
+        """Shows no traceback of the writer's thread, whose error is raised where the next event is given to it."""
+        if type(error.thread).__name__ != "_AsyncWriterThread":
+            self._loudly(error)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Inside, what the writer's thread could not write is the user's to mend."""
+        try:
+            yield
+        except OSError as error:
+            self._is_broken = True
+            raise TrainerError(
+                f"{self._folder} can no longer be written ({error.strerror}); make room or restore the folder, then"
+                " start the run again"
+            ) from error
 
     def _add(self, group: str, values: dict[str, float | None], step: int) -> None:
         assert self._writer is not None, "a run starts before it is observed"
-        for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+        with self._writing():
+            for name, value in values.items():
+                if value is not None:
+                    self._writer.add_scalar(f"{group}/{name}", value, step)

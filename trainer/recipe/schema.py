@@ -55,6 +55,49 @@ IntervalField = Annotated[
 ]
 
 
+_DURATION = re.compile(r"([1-9][0-9]{0,8}) (second|minute|hour)s?")
+_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A time, in the unit that the user wrote."""
+
+    count: int
+    unit: Literal["second", "minute", "hour"]
+
+    @property
+    def seconds(self) -> int:
+        """The same in seconds."""
+        return self.count * _SECONDS[self.unit]
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.unit}{'s' if self.count != 1 else ''}"
+
+
+def _duration(value: object) -> Duration:
+    if isinstance(value, Duration):
+        return value
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("not a duration")
+    return Duration(int(match[1]), match[2])  # type: ignore[arg-type]  # what the pattern allows
+
+
+DurationField = Annotated[
+    Duration,
+    BeforeValidator(_duration),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": f"^{_DURATION.pattern}$",
+            "patternErrorMessage": 'a time such as "30 seconds" or "10 minutes"',
+        }
+    ),
+]
+
+
 class Place(Enum):
     """Marks a text that names a place: what a relative one is relative to."""
 
@@ -273,6 +316,10 @@ class Parallel(Section):
     offload: Literal["none", "optimizer", "parameters"] = Field(
         "none", description="Keep the optimizer state, or the parameters with it, in CPU memory."
     )
+    stall_timeout: DurationField = Field(
+        Duration(10, "minute"),
+        description="How long no rank may make progress before the run ends and says where each rank stands.",
+    )
     deepspeed: dict[str, Any] = Field(
         default={},
         description="More keys of a DeepSpeed configuration, for zero1 to zero3; the trainer's own are refused.",
@@ -301,6 +348,11 @@ class Training(Section):
     )
     check_replicas: IntervalField | None = Field(
         None, description="How often to check that ranks which hold the same weights hold the same bits; null: never."
+    )
+    max_bad_steps: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="Steps of the whole run that may be skipped because the loss or the gradient is not finite;"
+        " one more ends it. The skips of fp16's loss scale do not count.",
     )
     seed: int = Field(
         42, ge=0, lt=2**63, description="Seeds initialisation, the order of samples, dropout and masked tokens."

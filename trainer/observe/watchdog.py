@@ -1,0 +1,173 @@
+"""Notices that a run has come to a standstill, says where every rank stands, and ends it.
+
+A collective in which one rank is missing waits for it without a word. A thread on each rank looks on instead: where no
+rank has had a sign of life for too long, each writes the stacks of its threads beside its status file, the lowest that
+could do so tells of all, and all leave.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from trainer.errors import ExitCode
+from trainer.launch.report import Report
+from trainer.observe.heartbeat import Heartbeat, Status, ranks_folder, read_statuses
+from trainer.observe.observer import Observer
+
+_TELL_SECONDS = 5.0  # for the end of the run to be shown, which may hang as all else does
+_NO_ANSWER = "no answer: it is stopped or its machine is gone"
+
+
+class Watchdog(Observer):
+    """Ends this process where the whole run stands still; a rank that waits for a slow other one is no reason.
+
+    Args:
+        heartbeat: of this rank.
+        timeout_seconds: without any rank's sign of life.
+        error_file: where this rank leaves its error for our own agent; None: it goes to standard error.
+        tell: shows how the run ended, given the reason.
+    """
+
+    def __init__(
+        self, heartbeat: Heartbeat, timeout_seconds: float, error_file: Path | None, tell: Callable[[str], object]
+    ) -> None:
+        self._heartbeat = heartbeat
+        self._timeout = timeout_seconds
+        self._error_file = error_file
+        self._tell = tell
+        self._pause = min(1.0, timeout_seconds / 10)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def begin(self) -> None:
+        """Watches from now on; the heartbeat has begun."""
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(self._pause)
+
+    def _watch(self) -> None:
+        beats, still_seconds, before = 0, 0.0, time.monotonic()
+        while not self._ended.wait(self._pause):
+            now = time.monotonic()
+            # What was not seen does not count: a process that was stopped and goes on has not stood still by itself.
+            still_seconds += min(now - before, 2 * self._pause)
+            before = now
+            if self._heartbeat.beats != beats:
+                beats, still_seconds = self._heartbeat.beats, 0.0
+            elif still_seconds >= self._timeout and self._all_stand_still():
+                self._answer(beats)
+                still_seconds = 0.0
+
+    def _all_stand_still(self) -> bool:
+        times = [status.time for status in self._statuses().values()]
+        return time.time() - max(times, default=0.0) >= self._timeout
+
+    def _answer(self, beats: int) -> None:
+        """Leaves a stack, waits for the others to do so, and ends this process; returns where it goes on after all."""
+        own = self._stack_file(self._heartbeat.rank)
+        _write_whole(own, _stacks(self._thread))
+        deadline = time.monotonic() + min(30.0, max(2.0, self._timeout / 4))
+        while time.monotonic() < deadline:
+            if self._heartbeat.beats != beats:
+                own.unlink(missing_ok=True)
+                return
+            statuses = self._statuses()
+            if all(self._stack_file(rank).exists() for rank in statuses):
+                break
+            time.sleep(min(0.2, self._pause))
+        statuses = self._statuses()
+        stacks = {rank: _text(self._stack_file(rank)) for rank in statuses}
+        reporter = min((rank for rank, stack in stacks.items() if stack), default=self._heartbeat.rank)
+        if self._heartbeat.rank != reporter:
+            time.sleep(2 * _TELL_SECONDS)  # an agent ends all ranks when one leaves, and the reporter has to tell
+        else:
+            self._report(stall_message(statuses, stacks, self._timeout, time.time()))
+        _leave()
+
+    def _report(self, message: str) -> None:
+        report = Report(self._heartbeat.rank, ExitCode.FAILED, message, "stall")
+        if self._error_file is not None:
+            report.write(self._error_file)
+        teller = threading.Thread(target=self._tell, args=(message.splitlines()[0],), daemon=True)
+        teller.start()
+        teller.join(_TELL_SECONDS)
+        if self._error_file is None:
+            os.write(sys.stderr.fileno(), f"error: {message}\n".encode(errors="backslashreplace"))
+
+    def _statuses(self) -> dict[int, Status]:
+        assert self._heartbeat.run_folder is not None, "the heartbeat has not begun"
+        return read_statuses(self._heartbeat.run_folder)
+
+    def _stack_file(self, rank: int) -> Path:
+        assert self._heartbeat.run_folder is not None, "the heartbeat has not begun"
+        return ranks_folder(self._heartbeat.run_folder) / f"rank-{rank:05d}.stack"
+
+
+def stall_message(statuses: Mapping[int, Status], stacks: Mapping[int, str], timeout_seconds: float, now: float) -> str:
+    """Where every rank stands; equal stacks of main threads once.
+
+    Args:
+        statuses: of all ranks.
+        stacks: of all their threads, the main one's first; empty where a rank has left none.
+        timeout_seconds: after which this is said.
+        now: seconds since the epoch.
+    """
+    lines = [f"no rank has made any progress for {timeout_seconds:g} seconds (`parallel.stall_timeout`)"]
+    for rank, status in statuses.items():
+        seconds = max(0.0, now - status.time)
+        line = f"rank {rank} on {status.host}, process {status.pid}: {status}, {seconds:.0f} s since its last progress"
+        lines.append(line if stacks.get(rank) else f"{line}; {_NO_ANSWER}")
+    by_stack: dict[str, list[int]] = {}
+    for rank in statuses:
+        if stack := stacks.get(rank, ""):
+            by_stack.setdefault(stack.split("\n\n")[0], []).append(rank)
+    for stack, ranks in by_stack.items():
+        lines += [f"main thread of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:", stack]
+    return "\n".join(lines)
+
+
+def _stacks(without: threading.Thread) -> str:
+    """The Python stacks of all threads, innermost frame last; the main thread's first, an empty line between."""
+    main = threading.main_thread()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    order = sorted((ident for ident in frames if ident != without.ident), key=lambda ident: ident != main.ident)
+    blocks = []
+    for ident in order:
+        stack = "".join(traceback.format_stack(frames[ident])).rstrip()
+        blocks.append(stack if ident == main.ident else f"thread {names.get(ident, ident)}:\n{stack}")
+    return "\n\n".join(blocks)
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Writes a file that others only see when it is complete; a disk that is full keeps none."""
+    new = file.with_suffix(".new")
+    with suppress(OSError):
+        new.write_text(text, encoding="utf-8")
+        new.replace(file)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _leave() -> NoReturn:
+    """Ends the process although its main thread hangs, and the processes that prepare its batches with it."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(ExitCode.FAILED)
