@@ -1,0 +1,68 @@
+"""Ranks that are killed at any moment and start again: what is learned is, bit for bit, what it would have been."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers import processes
+from tests.helpers.tiny_run import write_tiny_run
+from trainer.errors import ExitCode
+
+STEPS = 120
+
+
+def start(recipe: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "trainer", "run", recipe, "--processes", "2", *options]
+    return processes.start(
+        [*command, "checkpoint.every=3 steps", "evaluation.every=null", f"training.max_steps={STEPS}"]
+    )
+
+
+def weights(recipe: Path) -> bytes:
+    return (recipe.parent / "run" / "model" / "model.safetensors").read_bytes()
+
+
+def kill_ranks(process: subprocess.Popen[str], most: int, draw: random.Random) -> int:
+    """Kills one rank after the other while the run goes on; returns how many."""
+    killed = 0
+    while killed < most:
+        # Mostly after the ranks have begun, for a fork needs a second; sometimes before.
+        if process.poll() is not None:
+            return killed
+        time.sleep(draw.uniform(0.2, 2.5))
+        with suppress(psutil.NoSuchProcess):
+            ranks = psutil.Process(process.pid).children()
+            if ranks:
+                draw.choice(ranks).kill()
+                killed += 1
+    return killed
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_rank_is_killed_at_random_moments(tmp_path, kills):
+    whole = write_tiny_run(tmp_path / "whole")
+    assert processes.finish(start(whole)).returncode == ExitCode.DONE
+    draw, done, runs = random.Random(kills), 0, 0
+    while done < kills:
+        runs += 1
+        recipe = write_tiny_run(tmp_path / f"killed{runs}")
+        process = start(recipe, "--max-restarts", "30")
+        try:
+            killed = kill_ranks(process, kills - done, draw)
+        except BaseException:
+            processes.kill(process)
+            raise
+        finished = processes.finish(process, timeout_seconds=240)
+        assert finished.returncode == ExitCode.DONE, finished.stderr
+        assert finished.stderr.count("was killed by SIGKILL") >= min(killed, 1)
+        assert weights(recipe) == weights(whole)
+        done += killed
+    print(f"{done} kills in {runs} runs")
