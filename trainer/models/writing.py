@@ -109,6 +109,7 @@ def write_weights(
         OSError, SafetensorError: a file cannot be written.
     """
     sources = _sources(model, shapes)
+    _refuse_other_shapes(model, {name: shapes[source] for name, source in sources.items()})
     types = _types(model, sources, dtype)
     # As transformers does for a model that no files were loaded into: how older files called them is not brought back.
     conversions = get_model_conversion_mapping(model, add_legacy=False)
@@ -162,6 +163,12 @@ def _sources(model: Any, available: Collection[str]) -> dict[str, str]:
     return {name: sources[name] for name in sorted(sources, key=order.__getitem__) if name not in ignored}
 
 
+def _refuse_other_shapes(model: Any, shapes: Mapping[str, Sequence[int]]) -> None:
+    for name, empty in model.state_dict().items():
+        if name in shapes and tuple(shapes[name]) != tuple(empty.shape):
+            raise UnknownModelError(f"{name} has the shape {tuple(shapes[name])}, and there {tuple(empty.shape)}")
+
+
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" (and {len(names) - 3} more)" if len(names) > 3 else "")
 
@@ -192,7 +199,9 @@ def _together(names: Collection[str], conversions: Sequence[Any]) -> Iterator[li
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     cast = tensor.to(dtype)
-    if cast is not tensor and cast.is_floating_point() and bool((cast.isinf() & ~tensor.isinf()).any()):
+    # The extremes first, which take no memory.
+    suspicious = cast is not tensor and cast.numel() > 0 and not torch.stack(cast.aminmax()).isfinite().all()
+    if suspicious and bool((cast.isinf() & ~tensor.isinf()).any()):
         raise UsageError(
             f"`--dtype` must be a type that holds every weight, but {name} reaches {tensor.abs().max().item():g}, which"
             f" is more than the {torch.finfo(dtype).max:g} of {str(dtype).removeprefix('torch.')}; use bf16 or fp32"
