@@ -15,7 +15,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from tests.helpers.processes import ROOT, environment, finish, kill, start
-from trainer import __version__, cli
+from trainer import __version__, cli, exporting
 from trainer.cli import main
 from trainer.errors import DataError, ExitCode, NonFiniteError, RecipeError
 from trainer.launch import local
@@ -30,6 +30,7 @@ LIGHT = [
     ["schema"],
     ["check", "bert_base_mrpc", "training.epochs=1"],
     ["check", "bert_base_mrpc", "parallel.pipeline.stages=2", "--processes", "8"],
+    ["export", "--help"],
     ["run", "bert_base_mrpc", "training.epoch=1"],
 ]
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "deepspeed")
@@ -70,7 +71,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"trainer {__version__}\n"
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(verb in shown for verb in ("run", "check", "recipes", "schema"))
+    assert all(verb in shown for verb in ("run", "check", "export", "recipes", "schema"))
 
 
 def test_check_shows_every_value_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,6 +266,28 @@ def test_run_hands_over_and_returns_the_exit_code(runs: list[tuple[str, int | No
     assert main(["run", "--processes", "3", "bert_base_sst2", "--max-restarts", "4"]) == ExitCode.STOPPED
     assert main(["run", "bert_base_sst2"]) == ExitCode.STOPPED
     assert runs == [("bert_base_mrpc", 2, 0), ("bert_base_sst2", 3, 4), ("bert_base_sst2", None, 0)]
+
+
+def test_export_hands_over_and_says_what_it_did(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def export(checkpoint: Path, folder: Path, dtype: str) -> exporting.Exported:
+        assert (checkpoint, folder, dtype) == (Path("runs/a"), Path("out"), "bf16")
+        weights = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+        return exporting.Exported(checkpoint / "step", 1200, folder, weights, 1_234_567, ("one was passed over",))
+
+    monkeypatch.setattr(exporting, "export", export)
+    assert main(["export", "runs/a", "out", "--dtype", "bf16"]) == ExitCode.DONE
+    shown = capsys.readouterr()
+    assert shown.err == "note: one was passed over\n"
+    assert shown.out == "exported runs/a/step (step 1,200) to out: 2 files of weights, bf16, 1.2 MB\n"
+
+
+def test_export_of_nothing_is_the_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == ExitCode.USER
+    assert capsys.readouterr().err.startswith("error: `CHECKPOINT` must be the folder of a checkpoint")
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), "--dtype", "fp8"]) == ExitCode.USER
+    assert "'fp8' is not one of 'fp32', 'bf16', 'fp16'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", [["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"], ["--local-rank", "1"]])

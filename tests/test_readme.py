@@ -49,7 +49,7 @@ ELSEWHERE = {
 
 QUICK = re.compile(r"cat > |trainer (check|recipes|schema)\b")
 TRAINS = re.compile(r"make train$|trainer run |launchers/")
-OTHERS = re.compile(r"source \.venv/bin/activate$|python - <<|\(cd runs/")  # need what a training left
+OTHERS = re.compile(r"source \.venv/bin/activate$|python - <<|\(cd runs/|trainer export ")  # need what a training left
 
 
 @dataclass(frozen=True)

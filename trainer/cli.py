@@ -1,7 +1,7 @@
 """The command line: verbs, arguments and exit codes; every verb's work is done in the rooms below.
 
-Nothing heavy is imported before a verb needs it: only `run` imports torch, and `check` where it counts what pipeline
-stages hold; both after the recipe was found valid.
+Nothing heavy is imported before a verb needs it: `run` and `export` import torch, and `check` where it counts what
+pipeline stages hold; with a recipe, after it was found valid.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -139,6 +140,32 @@ def check(
         typer.echo(json.dumps(_as_json(resolved, plan, stages), indent=2))
     else:
         _show(resolved, plan, stages)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Its folder, or that of a run: then its newest whole one.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="To write; empty, or not there yet.")],
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"], typer.Option(help="The type of the weights; they were trained in fp32.")
+    ] = "fp32",
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder.
+
+    Needs nothing but the checkpoint: no GPU, no network, neither the recipe nor the model that it began with.
+    """
+    from trainer.exporting import export as export_checkpoint
+
+    done = export_checkpoint(checkpoint, folder, dtype)
+    for note in done.notes:
+        typer.echo(f"note: {note}", err=True)
+    files = f"{len(done.weights)} files of weights" if len(done.weights) > 1 else done.weights[0]
+    typer.echo(
+        f"exported {done.checkpoint} (step {done.step:,}) to {done.folder}: {files}, {dtype}, "
+        f"{done.num_bytes / 1e6:,.1f} MB"
+    )
 
 
 @app.command()

@@ -8,10 +8,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -36,6 +37,7 @@ from trainer.joining import joining
 from trainer.launch.command import command_line
 from trainer.launch.environment import LaunchEnvironment, cache_folder
 from trainer.loop import Ending, Loop
+from trainer.model_card import write_card
 from trainer.models.building import BuiltModel, build_model, save_configuration
 from trainer.models.statistics import buffers_hash
 from trainer.observe.build import build_observers
@@ -256,6 +258,7 @@ def _train(
     saver = Saver(store, engine, mesh, saved, recipe.checkpoint.asynchronous)
     notes = [*built[0].notes, *_cut_notes(data, recipe.data.max_length), *saver.resume(recipe.checkpoint.resume)]
     progress = session.progress = saver.progress
+    card = partial(write_card, origin=saved.origin, progress=progress)
     info = run_info(
         plan,
         environment,
@@ -293,7 +296,7 @@ def _train(
         total_steps=total_steps,
         row_ids=batches.row_ids,
         saver=saver,
-        keep_best=lambda: _export(engine, data.preparation, mesh, session.folder / "best"),
+        keep_best=lambda: _export(engine, data.preparation, card, mesh, session.folder / "best"),
         peak_memory=lambda: peak_memory_bytes(device),
         stop=stop,
     ).run()
@@ -301,7 +304,7 @@ def _train(
     if _ENDINGS[ending][0] == ExitCode.DONE:
         session.observers.doing(progress.step, "exporting the model")
         folder = session.folder / "model"
-        _export(engine, data.preparation, mesh, folder)
+        _export(engine, data.preparation, card, mesh, folder)
         session.model_folder = folder
     return ending
 
@@ -388,7 +391,9 @@ def _files_beside_weights(model: nn.Module, preparation: Preparation) -> dict[st
         return {file.name: file.read_bytes() for file in sorted(Path(name).iterdir())}
 
 
-def _export(engine: Engine, preparation: Preparation, mesh: ParallelMesh, folder: Path) -> None:
+def _export(
+    engine: Engine, preparation: Preparation, card: Callable[[Path], None], mesh: ParallelMesh, folder: Path
+) -> None:
     """Writes a Hugging Face folder, whole or not at all: beside its place first, then into it.
 
     Raises:
@@ -399,6 +404,7 @@ def _export(engine: Engine, preparation: Preparation, mesh: ParallelMesh, folder
     def complete() -> None:
         try:
             preparation.save(temporary)
+            card(temporary)
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
         except OSError as error:

@@ -236,11 +236,11 @@ class TestSave:
     def test_a_folder_that_transformers_opens(self, tmp_path, capfd):
         built = build({"config": TINY_BERT})
         save_model(built.model, tmp_path / "model", built.model.state_dict())
+        assert capfd.readouterr() == ("", "")
         opened = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
         assert equal(dict(built.model.state_dict()), dict(opened.state_dict()))
         saved = json.loads((tmp_path / "model" / "config.json").read_text())
         assert KEYED_ATTENTION not in json.dumps(saved), "a plain folder knows nothing of us"
-        assert capfd.readouterr() == ("", "")
 
     def test_a_place_that_cannot_be_written(self, tmp_path):
         (tmp_path / "file").touch()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, BertForSequenceClassification
 
+from tests.helpers.memory import needs_peak, peak_growth
 from tests.helpers.ranks import RankPools
 from trainer.models import loading
 from trainer.models.building import build_model
@@ -33,32 +30,6 @@ LARGE = {
 }
 WHOLE_BYTES = 47_218_700
 LARGEST_BYTES = 4001 * 512 * 4  # the word embedding
-
-
-def status(key: str) -> int:
-    """A number of bytes that Linux counts of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
-
-
-def peak_growth(action: Callable[[], Any]) -> int:
-    """How many bytes of memory this process had at most, above those before, mapped files included."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else what was freed before would serve again and hide
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = status("VmRSS")
-    kept = action()
-    growth = status("VmHWM") - before
-    del kept
-    return growth
-
-
-def can_measure() -> bool:
-    try:
-        peak_growth(lambda: None)
-    except (OSError, StopIteration, AttributeError):
-        return False
-    return True
 
 
 @dataclass
@@ -148,7 +119,7 @@ def read_by_rank(folder: str) -> Reading:
     )
 
 
-@pytest.mark.skipif(not can_measure(), reason="needs the peak of resident memory as Linux counts it")
+@needs_peak
 def test_a_rank_of_four_never_holds_the_whole_model(ranks: RankPools, tmp_path):
     model = BertForSequenceClassification(AutoConfig.for_model(**LARGE, num_labels=3))
     assert sum(p.numel() * 4 for p in model.parameters()) == WHOLE_BYTES

@@ -1,4 +1,4 @@
-"""Every strategy writes the same Hugging Face folder: the weights that it trained, in fp32."""
+"""Every strategy writes the same Hugging Face folder: the weights that it trained, in fp32; so does its checkpoint."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForImageClassification, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from tests.helpers.ranks import RankError, RankPools
-from tests.helpers.training import RANK_STRATEGIES, parallel_keys, tiny_recipe, tiny_training, weights_of
+from tests.helpers.training import (
+    RANK_STRATEGIES,
+    TINY_BERT,
+    TINY_RESNET,
+    parallel_keys,
+    tiny_recipe,
+    tiny_training,
+    weights_of,
+)
 from tests.parity.cases import GLOBAL_BATCH_SIZE, TOLERANCES
+from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.saving import Saved, Saver
+from trainer.checkpoint.store import CheckpointStore
+from trainer.exporting import export
+from trainer.models.building import save_configuration
 from trainer.recipe.schema import Recipe
 
 STEPS = 3
@@ -55,6 +68,57 @@ def test_the_folder_holds_what_was_trained(ranks: RankPools, tmp_path, strategy,
     one_process = train_and_export(recipe_of("ddp", 1, **extra), tmp_path / "reference")
     tolerance = TOLERANCES[extra.get("precision", "fp32")].sgd_weights
     assert all((weights[name] - weight).abs().max() <= tolerance for name, weight in one_process.items())
+
+
+def train_save_and_export(recipe: Recipe, folder: Path) -> None:
+    """By the engine, which has the model, and into a checkpoint."""
+    with tiny_training(recipe) as training:
+        training.steps(STEPS)
+        training.engine.export(folder / "model")
+        files = {}
+        if training.mesh.rank == 0:
+            save_configuration(training.model, folder / "configuration")
+            files = {file.name: file.read_bytes() for file in (folder / "configuration").iterdir()}
+        store = CheckpointStore(folder, 1)
+        saver = Saver(store, training.engine, training.mesh, Saved({}, {}, files))
+        training.mesh.on_rank_zero(store.open)
+        saver.progress = Progress(STEPS)
+        saver.save()
+        saver.finish()
+
+
+MASKED_LM = {"type": "masked_lm", "text": "text"}
+RESNET = {"task": {"type": "image_classification"}, "model": {"config": TINY_RESNET}}
+FOUR_LAYERS = {"model": {"config": {**TINY_BERT, "num_hidden_layers": 4}}}
+INTERLEAVED = {"stages": 2, "stages_per_rank": 2, "schedule": "interleaved_1f1b"}
+LAYOUTS = [
+    *[pytest.param(2, {}, parallel_keys(strategy, 2), id=strategy) for strategy in RANK_STRATEGIES],
+    pytest.param(2, {}, {"tensor": 2}, id="tensor parts, with padding"),
+    pytest.param(2, {}, {"pipeline": {"stages": 2}}, id="stages"),
+    pytest.param(2, RESNET, {"strategy": "fsdp"}, id="buffers"),
+    pytest.param(2, FOUR_LAYERS, {"pipeline": INTERLEAVED}, id="several stages a rank", marks=pytest.mark.slow),
+    pytest.param(4, {}, {"strategy": "fsdp", "tensor": 2}, id="fsdp x tensor", marks=pytest.mark.slow),
+    pytest.param(4, {}, {"strategy": "zero3", "tensor": 2}, id="zero3 x tensor", marks=pytest.mark.slow),
+    pytest.param(4, {}, {"tensor": 2, "pipeline": {"stages": 2}}, id="stages x tensor", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("world_size", "sections", "parallel"), LAYOUTS)
+def test_a_checkpoint_of_any_layout_gives_the_same_folder(ranks: RankPools, tmp_path, world_size, sections, parallel):
+    recipe = tiny_recipe(
+        **({"task": MASKED_LM} | sections),  # whose first and last weights are tied
+        training={"max_steps": STEPS, "micro_batch_size": 3},
+        parallel=parallel,
+    )
+    ranks(world_size).run(train_save_and_export, recipe, tmp_path)
+    export(tmp_path, tmp_path / "out")
+    (tmp_path / "out" / "README.md").unlink()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes() == (tmp_path / "model" / path.name).read_bytes()
+    auto_class = AutoModelForImageClassification if sections is RESNET else AutoModelForMaskedLM
+    _, loading = auto_class.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), "zero3"])

@@ -3,9 +3,11 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
+from transformers.pipelines import SUPPORTED_TASKS
 
 from trainer.recipe.schema import Recipe
 from trainer.tasks import Task, build_task
+from trainer.tasks.registry import PIPELINE_TAGS
 from trainer.tasks.task import ImageTask, TextTask
 
 SECTIONS = get_args(Recipe.model_fields["task"].annotation)
@@ -22,3 +24,8 @@ def test_every_task_of_the_schema_is_built_and_keeps_the_protocol(section):
     for member in (member for member in vars(Task) if not member.startswith("_")):
         assert hasattr(task, member), f"{type(task).__name__} lacks {member}"
     assert task.metric_names == tuple(section.model_fields["metrics"].default)
+
+
+def test_every_task_has_a_pipeline_of_transformers():
+    assert set(PIPELINE_TAGS) == {get_args(section.model_fields["type"].annotation)[0] for section in SECTIONS}
+    assert set(PIPELINE_TAGS.values()) <= set(SUPPORTED_TASKS)

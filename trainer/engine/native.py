@@ -31,12 +31,13 @@ from trainer.engine.schedule import AccumulationSchedule, Schedule
 from trainer.engine.sharded import defer_all_reduce, shard
 from trainer.errors import UsageError
 from trainer.models.building import BuiltModel, save_model
+from trainer.models.statistics import persistent_buffers
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
 from trainer.parallel.partial import sum_partial_gradients_
 from trainer.parallel.parts import TensorPart, tensor_part
-from trainer.parallel.placement import PIPELINE_AXIS, TENSOR_AXIS, Placements, whole
+from trainer.parallel.placement import TENSOR_AXIS, Placements, whole
 from trainer.parallel.whole import gather_on_rank_zero, local_part
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
@@ -183,20 +184,14 @@ class NativeEngine:
             yield tensor_part(f"{OPTIMIZER_PREFIX}{placement.name}.{key}", value, placement, self._mesh)
 
     def export(self, folder: Path) -> None:
-        state: dict[str, Tensor] = {}
-        placements: Placements = {}
+        tensors = {
+            label: parameter.detach()
+            for label, parameter in self._parameters.items()
+            if not self.placements[label].is_copy
+        }
         for model in self._models:
-            first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-            placed = {
-                name: self.placements[first_names[id(parameter)]]
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-            }
-            copies = {name for name, placement in placed.items() if placement.is_copy}
-            if self._mesh.size(PIPELINE_AXIS) > 1:  # what arrives from other stages no longer shares its memory
-                copies |= {name for name in placed if name not in self.placements}
-            state |= {name: tensor for name, tensor in model.state_dict().items() if name not in copies}
-            placements |= placed
-        weights = gather_on_rank_zero(state, placements, self._mesh)
+            tensors |= persistent_buffers(model)
+        weights = gather_on_rank_zero(tensors, self.placements, self._mesh)
         self._mesh.on_rank_zero(lambda: save_model(self._models[0], folder, weights))
 
     def _refuse_unused_parameters(self) -> None:

@@ -39,6 +39,7 @@ from trainer.engine.scaling import LossScaler, settle
 from trainer.errors import UsageError
 from trainer.models.building import BuiltModel, save_model
 from trainer.models.initialising import Gather, whole_already
+from trainer.models.statistics import persistent_buffers
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.partial import is_partial, sum_while_backward
@@ -223,7 +224,7 @@ class ZeroEngine:
     def export(self, folder: Path) -> None:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        weights: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = persistent_buffers(self._engine.module)
         for name, parameter in self._parameters.items():
             weights |= self._joined(name, {name: safe_get_full_fp32_param(parameter)})
         self._mesh.on_rank_zero(lambda: save_model(self._engine.module, folder, weights))

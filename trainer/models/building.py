@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
+from transformers.utils import CONFIG_NAME
 
 from trainer.errors import TrainerError, UsageError
 from trainer.models.attention import KEYED_ATTENTION
@@ -26,14 +27,13 @@ from trainer.models.families.table import FAMILIES
 from trainer.models.initialising import Gather, draw_weights, whole_already
 from trainer.models.loading import CannotLoadPartsError, load_parts, sizes_differ
 from trainer.models.stages import StagePart
-from trainer.models.statistics import fix_statistics, persistent_buffers
+from trainer.models.statistics import fix_statistics
+from trainer.models.writing import described_model, transformers_class, write_weights
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.linear import ColumnParallelLinear
 from trainer.parallel.placement import Placements
 from trainer.recipe.schema import Model, Training
-
-_LARGEST_FILE = "5GB"  # of an exported model
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def save_configuration(model: nn.Module, folder: Path) -> None:
     """
     described: Any = model
     config = copy.deepcopy(described.config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [transformers_class(model).__name__]
     config.dtype = torch.float32
     config.save_pretrained(folder)
     if described.can_generate():
@@ -290,18 +290,21 @@ def save_configuration(model: nn.Module, folder: Path) -> None:
 
 
 def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes a plain Hugging Face folder: safetensors (`weights`, and the buffers of the model) and configuration.
+    """Writes a plain Hugging Face folder: safetensors and configuration.
+
+    Args:
+        model: that was trained, or what this rank has of it.
+        folder: made where it is not there.
+        weights: all tensors of the whole model, by name; of tied ones one.
 
     Raises:
         TrainerError: it cannot be written.
     """
-    # transformers looks for DeepSpeed when it saves, which greets on stderr; the progress bar of one file says nothing.
-    transformers.utils.logging.disable_progress_bar()
-    logging.disable(logging.WARNING)
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # or raises: save_pretrained only logs that a file is in the way
-        model.save_pretrained(folder, state_dict={**persistent_buffers(model), **weights}, max_shard_size=_LARGEST_FILE)  # type: ignore[operator]
+        folder.mkdir(parents=True, exist_ok=True)
+        save_configuration(model, folder)
+        described = described_model(json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")))
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        write_weights(described, shapes, weights.__getitem__, folder)
     except (OSError, SafetensorError) as error:
         raise TrainerError(f"the model could not be written to {folder}: {error}") from error
-    finally:
-        logging.disable(logging.NOTSET)

@@ -15,6 +15,14 @@ from trainer.tasks.sequence_classification import SequenceClassificationTask
 from trainer.tasks.sequence_regression import SequenceRegressionTask
 from trainer.tasks.task import ImageTask, TextTask
 
+PIPELINE_TAGS = {
+    "sequence_classification": "text-classification",
+    "sequence_regression": "text-classification",
+    "masked_lm": "fill-mask",
+    "image_classification": "image-classification",
+}
+"""What the hub, and the pipelines of transformers, call each type of task."""
+
 
 def build_task(recipe: TaskSection) -> TextTask | ImageTask:
     """The task of `recipe.task`, its labels not yet known."""

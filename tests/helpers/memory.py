@@ -1,0 +1,40 @@
+"""The peak of this process's memory, as Linux counts it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def _status(key: str) -> int:
+    """A number of bytes that Linux counts of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
+
+
+def peak_growth(action: Callable[[], Any]) -> int:
+    """How many bytes of memory this process had at most, above those before, mapped files included."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else what was freed before would serve again and hide
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _status("VmRSS")
+    kept = action()
+    growth = _status("VmHWM") - before
+    del kept
+    return growth
+
+
+def _can_measure() -> bool:
+    try:
+        peak_growth(lambda: None)
+    except (OSError, StopIteration, AttributeError):
+        return False
+    return True
+
+
+needs_peak = pytest.mark.skipif(not _can_measure(), reason="needs the peak of resident memory as Linux counts it")

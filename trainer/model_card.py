@@ -1,0 +1,129 @@
+"""The model card: the `README.md` of an exported folder, for people and, in its head, for the hub.
+
+Written from what a checkpoint says of itself, so that the run and `trainer export` write the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, though not in its `__all__`
+from transformers.utils import CONFIG_NAME
+
+from trainer.checkpoint.progress import Progress
+from trainer.tasks.registry import PIPELINE_TAGS
+
+CARD_NAME = "README.md"
+
+
+def write_card(folder: Path, origin: Mapping[str, Any], progress: Progress) -> None:
+    """Writes the card of a Hugging Face folder, beside its configuration.
+
+    Args:
+        folder: that the model is in.
+        origin: of the checkpoint's facts.
+        progress: when the weights were what they are.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    (folder / CARD_NAME).write_text(_card(config, origin, progress), encoding="utf-8")
+
+
+def _card(config: Mapping[str, Any], origin: Mapping[str, Any], progress: Progress) -> str:
+    recipe = _part(origin, "recipe")
+    layout, versions = _part(origin, "layout"), _part(origin, "versions")
+    task_type = str(_part(recipe, "task").get("type"))
+    tag = PIPELINE_TAGS.get(task_type)
+    name = " ".join(str(recipe.get("name", "model")).split())
+    trained = f"{progress.step:,} optimizer steps, {progress.samples:,} rows"
+    trained += f", {progress.tokens:,} tokens" if progress.tokens else ""
+    lines = [
+        "---",
+        _head(recipe, task_type, tag).to_yaml().strip(),
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"A `{config['architectures'][0]}` in `{config['dtype']}`, trained with `trainer`.",
+        "",
+        f"- task: {f'`{task_type}`' if tag else 'unknown'}",
+        f"- trained for: {trained}",
+        f"- best evaluation: {_best(progress)}",
+        f"- layout: {_layout(recipe, layout)}",
+        "",
+        "## Use",
+        "",
+        "```python",
+        *_use(config["architectures"][0], tag),
+        "```",
+        "",
+        "## Recipe",
+        "",
+        "```json",
+        json.dumps(recipe, indent=2),
+        "```",
+        "",
+        "## Versions",
+        "",
+        *(f"- {package} {version}" for package, version in sorted(versions.items())),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _part(values: Any, key: str) -> Mapping[str, Any]:
+    """A group of values; empty where a checkpoint does not tell it."""
+    part = values.get(key) if isinstance(values, Mapping) else None
+    return part if isinstance(part, Mapping) else {}
+
+
+def _head(recipe: Mapping[str, Any], task_type: str, tag: str | None) -> ModelCardData:
+    """What the hub reads; keys that are None are left out."""
+    data = _part(recipe, "data")
+    dataset = _hub_name(data.get("name")) if data.get("source") == "hub" else None
+    return ModelCardData(
+        library_name="transformers",
+        base_model=_hub_name(_part(recipe, "model").get("name_or_path")),
+        datasets=[dataset] if dataset else None,
+        pipeline_tag=tag,
+        tags=[task_type.replace("_", "-")] if tag else None,
+    )
+
+
+def _hub_name(name: Any) -> str | None:
+    """A name that the hub can look up; a folder, which a recipe holds with its whole path, has none."""
+    if not isinstance(name, str) or os.path.isabs(name):
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def _best(progress: Progress) -> str:
+    best = progress.best
+    return f"{best.name} {best.value:.6g} at step {best.step:,}" if best else "none"
+
+
+def _layout(recipe: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
+    strategy = _part(recipe, "parallel").get("strategy")
+    degrees = [f"{axis} {degree}" for axis, degree in layout.items() if degree != 1] or ["one process"]
+    return f"{' x '.join(degrees)}, `{strategy}`, `{recipe.get('precision')}`"
+
+
+def _use(architecture: str, tag: str | None) -> list[str]:
+    if tag is None:
+        return [
+            f"from transformers import {architecture}",
+            "",
+            f'model = {architecture}.from_pretrained("path/to/this/folder")',
+        ]
+    return ["from transformers import pipeline", "", f'predict = pipeline("{tag}", "path/to/this/folder")']

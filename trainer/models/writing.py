@@ -1,0 +1,215 @@
+"""Writes the weights of a Hugging Face folder from tensors that are read when their file is written.
+
+By which names, in which types and over which files transformers expects them is its own answer, asked of a model on the
+`meta` device, where tensors have shapes and no memory. So a folder is the same whether it is written by the run, which
+has the model, or from a checkpoint, which has only its tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters, revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from trainer.errors import UsageError
+from trainer.models.names import aliases
+from trainer.models.statistics import persistent_buffers
+
+LARGEST_FILE_BYTES = 5_000_000_000
+_CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9_]*")
+
+
+class UnknownModelError(Exception):
+    """A configuration that describes no model of transformers; the message says why."""
+
+
+def transformers_class(model: Any) -> Any:
+    """The class of transformers that a model is, under what FSDP may have put over it."""
+    return next(one for one in type(model).__mro__ if one.__module__.startswith("transformers."))
+
+
+def described_model(described: Mapping[str, Any]) -> Any:
+    """The model that the content of a `config.json` describes, on `meta`.
+
+    Closed: its class is one of transformers' own, found by its name; nothing is imported that a file names.
+
+    Raises:
+        UnknownModelError: there is no such class, or it is not of this configuration.
+    """
+    model_type, names = described.get("model_type"), described.get("architectures")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise UnknownModelError(f"its `model_type` is {model_type!r}, which transformers does not know")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if not isinstance(name, str):
+        raise UnknownModelError(f"its `architectures` must name one class, but are {names!r}")
+    found: Any = getattr(transformers, name, None) if _CLASS_NAME.fullmatch(name) else None
+    if not _is_model(found):
+        raise UnknownModelError(f"its `architectures` name {name!r}, which is no model of transformers")
+    if found.config_class is not CONFIG_MAPPING[model_type]:
+        raise UnknownModelError(f"{name} is not of its `model_type` {model_type!r}")
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(dict(described))
+        with torch.device("meta"):
+            return found(config)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise UnknownModelError(f"{name} cannot be built from it: {error}") from error
+
+
+def _is_model(found: Any) -> bool:
+    shipped = getattr(found, "__module__", "").startswith("transformers.models.")
+    return shipped and isinstance(found, type) and issubclass(found, PreTrainedModel)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tensors of the model that become tensors of a file together: mostly one that becomes one."""
+
+    names: list[str]
+    written: Collection[str]
+
+
+def write_weights(
+    model: Any,
+    shapes: Mapping[str, Sequence[int]],
+    read: Callable[[str], Tensor],
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    largest_file_bytes: int = LARGEST_FILE_BYTES,
+) -> list[Path]:
+    """Writes safetensors, and their index where there are several; never more than a file's tensors are in memory.
+
+    Args:
+        model: on `meta`, of `described_model`.
+        shapes: of the tensors that there are, by their names in the model; of tied ones there is one.
+        read: gives one of them.
+        folder: that is there.
+        dtype: of floating tensors, but for those that transformers keeps in fp32.
+        largest_file_bytes: of tensors in a file; a larger tensor has a file of its own.
+
+    Returns:
+        The files of weights.
+
+    Raises:
+        UnknownModelError: the tensors are not those of the model.
+        UsageError: a value is too large for `dtype`.
+        OSError, SafetensorError: a file cannot be written.
+    """
+    sources = _sources(model, shapes)
+    _refuse_other_shapes(model, {name: shapes[source] for name, source in sources.items()})
+    types = _types(model, sources, dtype)
+    # As transformers does for a model that no files were loaded into: how older files called them is not brought back.
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [rule for rule in conversions if not isinstance(rule, PrefixChange)]
+
+    written: dict[str, Tensor] = {}
+    groups = []
+    for names in _together(sources, model._weight_conversions):
+        empty = {name: torch.empty(shapes[sources[name]], dtype=types[name], device="meta") for name in names}
+        made = revert_weight_conversion(model, empty)
+        groups.append(_Group(names, made.keys()))
+        # Anew, for the size of one that was cut from another would be that of the other.
+        written |= {key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in made.items()}
+
+    split = split_torch_state_dict_into_shards(
+        written, filename_pattern="model{suffix}.safetensors", max_shard_size=largest_file_bytes
+    )
+    for file, keys in split.filename_to_tensors.items():
+        tensors: dict[str, Tensor] = {}
+        for group in groups:
+            if wanted := set(keys).intersection(group.written):
+                whole = {name: _cast(name, read(sources[name]), types[name]) for name in group.names}
+                made = revert_weight_conversion(model, whole)
+                tensors |= {key: _alone(made[key]) for key in wanted}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+    return [folder / file for file in split.filename_to_tensors]
+
+
+def _sources(model: Any, available: Collection[str]) -> dict[str, str]:
+    """By the names that transformers writes, in its order, those that there are; they differ for tied weights."""
+    copies, ignored = set(model.all_tied_weights_keys), set(model._keys_to_ignore_on_save or ())
+    sources: dict[str, str] = {}
+    missing = []
+    for names in [*aliases(model).values(), *([name] for name in persistent_buffers(model))]:
+        found = [name for name in names if name in available]
+        if len(found) == 1:
+            sources[next((name for name in names if name not in copies), names[0])] = found[0]
+        else:  # several: the configuration ties them, but they came with different weights
+            sources |= {name: name for name in found}
+        missing += names[:1] if not found else []
+    if missing := sorted(set(missing) - ignored):
+        raise UnknownModelError(f"there is no {_some(missing)}")
+    if unexpected := sorted(set(available) - set(sources.values())):
+        raise UnknownModelError(f"{type(model).__name__} has no {_some(unexpected)}")
+    order = {name: index for index, name in enumerate(model.state_dict())}
+    return {name: sources[name] for name in sorted(sources, key=order.__getitem__) if name not in ignored}
+
+
+def _refuse_other_shapes(model: Any, shapes: Mapping[str, Sequence[int]]) -> None:
+    for name, empty in model.state_dict().items():
+        if name in shapes and tuple(shapes[name]) != tuple(empty.shape):
+            raise UnknownModelError(f"{name} has the shape {tuple(shapes[name])}, and there {tuple(empty.shape)}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" (and {len(names) - 3} more)" if len(names) > 3 else "")
+
+
+def _types(model: Any, names: Collection[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Of each tensor as it is written; transformers says what stays in fp32 because it would lose too much."""
+    kept = {re.compile(glob.replace("*", ".*")): type_ for glob, type_ in model._get_dtype_plan(dtype).items()}
+    empty = model.state_dict()
+    types = {}
+    for name in names:
+        if empty[name].is_floating_point():
+            types[name] = next((type_ for pattern, type_ in kept.items() if pattern.search(name)), dtype)
+        else:
+            types[name] = empty[name].dtype
+    return types
+
+
+def _together(names: Collection[str], conversions: Sequence[Any]) -> Iterator[list[str]]:
+    """Which tensors are split or merged together on their way into a file, as `revert_weight_conversion` does."""
+    reverse = [rule.reverse_transform() for rule in conversions[::-1]]
+    converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name in names:
+        target, pattern = apply_converters(name, converters)
+        groups.setdefault((target if pattern is not None else name, pattern is not None), []).append(name)
+    yield from groups.values()
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast = tensor.to(dtype)
+    # The extremes first, which take no memory.
+    suspicious = cast is not tensor and cast.numel() > 0 and not torch.stack(cast.aminmax()).isfinite().all()
+    if suspicious and bool((cast.isinf() & ~tensor.isinf()).any()):
+        raise UsageError(
+            f"`--dtype` must be a type that holds every weight, but {name} reaches {tensor.abs().max().item():g}, which"
+            f" is more than the {torch.finfo(dtype).max:g} of {str(dtype).removeprefix('torch.')}; use bf16 or fp32"
+        )
+    return cast
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """In memory of its own, without what it may have been cut from."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
