@@ -344,6 +344,7 @@ def start_ranks(
     *overrides: str,
     fault: tuple[str, int, int] | None = None,
     of_rank: Mapping[int, Sequence[str]] | None = None,
+    port: int | None = None,
 ) -> list[Any]:
     """Two ranks as a bare launcher starts them; with `fault`, as `faulty_run.py` describes it.
 
@@ -352,7 +353,7 @@ def start_ranks(
     program = ["-m", "trainer"]
     if fault is not None:
         program = [str(Path(__file__).parent / "helpers" / "faulty_run.py"), *map(str, fault)]
-    port = str(_free_port())
+    port = str(port or _free_port())
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
         processes.start(
@@ -407,6 +408,22 @@ class TestTwoRanks:
         assert [rank.returncode for rank in ended] == [2, 2]
         assert all("trainer's source is " in rank.stderr for rank in ended)
         assert all(", 0123456789ab on rank 1 (" in rank.stderr for rank in ended)
+
+    def test_a_port_that_another_program_has(self, tmp_path):
+        with socket.socket() as taken:
+            taken.bind(("", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            first, second = start_ranks(write_tiny_run(tmp_path), port=port)
+            try:
+                ended = processes.finish(first)
+            finally:
+                processes.kill(second)  # as a launcher does
+                processes.finish(second)
+        assert ended.returncode == 2
+        assert f"error: MASTER_PORT is {port}, but another program has that port of" in ended.stderr
+        assert "set it to a free port" in ended.stderr
+        assert "Traceback" not in ended.stderr
 
     @pytest.mark.slow
     def test_a_rank_that_fails_takes_the_other_with_it_and_is_named(self, tmp_path):

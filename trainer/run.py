@@ -30,6 +30,7 @@ from trainer.engine.building import build_engine, partitioned_loading, planned_c
 from trainer.engine.engine import Engine
 from trainer.errors import ExitCode, LostPeerError, TrainerError
 from trainer.evaluation import Evaluator
+from trainer.joining import joining
 from trainer.launch.command import command_line
 from trainer.launch.environment import LaunchEnvironment, cache_folder
 from trainer.loop import Ending, Loop
@@ -184,10 +185,17 @@ def _process_group(plan: RunPlan, environment: LaunchEnvironment, device: torch.
     if environment.world_size == 1 and not plan.strategy.cuts_anything:
         yield
         return
-    address, port = environment.master_addr, environment.master_port
     stall = timedelta(seconds=plan.recipe.parallel.stall_timeout.seconds)
     timeout = max(stall, _LEAST_COLLECTIVE_TIMEOUT) + _AFTER_WATCHDOG
-    init_process_group(device, environment.rank, environment.world_size, address, port, timeout)
+    with joining(environment, timeout.total_seconds()):
+        init_process_group(
+            device,
+            environment.rank,
+            environment.world_size,
+            environment.master_addr,
+            environment.master_port,
+            timeout,
+        )
     try:
         yield
         _let_go()
