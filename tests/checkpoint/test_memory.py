@@ -1,0 +1,72 @@
+"""No rank holds the whole state while it is saved or read: measured. `SHOW_MEMORY=1 python -m pytest -s` prints it."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import tiny_recipe, tiny_training
+from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.saving import Saved, Saver
+from trainer.checkpoint.store import CheckpointStore
+from trainer.recipe.schema import Recipe
+
+MODEL = {
+    "model_type": "bert",
+    "vocab_size": 30522,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 64,
+}
+STATE_BYTES = 132.7e6  # weights and two moments in fp32
+LAYOUTS: list[dict[str, Any]] = [
+    {"strategy": "fsdp"},
+    {"strategy": "zero2"},
+    {"strategy": "fsdp", "tensor": 2},
+    {"strategy": "ddp"},
+]
+
+
+def _status(key: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def save_or_resume(recipe: Recipe, folder: Path, resume: bool) -> float:
+    """The most bytes that this rank had beyond what it had before."""
+    with tiny_training(recipe) as training:
+        saver = Saver(CheckpointStore(folder, 1), training.engine, training.mesh, Saved({}), asynchronous=False)
+        if not resume:
+            training.steps(1)
+            training.mesh.on_rank_zero(saver._store.open)
+            saver.progress = Progress(1, 12)
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+        before = _status("VmRSS")
+        _ = saver.resume("auto") if resume else saver.save()
+        return _status("VmHWM") - before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory cannot be reset here")
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_each_rank_writes_and_reads_its_share(ranks: RankPools, tmp_path, parallel):
+    recipe = tiny_recipe(model={"config": MODEL}, parallel=parallel, training={"micro_batch_size": 3})
+    saving = ranks(4).run(save_or_resume, recipe, tmp_path, False)
+    sizes = [file.stat().st_size for file in sorted(tmp_path.rglob("*.safetensors"))]
+    resuming = ranks(4).run(save_or_resume, recipe, tmp_path, True)
+    if os.environ.get("SHOW_MEMORY"):
+        for what, values in (("files", sizes), ("peak of saving", saving), ("peak of resuming", resuming)):
+            print(f"{parallel} {what}: {', '.join(f'{value / 1e6:.1f}' for value in values)} MB")
+    assert sum(sizes) == pytest.approx(STATE_BYTES, rel=0.01)
+    assert max(sizes) < 1.02 * STATE_BYTES / 4
+    assert max(saving) < 0.5 * STATE_BYTES
+    # Under ddp each rank trains with all moments, and so must read them.
+    assert max(resuming) < (0.9 if parallel["strategy"] == "ddp" else 0.5) * STATE_BYTES
