@@ -107,6 +107,26 @@ def test_a_bad_loss_on_one_rank_is_skipped_by_all_and_found(ranks: RankPools, st
         assert len(story.record.rows) == 2
 
 
+def every_loss_is_bad(recipe: Recipe) -> tuple[BadStepRecord, list[int]]:
+    """What is found where the last rank computes no finite loss, and the rows of the batch."""
+    with tiny_training(recipe) as training:
+        first, *_ = training.loader
+        task = training.engine._forward._task
+        loss_sum = task.loss_sum
+        if training.mesh.rank == training.mesh.world_size - 1:
+            object.__setattr__(task, "loss_sum", lambda logits, labels: loss_sum(logits, labels) * math.nan)
+        result = training.engine.train_step(first)
+        rows = training.loader.row_ids(0)
+        return examine(1, result, first, rows, training.engine, training.mesh), sorted(rows)
+
+
+@pytest.mark.parametrize("parallel", [{"pipeline": {"stages": 2}}, {"tensor": 2}])
+def test_ranks_that_share_rows_find_them_too(ranks: RankPools, parallel):
+    for record, rows in ranks(2).run(every_loss_is_bad, tiny_recipe(parallel=parallel)):
+        assert record.ranks == (1,)
+        assert list(record.rows) == rows
+
+
 class TestDescription:
     def test_names_rows_and_ranks(self):
         text = describe(BadStepRecord(3, math.nan, math.nan, (1,), tuple(range(40))))

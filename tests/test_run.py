@@ -441,6 +441,19 @@ class TestTwoRanks:
         assert run_ranks(write_tiny_run(tmp_path), fault=("die", 1, 3)) == [1, -signal.SIGKILL]
 
     @pytest.mark.slow
+    def test_a_rank_that_is_stopped_does_not_leave_the_other_waiting(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        first, second = start_ranks(recipe, "parallel.stall_timeout=4 seconds", fault=("stop", 1, 3))
+        try:
+            ended = processes.finish(first)
+        finally:
+            processes.kill(second)  # as a launcher does
+            processes.finish(second)
+        assert ended.returncode == 1
+        assert "error: no rank has made any progress for 4 seconds" in ended.stderr
+        assert ended.stderr.count("no answer") == 1
+
+    @pytest.mark.slow
     def test_half_and_half_is_the_whole_bit_for_bit(self, tmp_path):
         parts, whole = write_tiny_run(tmp_path / "parts"), write_tiny_run(tmp_path / "whole")
         assert run_ranks(whole) == [0, 0]

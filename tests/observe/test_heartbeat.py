@@ -1,0 +1,73 @@
+"""The file that each rank keeps of itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.observe.samples import end_record
+from trainer.errors import TrainerError
+from trainer.observe.heartbeat import Heartbeat, forget_statuses, ranks_folder, read_statuses
+
+
+def begun(folder: Path, rank: int = 3) -> Heartbeat:
+    heartbeat = Heartbeat(rank)
+    heartbeat.begin(folder, step=5)
+    return heartbeat
+
+
+def test_says_what_the_rank_does(tmp_path):
+    heartbeat = begun(tmp_path)
+    heartbeat.doing(6, "in step 7")
+    status = read_statuses(tmp_path)[3]
+    assert (status.rank, status.pid, status.step, status.doing) == (3, os.getpid(), 6, "in step 7")
+    assert abs(status.time - time.time()) < 10
+    heartbeat.evaluation_progress(2, 9)
+    assert str(read_statuses(tmp_path)[3]) == "after step 6, in an evaluation, 2 of 9 batches done"
+
+
+def test_a_record_has_one_size_whatever_it_says(tmp_path):
+    heartbeat, sizes = begun(tmp_path), set()
+    for what in ("", "x" * 1000, "\N{SNOWMAN}" * 60):
+        heartbeat.doing(10**12, what)
+        sizes.add(heartbeat.file.stat().st_size)
+        assert read_statuses(tmp_path)[3].step == 10**12
+    assert len(sizes) == 1
+
+
+def test_a_good_end_removes_it_and_a_bad_one_does_not(tmp_path):
+    first, second = begun(tmp_path, 0), begun(tmp_path, 1)
+    first.end(end_record(tmp_path, outcome="failed"))
+    assert read_statuses(tmp_path).keys() == {0, 1}
+    first.end(end_record(tmp_path, outcome="stopped"))
+    assert read_statuses(tmp_path).keys() == {1}
+    second.end(end_record(tmp_path))
+    assert not ranks_folder(tmp_path).exists()
+
+
+def test_a_torn_or_foreign_file_is_passed_over(tmp_path):
+    begun(tmp_path)
+    (ranks_folder(tmp_path) / "rank-00000.json").write_text('{"rank": 0, "ho')
+    (ranks_folder(tmp_path) / "rank-00001.json").write_text('{"rank": 1}')
+    assert read_statuses(tmp_path).keys() == {3}
+    forget_statuses(tmp_path)
+    assert read_statuses(tmp_path) == {}
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    ranks_folder(tmp_path).write_text("a file in the way")
+    with pytest.raises(TrainerError, match=r"rank 3 on .* cannot write"):
+        begun(tmp_path)
+
+
+def test_before_it_begins_and_after_it_is_closed_it_only_counts(tmp_path):
+    heartbeat = Heartbeat(0)
+    heartbeat.doing(0, "nothing")
+    heartbeat.begin(tmp_path, 0)
+    heartbeat.close()
+    heartbeat.doing(1, "nothing")
+    assert heartbeat.beats == 3
+    assert read_statuses(tmp_path)[0].step == 0

@@ -1,0 +1,86 @@
+"""What the watchdog says of ranks that stand still; that it ends whole runs is in `tests/launch/test_faults.py`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from trainer.observe import watchdog
+from trainer.observe.heartbeat import Heartbeat, Status
+from trainer.observe.watchdog import Watchdog, stall_message
+
+
+def test_equal_stacks_are_shown_once():
+    statuses = {rank: Status(rank, "node0", 100 + rank, 7, "in step 8", 1000.0 + rank) for rank in range(4)}
+    stacks = {0: "main A\n\nthread x:\nB", 1: "", 2: "main A\n\nthread y:\nC", 3: "main D"}
+    assert stall_message(statuses, stacks, 30.0, now=1040.0).splitlines() == [
+        "no rank has made any progress for 30 seconds (`parallel.stall_timeout`)",
+        "rank 0 on node0, process 100: after step 7, in step 8, 40 s since its last progress",
+        "rank 1 on node0, process 101: after step 7, in step 8, 39 s since its last progress;"
+        " no answer: it is stopped or its machine is gone",
+        "rank 2 on node0, process 102: after step 7, in step 8, 38 s since its last progress",
+        "rank 3 on node0, process 103: after step 7, in step 8, 37 s since its last progress",
+        "main thread of ranks 0, 2:",
+        "main A",
+        "main thread of rank 3:",
+        "main D",
+    ]
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Filled where a watchdog would have ended the process."""
+    reasons: list[str] = []
+
+    def leave() -> NoReturn:
+        reasons.append("left")
+        raise SystemExit
+
+    monkeypatch.setattr(watchdog, "_leave", leave)
+    return reasons
+
+
+def watched(folder: Path, told: list[str]) -> tuple[Heartbeat, Watchdog]:
+    heartbeat = Heartbeat(1)
+    heartbeat.begin(folder, 0)
+    dog = Watchdog(heartbeat, 0.5, folder / "error.json", told.append)
+    dog.begin()
+    return heartbeat, dog
+
+
+def test_a_rank_that_beats_is_left_alone(tmp_path, left):
+    told: list[str] = []
+    heartbeat, dog = watched(tmp_path, told)
+    for step in range(15):
+        time.sleep(0.1)
+        heartbeat.doing(step, "in a step")
+    dog.close()
+    assert (told, left) == ([], [])
+
+
+def test_a_rank_that_waits_for_one_that_beats_is_left_alone(tmp_path, left):
+    told: list[str] = []
+    other = Heartbeat(0)
+    other.begin(tmp_path, 0)
+    _, dog = watched(tmp_path, told)
+    for step in range(15):
+        time.sleep(0.1)
+        other.doing(step, "saving a checkpoint")
+    dog.close()
+    assert (told, left) == ([], [])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `leave` ends the thread alone
+def test_one_that_does_not_reports_and_leaves(tmp_path, left):
+    told: list[str] = []
+    watched(tmp_path, told)
+    deadline = time.monotonic() + 20
+    while not left and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == ["left"]
+    assert told == ["no rank has made any progress for 0.5 seconds (`parallel.stall_timeout`)"]
+    assert '"kind": "stall"' in (tmp_path / "error.json").read_text()
+    assert "test_one_that_does_not_reports_and_leaves" in (tmp_path / "ranks" / "rank-00001.stack").read_text()
