@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import RANK_STRATEGIES, TinyTraining, parallel_keys, tiny_recipe, tiny_training
+from tests.helpers.training import RANK_STRATEGIES, TinyTraining, parallel_keys, tiny_recipe, tiny_training, whole_state
 from trainer.bad_steps import describe, examine
 from trainer.observe.records import BadStepRecord
 from trainer.recipe.schema import Recipe
@@ -59,7 +59,7 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def _state(training: TinyTraining) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in training.engine.state().items()}
+    return whole_state(training.engine, training.mesh).tensors
 
 
 def second_step_is_bad(recipe: Recipe, value: float, finite_gradient: bool) -> Story:

@@ -104,8 +104,8 @@ class TestRestarts:
     def test_a_killed_rank_is_named_and_all_start_again_from_the_checkpoint(self, tmp_path):
         recipe, undisturbed = write_tiny_run(tmp_path / "a"), write_tiny_run(tmp_path / "b")
         ended = run(
-            recipe, "checkpoint.every=2 steps", "checkpoint.resume=never", "--max-restarts", "2",
-            fault=("die", 1, 6), FAULT_ONCE=str(tmp_path / "once"),
+            recipe, "checkpoint.every=2 steps", "checkpoint.asynchronous=false", "checkpoint.resume=never",
+            "--max-restarts", "2", fault=("die", 1, 6), FAULT_ONCE=str(tmp_path / "once"),
         )  # fmt: skip
         assert ended.returncode == 0
         assert re.search(r"rank 1 \(process \d+ on \S+\), after step 5, in step 6, was killed by SIGKILL", ended.stderr)
@@ -150,7 +150,8 @@ class TestRestarts:
 
     def test_a_signal_between_two_attempts_is_honoured(self, tmp_path):
         recipe = write_tiny_run(tmp_path)
-        process = start(recipe, "checkpoint.every=1 step", "--max-restarts", "5", fault=("die", 1, 3))
+        saving = ("checkpoint.every=1 step", "checkpoint.asynchronous=false")
+        process = start(recipe, *saving, "--max-restarts", "5", fault=("die", 1, 3))
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         assert any("restart 1 of 5" in line for line in lines)
