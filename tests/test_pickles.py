@@ -1,0 +1,86 @@
+"""Nothing that a run reads is unpickled: a pickle in the place of each file is refused, or made anew, and never run."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BertConfig, BertForSequenceClassification
+
+from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import TINY_BERT
+from trainer.cli import main
+from trainer.errors import ExitCode
+
+
+class _Hostile:
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self._marker,)
+
+
+def test_the_pickle_would_be_seen(tmp_path):
+    pickle.loads(pickle.dumps(_Hostile(tmp_path / "marker")))
+    assert (tmp_path / "marker").exists()
+
+
+def _with_model(folder: Path) -> dict[str, Any]:
+    """A run from a pretrained folder, tokenizer included."""
+    write_tiny_run(folder)
+    keys = {key: value for key, value in TINY_BERT.items() if key != "model_type"}
+    model = BertForSequenceClassification(BertConfig(**keys, num_labels=3))
+    model.save_pretrained(folder / "model")
+    for file in (folder / "tokenizer").iterdir():
+        (folder / "model" / file.name).write_bytes(file.read_bytes())
+    return {"model": {"config": None, "tokenizer": None, "name_or_path": str(folder / "model")}}
+
+
+def _only_a_pickle_of_weights(folder: Path) -> Path:
+    (folder / "model" / "model.safetensors").unlink()
+    return folder / "model" / "pytorch_model.bin"
+
+
+ROLES: dict[str, Callable[[Path], Path]] = {
+    "recipe": lambda folder: folder / "recipe.json",
+    "rows": lambda folder: folder / "train.jsonl",
+    "tokenizer": lambda folder: folder / "model" / "tokenizer.json",
+    "its configuration": lambda folder: folder / "model" / "tokenizer_config.json",
+    "configuration": lambda folder: folder / "model" / "config.json",
+    "weights": lambda folder: folder / "model" / "model.safetensors",
+    "old weights": _only_a_pickle_of_weights,
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_in_the_place_of_what_a_run_begins_with(tmp_path, role, capsys):
+    recipe = write_tiny_run(tmp_path, **_with_model(tmp_path))
+    assert main(["check", str(recipe)]) == ExitCode.DONE, "it would run"
+    ROLES[role](tmp_path).write_bytes(pickle.dumps(_Hostile(tmp_path / "marker")))
+    assert main(["run", str(recipe)]) == ExitCode.USER
+    assert "Traceback" not in capsys.readouterr().err
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_in_the_place_of_rows_of_other_kinds(tmp_path, ending):
+    rows = tmp_path / f"rows.{ending}"
+    recipe = write_tiny_run(tmp_path, data={"train": str(rows), "validation": None}, evaluation={"every": None})
+    rows.write_bytes(pickle.dumps(_Hostile(tmp_path / "marker")))
+    assert main(["run", str(recipe)]) == ExitCode.USER
+    assert not (tmp_path / "marker").exists()
+
+
+def test_in_the_place_of_prepared_rows(tmp_path):
+    recipe = write_tiny_run(tmp_path)
+    assert main(["run", str(recipe), "training.stop_at_step=2"]) == ExitCode.STOPPED
+    files = [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
+    assert files
+    for file in files:
+        file.write_bytes(pickle.dumps(_Hostile(tmp_path / "marker")))
+    assert main(["run", str(recipe)]) in (ExitCode.DONE, ExitCode.USER)
+    assert not (tmp_path / "marker").exists()
