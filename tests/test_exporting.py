@@ -24,7 +24,7 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.memory import needs_peak, peak_growth
 from tests.helpers.tiny_run import WORDS, write_tiny_image_run, write_tiny_run
 from tests.helpers.training import TINY_RESNET
-from trainer import exporting
+from trainer import disk, exporting
 from trainer.errors import ExitCode, TrainerError, UsageError
 from trainer.exporting import export
 from trainer.launch.environment import LaunchEnvironment
@@ -218,7 +218,7 @@ class TestWhere:
             assert (tmp_path / "out").exists() == (path == tmp_path)
             synced.append(path.name)
 
-        monkeypatch.setattr(exporting, "sync", sync)
+        monkeypatch.setattr(disk, "sync", sync)
         export(checkpoint, tmp_path / "out")
         assert sorted(synced[:-2]) == sorted(path.name for path in (tmp_path / "out").iterdir())
         assert synced[-2:] == [".saving-out", tmp_path.name]

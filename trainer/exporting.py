@@ -7,7 +7,6 @@ nothing of it is unpickled, imported or run.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import CONFIG_NAME
 
-from trainer.checkpoint.files import FACTS, MODEL_FOLDER, SavedState, sync, verify
+from trainer.checkpoint.files import FACTS, MODEL_FOLDER, SavedState, verify
 from trainer.checkpoint.store import CheckpointStore
+from trainer.disk import replace_folder
 from trainer.engine.engine import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
 from trainer.errors import TrainerError, UsageError
@@ -83,10 +83,7 @@ def export(
             described_model(config), shapes, lambda name: _read(state, keys[name]), temporary, type_, largest_file_bytes
         )
         write_card(temporary, state.facts.origin, state.facts.progress)
-        for path in (*temporary.iterdir(), temporary):
-            sync(path)
-        os.rename(temporary, place)
-        sync(place.parent)
+        replace_folder(temporary, place)
     except UnknownModelError as error:
         raise UsageError(
             f"`CHECKPOINT` must hold a model of transformers, but {state.folder / MODEL_FOLDER / CONFIG_NAME} describes"

@@ -29,6 +29,7 @@ from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.data.sources import load_splits
 from trainer.data.split import EncodedSplit
+from trainer.disk import replace_folder
 from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
 from trainer.errors import ExitCode, LostPeerError, TrainerError
@@ -405,8 +406,7 @@ def _export(
         try:
             preparation.save(temporary)
             card(temporary)
-            shutil.rmtree(folder, ignore_errors=True)
-            temporary.rename(folder)
+            replace_folder(temporary, folder)
         except OSError as error:
             raise TrainerError(f"the model could not be written to {folder}: {error}") from error
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.samples import LARGE, is_whole, newest, save
-from trainer.checkpoint import files
+from trainer import disk
 from trainer.checkpoint.store import CheckpointStore
 
 
@@ -34,7 +34,7 @@ def kill_before(call: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
     for name in ("write_bytes", "write_text"):
         setattr(Path, name, counted(getattr(Path, name)))
-    files.save_file = counted(files.save_file)
+    disk.save_file = counted(disk.save_file)
 
 
 def was_killed(store: CheckpointStore, step: int, call: int) -> bool:

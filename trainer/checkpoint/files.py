@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.checkpoint.progress import Progress
+from trainer.disk import save_tensors, sync
 from trainer.parallel.parts import Box, TensorPart, own_share
 
 FORMAT = 2
@@ -97,7 +97,7 @@ def write_share(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Writt
     Raises:
         OSError, SafetensorError: it cannot be written.
     """
-    save_file(dict(tensors), folder / name)
+    save_tensors(tensors, folder / name)
     return written(folder, name)
 
 
@@ -131,19 +131,6 @@ def seal(folder: Path, facts: Facts, files: Iterable[WrittenFile]) -> None:
     (folder / SUMS).write_text("".join(f"{file.sha256}  {file.name}\n" for file in files), encoding="ascii")
     for place in {folder / SUMS, *((folder / file.name).parent for file in files)}:
         sync(place)
-
-
-def sync(path: Path) -> None:
-    """Waits until the disk has a file, or the names in a folder.
-
-    Raises:
-        OSError: it has not.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.checkpoint.files import Facts, WrittenFile, seal, sync
+from trainer.checkpoint.files import Facts, WrittenFile, seal
+from trainer.disk import sync
 
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,})")
 _UNFINISHED, _REPLACED, _REMOVED, _LATEST = ".saving-", ".replaced-", ".removed-", "latest"

@@ -18,13 +18,13 @@ import torch
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from trainer.disk import save_tensors
 from trainer.errors import UsageError
 from trainer.models.names import aliases
 from trainer.models.statistics import persistent_buffers
@@ -134,7 +134,7 @@ def write_weights(
                 whole = {name: _cast(name, read(sources[name]), types[name]) for name in group.names}
                 made = revert_weight_conversion(model, whole)
                 tensors |= {key: _alone(made[key]) for key in wanted}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        save_tensors(tensors, folder / file, metadata={"format": "pt"})
     if split.is_sharded:
         metadata = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
