@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -149,12 +149,17 @@ def put_in_other_code(rank: str) -> None:
         agreement._source_digest = lambda: "0123456789ab"
 
 
-if __name__ == "__main__":
-    fault, rank, step, *argv = sys.argv[1:]
+def main_with_fault(words: Sequence[str]) -> int:
+    """As the program; `words` are what follows its name."""
+    fault, rank, step, *argv = words
     if fault == "nan_loss":
         put_in_bad_rows(rank, int(step))
     elif fault == "other_code":
         put_in_other_code(rank)
     else:
         put_in(fault, rank, int(step))
-    sys.exit(main(argv))
+    return main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main_with_fault(sys.argv[1:]))

@@ -14,26 +14,24 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers import processes
+from tests.helpers import processes, warm
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.observe.metrics_file import Metrics, read_metrics
 
-FAULTY = processes.ROOT / "tests" / "helpers" / "faulty_run.py"
 ENDLESS = ("training.max_steps=100000", "evaluation.every=null")
 
 
 def start(recipe: Path, *arguments: str, fault: tuple[str, int, int] | None = None, **variables: str):
     """`trainer run` of two local ranks; with `fault`, as `faulty_run.py` describes it."""
-    program = ["-m", "trainer"] if fault is None else [str(FAULTY), *map(str, fault)]
     words = [*arguments] if "--processes" in arguments else ["--processes", "2", *arguments]
-    return processes.start([sys.executable, *program, "run", recipe, *words], **variables)
+    return warm.start([*(fault or ()), "run", recipe, *words], faulty=fault is not None, **variables)
 
 
 def run(recipe: Path, *arguments: str, fault: tuple[str, int, int] | None = None, **variables: str):
     return finish(start(recipe, *arguments, fault=fault, **variables))
 
 
-def finish(process: subprocess.Popen[str], timeout_seconds: float = 90) -> subprocess.CompletedProcess[str]:
+def finish(process: warm.WarmProcess, timeout_seconds: float = 90) -> subprocess.CompletedProcess[str]:
     ended = processes.finish(process, timeout_seconds)
     print(ended.stdout, ended.stderr)  # shown where the test fails
     return ended
@@ -47,7 +45,7 @@ def checkpoints(recipe: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (recipe.parent / "run" / "checkpoints").glob("step-*"))
 
 
-def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
+def wait_until(process: warm.WarmProcess, happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not happened():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -96,7 +94,7 @@ class TestRequests:
         assert checkpoints(recipe) == [6]
 
 
-def forked_ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def forked_ranks(process: warm.WarmProcess) -> list[psutil.Process]:
     return psutil.Process(process.pid).children()
 
 

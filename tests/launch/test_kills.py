@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -12,14 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers import processes
+from tests.helpers import processes, warm
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.errors import ExitCode
 
 STEPS = 120
 
 
-def start(recipe: Path, *options: str) -> subprocess.Popen[str]:
+def start(recipe: Path, *options: str) -> warm.WarmProcess:
     command = [sys.executable, "-m", "trainer", "run", recipe, "--processes", "2", *options]
     return processes.start(
         [*command, "checkpoint.every=3 steps", "evaluation.every=null", f"training.max_steps={STEPS}"]
@@ -30,7 +29,7 @@ def weights(recipe: Path) -> bytes:
     return (recipe.parent / "run" / "model" / "model.safetensors").read_bytes()
 
 
-def kill_ranks(process: subprocess.Popen[str], most: int, draw: random.Random) -> int:
+def kill_ranks(process: warm.WarmProcess, most: int, draw: random.Random) -> int:
     """Kills one rank after the other while the run goes on; returns how many."""
     killed = 0
     while killed < most:

@@ -40,12 +40,18 @@ class ParallelMesh:
         assert self.world_size == 1 or dist.is_initialized(), "several ranks need a process group"
         self.rank = 0
         self.device_mesh: DeviceMesh | None = None
+        # Asked of torch once: each slice of its mesh takes a millisecond.
+        self._indices = dict.fromkeys((*AXES, "dp"), 0)
+        self._groups: dict[str, dist.ProcessGroup] = {}
         self._control: dist.ProcessGroup | None = None
         if dist.is_initialized():
             assert dist.get_world_size() == self.world_size, "the degrees must multiply to the world size"
             self.rank = dist.get_rank()
             self.device_mesh = init_device_mesh(device.type, tuple(self._sizes.values()), mesh_dim_names=AXES)
-            self._data_mesh = self.device_mesh[DATA_AXES]._flatten("dp")
+            data_mesh = self.device_mesh[DATA_AXES]._flatten("dp")
+            for axis in self._indices:
+                line = data_mesh if axis == "dp" else self.device_mesh[axis]
+                self._indices[axis], self._groups[axis] = line.get_local_rank(), line.get_group()
             # Decisions (stop, save) and gathered metrics are CPU tensors: they go over gloo, beside the device's queue.
             self._control = dist.group.WORLD
 
@@ -57,10 +63,7 @@ class ParallelMesh:
 
     def index(self, axis: str) -> int:
         """Place of this rank along `axis`."""
-        if self.device_mesh is None:
-            return 0
-        mesh = self._data_mesh if axis == "dp" else self.device_mesh[axis]
-        return mesh.get_local_rank()
+        return self._indices[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group along `axis`, or None where the axis has one rank."""
@@ -68,9 +71,8 @@ class ParallelMesh:
 
     def process_group(self, axis: str) -> dist.ProcessGroup:
         """The process group along `axis`, also of a lone rank, for libraries that know no other way."""
-        assert self.device_mesh is not None, "one process has no process group"
-        mesh = self._data_mesh if axis == "dp" else self.device_mesh[axis]
-        return mesh.get_group()
+        assert self._groups, "one process has no process group"
+        return self._groups[axis]
 
     @property
     def is_first_replica(self) -> bool:
