@@ -90,8 +90,14 @@ def second_step_is_bad(recipe: Recipe, value: float, finite_gradient: bool) -> S
         )
 
 
-@pytest.mark.parametrize("strategy", RANK_STRATEGIES)
-@pytest.mark.parametrize(("value", "finite_gradient"), [(math.nan, False), (math.inf, True)])
+@pytest.mark.parametrize(
+    ("strategy", "value", "finite_gradient"),
+    [
+        *((strategy, math.nan, False) for strategy in RANK_STRATEGIES),
+        ("ddp", math.inf, True),
+        ("zero2", math.inf, True),
+    ],
+)
 def test_a_bad_loss_on_one_rank_is_skipped_by_all_and_found(ranks: RankPools, strategy, value, finite_gradient):
     training = {"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 2}
     recipe = tiny_recipe(training=training, parallel=parallel_keys(strategy, 2))

@@ -43,8 +43,8 @@ sys.exit(main(words))
 """
 
 
-def run_limited(kind: str, recipe: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    words = ["run", recipe, "--processes", "2", "checkpoint.every=2 steps", 'logging.to=["console"]', *overrides]
+def run_limited(kind: str, recipe: Path) -> subprocess.CompletedProcess[str]:
+    words = ["run", recipe, "--processes", "2", "checkpoint.every=2 steps", 'logging.to=["console"]']
     return processes.run([sys.executable, "-c", LIMITED, kind, *words])
 
 
@@ -60,11 +60,10 @@ def assert_failed_whole(finished: subprocess.CompletedProcess[str], run: Path, w
     assert state.facts.progress.step == 2
 
 
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_limit_on_the_size_of_files(tmp_path, asynchronous):
+def test_a_limit_on_the_size_of_files(tmp_path):
     """As a full disk does, it fails in the middle of a write."""
     recipe = write_tiny_run(tmp_path)
-    finished = run_limited("size", recipe, f"checkpoint.asynchronous={str(asynchronous).lower()}")
+    finished = run_limited("size", recipe)
     assert_failed_whole(finished, tmp_path / "run", "File too large")
     again = processes.run([sys.executable, "-m", "trainer", "run", recipe, "--processes", "2"])
     assert again.returncode == ExitCode.DONE, again.stderr

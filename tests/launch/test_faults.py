@@ -171,7 +171,7 @@ class TestRestarts:
 class TestStalls:
     TIMEOUT = "parallel.stall_timeout=4 seconds"
 
-    @pytest.mark.parametrize(("rank", "world_size"), [(1, 2), (0, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize(("rank", "world_size"), [(0, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
     def test_a_stopped_rank_is_told_of_and_ends_with_the_others(self, tmp_path, rank, world_size):
         recipe = write_tiny_run(tmp_path, training={"global_batch_size": 12})
         process = start(
@@ -235,7 +235,7 @@ class TestBadSteps:
         assert len(losses) == 8
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
+    @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
     def test_end_the_run_where_none_is_allowed(self, tmp_path, strategy):
         recipe = write_tiny_run(tmp_path, parallel={"strategy": strategy})
         ended = run(recipe, "checkpoint.every=1 step", fault=("nan_loss", 1, 3))
