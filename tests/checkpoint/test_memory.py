@@ -27,8 +27,6 @@ MODEL = {
 }
 STATE_BYTES = 132.7e6  # weights and two moments in fp32
 LAYOUTS: list[dict[str, Any]] = [
-    {"strategy": "fsdp"},
-    {"strategy": "zero2"},
     {"strategy": "fsdp", "tensor": 2},
     {"strategy": "ddp"},
 ]

@@ -45,8 +45,9 @@ def kill_ranks(process: warm.WarmProcess, most: int, draw: random.Random) -> int
     return killed
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_rank_is_killed_at_random_moments(tmp_path, kills):
+@pytest.mark.slow
+def test_a_rank_is_killed_at_twenty_random_moments(tmp_path):
+    kills = 20
     whole = write_tiny_run(tmp_path / "whole")
     assert processes.finish(start(whole)).returncode == ExitCode.DONE
     draw, done, runs = random.Random(kills), 0, 0
