@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, pipeline
 from tests.helpers import processes
 from tests.helpers.checkpoints import reseal, write_checkpoint
 from tests.helpers.families import CONFIGS
-from tests.helpers.memory import needs_peak, peak_growth
+from tests.helpers.hostile import Trap
+from tests.helpers.memory import LARGE_BERT, LARGEST_BYTES, needs_peak, peak_growth
 from tests.helpers.tiny_run import WORDS, write_tiny_image_run, write_tiny_run
 from tests.helpers.training import TINY_RESNET
 from trainer import disk, exporting
@@ -224,16 +225,6 @@ class TestWhere:
         assert synced[-2:] == [".saving-out", tmp_path.name]
 
 
-MARKER = "the pickle was read"
-
-
-class Bomb:
-    """Tells, where a pickle is read that holds it."""
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (MARKER,))
-
-
 class TestHostile:
     @pytest.mark.parametrize("sealed", [False, True])
     @pytest.mark.parametrize(
@@ -252,28 +243,28 @@ class TestHostile:
     ):
         monkeypatch.chdir(tmp_path)
         if kind == "pickle":
-            (checkpoint / name).write_bytes(pickle.dumps(Bomb()))
+            (checkpoint / name).write_bytes(Trap(tmp_path / "marker").pickled())
         else:
-            torch.save(Bomb(), checkpoint / name)
+            torch.save(Trap(tmp_path / "marker"), checkpoint / name)
         if sealed and name != "SHA256SUMS":
             reseal(checkpoint)
         with pytest.raises(UsageError):
             export(checkpoint, tmp_path / "out")
-        assert not (tmp_path / MARKER).exists()
+        assert not (tmp_path / "marker").exists()
         assert nothing_was_left(tmp_path / "out")
 
     @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "tokenizer_config.json"])
     def test_one_in_place_of_a_copied_file_is_not_read_here_either(self, tmp_path, monkeypatch, name):
         monkeypatch.chdir(tmp_path)
         model = built("gpt2", "AutoModelForCausalLM")
-        checkpoint = write_checkpoint(tmp_path / "run", model, extra={name: pickle.dumps(Bomb())})
+        checkpoint = write_checkpoint(tmp_path / "run", model, extra={name: Trap(tmp_path / "marker").pickled()})
         export(checkpoint, tmp_path / "out")
-        assert not (tmp_path / MARKER).exists()
+        assert not (tmp_path / "marker").exists()
 
     def test_the_bomb_works(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        pickle.loads(pickle.dumps(Bomb()))
-        assert (tmp_path / MARKER).exists()
+        pickle.loads(Trap(tmp_path / "marker").pickled())
+        assert (tmp_path / "marker").exists()
 
     @pytest.mark.parametrize(
         "name",
@@ -287,7 +278,7 @@ class TestHostile:
         ],
     )
     def test_what_others_would_unpickle_or_run_is_not_handed_on(self, tmp_path, bert, name):
-        checkpoint = write_checkpoint(tmp_path / "run", bert, extra={name: pickle.dumps(Bomb())})
+        checkpoint = write_checkpoint(tmp_path / "run", bert, extra={name: Trap(tmp_path / "marker").pickled()})
         with pytest.raises(UsageError, match=rf"must hold only a configuration .* has {name} there"):
             export(checkpoint, tmp_path / "out")
         assert nothing_was_left(tmp_path / "out")
@@ -331,23 +322,11 @@ class TestHostile:
             export(checkpoint, tmp_path / "out")
 
 
-# 47 MB in fp32, and as much again twice for the optimizer.
-LARGE = {
-    "vocab_size": 4001,
-    "hidden_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "intermediate_size": 2048,
-    "max_position_embeddings": 64,
-}
-LARGEST_TENSOR_BYTES = 4001 * 512 * 4  # the word embedding
-
-
 @needs_peak
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_no_more_than_a_file_of_the_model_is_in_memory(tmp_path, bert, dtype):
     export(write_checkpoint(tmp_path / "tiny", bert), tmp_path / "warm", dtype)  # whatever is imported once
-    model = built("bert", "AutoModelForMaskedLM", **LARGE)
+    model = built(head="AutoModelForMaskedLM", **LARGE_BERT)
     whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
     checkpoint = write_checkpoint(tmp_path / "run", model)
     del model
@@ -357,6 +336,6 @@ def test_no_more_than_a_file_of_the_model_is_in_memory(tmp_path, bert, dtype):
     if os.environ.get("SHOW_MEMORY"):
         print(f"model {whole_bytes:,}, in files of {file_bytes:,}: {parts:,}; in one file: {whole:,}")
     # Beside the file's tensors the one that is read, in both types, and its mapped pages; malloc keeps some of it.
-    assert parts < file_bytes + 3 * LARGEST_TENSOR_BYTES < 0.8 * whole_bytes
+    assert parts < file_bytes + 3 * LARGEST_BYTES < 0.8 * whole_bytes
     written_bytes = whole_bytes if dtype == "fp32" else whole_bytes / 2
-    assert 0.9 * written_bytes < whole < written_bytes + 3 * LARGEST_TENSOR_BYTES, "never twice"
+    assert 0.9 * written_bytes < whole < written_bytes + 3 * LARGEST_BYTES, "never twice"

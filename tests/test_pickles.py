@@ -10,22 +10,15 @@ from typing import Any
 import pytest
 from transformers import BertConfig, BertForSequenceClassification
 
+from tests.helpers.hostile import Trap
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
 from trainer.cli import main
 from trainer.errors import ExitCode
 
 
-class _Hostile:
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self):
-        return Path.touch, (self._marker,)
-
-
 def test_the_pickle_would_be_seen(tmp_path):
-    pickle.loads(pickle.dumps(_Hostile(tmp_path / "marker")))
+    pickle.loads(Trap(tmp_path / "marker").pickled())
     assert (tmp_path / "marker").exists()
 
 
@@ -60,7 +53,7 @@ ROLES: dict[str, Callable[[Path], Path]] = {
 def test_in_the_place_of_what_a_run_begins_with(tmp_path, role, capsys):
     recipe = write_tiny_run(tmp_path, **_with_model(tmp_path))
     assert main(["check", str(recipe)]) == ExitCode.DONE, "it would run"
-    ROLES[role](tmp_path).write_bytes(pickle.dumps(_Hostile(tmp_path / "marker")))
+    ROLES[role](tmp_path).write_bytes(Trap(tmp_path / "marker").pickled())
     assert main(["run", str(recipe)]) == ExitCode.USER
     assert "Traceback" not in capsys.readouterr().err
     assert not (tmp_path / "marker").exists()
@@ -70,7 +63,7 @@ def test_in_the_place_of_what_a_run_begins_with(tmp_path, role, capsys):
 def test_in_the_place_of_rows_of_other_kinds(tmp_path, ending):
     rows = tmp_path / f"rows.{ending}"
     recipe = write_tiny_run(tmp_path, data={"train": str(rows), "validation": None}, evaluation={"every": None})
-    rows.write_bytes(pickle.dumps(_Hostile(tmp_path / "marker")))
+    rows.write_bytes(Trap(tmp_path / "marker").pickled())
     assert main(["run", str(recipe)]) == ExitCode.USER
     assert not (tmp_path / "marker").exists()
 
@@ -81,6 +74,6 @@ def test_in_the_place_of_prepared_rows(tmp_path):
     files = [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
     assert files
     for file in files:
-        file.write_bytes(pickle.dumps(_Hostile(tmp_path / "marker")))
+        file.write_bytes(Trap(tmp_path / "marker").pickled())
     assert main(["run", str(recipe)]) in (ExitCode.DONE, ExitCode.USER)
     assert not (tmp_path / "marker").exists()

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import CONFIG_NAME
 
-from trainer.checkpoint.files import FACTS, MODEL_FOLDER, SavedState, verify
+from trainer.checkpoint.files import FACTS, MODEL_FOLDER, SavedState, open_verified
 from trainer.checkpoint.store import CheckpointStore
 from trainer.disk import replace_folder
 from trainer.engine.engine import BUFFER_PREFIX, MODEL_PREFIX
@@ -60,8 +60,8 @@ def export(
         TrainerError: it cannot be written.
     """
     place = _free_place(folder)
-    state, names, notes = _open(checkpoint)
-    config, beside = _beside_weights(state.folder, names)
+    state, notes = _open(checkpoint)
+    config, beside = _beside_weights(state.folder, state.file_names)
     shapes, keys = {}, {}
     for key, shape in state.shapes.items():
         for prefix in (MODEL_PREFIX, BUFFER_PREFIX):
@@ -111,19 +111,17 @@ def _free_place(folder: Path) -> Path:
     return place
 
 
-def _open(checkpoint: Path) -> tuple[SavedState, list[str], list[str]]:
-    """The checkpoint verified, the names of its files, and notes on those that were passed over."""
+def _open(checkpoint: Path) -> tuple[SavedState, list[str]]:
+    """The checkpoint verified, and notes on those that were passed over."""
     store = CheckpointStore(checkpoint, keep=1)
     if (checkpoint / FACTS).exists() or not store.folder.is_dir():
-        return _verified(checkpoint)
+        return _verified(checkpoint), []
     notes: list[str] = []
     for step in reversed(store.steps()):
         try:
-            state, names, _ = _verified(store.path(step))
+            return _verified(store.path(step)), notes
         except UsageError as error:
             notes.append(f"passed over a checkpoint: {error}")
-            continue
-        return state, names, notes
     problems = "".join(f"; {note}" for note in notes)
     raise UsageError(
         f"`CHECKPOINT` must hold a whole checkpoint, but {checkpoint} holds none{problems}. Name another run, or train"
@@ -131,16 +129,15 @@ def _open(checkpoint: Path) -> tuple[SavedState, list[str], list[str]]:
     )
 
 
-def _verified(folder: Path) -> tuple[SavedState, list[str], list[str]]:
+def _verified(folder: Path) -> SavedState:
     if not folder.is_dir() or not (folder / FACTS).exists():
         raise UsageError(
             "`CHECKPOINT` must be the folder of a checkpoint, such as runs/NAME/checkpoints/step-00000120, or of a run,"
             f" but {folder} {'is neither' if folder.exists() else 'does not exist'}; name one of these"
         )
     try:
-        names = verify(folder)
-        return SavedState(folder), names, []
-    except (OSError, ValueError, SafetensorError) as error:
+        return open_verified(folder)
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"`CHECKPOINT` must be whole, but {folder} is not: {error}; name another of its run, or the run's folder to"
             " take the newest that is"

@@ -32,6 +32,7 @@ from transformers import (
     DistributedConfig,
 )
 
+from tests.helpers.memory import status_bytes
 from tests.helpers.ranks import RankPool
 from trainer.models.tensor import split_model
 
@@ -131,17 +132,12 @@ def peak_bytes(folder: Path, name: str, num_steps: int) -> int:
     """On this rank: how much memory the contestant's model and steps added at most, alone in its process."""
     _name_rank_in_environment()
     gc.collect()
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     training = Training.of(CONTESTANTS[name](folder))
     for _ in range(num_steps):
         training.step()
-    return _status("VmHWM") - before
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
+    return status_bytes("VmHWM") - before
 
 
 def _name_rank_in_environment() -> None:

@@ -12,9 +12,9 @@ from trainer.checkpoint.files import (
     SUMS,
     Facts,
     SavedState,
+    open_verified,
     share_name,
     snapshot,
-    verify,
     write_bytes,
     write_share,
 )
@@ -58,8 +58,7 @@ def newest(store: CheckpointStore) -> tuple[SavedState | None, list[str]]:
     problems = []
     for step in reversed(store.steps()):
         try:
-            verify(store.path(step))
-            return SavedState(store.path(step)), problems
+            return open_verified(store.path(step)), problems
         except (OSError, ValueError) as error:
             problems.append(str(error))
     return None, problems

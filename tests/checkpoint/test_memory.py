@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.memory import needs_peak, peak_growth
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe, tiny_training
 from trainer.checkpoint.progress import Progress
@@ -32,12 +32,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def _status(key: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
-def save_or_resume(recipe: Recipe, folder: Path, resume: bool) -> float:
+def save_or_resume(recipe: Recipe, folder: Path, resume: bool) -> int:
     """The most bytes that this rank had beyond what it had before."""
     with tiny_training(recipe) as training:
         saver = Saver(CheckpointStore(folder, 1), training.engine, training.mesh, Saved({}), asynchronous=False)
@@ -45,15 +40,11 @@ def save_or_resume(recipe: Recipe, folder: Path, resume: bool) -> float:
             training.steps(1)
             training.mesh.on_rank_zero(saver._store.open)
             saver.progress = Progress(1, 12)
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-        before = _status("VmRSS")
-        _ = saver.resume("auto") if resume else saver.save()
-        return _status("VmHWM") - before
+        return peak_growth(lambda: saver.resume("auto") if resume else saver.save())
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory cannot be reset here")
+@needs_peak
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_each_rank_writes_and_reads_its_share(ranks: RankPools, tmp_path, parallel):
     recipe = tiny_recipe(model={"config": MODEL}, parallel=parallel, training={"micro_batch_size": 3})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -17,6 +16,8 @@ import torch
 
 from tests.checkpoint.samples import FILES, LARGE, MODEL_FILE, facts_of, is_whole, newest, save, tensors_of
 from tests.helpers import processes
+from tests.helpers.checkpoints import reseal
+from tests.helpers.hostile import Trap
 from trainer.checkpoint.files import FACTS, SUMS, SavedState, share_name, verify
 from trainer.checkpoint.store import CheckpointStore
 from trainer.parallel.parts import Box, TensorPart
@@ -200,9 +201,9 @@ class TestVerify:
         """Also where its sum and its size are those that the checkpoint says."""
         saved(store, 1, 2)
         place, marker = store.path(2) / file, tmp_path / "marker"
-        place.write_bytes(pickle.dumps(_Hostile(marker)))
+        place.write_bytes(Trap(marker).pickled())
         if file != SUMS:
-            _make_consistent(store.path(2))
+            reseal(store.path(2))
         assert newest(store)[0] is not None
         assert not marker.exists()
 
@@ -227,7 +228,7 @@ class TestVerify:
         facts = json.loads((store.path(1) / FACTS).read_text())
         facts["tensors"]["model.weight"] = [4, 4]
         (store.path(1) / FACTS).write_text(json.dumps(facts))
-        _make_consistent(store.path(1))
+        reseal(store.path(1))
         assert newest(store) == (None, ["it is damaged: the parts of model.weight are not the whole of it"])
 
     def test_ranks_share_the_reading(self, store):
@@ -236,31 +237,6 @@ class TestVerify:
         assert verify(store.path(1), 0, 2), "this one has the other file"
         with pytest.raises(ValueError, match=SHARE):
             verify(store.path(1), 1, 2)
-
-
-class _Hostile:
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self):
-        return Path.touch, (self._marker,)
-
-
-def _make_consistent(folder: Path) -> None:
-    """Sizes and sums as someone would write them who wants the checkpoint to be believed."""
-    if (folder / FACTS).read_bytes().startswith(b"{"):
-        facts = json.loads((folder / FACTS).read_text())
-        facts["files"] = {name: (folder / name).stat().st_size for name in facts["files"]}
-        (folder / FACTS).write_text(json.dumps(facts))
-    lines = subprocess.run(
-        ["sha256sum", *(line.split()[1] for line in (folder / SUMS).read_text().splitlines())],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    (folder / SUMS).write_text(lines.stdout)
 
 
 class TestSavedState:

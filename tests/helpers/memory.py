@@ -10,8 +10,20 @@ from typing import Any
 
 import pytest
 
+LARGE_BERT = {
+    "model_type": "bert",
+    "vocab_size": 4001,
+    "hidden_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "intermediate_size": 2048,
+    "max_position_embeddings": 64,
+}
+"""47 MB in fp32, most of it in matrices that are cut; the vocabulary does not divide."""
+LARGEST_BYTES = 4001 * 512 * 4  # its word embedding
 
-def _status(key: str) -> int:
+
+def status_bytes(key: str) -> int:
     """A number of bytes that Linux counts of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
@@ -22,9 +34,9 @@ def peak_growth(action: Callable[[], Any]) -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else what was freed before would serve again and hide
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     kept = action()
-    growth = _status("VmHWM") - before
+    growth = status_bytes("VmHWM") - before
     del kept
     return growth
 

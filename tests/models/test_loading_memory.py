@@ -11,25 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, BertForSequenceClassification
 
-from tests.helpers.memory import needs_peak, peak_growth
+from tests.helpers.memory import LARGE_BERT, LARGEST_BYTES, needs_peak, peak_growth
 from tests.helpers.ranks import RankPools
 from trainer.models import loading
 from trainer.models.building import build_model
 from trainer.models.cutting import ModelCut
 from trainer.recipe.schema import Model, Training
 
-# 47 MB, most of it in matrices that are cut; the vocabulary does not divide.
-LARGE = {
-    "model_type": "bert",
-    "vocab_size": 4001,
-    "hidden_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "intermediate_size": 2048,
-    "max_position_embeddings": 64,
-}
 WHOLE_BYTES = 47_218_700
-LARGEST_BYTES = 4001 * 512 * 4  # the word embedding
 
 
 @dataclass
@@ -95,9 +84,9 @@ def read_by_rank(folder: str) -> Reading:
             Model.model_validate(recipe), Training(), "AutoModelForSequenceClassification", options, cut=cut
         )
 
-    saved, described = {"name_or_path": folder}, {"config": LARGE, "tokenizer": "none"}
+    saved, described = {"name_or_path": folder}, {"config": LARGE_BERT, "tokenizer": "none"}
     cut = ModelCut(dist.group.WORLD)
-    tiny = {"config": {**LARGE, "hidden_size": 16, "intermediate_size": 32}, "tokenizer": "none"}
+    tiny = {"config": {**LARGE_BERT, "hidden_size": 16, "intermediate_size": 32}, "tokenizer": "none"}
     build(tiny, cut)  # whatever is imported or allocated once
     CountedFile.total = 0
     loading.safe_open = CountedFile
@@ -121,7 +110,7 @@ def read_by_rank(folder: str) -> Reading:
 
 @needs_peak
 def test_a_rank_of_four_never_holds_the_whole_model(ranks: RankPools, tmp_path):
-    model = BertForSequenceClassification(AutoConfig.for_model(**LARGE, num_labels=3))
+    model = BertForSequenceClassification(AutoConfig.for_model(**LARGE_BERT, num_labels=3))
     assert sum(p.numel() * 4 for p in model.parameters()) == WHOLE_BYTES
     model.save_pretrained(tmp_path)
     readings: list[Reading] = ranks(4).run(read_by_rank, str(tmp_path))

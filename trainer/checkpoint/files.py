@@ -12,7 +12,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -83,11 +83,11 @@ def share_name(rank: int, world_size: int) -> str:
     return f"state-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
-def snapshot(parts: Iterable[TensorPart]) -> dict[str, Tensor]:
+def snapshot(parts: Sequence[TensorPart]) -> dict[str, Tensor]:
     """Copies on the CPU of what this rank is to write, by the keys of its file; later steps do not change them."""
     return {
         _key(part.name, box.start): box.view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for part, box in own_share(list(parts))
+        for part, box in own_share(parts)
     }
 
 
@@ -178,12 +178,13 @@ class SavedState:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         described = _read_json(folder)
+        self.file_names = sorted(described["files"])  # without the facts and the sums
         try:
             self.facts = Facts.from_json(described)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is damaged: {FACTS} has no {error}") from error
         self._boxes: dict[str, list[_SavedBox]] = {}
-        for file in sorted(name for name in described["files"] if _SHARE_NAME.fullmatch(name)):
+        for file in filter(_SHARE_NAME.fullmatch, self.file_names):
             try:
                 for box in _boxes_of(folder / file):
                     self._boxes.setdefault(box.name, []).append(box)
@@ -250,6 +251,17 @@ class SavedState:
                     raise ValueError(f"it is damaged: {box.key} lies outside of {name}")
             if sum(prod(box.shape) for box in boxes) != prod(shape):
                 raise ValueError(f"it is damaged: the parts of {name} are not the whole of it")
+
+
+def open_verified(folder: Path, turn: int = 0, num_turns: int = 1) -> SavedState:
+    """A checkpoint that `verify`, whose arguments these are, finds whole.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: it is damaged, or of another format.
+    """
+    verify(folder, turn, num_turns)
+    return SavedState(folder)
 
 
 @dataclass(frozen=True)

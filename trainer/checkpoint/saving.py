@@ -16,9 +16,9 @@ from trainer.checkpoint.files import (
     Facts,
     SavedState,
     WrittenFile,
+    open_verified,
     share_name,
     snapshot,
-    verify,
     write_bytes,
     write_share,
 )
@@ -264,8 +264,7 @@ class Saver:
         """The checkpoint of a step, if it is whole, or else what is wrong with it; each rank verifies its share."""
         state, problem = None, ""
         try:
-            verify(self._store.path(step), self._mesh.rank, self._mesh.world_size)
-            state = SavedState(self._store.path(step))
+            state = open_verified(self._store.path(step), self._mesh.rank, self._mesh.world_size)
         except (OSError, ValueError) as error:
             problem = str(error)
         problems = self._mesh.share(self._mesh.gather(problem))

@@ -274,15 +274,15 @@ class ZeroEngine:
 
         parameter: Any = self._parameters[name]
         start, number = self._bounds(parameter)
-        for key in (None, *self._moments()):
-            flat = torch.zeros(parameter.ds_tensor.ds_numel)
-            source.fill([self._flat_part(name, key, flat[:number], start)])
-            flat = flat.to(parameter.ds_tensor.device)
+        flats = {key: torch.zeros(parameter.ds_tensor.ds_numel) for key in (None, *self._moments())}
+        source.fill([self._flat_part(name, key, flat[:number], start) for key, flat in flats.items()])
+        for key, flat in flats.items():
+            own = flat.to(parameter.ds_tensor.device)
             if key:
-                safe_set_local_optimizer_state(parameter, flat, key)
+                safe_set_local_optimizer_state(parameter, own, key)
             else:
-                safe_set_local_fp32_param(parameter, flat)
-                parameter.ds_tensor.copy_(flat)
+                safe_set_local_fp32_param(parameter, own)
+                parameter.ds_tensor.copy_(own)
 
     def _joined(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of parameter `name`, whole as one process has them, on rank 0 and its CPU; a collective."""

@@ -180,9 +180,9 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int) -> int:
     """Runs `number` local ranks to their end, again and again where they fail; returns their exit code."""
     for logger in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)  # we say ourselves what failed
-    if _start_method() == "fork":
-        importlib.import_module("trainer.run")  # once, instead of in each rank and again in each restart
     with _forwarded_signals() as stop:
+        if _start_method() == "fork":
+            importlib.import_module("trainer.run")  # once, instead of in each rank and again in each restart
         for restart in range(1, max_restarts + 1):
             try:
                 return _attempt(resolved, number, stop)
