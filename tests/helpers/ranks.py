@@ -32,6 +32,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from tests.helpers.forking import forking
+
 START_SECONDS = 120.0  # imports and rendezvous, on a busy machine
 GRACE_SECONDS = 2.0  # what the other ranks get to answer once one has failed
 
@@ -105,7 +107,7 @@ class RankPool:
         self._ranks = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         for index in range(self.world_size):
             ours, theirs = context.Pipe()
             # not a daemon: a daemon may not have children, and data loaders do

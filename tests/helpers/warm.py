@@ -1,23 +1,20 @@
 """Starts `trainer` as a process that has imported it already: seconds less for each run, where the start is no matter.
 
-The processes are forks of one that multiprocessing keeps for us, its "forkserver", which has imported and no more.
 What a user starts, cold, is tested by the tests of the launchers, of the local ranks and of the README.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from functools import cache
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import TextIO
 
 from tests.helpers import processes
+from tests.helpers.forking import forking
 
 
 class WarmProcess:
@@ -25,7 +22,7 @@ class WarmProcess:
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str], faulty: bool) -> None:
         self.args = list(arguments)
-        context = multiprocessing.get_context("forkserver")
+        context = forking()
         (out, write_out), (err, write_err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
         self._process = context.Process(target=_run, args=(self.args, environment, faulty, write_out, write_err))
         self._process.start()
@@ -73,22 +70,7 @@ class WarmProcess:
 
 def start(arguments: Sequence[object], faulty: bool = False, **variables: str) -> WarmProcess:
     """Starts `trainer` with these arguments; `faulty` as `faulty_run.py` takes them."""
-    _warm_up()
     return WarmProcess([str(word) for word in arguments], processes.environment(**variables), faulty)
-
-
-@cache
-def _warm_up() -> None:
-    """Starts the process to fork from, in the environment of a user's shell: libraries look at it when imported."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.helpers.faulty_run", "trainer.run"])
-    ours = dict(os.environ)
-    try:
-        os.environ.clear()
-        os.environ.update(processes.environment())
-        forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(ours)
 
 
 def _text(connection: Connection) -> TextIO:
