@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import warm
 from tests.helpers.processes import ROOT, finish, run, start
 
 BIN = Path(sys.executable).parent
@@ -95,7 +96,9 @@ CASES = {
     ),
     "slurm.sbatch": Case("srun", [["bash", FILES / "slurm.sbatch"]], [SLURM_TASK | {"SLURM_TASK_PID": "1"}]),
 }
-QUICK = ("trainer", "torchrun")
+BARE = ("torchrun", "accelerate", "accelerate --cpu", "deepspeed --module", "srun")
+"""What a file of `launchers/` starts in the same way; three of them run the sample under DeepSpeed."""
+QUICK = ("trainer", "torchrun_single_node.sh")
 
 
 def overrides(folder: Path, *more: str, steps: int = 3) -> list[str]:
@@ -136,7 +139,7 @@ def losses(folder: Path) -> list[float]:
 def one_process(tmp_path_factory) -> list[float]:
     """The losses of the recipe on one process."""
     folder = tmp_path_factory.mktemp("one") / "run"
-    ended = run([sys.executable, *MODULE, RECIPE, *overrides(folder)])
+    ended = finish(warm.start(["run", RECIPE, *overrides(folder)]))
     assert ended.returncode == 0, ended.stderr
     assert metrics(folder)[0]["run"]["world_size"] == 1
     assert len(losses(folder)) == 3
@@ -162,7 +165,9 @@ def launch(case: Case, folder: Path, *more: str, path: str, recipe: Path = RECIP
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES if n not in BARE]
+)
 def test_two_ranks_learn_what_one_process_learns(name, one_process, tmp_path):
     case, folder = CASES[name], tmp_path / "run"
     assert set(launch(case, folder, path=programs(tmp_path / "bin"))) == {0}
@@ -194,7 +199,7 @@ def test_deepspeed_runs_the_sample_under_each_launcher(launcher, one_process, tm
 )
 def test_tensor_ranks_run_the_sample(processes, words, one_process, tmp_path):
     folder = tmp_path / "run"
-    ended = run([sys.executable, *MODULE, RECIPE, *overrides(folder, *words), "--processes", processes], 240)
+    ended = finish(warm.start(["run", RECIPE, *overrides(folder, *words), "--processes", processes]), 240)
     assert ended.returncode == 0, ended.stderr
     assert losses(folder) == pytest.approx(one_process, rel=LOSS_TOLERANCE)
     placements = {group["placement"] for group in metrics(folder)[0]["run"]["parameters"]}
@@ -243,16 +248,9 @@ def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_twelve_runs_end_without_a_crash(tmp_path):
-    """Gloo used to abort one interpreter in five at its exit (SIGABRT), after all work was done.
-
-    Half of the runs are bare processes, which end as interpreters do; the others are our own local ranks.
-    """
+@pytest.mark.timeout(300)
+def test_bare_ranks_end_without_a_crash(tmp_path):
+    """Gloo used to abort one interpreter in five at its exit (SIGABRT), after all work was done."""
     case = Case("variables", [[sys.executable, *MODULE]] * 2, [RANK | {"RANK": r, "LOCAL_RANK": r} for r in "01"])
-    codes = [
-        code
-        for index in range(12)
-        for code in launch(case if index % 2 else CASES["trainer"], tmp_path / str(index), path=os.environ["PATH"])
-    ]
-    assert codes == [0] * 18
+    for attempt in "ab":
+        assert launch(case, tmp_path / attempt, path=os.environ["PATH"]) == [0, 0]
