@@ -1,27 +1,20 @@
-"""Saves one checkpoint after the other until it is killed: what `test_store.py` starts.
-
-`python endless_saver.py FOLDER KEEP`
-"""
+"""Saves one checkpoint after the other until it is killed: what `test_store.py` starts."""
 
 from __future__ import annotations
 
-import sys
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from tests.checkpoint.samples import LARGE, newest, save
 from trainer.checkpoint.store import CheckpointStore
 
 
-def main() -> None:
-    store = CheckpointStore(Path(sys.argv[1]), keep=int(sys.argv[2]))
+def save_without_end(folder: Path, keep: int, ready: Event) -> None:
+    store = CheckpointStore(folder, keep)
     store.open()
     state, _ = newest(store)
     step = state.facts.progress.step if state else 0
-    print("ready", flush=True)
+    ready.set()
     while True:
         step += 1
         save(store, step, num_elements=LARGE)
-
-
-if __name__ == "__main__":
-    main()

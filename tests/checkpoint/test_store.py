@@ -14,15 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint.endless_saver import save_without_end
 from tests.checkpoint.samples import FILES, LARGE, MODEL_FILE, facts_of, is_whole, newest, save, tensors_of
 from tests.helpers import processes
 from tests.helpers.checkpoints import reseal
+from tests.helpers.forking import forking
 from tests.helpers.hostile import Trap
 from trainer.checkpoint.files import FACTS, SUMS, SavedState, share_name, verify
 from trainer.checkpoint.store import CheckpointStore
 from trainer.parallel.parts import Box, TensorPart
 
-SAVER = Path(__file__).with_name("endless_saver.py")
 SHARE = share_name(0, 1)
 
 
@@ -263,13 +264,16 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, rounds):
     """Kill -9 in the middle of saves: what is found is whole, no file of another step is mixed in, and none is lost."""
     draw, last = random.Random(0), 0
     for _ in range(rounds):
-        process = processes.start([sys.executable, SAVER, tmp_path, "2"])
+        ready = forking().Event()
+        process = forking().Process(target=save_without_end, args=(tmp_path, 2, ready))
+        process.start()
         try:
-            assert process.stdout.readline() == "ready\n", process.stderr.read()
+            assert ready.wait(60)
             time.sleep(draw.uniform(0.0, 0.15))
         finally:
-            processes.kill(process)
-            assert processes.finish(process).returncode == -signal.SIGKILL
+            process.kill()
+            process.join(60)
+        assert process.exitcode == -signal.SIGKILL
         state, problems = newest(CheckpointStore(tmp_path, keep=2))
         assert problems == []
         step = state.facts.progress.step if state else 0
