@@ -18,6 +18,11 @@ from pydantic.fields import FieldInfo
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
+from trainer.recipe.foreign.accelerate import ACCELERATE
+from trainer.recipe.foreign.counterpart import Counterpart
+from trainer.recipe.foreign.deepspeed import DEEPSPEED
+from trainer.recipe.foreign.megatron import MEGATRON
+from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
 from trainer.recipe.keys import default_tag, kinds, section_models
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.schema import Recipe, Section
@@ -236,7 +241,23 @@ def _pipeline_families() -> str:
     return f"{', '.join(able)}. Not {' and '.join(unable)}."
 
 
+def _counterparts(table: Mapping[str, Counterpart]) -> str:
+    """The keys of another tool: those that have one here, then the others by the reason."""
+    here = [(f"`{key}`", f"`{row.key}`", row.note) for key, row in table.items() if row.key is not None]
+    others: dict[tuple[str, str], list[str]] = {}
+    for key, row in table.items():
+        if row.key is None:
+            others.setdefault((row.kind.value, row.note), []).append(f"`{key}`")
+    rows = [(", ".join(keys), kind, note) for (kind, note), keys in others.items()]
+    header = ("there", "what becomes of it", "because")
+    return f"{_table(('there', 'here', 'remark'), here)}\n\n{_table(header, rows)}"
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    "coming_from_accelerate": lambda: _counterparts(ACCELERATE),
+    "coming_from_deepspeed": lambda: _counterparts(DEEPSPEED),
+    "coming_from_megatron": lambda: _counterparts(MEGATRON),
+    "coming_from_training_arguments": lambda: _counterparts(TRAINING_ARGUMENTS),
     "exclusions": _exclusions,
     "families": _families,
     "keys": _keys,

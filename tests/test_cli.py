@@ -36,7 +36,7 @@ LIGHT = [
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "deepspeed")
 
 
-@pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
+@pytest.mark.parametrize("arguments", [*LIGHT, ["convert", "launchers/accelerate_multi_gpu.yaml"]], ids=" ".join)
 def test_light_verbs_import_nothing_heavy(arguments: list[str]) -> None:
     code = (
         "import sys; from trainer.__main__ import main; sys.argv[1:] = sys.argv[2:]; code = main()\n"
@@ -71,7 +71,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"trainer {__version__}\n"
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(verb in shown for verb in ("run", "check", "export", "recipes", "schema"))
+    assert all(verb in shown for verb in ("run", "check", "convert", "export", "recipes", "schema"))
 
 
 def test_check_shows_every_value_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ ELSEWHERE = {
 }
 """Commands that need a cluster, or would run these tests again: the file that covers each, and where in it."""
 
-QUICK = re.compile(r"cat > |trainer (check|recipes|schema)\b")
+QUICK = re.compile(r"cat > |trainer (check|convert|recipes|schema)\b")
 TRAINS = re.compile(r"make train$|trainer run |launchers/")
 OTHERS = re.compile(r"source \.venv/bin/activate$|python - <<|\(cd runs/|trainer export ")  # need what a training left
 

@@ -169,6 +169,43 @@ def export(
 
 
 @app.command()
+def convert(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE", help="TrainingArguments as JSON, a DeepSpeed JSON, an accelerate YAML."),
+    ],
+    source: Annotated[
+        Literal["training-arguments", "deepspeed", "accelerate"] | None,
+        typer.Option("--from", help="Whose file it is; default: told by its keys."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="The recipe to write; it must be new.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Ranks of that training, whose batches make a step.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Report also keys that ask for nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print recipe and report as one JSON object.")] = False,
+) -> None:
+    """Make a recipe of the files of Trainer, DeepSpeed and accelerate.
+
+    The recipe goes to the standard output or into a new file; what became of each key, to the standard error.
+    """
+    from trainer.recipe.converting.convert import convert as convert_files
+    from trainer.recipe.converting.convert import write_new
+    from trainer.recipe.converting.sources import Tool
+
+    done = convert_files(files, Tool(source) if source else None, processes, output.parent if output else Path())
+    if output is not None:
+        write_new(output, done.text())
+    if as_json:
+        typer.echo(json.dumps(done.as_json(), indent=2))
+        return
+    if output is None:
+        typer.echo(done.text(), nl=False)
+    typer.echo(done.report(everything), nl=False, err=True)
+    typer.echo(f"next: trainer check {output or 'RECIPE'}", err=True)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of recipes, for editors."""
     from trainer.recipe.schema import file_schema

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.errors import RecipeError
-from trainer.recipe.deepspeed import _FREE, _FREE_ZERO, _OWNED, deepspeed_config, refused_keys
+from trainer.recipe.deepspeed import _OWNED, FREE_KEYS, FREE_ZERO_KEYS, deepspeed_config, refused_keys
 from trainer.recipe.keys import known_keys
 from trainer.recipe.loading import load_recipe
 from trainer.recipe.plan import plan_run
@@ -96,8 +96,8 @@ class TestRefusedKeys:
         assert {key for key in _OWNED.values() if key} <= set(known_keys())
 
     def test_keys_that_are_free_pass(self):
-        extra = {key: 1 for key in _FREE if key != "zero_optimization"}
-        assert not list(refused_keys({**extra, "zero_optimization": dict.fromkeys(_FREE_ZERO, 1)}))
+        extra = {key: 1 for key in FREE_KEYS if key != "zero_optimization"}
+        assert not list(refused_keys({**extra, "zero_optimization": dict.fromkeys(FREE_ZERO_KEYS, 1)}))
 
     @pytest.mark.parametrize(
         ("extra", "path", "words"),
@@ -133,4 +133,4 @@ class TestRefusedKeys:
 
         fields = DeepSpeedZeroConfig.model_fields
         names = {*fields, *(field.alias for field in fields.values())}
-        assert set(_FREE_ZERO) <= names
+        assert set(FREE_ZERO_KEYS) <= names

@@ -42,7 +42,7 @@ _OWNED: dict[tuple[str, ...], str | None] = {
     ("zero_optimization", "memory_efficient_linear"): "activation_checkpointing",
 }
 # Top-level keys that a recipe may add. DeepSpeed knows more, which switch on other engines, optimizers or tools.
-_FREE = (
+FREE_KEYS = (
     "aio",
     "comms_logger",
     "communication_data_type",
@@ -59,7 +59,7 @@ _FREE = (
     "zero_optimization",
 )
 # DeepSpeed checks these itself, by a schema of its own; the list is for the remedy, and to find a slip before a run.
-_FREE_ZERO = (
+FREE_ZERO_KEYS = (
     "allgather_bucket_size",
     "allgather_partitions",
     "contiguous_gradients",
@@ -87,14 +87,14 @@ def refused_keys(extra: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], st
     for key, value in extra.items():
         if (key,) in _OWNED:
             yield (key,), _owned((key,))
-        elif key not in _FREE:
-            yield (key,), _unknown(key, _FREE)
+        elif key not in FREE_KEYS:
+            yield (key,), _unknown(key, FREE_KEYS)
         elif key == "zero_optimization" and isinstance(value, Mapping):
             for inner in value:
                 if (key, inner) in _OWNED:
                     yield (key, inner), _owned((key, inner))
-                elif inner not in _FREE_ZERO:
-                    yield (key, inner), _unknown(inner, _FREE_ZERO)
+                elif inner not in FREE_ZERO_KEYS:
+                    yield (key, inner), _unknown(inner, FREE_ZERO_KEYS)
         elif key == "zero_optimization":
             yield (key,), "must be an object"
 

@@ -85,7 +85,7 @@ def read_file(path: Path) -> tuple[Node, list[Problem]]:
     """
     source = shown_path(path)
     try:
-        text = _read_text(path)
+        text = read_text(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise RecipeError([f"{source}: cannot be read: {reason}"]) from error
@@ -114,7 +114,7 @@ def shown_path(path: Path) -> str:
         return str(absolute)
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
         raise ValueError("it is a folder")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from trainer.recipe.foreign import counterpart
+from trainer.recipe.foreign.spellings import counterpart
 from trainer.recipe.keys import kinds, known_keys
 from trainer.recipe.reading import KeyPath, Node, Problem, dotted, shown_key, shown_value
 from trainer.recipe.schema import Recipe, Section
