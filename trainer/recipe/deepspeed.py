@@ -52,7 +52,6 @@ FREE_KEYS = (
     "flops_profiler",
     "memory_breakdown",
     "seq_parallel_communication_data_type",
-    "sparse_gradients",
     "steps_per_print",
     "timers",
     "wall_clock_breakdown",
