@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all check clean
+.PHONY: help train test test-all check docs clean
 
 help:
 	@echo "make train      fine-tune the sample BERT, on the GPUs of this machine or on two CPU processes"
 	@echo "make test       run the tests, without the slow ones"
 	@echo "make test-all   run all tests"
 	@echo "make check      ruff, mypy and the floors (import-linter)"
+	@echo "make docs       the documentation as a site, in site/"
 	@echo "make clean      remove what make has built; runs/ stays"
 
 # the largest power of two, because the sample's batch divides by it
@@ -32,15 +33,19 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(INSTALLED)
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "read it at http://127.0.0.1:8000: $(BIN)/python -m http.server --directory site --bind 127.0.0.1"
+
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 		echo "$(PYTHON) is missing or older than Python 3.10; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
 		exit 1; }
 	@echo "installing into $(VENV), once; this takes some minutes"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,tensorboard,dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,tensorboard,docs,dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

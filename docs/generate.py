@@ -1,7 +1,8 @@
 """Writes the generated blocks of `README.md` and `docs/*.md`, whose facts stand in the code.
 
-A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. Run `python docs/generate.py` after a change of the
-schema, the strategies, the schedules or the shipped recipes; a test fails where a block is out of date.
+A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. Run `python -m docs.generate` after a change of the
+schema, the command line, the strategies, the schedules or the shipped recipes; a test fails where a block is out of
+date. The figures of the promise are those that `python -m tests.parity.measure` left in `docs/parity.json`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
+import typer
 from pydantic.fields import FieldInfo
 
+from docs import costs
+from trainer.cli import app
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
@@ -30,6 +35,7 @@ from trainer.recipe.shipped import is_base, shipped_recipes, summary
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
+PARITY = ROOT / "docs" / "parity.json"
 _BLOCK = re.compile(r"(?P<begin><!-- generated: (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _REQUIRED = "required"
@@ -253,17 +259,104 @@ def _counterparts(table: Mapping[str, Counterpart]) -> str:
     return f"{_table(('there', 'here', 'remark'), here)}\n\n{_table(header, rows)}"
 
 
+def parity() -> str:
+    """The table of the promise, from the figures that were measured last."""
+    measured = json.loads(PARITY.read_text(encoding="utf-8"))
+    rows = [(row["layout"], *(f"{figure:.0e}" for figure in row["differences"])) for row in measured["rows"]]
+    return _table(("", *measured["columns"]), rows)
+
+
+def _command_line() -> str:
+    """What `--help` says of the program and of each verb."""
+    program = typer.main.get_command(app)
+    with program.make_context("trainer", [], resilient_parsing=True, terminal_width=_HELP_WIDTH) as context:
+        return "\n\n".join(_help("trainer", program, context))
+
+
+def _help(name: str, command: Any, context: Any) -> Iterator[str]:
+    yield f"## `{name}`\n\n```text\n{command.get_help(context).rstrip()}\n```"
+    for verb in command.list_commands(context) if hasattr(command, "list_commands") else ():
+        below = command.get_command(context, verb)
+        with below.make_context(verb, [], parent=context, resilient_parsing=True) as inner:
+            yield from _help(f"{name} {verb}", below, inner)
+
+
+def _state() -> str:
+    """What a rank holds and sends, for each model and strategy."""
+    header = ("", "parameters", "gradients", "optimizer", "together", "sent by a rank in a step")
+    return "\n\n".join(
+        f"**{name}**, {costs.num_parameters(name):,} parameters, {_RANKS} ranks:\n\n"
+        + _table(header, [_state_row(name, row) for row in STRATEGIES.values() if not row.single_process])
+        for name in costs.MODELS
+    )
+
+
+def _state_row(name: str, row: Strategy) -> tuple[str, ...]:
+    held = costs.state(name, row.name, _RANKS)
+    label = f"`{row.name}`" + (f", one group of {_RANKS}" if row.groups else "")
+    sent = costs.sent_by_data_parallel(name, row.name, _RANKS)
+    return (label, *map(_size, (held.parameters, held.gradients, held.optimizer, held.total, sent)))
+
+
+def _model_cuts() -> str:
+    """What a rank holds where the model itself is cut, and what it then sends."""
+    rows = []
+    for name in costs.MODELS:
+        everything, hidden = costs.num_parameters(name), costs.hidden_bytes(name, _BATCH)
+        for degree in (2, 4, 8):
+            held = costs.state(name, "ddp", 1, degree).parameters // costs.FP32_BYTES
+            sent = costs.sent_by_tensor_rank(name, _BATCH, degree)
+            if costs.model_of(name).config.num_attention_heads % degree == 0:
+                rows.append((name, f"`parallel.tensor` {degree}", _share(held, everything), _size(sent)))
+        for stages in (2, 4):
+            held = costs.largest_stage(name, stages)
+            sent = hidden * (2 if stages > 2 else 1)  # forward to the next stage, and back to the one before
+            rows.append((name, f"`parallel.pipeline.stages` {stages}", _share(held, everything), _size(sent)))
+    header = ("model", "cut", "parameters of the rank that holds the most", "sent by a rank for one microbatch")
+    return _table(header, rows)
+
+
+def _share(held: int, everything: int) -> str:
+    return f"{held / 1e6:.1f} M, {held / everything:.0%}"
+
+
+def _activations() -> str:
+    """What the layers keep for the backward pass of one microbatch."""
+    rows = []
+    for name in costs.MODELS:
+        for length in (128, 512):
+            batch = replace(_BATCH, length=length)
+            alone, cut = costs.activations(name, batch), costs.activations(name, batch, tensor=4, sequence=True)
+            if costs.model_of(name).config.num_attention_heads % 4 == 0:
+                cells = (alone["none"], alone["scores again"], alone["full"], cut["none"])
+                rows.append((name, f"{batch.rows} x {length}", *map(_size, cells)))
+    kept = ("everything", "scores again", "full", "everything, tensor 4 with sequence")
+    return _table(("model", "rows x tokens", *kept), rows)
+
+
+def _size(number: float) -> str:
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
+
+
+_HELP_WIDTH = 100
+_RANKS = 8
+_BATCH = costs.Microbatch(rows=8, length=128)
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    "activations": _activations,
     "coming_from_accelerate": lambda: _counterparts(ACCELERATE),
     "coming_from_deepspeed": lambda: _counterparts(DEEPSPEED),
     "coming_from_megatron": lambda: _counterparts(MEGATRON),
     "coming_from_training_arguments": lambda: _counterparts(TRAINING_ARGUMENTS),
+    "command_line": _command_line,
     "exclusions": _exclusions,
     "families": _families,
     "keys": _keys,
+    "model_cuts": _model_cuts,
+    "parity": parity,
     "pipeline_families": _pipeline_families,
     "schedules": _schedules,
     "shipped": _shipped,
+    "state": _state,
     "strategies": _strategies,
 }
 

@@ -1,30 +1,37 @@
 """What the README and the pages say is so: each shell command is run as it stands, or is named here with its test.
 
-A block of commands runs in a folder that looks like a clone after `make`, but whose `.venv/bin` shortens each training.
+A page is read from its top to its end: its commands run in that order, in a folder that looks like a clone after
+`make`, whose `.venv/bin` shortens each training and starts from processes that have imported already. What starts cold
+is tested by the tests of the launchers and of the command line.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import socket
+import shlex
 import stat
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from docs.generate import pages, with_blocks
+from tests.helpers import warm
 from tests.helpers.processes import ROOT, run
+from tests.launch.test_launchers import CASES, PORT
 from trainer.cli import main
 from trainer.errors import ExitCode
+from trainer.recipe.loading import load_recipe
 from trainer.recipe.reading import Origin, parse
 from trainer.recipe.schema import Parallel
+from trainer.recipe.shipped import shipped_recipes
 from trainer.recipe.strategies import STRATEGIES
 
-README = ROOT / "README.md"
+README, COMMAND_LINE = ROOT / "README.md", ROOT / "docs" / "cli.md"
 BIN = Path(sys.executable).parent
 STEPS = 4  # of each training here
 
@@ -32,50 +39,44 @@ ELSEWHERE = {
     "make test": 'Makefile::pytest -m "not slow"',
     "make test-all": ".ci/run::make test-all",
     "make check": ".ci/run::make check",
-    "python docs/generate.py": "tests/test_readme.py::test_generated_blocks_are_up_to_date",
+    "make docs": "tests/test_site.py::def test_the_site_builds",
+    "python -m docs.generate": "tests/test_readme.py::test_generated_blocks_are_up_to_date",
+    "trainer run bert_sample --processes 2": 'tests/launch/test_launchers.py::"trainer": Case',
     "python -m tests.parity.measure": "tests/parity/test_measure.py::test_the_table_is_within_the_promise",
-    "srun --ntasks=2 trainer run bert_sample": 'tests/launch/test_launchers.py::"srun": Case',
-    "sbatch launchers/slurm.sbatch bert_base_mrpc": 'tests/launch/test_launchers.py::"slurm.sbatch": Case',
-    "NODES=2 NODE_RANK=0 MASTER_ADDR=node0 launchers/torchrun_multi_node.sh bert_base_mrpc": (
-        'tests/launch/test_launchers.py::"torchrun_multi_node.sh": Case'
-    ),
-    "accelerate launch --config_file launchers/accelerate_multi_node.yaml --machine_rank 0 -m trainer run"
-    " bert_base_mrpc": 'tests/launch/test_launchers.py::"accelerate_multi_node.yaml": Case',
-    "NODE_RANK=0 MASTER_ADDR=node0 launchers/deepspeed.sh bert_base_mrpc": (
-        'tests/launch/test_launchers.py::"deepspeed.sh": Case'
-    ),
 }
-"""Commands that need a cluster, or would run these tests again: the file that covers each, and where in it."""
+"""Commands that would run these tests again, or take long: the file that covers each, and where in it."""
 
-QUICK = re.compile(r"cat > |trainer (check|convert|recipes|schema)\b")
-TRAINS = re.compile(r"make train$|trainer run |launchers/")
-OTHERS = re.compile(r"source \.venv/bin/activate$|python - <<|\(cd runs/|trainer export ")  # need what a training left
+QUICK = re.compile(r"cat > |trainer (check|convert|recipes|schema|launch-script)\b")
+TRAINS = re.compile(r"make train$|trainer run ")
+OTHERS = re.compile(r"source \.venv/bin/activate$|python - <<|\(cd runs/|trainer export |(head|tail) -n \d+ ")
 
 
 @dataclass(frozen=True)
-class Block:
-    """A fenced block of shell commands, a here-document being part of its command."""
+class Page:
+    """The fenced shell commands of a page, a here-document being part of its command."""
 
-    place: str
+    path: Path
     commands: tuple[str, ...]
 
-    def to_run(self, pattern: re.Pattern[str] | None = None) -> list[str]:
-        """The commands that are not covered elsewhere, of those that match."""
-        chosen = [command for command in self.commands if command not in ELSEWHERE]
-        return [command for command in chosen if pattern is None or pattern.search(command)]
+    def __str__(self) -> str:
+        return self.path.name
+
+    def to_run(self) -> list[str]:
+        """The commands that nothing else covers; a training that an earlier page has is not done again."""
+        trained = {command for page in earlier_pages(self) for command in page.commands if TRAINS.search(command)}
+        return [command for command in self.commands if not is_covered(command) and command not in trained]
 
 
-def shell_blocks() -> list[Block]:
-    blocks = []
-    for page in [*pages(), ROOT / "CONTRIBUTING.md"]:
-        text = page.read_text(encoding="utf-8")
-        for match in re.finditer(r"^```(?:bash|sh|shell|console)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-            line = text[: match.start()].count("\n") + 1
-            blocks.append(Block(f"{page.name}:{line}", commands_of(match[1])))
-    return blocks
+def shell_pages() -> list[Page]:
+    found = []
+    for path in [*pages(), ROOT / "CONTRIBUTING.md"]:
+        shown = re.sub(r"<!--.*?-->", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        fences = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```$", shown, re.DOTALL | re.MULTILINE)
+        found.append(Page(path, tuple(command for fence in fences for command in commands_of(fence))))
+    return found
 
 
-def commands_of(text: str) -> tuple[str, ...]:
+def commands_of(text: str) -> list[str]:
     found: list[str] = []
     end: str | None = None
     for line in text.splitlines():
@@ -86,51 +87,69 @@ def commands_of(text: str) -> tuple[str, ...]:
             found.append(command)
             document = re.search(r"<<'(\w+)'", command)
             end = document[1] if document else None
-    return tuple(found)
+    return found
 
 
-BLOCKS = shell_blocks()
+PAGES = shell_pages()
+
+
+def earlier_pages(page: Page) -> list[Page]:
+    return PAGES[: PAGES.index(page)]
+
+
+def is_covered(command: str) -> bool:
+    return command in ELSEWHERE or launcher_case(command) is not None
+
+
+def launcher_case(command: str) -> str | None:
+    """The case of `tests/launch/test_launchers.py` that starts what the command starts, with another recipe."""
+    words = [word for word in shlex.split(command.partition("\n")[0]) if not re.fullmatch(r"[A-Z_]+=\S+", word)]
+    files = [Path(word).name for word in words if word.startswith("launchers/")]
+    if words[0] == "srun":
+        return "srun"
+    for name, case in CASES.items():
+        (first, *_), from_file = case.commands, [file for file in files if file in map(file_name, case.commands[0])]
+        if from_file or words[: len(first) - first.count(PORT) * 2] == without_port(first):
+            return name
+    return None
+
+
+def file_name(word: str | Path) -> str:
+    return Path(word).name
+
+
+def without_port(words: list[str | Path]) -> list[str]:
+    """The words of a case as a page writes them: no folder before a program, and the port that the launcher takes."""
+    port = words.index(PORT) if PORT in words else len(words) + 1
+    kept = [word for place, word in enumerate(words) if place not in (port - 1, port)]
+    return [file_name(word) if isinstance(word, Path) else word for word in kept]
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    """A folder as a user has it after `make train`, with data of their own and a small model under a hub's name."""
+def clone(tmp_path: Path) -> Iterator[Path]:
+    """A folder as a user has it after `make train`, with small models under the names of the hub's."""
     for path in ROOT.iterdir():
-        if path.name not in (".venv", "runs", ".git"):
+        if path.name not in (".venv", "runs", "site", ".git"):
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / ".installed").touch()
     (tmp_path / ".venv" / "bin" / "activate").touch()
-    for name, text in shims().items():
-        shim = tmp_path / ".venv" / "bin" / name
-        shim.write_text(f"#!/bin/sh\n{text}\n")
-        shim.chmod(stat.S_IRWXU)
-    rows = "".join(f"it was {word},{word}\n" for word in ("good", "bad") * 30)
-    for split in ("train", "validation"):
-        (tmp_path / f"{split}.csv").write_text(f"review,verdict\n{rows}")
-    return tmp_path
+    with warm.door() as programs:
+        for name, text in shims(programs).items():
+            shim = tmp_path / ".venv" / "bin" / name
+            shim.write_text(f"#!/bin/sh\n{text}\n")
+            shim.chmod(stat.S_IRWXU)
+        yield tmp_path
 
 
-def shims() -> dict[str, str]:
-    """Programs that hand their arguments on, with fewer steps and a free port; a launcher trains anew."""
-    port, steps = free_port(), f"training.max_steps={STEPS}"
-    return {
-        "python": f'exec {sys.executable} "$@"',
-        "trainer": f'[ "$1" = run ] && set -- "$@" {steps}\nexec {sys.executable} -m trainer "$@"',
-        "torchrun": f'rm -rf runs\nexec {BIN}/torchrun "$@" {steps}',
-        "accelerate": f'rm -rf runs\nshift\nexec {BIN}/accelerate launch --main_process_port {port} "$@" {steps}',
-        "deepspeed": f'rm -rf runs\nexec {BIN}/deepspeed --master_port {port} "$@" {steps}',
-    }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def shims(programs: dict[str, str]) -> dict[str, str]:
+    """Programs that hand their arguments to warm ones; a training has few steps."""
+    few = f'[ "$1" = run ] && set -- "$@" training.max_steps={STEPS}\n'
+    return {"trainer": f'{few}exec {programs["trainer"]} "$@"', "python": f'exec {programs["python"]} "$@"'}
 
 
 def write_small_bert(folder: Path) -> None:
-    """A BERT of random weights where the README's recipe names a pretrained one."""
+    """A BERT of random weights where a recipe names a pretrained one."""
     from transformers import AutoTokenizer, BertConfig, BertModel
 
     size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -151,46 +170,75 @@ def run_commands(clone: Path, commands: list[str], timeout_seconds: float) -> st
 
 def test_every_command_is_run_or_covered():
     unknown = [
-        f"{block.place}: {command}"
-        for block in BLOCKS
-        for command in block.to_run()
+        f"{page}: {command}"
+        for page in PAGES
+        for command in page.to_run()
         if not any(pattern.search(command) for pattern in (QUICK, TRAINS, OTHERS))
     ]
     assert unknown == [], "run it here, or name in ELSEWHERE the test that covers it"
 
 
 def test_what_covers_a_command_is_there():
-    written = {command for block in BLOCKS for command in block.commands}
+    written = {command for page in PAGES for command in page.commands}
     for command, cover in ELSEWHERE.items():
         file, _, text = cover.partition("::")
         assert text in (ROOT / file).read_text(encoding="utf-8"), f"{command} is covered by nothing: {cover}"
-        assert command in written or file == Path(__file__).name or "generate.py" in command, f"{command} is nowhere"
+        assert command in written or "docs.generate" in command, f"{command} is nowhere"
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.to_run(QUICK)], ids=lambda block: block.place)
-def test_commands_that_train_nothing(block: Block, clone: Path):
-    assert run_commands(clone, block.to_run(QUICK), 60)
+def test_a_launcher_of_a_page_is_one_that_is_tested():
+    assert launcher_case("torchrun --standalone --nproc-per-node 2 -m trainer run bert_sample") == "torchrun"
+    assert launcher_case("torchrun --nproc-per-node 2 -m trainer run bert_sample") is None
+    assert launcher_case("deepspeed --num_accelerators 2 --module trainer run any") == "deepspeed --module"
+    assert launcher_case("PROCESSES=2 launchers/torchrun_single_node.sh any") == "torchrun_single_node.sh"
+    assert launcher_case("trainer run bert_sample --processes 2") is None
+    launching = next(page for page in PAGES if page.path.name == "launching.md")
+    assert len({launcher_case(command) for command in launching.commands} - {None}) > 9
+
+
+def quick_commands(page: Page) -> list[str]:
+    return [command for command in page.to_run() if QUICK.search(command)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if quick_commands(page)], ids=str)
+def test_commands_that_train_nothing(page: Page, clone: Path):
+    for split in ("train", "validation"):  # of the tutorial, which makes them by commands that are not quick
+        (clone / f"{split}.csv").write_text("sentence,topic\nit was good,good\n")
+    assert run_commands(clone, quick_commands(page), 60)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.to_run(TRAINS)], ids=lambda block: block.place)
-def test_commands_that_train(block: Block, clone: Path):
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(not QUICK.search(command) for command in page.to_run())], ids=str
+)
+def test_a_page_can_be_followed(page: Page, clone: Path):
     write_small_bert(clone / "google-bert" / "bert-base-uncased")
-    shown = run_commands(clone, block.to_run(), 800)
+    shown = run_commands(clone, page.to_run(), 500)
     ends = re.findall(rf"^(?:finished after {STEPS}|stopped after [1-{STEPS - 1}]) steps in", shown, re.MULTILINE)
-    assert len(ends) == len(block.to_run(TRAINS)), "each training came to its end"
-    (folder,) = (clone / "runs").iterdir()
-    assert (folder / "model" / "config.json").exists()
+    assert len(ends) == len([command for command in page.to_run() if TRAINS.search(command)]), "each came to its end"
 
 
+SHOWN = sorted(
+    {
+        command
+        for page in PAGES
+        for command in re.findall(
+            r"(?:`|^)trainer (?:run|check) ([^`\n]+)",
+            page.path.read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+        if command.split()[0].removesuffix(".json").removeprefix("recipes/") in shipped_recipes()
+    }
+)
 METHODS = re.findall(r"`trainer run ([^`]+)`", (ROOT / "docs" / "methods.md").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("command", METHODS)
-def test_the_command_of_each_method_is_one_that_would_start(command: str, capsys: pytest.CaptureFixture[str]):
-    """Training under each of their keys is the business of the parity tests."""
-    assert main(["check", *command.split()]) == ExitCode.DONE
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_command_that_is_shown_is_one_that_would_start(command: str, capsys: pytest.CaptureFixture[str]):
+    """Also those that are not run: training under each of their keys is the business of the parity tests."""
+    words = shlex.split(re.sub(r"--max-restarts \d+", "", command), comments=True)
+    assert main(["check", *words]) == ExitCode.DONE
 
 
 def test_the_methods_have_a_row_for_every_strategy():
@@ -201,13 +249,29 @@ def test_the_methods_have_a_row_for_every_strategy():
 def test_generated_blocks_are_up_to_date():
     for page in pages():
         text = page.read_text(encoding="utf-8")
-        assert text == with_blocks(text), f"{page.name} is out of date: run `python docs/generate.py`"
+        assert text == with_blocks(text), f"{page.name} is out of date: run `python -m docs.generate`"
 
 
 def test_generated_blocks_follow_the_code():
     filled = with_blocks("<!-- generated: strategies -->\nOUTDATED\n<!-- end -->")
     assert "`ddp`" in filled
     assert "OUTDATED" not in filled
+
+
+RECIPES = [
+    pytest.param(text, id=page.name)
+    for page in pages()
+    for text in re.findall(r"^```jsonc?\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    if '"task"' in text and page != README
+]
+
+
+@pytest.mark.parametrize("text", RECIPES)
+def test_a_recipe_of_a_page_is_valid(text: str, tmp_path: Path):
+    """That of the README is a shipped one; those that commands write are checked by `trainer check`."""
+    (tmp_path / "flowers").mkdir()
+    (tmp_path / "recipe.json").write_text(text)
+    assert load_recipe(str(tmp_path / "recipe.json")).recipe.name == "flowers"
 
 
 def test_the_recipe_of_the_readme_is_the_shipped_one():
@@ -217,8 +281,8 @@ def test_the_recipe_of_the_readme_is_the_shipped_one():
     assert one[0].plain() == other[0].plain()
 
 
-def test_the_exit_codes_of_the_readme_are_those_of_the_program():
-    codes = re.findall(r"^\| (\d+) \| ", README.read_text(encoding="utf-8"), re.MULTILINE)
+def test_the_exit_codes_of_the_pages_are_those_of_the_program():
+    codes = re.findall(r"^\| (\d+) \| ", COMMAND_LINE.read_text(encoding="utf-8"), re.MULTILINE)
     assert codes == [str(int(code)) for code in ExitCode]
 
 
@@ -229,10 +293,11 @@ def test_the_majority_rate_of_the_readme_is_that_of_the_sample():
     assert f"right in {stated} of the {len(rows)} validation rows" in README.read_text(encoding="utf-8")
 
 
-def test_the_files_of_the_readme_are_all_there():
-    text = README.read_text(encoding="utf-8")
-    named = set(re.findall(r"^\| `([\w./]+)` \|", text, re.MULTILINE))
-    assert {path for path in named if "/" in path and not (ROOT / path).exists()} == set()
+def test_the_files_of_the_pages_are_all_there():
+    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([\w./]+)`", row)}
+    assert {path for path in named if not (ROOT / path).exists()} == set()
     rooms = {f"trainer/{path.parent.name}/" for path in (ROOT / "trainer").glob("*/__init__.py")}
     assert rooms <= named
 

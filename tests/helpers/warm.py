@@ -5,15 +5,23 @@ What a user starts, cold, is tested by the tests of the launchers, of the local 
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TextIO
 
-from tests.helpers import processes
+from tests.helpers import knock, processes
 from tests.helpers.forking import forking
 
 
@@ -80,16 +88,78 @@ def _text(connection: Connection) -> TextIO:
 
 
 def _run(arguments: list[str], environment: dict[str, str], faulty: bool, out: Connection, err: Connection) -> None:
-    os.setsid()
-    for connection, descriptor in ((out, 1), (err, 2)):
-        os.dup2(connection.fileno(), descriptor)
-        connection.close()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(processes.ROOT)
+    nothing = Connection(os.open(os.devnull, os.O_RDONLY))
+    _become([nothing, out, err], environment, processes.ROOT)
     from tests.helpers import faulty_run
     from trainer.cli import main
 
     sys.argv = ["trainer", *arguments]
     sys.exit(faulty_run.main_with_fault(arguments) if faulty else main(arguments))
+
+
+def _become(streams: Sequence[Connection], environment: dict[str, str], folder: Path | str) -> None:
+    """Makes this fork what a shell would have started: a session, streams, environment and folder of its own."""
+    os.setsid()
+    for descriptor, stream in enumerate(streams):
+        os.dup2(stream.fileno(), descriptor)
+        stream.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+
+
+@contextmanager
+def door() -> Iterator[dict[str, str]]:
+    """Lets a shell start warm processes: gives a command for each program, which its arguments may follow.
+
+    The programs are `trainer`, and `python` with `-`, `-c` or `-m trainer`.
+    """
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = str(Path(folder) / "door")  # a short name: that of a socket has at most 107 bytes
+        listener.bind(path)
+        listener.listen()
+        threading.Thread(target=_open_to_all, args=(listener,), daemon=True).start()
+        asking = shlex.join([sys.executable, "-I", "-S", knock.__file__, path])
+        yield {program: f"{asking} {program}" for program in ("trainer", "python")}
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def _open_to_all(listener: socket.socket) -> None:
+    with suppress(OSError):  # the door is closed
+        while True:
+            threading.Thread(target=_serve, args=(listener.accept()[0],), daemon=True).start()
+
+
+def _serve(caller: socket.socket) -> None:
+    """Runs one program to its end; where who asked for it is gone before, it is killed."""
+    with caller:
+        first, descriptors, _, _ = socket.recv_fds(caller, 1 << 16, 3)
+        streams = [Connection(descriptor) for descriptor in descriptors]
+        text = first
+        while not text.endswith(b"\n"):
+            text += caller.recv(1 << 16)
+        asked = json.loads(text)
+        process = forking().Process(target=_run_asked, args=(asked, streams))
+        process.start()
+        for stream in streams:
+            stream.close()
+        if process.sentinel in connection.wait([process.sentinel, caller]):
+            process.join()
+            caller.sendall(str(process.exitcode).encode())
+        else:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+
+
+def _run_asked(asked: dict[str, object], streams: list[Connection]) -> None:
+    program, *arguments = asked["arguments"]
+    _become(streams, asked["environment"], asked["folder"])
+    sys.argv = [program, *arguments]
+    if program == "python" and arguments[:2] != ["-m", "trainer"]:
+        with open(0, encoding="utf-8") as script:
+            source = script.read() if arguments == ["-"] else arguments[1]
+        exec(compile(source, "<script>", "exec"), {"__name__": "__main__"})
+        return
+    from trainer.cli import main
+
+    sys.exit(main(arguments[2:] if program == "python" else arguments))

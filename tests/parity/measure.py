@@ -1,15 +1,18 @@
-"""Measures how far layouts are apart, and prints the table of the README: `python -m tests.parity.measure`.
+"""Measures how far layouts are apart, for the table of the README: `python -m tests.parity.measure`.
 
-The training is that of the parity tests: a tiny BERT with dropout 0.1 and global batches of 12 rows. Each row of the
-table is compared with one process that takes the global batch in one microbatch.
+The figures go to `docs/parity.json`, of which `python -m docs.generate` makes the table. The training is that of the
+parity tests: a tiny BERT with dropout 0.1 and global batches of 12 rows. Each row of the table is compared with one
+process that takes the global batch in one microbatch.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 
+from docs.generate import PARITY, parity
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import Curve, tiny_recipe, train_tiny
 from trainer.recipe.schema import Recipe
@@ -21,10 +24,14 @@ ONE_SGD_STEP: dict[str, Any] = {
     "optimizer": {"name": "sgd", "learning_rate": 1.0},
     "schedule": {"name": "constant", "warmup": 0},
 }
-HEADER = """
-|  | loss | gradient norm | loss, bf16 | gradient norm, bf16 | weights | weights, fp64 |
-|---|---|---|---|---|---|---|
-""".strip()
+COLUMNS = ("loss", "gradient norm", "loss, bf16", "gradient norm, bf16", "weights", "weights, fp64")
+WITHOUT = "2 ranks, torch's own dropout"
+
+
+def label(ranks: int, rows: int) -> str:
+    """What the table calls a layout."""
+    microbatches = GLOBAL_BATCH_SIZE // ranks // rows
+    return f"{ranks} rank{'s' * (ranks > 1)} x {microbatches} microbatch{'es' * (microbatches > 1)}"
 
 
 class Measured:
@@ -74,22 +81,28 @@ def _absolute(one: Curve, other: Curve) -> float:
     return max((one.weights[name] - weight).abs().max().item() for name, weight in other.weights.items())
 
 
-def _row(label: str, cells: list[float]) -> str:
-    return f"| {' | '.join([label, *(f'{cell:.0e}' for cell in cells)])} |"
+def measure() -> dict[str, list[float]]:
+    """The rows of the table, by what it calls them."""
+    pools = RankPools()
+    measured = Measured(pools)
+    try:
+        rows = {label(ranks, rows): measured.differences(ranks, rows) for ranks, rows in LAYOUTS}
+        rows[WITHOUT] = measured.differences(2, GLOBAL_BATCH_SIZE // 2, layout_invariant_dropout=False)
+    finally:
+        pools.close()
+    return rows
 
 
 def main() -> None:
-    pools = RankPools()
-    measured = Measured(pools)
-    print(HEADER)
-    try:
-        for ranks, rows in LAYOUTS:
-            label = f"{ranks} rank{'s' * (ranks > 1)} x {GLOBAL_BATCH_SIZE // ranks // rows} microbatches"
-            print(_row(label.replace(" 1 microbatches", " 1 microbatch"), measured.differences(ranks, rows)))
-        torchs = measured.differences(2, GLOBAL_BATCH_SIZE // 2, layout_invariant_dropout=False)
-        print(_row("2 ranks, torch's own dropout", torchs))
-    finally:
-        pools.close()
+    rows = [{"layout": layout, "differences": cells} for layout, cells in measure().items()]
+    figures = {
+        "command": "python -m tests.parity.measure",
+        "torch": torch.__version__,
+        "columns": COLUMNS,
+        "rows": rows,
+    }
+    PARITY.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    print(parity())
 
 
 if __name__ == "__main__":

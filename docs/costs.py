@@ -1,0 +1,147 @@
+"""What layouts cost, by formula, for the shapes of real models: the figures of `choosing.md`.
+
+Models are built on torch's meta device, which has shapes and no memory. Bytes of training state are those of the
+trainer's own `state_bytes`, what tensor ranks and stages hold that of its own plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from trainer.models.building import build_on_meta
+from trainer.models.families.family import TensorPlan, matches, relative_name
+from trainer.models.families.table import FAMILIES
+from trainer.models.stages import split_stages, stage_sizes
+from trainer.parallel.placement import ParameterPlacement, Placements, Split, whole
+from trainer.parallel.state_bytes import StateBytes, state_bytes
+from trainer.recipe.schema import Model, Training
+from trainer.recipe.strategies import STRATEGIES
+
+FP32_BYTES = 4
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "BERT-base": {"model_type": "bert"},  # transformers' defaults
+    "BERT-large": {
+        "model_type": "bert",
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+}
+"""Devlin et al. 2019 (arXiv:1810.04805), with a head for two classes."""
+
+
+@cache
+def model_of(name: str) -> nn.Module:
+    """A model of `MODELS`, without memory."""
+    recipe = Model.model_validate({"config": dict(MODELS[name]), "tokenizer": "none"})
+    return build_on_meta(recipe, Training(), "AutoModelForSequenceClassification", {"num_labels": 2})
+
+
+def num_parameters(name: str) -> int:
+    return sum(parameter.numel() for parameter in model_of(name).parameters())
+
+
+def state(name: str, strategy: str, num_ranks: int, tensor: int = 1) -> StateBytes:
+    """What a rank holds in fp32 with AdamW, by the trainer's formula.
+
+    Args:
+        name: of the model.
+        strategy: its row is read from the table of strategies.
+        num_ranks: data-parallel ranks that share; of hsdp, those of one group.
+        tensor: degree over which matrices are cut besides.
+    """
+    row = STRATEGIES[strategy]
+    placements = tensor_cuts(model_of(name), tensor)
+    if row.cuts_parameters:
+        cut = Split(dim=None if row.zero_stage else 0, axis="dp_shard")
+        placements = {key: replace(one, splits=(*one.splits, cut)) for key, one in placements.items()}
+    return state_bytes(
+        placements,
+        {"dp_shard": num_ranks if row.cuts_anything else 1, "tp": tensor},
+        cut_gradients=row.cuts_gradients,
+        cut_optimizer=row.cuts_optimizer,
+        optimizer_tensors=3 if row.zero_stage else 2,
+    )
+
+
+def tensor_cuts(model: Any, degree: int) -> Placements:
+    """How parameters lie over tensor ranks, by the plan of the model's family."""
+    placements = whole(model)
+    plan = FAMILIES[model.config.model_type].tensor
+    if degree == 1 or plan is None:
+        return placements
+    return {name: _cut(model, one, plan) for name, one in placements.items()}
+
+
+def _cut(model: Any, placement: ParameterPlacement, plan: TensorPlan) -> ParameterPlacement:
+    path, _, kind = placement.name.rpartition(".")
+    module = relative_name(model, path)
+    if any(matches(pattern, module) for pattern in (*plan.columns, *plan.embeddings)):
+        return replace(placement, splits=(Split(dim=0, axis="tp"),))
+    if kind == "weight" and any(matches(pattern, module) for pattern in plan.rows):
+        return replace(placement, splits=(Split(dim=1, axis="tp"),))
+    return placement
+
+
+def largest_stage(name: str, num_stages: int) -> int:
+    """Parameters of the stage that holds the most, of the trainer's balanced split."""
+    model = model_of(name)
+    return max(stage_sizes(model, split_stages(model, num_stages, None)))
+
+
+def sent_by_data_parallel(name: str, strategy: str, num_ranks: int) -> float:
+    """Bytes that a rank sends in an optimizer step of one microbatch, by ring algorithms.
+
+    An all-reduce of P elements sends 2 P (N - 1) / N, a gather or a reduce-scatter half of that: Rajbhandari et al.
+    2020 (arXiv:1910.02054), section 7. Everything is sent in fp32.
+    """
+    row = STRATEGIES[strategy]
+    passes = 3 if row.cuts_parameters else 2
+    assert row.communication.startswith(f"{passes}P"), "the table of strategies says otherwise"
+    return passes * num_parameters(name) * FP32_BYTES * (num_ranks - 1) / num_ranks
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What goes through the model at once."""
+
+    rows: int
+    length: int  # tokens of a row
+
+
+def hidden_bytes(name: str, batch: Microbatch) -> int:
+    """The hidden states between two layers, in fp32."""
+    config: Any = model_of(name).config
+    return batch.rows * batch.length * config.hidden_size * FP32_BYTES
+
+
+def sent_by_tensor_rank(name: str, batch: Microbatch, degree: int) -> float:
+    """Bytes for one microbatch: two sums over the ranks forward and two backward in each layer.
+
+    Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+    """
+    config: Any = model_of(name).config
+    return 4 * config.num_hidden_layers * hidden_bytes(name, batch) * 2 * (degree - 1) / degree
+
+
+def activations(name: str, batch: Microbatch, tensor: int = 1, sequence: bool = False) -> Mapping[str, float]:
+    """Bytes that the layers keep for the backward pass in 16 bits, by kind of recomputation.
+
+    Korthikanti et al. 2022 (arXiv:2205.05198), equations 1, 2, 4 and 6, and section 5: with a layer's attention scores
+    `[rows, heads, length, length]`, their softmax and its dropout kept, or computed again ("selective" of the paper).
+    """
+    config: Any = model_of(name).config
+    unit = batch.length * batch.rows * config.hidden_size  # elements of the hidden states
+    scores = 5 * config.num_attention_heads * batch.length / config.hidden_size / tensor
+    rest = 34 / tensor if sequence else 10 + 24 / tensor
+    return {
+        "none": config.num_hidden_layers * unit * (rest + scores),
+        "scores again": config.num_hidden_layers * unit * rest,
+        "full": config.num_hidden_layers * unit * 2,
+    }

@@ -1,0 +1,27 @@
+"""Asks at the door of `warm.py`: `knock.py DOOR PROGRAM ARGUMENT ...` becomes, as a shell sees it, that program.
+
+It imports nothing but what Python has, since every command of the pages starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+
+
+def main(door: str, arguments: list[str]) -> int:
+    """Hands over arguments, environment, folder and streams; gives the exit code, as a shell counts them."""
+    asked = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(door)
+        text = json.dumps(asked).encode() + b"\n"
+        sent = socket.send_fds(caller, [text], [0, 1, 2])
+        caller.sendall(text[sent:])
+        code = int(caller.recv(16))
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

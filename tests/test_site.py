@@ -1,0 +1,223 @@
+"""The documentation as a site, and what its pages quote of the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from docs import costs
+from tests.helpers.families import CONFIGS
+from tests.helpers.families import build as build_model
+from tests.helpers.processes import ROOT
+from tests.helpers.ranks import RankPools
+from tests.models.test_tensor import compare
+from trainer.models.building import build_on_meta
+from trainer.models.families.family import ModelFamily
+from trainer.models.families.table import FAMILIES, layers_of
+from trainer.models.stages import split_stages
+from trainer.models.tensor import split_model
+from trainer.parallel.dropout import DropoutKeys
+from trainer.recipe.schema import Model, Training
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+HOLE = "\0"  # in a message of the source, where a value goes
+
+
+def build(docs: Path, site: Path) -> None:
+    """As `make docs`.
+
+    Raises:
+        mkdocs.exceptions.Abort: a link or an anchor leads nowhere, or a page is not in the navigation.
+    """
+    pytest.importorskip("mkdocs")
+    from mkdocs.commands.build import build as build_site
+    from mkdocs.config import load_config
+
+    build_site(load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(docs), site_dir=str(site), strict=True))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    build(DOCS, folder)
+    return folder
+
+
+def article(site: Path, page: Path) -> str:
+    name = "" if page.stem == "index" else page.stem
+    html = (site / name / "index.html").read_text(encoding="utf-8")
+    return html[html.index("<article") : html.index("</article>")]
+
+
+def without_code(markdown: str) -> str:
+    return re.sub(r"^```.*?^```$", "", markdown, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_site_builds_and_needs_no_other_server(site: Path):
+    loaded = re.compile(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"?(?:https?:)?//")
+    for page in site.rglob("*.html"):
+        assert not loaded.search(page.read_text(encoding="utf-8")), page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(\"?(?:https?:)?//", style.read_text(encoding="utf-8")), style
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_and_lists_are_such_in_the_site_too(page: Path, site: Path):
+    text, html = without_code(page.read_text(encoding="utf-8")), article(site, page)
+    assert html.count("<table>") == len(re.findall(r"^\|(?: ?:?-+:? ?\|)+$", text, re.MULTILINE))
+    assert html.count("<li>") >= len(re.findall(r"^(?:-|\d+\.) ", text, re.MULTILINE))
+
+
+def test_the_search_finds_a_message(site: Path):
+    assert "could not meet the others at" in (site / "search" / "search_index.json").read_text(encoding="utf-8")
+
+
+def test_a_file_of_the_repository_has_its_page(site: Path):
+    shown = (site / "repository" / "launchers" / "slurm.sbatch" / "index.html").read_text(encoding="utf-8")
+    assert "scontrol" in shown
+    assert 'href="../repository/launchers/slurm.sbatch/"' in article(site, DOCS / "launching.md")
+    assert 'href="../../pipeline/"' in (site / "repository" / "CONTRIBUTING" / "index.html").read_text(encoding="utf-8")
+
+
+def test_links_that_lead_nowhere_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    shutil.copytree(DOCS, tmp_path / "docs")
+    with (tmp_path / "docs" / "index.md").open("a", encoding="utf-8") as page:
+        page.write("\n[a](nowhere.md) [b](recipe.md#no-anchor) [c](../nofile.py)\n")
+    with pytest.raises(pytest.importorskip("mkdocs.exceptions").Abort):
+        build(tmp_path / "docs", tmp_path / "site")
+    assert all(place in caplog.text for place in ("nowhere.md", "no-anchor", "nofile.py"))
+
+
+# Messages
+
+
+def quoted() -> list[str]:
+    """The messages of ours in the page on troubleshooting; `...` is what differs from run to run."""
+    text, _, _ = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## Messages of others")
+    return re.findall(r"^> `(.+)`$", text, re.MULTILINE)
+
+
+@cache
+def texts_of_source() -> dict[Path, list[str]]:
+    """The texts in each file of the package, with a `HOLE` for each value, and once more for each key that is named."""
+    found = {}
+    for path in sorted((ROOT / "trainer").rglob("*.py")):
+        texts = {text_of(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if is_text(node)}
+        found[path] = [*texts, *{re.sub(r"`[\w.]+`", HOLE, text) for text in texts}]
+    return found
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def text_of(node: ast.AST) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) for part in node.values)
+    return str(node.value) if isinstance(node, ast.Constant) else HOLE
+
+
+def files_with(message: str) -> Iterator[Path]:
+    parts = [re.escape(part) for part in re.split(r"\s*\.\.\.\s*", message) if part]
+    pattern = re.compile(".*".join(parts), re.DOTALL)
+    for path, texts in texts_of_source().items():
+        if any(pattern.search(text) for text in texts):
+            yield path
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_a_message_of_the_page_is_one_of_the_source(message: str):
+    assert len(re.sub(r"[.\W]", "", message)) > 10, "anything would match"
+    assert list(files_with(message))
+
+
+def test_every_room_that_refuses_something_has_a_message_on_the_page():
+    def room(path: Path) -> str:
+        return path.relative_to(ROOT / "trainer").parts[0]
+
+    raised = re.compile(r"raise (?:Usage|Data|Launch|Recipe|Trainer|Rank|NonFinite|LostPeer)Error\(")
+    refusing = {room(path) for path in texts_of_source() if raised.search(path.read_text(encoding="utf-8"))}
+    told = {room(path) for message in quoted() for path in files_with(message)}
+    assert refusing - told == set(), "give `docs/troubleshooting.md` the message that users of it meet first"
+
+
+# The figures of the page on choosing
+
+
+def elements_of_a_tensor_rank() -> int:
+    """On this rank: what it holds of a BERT, as the trainer cuts it."""
+    placements = split_model(build_family("bert"), dist.group.WORLD)
+    return sum(placement.num_elements({"tp": dist.get_world_size()}) for placement in placements.values())
+
+
+def build_family(model_type: str) -> nn.Module:
+    return build_model(model_type, "AutoModelForSequenceClassification", 0.0, DropoutKeys(0))
+
+
+def test_the_page_counts_what_a_tensor_rank_holds(ranks: RankPools):
+    placements = costs.tensor_cuts(build_family("bert"), 2)
+    counted = sum(placement.num_elements({"tp": 2}) for placement in placements.values())
+    assert counted < sum(prod(placement.shape) for placement in placements.values()) * 0.6
+    assert ranks(2).run(elements_of_a_tensor_rank)[0] == counted
+
+
+def test_activations_are_those_of_the_paper():
+    """Korthikanti et al. 2022 (arXiv:2205.05198), equation 2, by hand: 12 layers, hidden 768, 12 heads."""
+    batch = costs.Microbatch(rows=8, length=128)
+    by_hand = 12 * 128 * 8 * 768 * (34 + 5 * 12 * 128 / 768)
+    assert costs.activations("BERT-base", batch)["none"] == by_hand
+    cut = costs.activations("BERT-base", batch, tensor=4, sequence=True)["none"]
+    assert cut == by_hand / 4, "equation 4 cuts all of it"
+
+
+def test_bert_has_the_parameters_that_everybody_counts():
+    assert costs.num_parameters("BERT-base") == 109_482_240 + 2 * 769  # and its head
+    assert costs.num_parameters("BERT-large") == 335_141_888 + 2 * 1025
+
+
+# The family that the page on extending adds
+
+
+def family_of_the_page() -> tuple[str, ModelFamily]:
+    (source,) = re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / "extending.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    names: dict[str, object] = {}
+    exec(compile(source, "docs/extending.md", "exec"), names)
+    (family,) = (value for value in names.values() if isinstance(value, ModelFamily))
+    return family.model_type, family
+
+
+def compare_with_whole(head: str) -> None:
+    """On this rank: the family of the page over tensor ranks, outputs and gradients."""
+    model_type, family = family_of_the_page()
+    FAMILIES[model_type], CONFIGS[model_type] = family, CONFIGS["bert"]
+    try:
+        compare(model_type, head, dropout=0.0, sequence=True)
+    finally:
+        del FAMILIES[model_type], CONFIGS[model_type]
+
+
+@pytest.mark.parametrize("head", ["AutoModelForSequenceClassification", "AutoModelForMaskedLM"])
+def test_the_family_of_the_page_is_cut_over_ranks(ranks: RankPools, head: str):
+    ranks(2).run(compare_with_whole, head)
+
+
+def test_the_family_of_the_page_is_cut_into_stages(monkeypatch: pytest.MonkeyPatch):
+    model_type, family = family_of_the_page()
+    assert model_type not in FAMILIES, "the page adds a family that is there"
+    monkeypatch.setitem(FAMILIES, model_type, family)
+    recipe = Model.model_validate({"config": {"model_type": model_type, **CONFIGS["bert"]}, "tokenizer": "none"})
+    model = build_on_meta(recipe, Training(), "AutoModelForSequenceClassification", {"num_labels": 2})
+    assert list(layers_of(model)) == ["encoder.layer.0", "encoder.layer.1"]
+    assert split_stages(model, 2, None).num_stages == 2
