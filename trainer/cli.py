@@ -19,6 +19,7 @@ import typer
 
 from trainer import __version__
 from trainer.errors import ExitCode, RecipeError, TrainerError, UsageError
+from trainer.launch.environment import forbid_telemetry
 
 if TYPE_CHECKING:
     from trainer.recipe.drawing import StageContents
@@ -50,6 +51,7 @@ OverridesArgument = Annotated[
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code; `argv` is what follows the program's name."""
+    forbid_telemetry()
     arguments = _without_local_rank(sys.argv[1:] if argv is None else argv)
     try:
         typer.main.get_command(app).main(list(arguments), prog_name="trainer")

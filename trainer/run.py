@@ -156,7 +156,7 @@ def _session(recipe: Recipe, environment: LaunchEnvironment) -> _Session:
     heartbeat = Heartbeat(environment.rank)
     seconds = recipe.parallel.stall_timeout.seconds
     watchdog = Watchdog(heartbeat, seconds, environment.error_file, lambda reason: session.end(ExitCode.FAILED, reason))
-    shown = [build_observers(recipe.logging.to, sys.stdout)] if environment.rank == 0 else []
+    shown = [build_observers(recipe.logging, sys.stdout)] if environment.rank == 0 else []
     # The watchdog is closed first: what follows would be no sign of life.
     observers = Observers([*shown, heartbeat, watchdog])
     session = _Session(Path(recipe.checkpoint.folder), observers, command_line(environment), heartbeat, watchdog)

@@ -119,7 +119,7 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
         setting.plan, LaunchEnvironment("none"), task, setting.train, None, [built.model], engine.placements, mesh, None
     )
     with open(os.devnull, "w", encoding="utf-8") as console:
-        observers = build_observers(recipe.logging.to, console) if mesh.rank == 0 else Observers()
+        observers = build_observers(recipe.logging, console) if mesh.rank == 0 else Observers()
         observers.start(info)
         Loop(
             recipe=recipe,

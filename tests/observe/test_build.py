@@ -6,12 +6,14 @@ import pytest
 from tests.observe.samples import end_record, run_info, step_record
 from trainer.errors import UsageError
 from trainer.observe.build import build_observers
+from trainer.observe.csv_files import EVALUATION_FILE_NAME, TRAINING_FILE_NAME
 from trainer.observe.metrics_file import METRICS_FILE_NAME, read_metrics
+from trainer.recipe.schema import Logging
 
 
 def test_metrics_are_always_written(tmp_path):
     stream = io.StringIO()
-    observers = build_observers([], stream)
+    observers = build_observers(Logging(to=[]), stream)
     observers.start(run_info(tmp_path))
     observers.step(step_record(1))
     observers.end(end_record(tmp_path))
@@ -24,16 +26,21 @@ def test_metrics_are_always_written(tmp_path):
 def test_every_destination_is_served(tmp_path):
     pytest.importorskip("tensorboard")
     stream = io.StringIO()
-    observers = build_observers(["console", "jsonl", "tensorboard"], stream)
+    observers = build_observers(Logging(to=["console", "jsonl", "csv", "tensorboard"]), stream)
     observers.start(run_info(tmp_path))
     observers.close()
     assert stream.getvalue().startswith("small\n")
-    assert {path.name for path in tmp_path.iterdir()} == {METRICS_FILE_NAME, "tensorboard"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        METRICS_FILE_NAME,
+        TRAINING_FILE_NAME,
+        EVALUATION_FILE_NAME,
+        "tensorboard",
+    }
 
 
 def test_the_console_draws_nothing_where_a_file_cannot_be_opened(tmp_path):
     (tmp_path / "file").write_text("")
     stream = io.StringIO()
     with pytest.raises(UsageError):
-        build_observers(["console"], stream).start(run_info(Path(tmp_path / "file" / "run")))
+        build_observers(Logging(to=["console"]), stream).start(run_info(Path(tmp_path / "file" / "run")))
     assert stream.getvalue() == ""

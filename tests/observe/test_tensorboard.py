@@ -81,5 +81,6 @@ def test_without_the_package_the_error_says_what_to_install():
 
 
 def test_the_package_is_loaded_only_when_it_is_asked_for():
-    code = "import sys, trainer.observe.build; print(sorted({'torch', 'tensorboard', 'rich'} & set(sys.modules)))"
+    packages = {"torch", "tensorboard", "rich", "wandb", "mlflow"}
+    code = f"import sys, trainer.observe.build; print(sorted({packages} & set(sys.modules)))"
     assert child(code) == "[]\n"

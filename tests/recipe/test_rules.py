@@ -103,6 +103,11 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             " name one, or write null",
         ),
         (
+            ["logging.project=reviews"],
+            '`logging.project` is read by "wandb" and "mlflow" alone, but `logging.to` holds neither;'
+            " add one, or write null",
+        ),
+        (
             ["data.validation=null", "evaluation.best=loss"],
             "`evaluation.best` needs evaluations, but `data.validation` is null",
         ),
@@ -125,6 +130,7 @@ def test_keys_that_do_not_go_together(
     [
         RANDOM,
         ["evaluation.best=loss"],
+        ['logging.to=["wandb"]', "logging.project=my reviews"],
         ["evaluation.every=null", "evaluation.best=null", "evaluation.patience=null"],
         ["training.max_steps=5", "training.stop_at_step=5", "schedule.warmup=4"],
         ["training.max_steps=1", "schedule.warmup=0.5"],

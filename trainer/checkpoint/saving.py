@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import MODEL_PREFIX, Engine
 from trainer.errors import TrainerError, UsageError
 from trainer.parallel.mesh import ParallelMesh
+from trainer.recipe.keys import leaves
 from trainer.recipe.schema import Recipe
 
 # What says how, not what is learned: a run may go on with other values.
@@ -51,14 +52,6 @@ def identity(recipe: Recipe, content_hash: str, beside: Mapping[str, str | None]
             del sections[section][key]
     sections["model"] |= {name: fact for name, fact in (beside or {}).items() if fact is not None}
     return {**sections, "data": {"group_by_length": recipe.data.group_by_length, "train": content_hash}}
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, child in value.items():
-            yield from _leaves(child, f"{path}.{key}" if path else key)
-    else:
-        yield path, value
 
 
 @dataclass(frozen=True)
@@ -290,7 +283,7 @@ class Saver:
                 )
 
     def _refuse_another_training(self, state: SavedState) -> None:
-        was, now = dict(_leaves(state.facts.identity)), dict(_leaves(self._saved.identity))
+        was, now = dict(leaves(state.facts.identity)), dict(leaves(self._saved.identity))
         differences = [
             f"`{key}` was {was.get(key)!r} and is {now.get(key)!r}"
             for key in sorted(was.keys() | now.keys())

@@ -1,4 +1,4 @@
-"""Who started this process, and which rank of how many it is: the only room that reads environment variables.
+"""Who started this process, and which rank of how many it is: the only room that reads or sets environment variables.
 
 A launcher gives the topology and nothing else; what is learned, and how it is spread, stands in the recipe. Variables
 that contradict each other, or the recipe, are errors, because a guess would train on other ranks than were asked for.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -30,6 +30,15 @@ Launcher = Literal[
 
 LOCAL_ROLE = "trainer-local"
 """The role of the ranks that we start ourselves: the elastic agent hands it to each of them as `ROLE_NAME`."""
+
+NO_TELEMETRY: Mapping[str, str] = {
+    "DO_NOT_TRACK": "true",  # donottrack.sh: huggingface_hub and MLflow heed it
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # datasets, of a data set that comes from elsewhere
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_ERROR_REPORTING": "false",  # the errors and counts of W&B's client, which go to W&B wherever a run goes
+}
+"""What tells libraries not to report on their use; `docs/tracking.md` says what else is kept from them."""
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # Slurm numbers what is no `srun` (batch, extern, interactive) from here up
 
@@ -111,6 +120,26 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Where tokenised data is kept unless the recipe says otherwise (XDG Base Directory Specification)."""
     base = Path(environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "trainer"  # a relative path counts as unset
+
+
+def forbid_telemetry(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `NO_TELEMETRY`, for this process and those that it starts; libraries look when they are imported."""
+    environ.update(NO_TELEMETRY)
+
+
+@dataclass(frozen=True)
+class MLflowSettings:
+    """Where MLflow's own variables say that a run goes; None: they do not."""
+
+    tracking_uri: str | None
+    experiment: str | None
+
+
+def mlflow_settings(environ: MutableMapping[str, str] = os.environ) -> MLflowSettings:
+    """Reads them, and makes a server that is away known in seconds: by default MLflow tries for some minutes."""
+    environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")  # seconds
+    return MLflowSettings(environ.get("MLFLOW_TRACKING_URI") or None, environ.get("MLFLOW_EXPERIMENT_NAME") or None)
 
 
 def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment:

@@ -1,31 +1,40 @@
-"""From the recipe's `logging.to` to observers."""
+"""From the recipe's `logging` to observers; what a destination needs is imported where it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TextIO
 
 from trainer.observe.console import open_console
+from trainer.observe.csv_files import CsvFiles
 from trainer.observe.metrics_file import MetricsFile
+from trainer.observe.mlflow import MLflowService
 from trainer.observe.observer import Observer, Observers
 from trainer.observe.tensorboard import TensorBoard
+from trainer.observe.tracking import Tracker
+from trainer.observe.wandb import WandbService
+from trainer.recipe.schema import Logging
 
 
-def build_observers(destinations: Sequence[str], stream: TextIO) -> Observers:
+def build_observers(logging: Logging, stream: TextIO) -> Observers:
     """The observers of rank 0; other ranks have `Observers()`.
 
     `metrics.jsonl` is always written. The console stands last, so that it draws nothing where a file cannot be opened.
 
     Args:
-        destinations: the recipe's `logging.to`.
+        logging: section of the recipe.
         stream: where the console writes, which is the standard output of rank 0.
 
     Raises:
         UsageError: a destination needs a package that is not installed.
     """
+    console = open_console(stream) if "console" in logging.to else Observer()
     observers: list[Observer] = [MetricsFile()]
-    if "tensorboard" in destinations:
+    if "csv" in logging.to:
+        observers.append(CsvFiles())
+    if "tensorboard" in logging.to:
         observers.append(TensorBoard())
-    if "console" in destinations:
-        observers.append(open_console(stream))
-    return Observers(observers)
+    if "wandb" in logging.to:
+        observers.append(Tracker(WandbService(logging.project), console.note))
+    if "mlflow" in logging.to:
+        observers.append(Tracker(MLflowService(logging.project), console.note))
+    return Observers([*observers, console])

@@ -10,38 +10,25 @@ shortest form that reads back as the same float64. JSON has no word for what is 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import TrainerError, UsageError
+from trainer.errors import UsageError
+from trainer.observe.files import GrowingFile, decode_number, encode_number
 from trainer.observe.observer import Observer
 from trainer.observe.records import BadStepRecord, EvaluationRecord, RunInfo, StepRecord
 
 METRICS_FILE_NAME = "metrics.jsonl"
 
-_NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
-
-def _encode_number(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _decode_number(value: Any) -> Any:
-    return float(value) if value in _NON_FINITE else value
-
-
-def _step_line(record: StepRecord) -> dict[str, float | str]:
-    """MFU stays out: it is `tokens_per_second` times constants, and unknown on many devices."""
+def step_line(record: StepRecord) -> dict[str, float | str]:
+    """A training line; MFU stays out: it is `tokens_per_second` times constants, and unknown on many devices."""
     values = asdict(record)
     del values["mfu"]
-    return {name: _encode_number(value) for name, value in values.items() if value is not None}
+    return {name: encode_number(value) for name, value in values.items() if value is not None}
 
 
 def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -98,13 +85,13 @@ def _append(metrics: Metrics, line: dict[str, Any]) -> None:
     if "run" in line:
         metrics.runs.append(line["run"])
     elif "eval" in line:
-        values = {name: _decode_number(value) for name, value in line["eval"].items()}
+        values = {name: decode_number(value) for name, value in line["eval"].items()}
         metrics.evaluations.append(EvaluationRecord(line["step"], values))
     elif "bad_step" in line:
-        values = {name: tuple(v) if isinstance(v, list) else _decode_number(v) for name, v in line["bad_step"].items()}
+        values = {name: tuple(v) if isinstance(v, list) else decode_number(v) for name, v in line["bad_step"].items()}
         metrics.bad_steps.append(BadStepRecord(line["step"], **values))
     else:
-        metrics.steps.append(StepRecord(**{name: _decode_number(value) for name, value in line.items()}))
+        metrics.steps.append(StepRecord(**{name: decode_number(value) for name, value in line.items()}))
 
 
 class MetricsFile(Observer):
@@ -117,8 +104,7 @@ class MetricsFile(Observer):
     """
 
     def __init__(self) -> None:
-        self._file: FileIO | None = None
-        self._path = Path(METRICS_FILE_NAME)
+        self._file: GrowingFile | None = None
 
     def start(self, run: RunInfo) -> None:
         """Opens the file.
@@ -126,29 +112,20 @@ class MetricsFile(Observer):
         Raises:
             UsageError: the folder cannot be written, or the file to resume is not a metrics file.
         """
-        self._path = path = run.folder / METRICS_FILE_NAME
-        try:
-            run.folder.mkdir(parents=True, exist_ok=True)
-            _replace(path, _kept_lines(path, run.resumed_from))
-            # No buffer: what could not be written would be tried again, and fail again, when the file is closed.
-            self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise UsageError(
-                f"`checkpoint.folder` must be a folder that can be written, but `{run.folder}` is not"
-                f" ({error.strerror}); choose another"
-            ) from error
+        path = run.folder / METRICS_FILE_NAME
+        self._file = GrowingFile(path, lambda: _kept_lines(path, run.resumed_from))
         self._write({"run": asdict(run)})
 
     def step(self, record: StepRecord) -> None:
-        self._write(_step_line(record))
+        self._write(step_line(record))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._write(
-            {"step": record.step, "eval": {name: _encode_number(value) for name, value in record.metrics.items()}}
+            {"step": record.step, "eval": {name: encode_number(value) for name, value in record.metrics.items()}}
         )
 
     def bad_step(self, record: BadStepRecord) -> None:
-        numbers = {"loss": _encode_number(record.loss), "grad_norm": _encode_number(record.grad_norm)}
+        numbers = {"loss": encode_number(record.loss), "grad_norm": encode_number(record.grad_norm)}
         self._write({"step": record.step, "bad_step": {**numbers, "ranks": record.ranks, "rows": record.rows}})
 
     def close(self) -> None:
@@ -158,16 +135,7 @@ class MetricsFile(Observer):
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None, "a run starts before it is observed"
-        rest = memoryview(f"{json.dumps(line, allow_nan=False, default=os.fspath)}\n".encode())
-        try:
-            while rest:  # a disk that is nearly full takes a part
-                rest = rest[self._file.write(rest) :]
-            self._path.stat()  # a file that was deleted takes everything
-        except OSError as error:
-            raise TrainerError(
-                f"{self._path} can no longer be written ({error.strerror}); make room or restore the folder, then start"
-                " the run again"
-            ) from error
+        self._file.add(json.dumps(line, allow_nan=False, default=os.fspath))
 
 
 def _kept_lines(path: Path, resumed_from: int | None) -> list[str]:
@@ -175,13 +143,3 @@ def _kept_lines(path: Path, resumed_from: int | None) -> list[str]:
     if resumed_from is None or not path.exists():
         return []
     return [line for line, parsed in _parsed_lines(path) if "run" in parsed or parsed["step"] <= resumed_from]
-
-
-def _replace(path: Path, lines: list[str]) -> None:
-    """Writes the whole file such that a kill at any moment leaves the old one or the new one."""
-    new = path.with_suffix(".jsonl.new")
-    with new.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)

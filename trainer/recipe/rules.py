@@ -24,6 +24,7 @@ from trainer.recipe.schema import (
     FolderData,
     HubData,
     ImageClassification,
+    Logging,
     MaskedLM,
     Model,
     Parallel,
@@ -248,6 +249,15 @@ def _folder_name(checkpoint: Checkpoint) -> Iterator[Contradiction]:
             yield _clash(f"holds {shown_value(placeholder)}; only {{name}} is replaced", "checkpoint.folder")
 
 
+def _project(logging: Logging) -> Iterator[Contradiction]:
+    if logging.project is not None and not {"wandb", "mlflow"} & set(logging.to):
+        yield _clash(
+            'is read by "wandb" and "mlflow" alone, but `logging.to` holds neither; add one, or write null',
+            "logging.project",
+            "logging.to",
+        )
+
+
 RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...] = (
     (("task",), _columns),
     (("task",), _labels),
@@ -263,6 +273,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("task", "evaluation"), _best_metric),
     (("data", "evaluation"), _nothing_evaluated),
     (("checkpoint",), _folder_name),
+    (("logging",), _project),
 )
 """The sections that a rule takes, and the rule."""
 

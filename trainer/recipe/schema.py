@@ -436,8 +436,23 @@ class Logging(Section):
     """What is shown and written while training."""
 
     every: IntervalField = Field(Interval(10, "steps"), description="How often training metrics are shown and written.")
-    to: list[Literal["console", "jsonl", "tensorboard"]] = Field(
+    to: list[Literal["console", "jsonl", "csv", "tensorboard", "wandb", "mlflow"]] = Field(
         default=["console", "jsonl"], description="`metrics.jsonl` is always written."
+    )
+    project: (
+        Annotated[
+            str,
+            Field(
+                pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,127}$",
+                json_schema_extra={
+                    "patternErrorMessage": "1 to 128 letters, digits, spaces, `.`, `_` and `-`, a letter or digit first"
+                },
+            ),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="The project of W&B and the experiment of MLflow; null: as their own settings say.",
     )
 
 

@@ -212,6 +212,11 @@ def _loggers(draft: Draft) -> None:
     if known:
         to = [name for name in _LOGGERS if name in (*Logging().to, *known)]
         draft.take("logging.to", to, *{item.key: item for item in known.values()}.values())
+    project = draft.sources.written(_DS, "wandb.project")
+    if project is not None and "wandb" in known:
+        draft.take("logging.project", project.value, project)
+    else:
+        draft.unread(project, "nothing is logged to W&B")
     for name, item in unknown.items():
         others = [other for other, its in named.items() if its is item and other in known]
         words = f"{name} is not among the places to log to: {', '.join(_LOGGERS)}"

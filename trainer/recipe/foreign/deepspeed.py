@@ -141,10 +141,10 @@ _LOGS: dict[str, Counterpart] = {
     "steps_per_print": mapped("logging.every", None, note=say.INTERVAL),
     "tensorboard": mapped("logging.to", note='"tensorboard" in the list'),
     "tensorboard.enabled": mapped("logging.to", False, note='"tensorboard" in the list'),
-    "wandb": mapped("logging.to", note='"wandb" in the list, where this version knows it'),
-    "wandb.enabled": mapped("logging.to", False, note='"wandb" in the list, where this version knows it'),
-    "csv_monitor": mapped("logging.to", note='"csv" in the list, where this version knows it'),
-    "csv_monitor.enabled": mapped("logging.to", False, note='"csv" in the list, where this version knows it'),
+    "wandb": mapped("logging.to", note='"wandb" in the list'),
+    "wandb.enabled": mapped("logging.to", False, note='"wandb" in the list'),
+    "csv_monitor": mapped("logging.to", note='"csv" in the list'),
+    "csv_monitor.enabled": mapped("logging.to", False, note='"csv" in the list'),
     **alike(
         none("logs lie in checkpoint.folder, named as the run"),
         "tensorboard.output_path",
@@ -153,7 +153,7 @@ _LOGS: dict[str, Counterpart] = {
         "csv_monitor.job_name",
     ),
     **alike(none("the library's own environment variables say where it logs"), "wandb.group", "wandb.team"),
-    "wandb.project": none("the library's own environment variables say where it logs", "deepspeed"),
+    "wandb.project": mapped("logging.project", "deepspeed"),
     "comet": none("Comet is not among the places to log to; see logging.to"),
 }
 

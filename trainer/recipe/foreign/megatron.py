@@ -88,4 +88,5 @@ MEGATRON: dict[str, Counterpart] = {
     "--eval-iters": none("the whole validation split is evaluated"),
     "--log-interval": mapped("logging.every", note=say.INTERVAL),
     "--tensorboard-dir": none("logs lie in checkpoint.folder"),
+    "--wandb-project": mapped("logging.project", note='with "wandb" in `logging.to`'),
 }

@@ -1,0 +1,100 @@
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.observe.samples import run_info, step_record
+from trainer.errors import TrainerError, UsageError
+from trainer.observe.csv_files import EVALUATION_FILE_NAME, TRAINING_FILE_NAME, CsvFiles
+from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile
+from trainer.observe.observer import Observers
+from trainer.observe.records import EvaluationRecord
+
+
+def write(folder: Path, steps: range, resumed_from: int | None = None, **metrics: float) -> None:
+    """Trains from one step to another beside a `metrics.jsonl`, with an evaluation every five steps."""
+    files = Observers([MetricsFile(), CsvFiles()])
+    files.start(run_info(folder, resumed_from=resumed_from))
+    for step in steps:
+        files.step(step_record(step, loss=1 / step))
+        if step % 5 == 0:
+            files.evaluation(EvaluationRecord(step, {"accuracy": step / 7, **metrics}))
+    files.close()
+
+
+def read(folder: Path, name: str) -> list[dict[str, str]]:
+    with (folder / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_rows_hold_what_metrics_jsonl_holds(tmp_path):
+    write(tmp_path, range(1, 11))
+    lines = [json.loads(line) for line in (tmp_path / METRICS_FILE_NAME).read_text().splitlines()[1:]]
+    rows = [{name: float(cell) for name, cell in row.items() if cell} for row in read(tmp_path, TRAINING_FILE_NAME)]
+    assert rows == [line for line in lines if "eval" not in line]
+    rows = [{name: float(cell) for name, cell in row.items()} for row in read(tmp_path, EVALUATION_FILE_NAME)]
+    assert rows == [{"step": line["step"], **line["eval"]} for line in lines if "eval" in line]
+
+
+def test_what_is_not_known_is_empty_and_what_is_not_finite_reads_back(tmp_path):
+    files = CsvFiles()
+    files.start(run_info(tmp_path))
+    files.step(step_record(1, tokens=None, loss=math.inf, grad_norm=math.nan))
+    files.close()
+    (row,) = read(tmp_path, TRAINING_FILE_NAME)
+    assert row["tokens"] == row["loss_scale"] == ""
+    assert float(row["loss"]) == math.inf
+    assert math.isnan(float(row["grad_norm"]))
+
+
+def test_resuming_drops_the_steps_that_are_done_again_and_writes_no_second_header(tmp_path):
+    write(tmp_path, range(1, 11))
+    before = (tmp_path / TRAINING_FILE_NAME).read_bytes().splitlines(keepends=True)
+    write(tmp_path, range(7, 13), resumed_from=6)
+    after = (tmp_path / TRAINING_FILE_NAME).read_bytes().splitlines(keepends=True)
+    assert after[:7] == before[:7]
+    assert [int(row["step"]) for row in read(tmp_path, TRAINING_FILE_NAME)] == list(range(1, 13))
+    assert [int(row["step"]) for row in read(tmp_path, EVALUATION_FILE_NAME)] == [5, 10]
+
+
+def test_a_start_from_the_first_step_begins_new_files(tmp_path):
+    write(tmp_path, range(1, 11))
+    write(tmp_path, range(1, 3))
+    assert [row["step"] for row in read(tmp_path, TRAINING_FILE_NAME)] == ["1", "2"]
+    assert read(tmp_path, EVALUATION_FILE_NAME) == []
+
+
+def test_a_metric_that_a_resumed_run_adds_is_a_column_at_the_end(tmp_path):
+    write(tmp_path, range(1, 11))
+    write(tmp_path, range(11, 16), resumed_from=10, f1=0.5)
+    rows = read(tmp_path, EVALUATION_FILE_NAME)
+    assert list(rows[0]) == ["step", "accuracy", "f1"]
+    assert [(row["step"], row["f1"]) for row in rows] == [("5", ""), ("10", ""), ("15", "0.5")]
+
+
+def test_a_last_row_that_a_kill_cut_is_dropped(tmp_path):
+    write(tmp_path, range(1, 8))
+    path = tmp_path / TRAINING_FILE_NAME
+    path.write_bytes(path.read_bytes()[:-5])
+    write(tmp_path, range(8, 9), resumed_from=7)
+    assert [row["step"] for row in read(tmp_path, TRAINING_FILE_NAME)] == ["1", "2", "3", "4", "5", "6", "8"]
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "step,loss\none,2\n", "step,loss\n1,2,3\n"])
+def test_a_file_of_another_kind_is_refused_before_it_is_touched(tmp_path, text):
+    path = tmp_path / TRAINING_FILE_NAME
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"line 2 of .*; move the file elsewhere"):
+        CsvFiles().start(run_info(tmp_path, resumed_from=1))
+    assert path.read_text() == text
+
+
+def test_a_file_that_is_gone_ends_the_run(tmp_path):
+    files = CsvFiles()
+    files.start(run_info(tmp_path))
+    (tmp_path / TRAINING_FILE_NAME).unlink()
+    with pytest.raises(TrainerError, match=r"metrics_training\.csv can no longer be written"):
+        files.step(step_record(1))
+    files.close()

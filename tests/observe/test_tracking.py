@@ -1,0 +1,167 @@
+"""What holds for every tracker, tried with a service that does as it is told; the real ones have their own files."""
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.observe.samples import end_record, run_info, step_record
+from trainer.errors import UsageError
+from trainer.observe import tracking
+from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo
+from trainer.observe.tracking import IDS_FILE_NAME, Point, Tracker
+
+
+class FakeService:
+    name, word = "Fake", "fake"
+
+    def __init__(self) -> None:
+        self.opened: list[str | None] = []
+        self.points: list[Point] = []
+        self.ends: list[EndRecord] = []
+        self.is_away = False
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.times_closed = 0
+
+    def open(self, run: RunInfo, run_id: str | None) -> str:
+        self._fail_if_away()
+        self.opened.append(run_id)
+        return run_id or f"id-{len(self.opened)}"
+
+    def place(self) -> str:
+        return "somewhere"
+
+    def write(self, points: Sequence[Point]) -> None:
+        self.may_go_on.wait(60)
+        self._fail_if_away()
+        self.points += points
+
+    def finish(self, end: EndRecord) -> None:
+        self._fail_if_away()
+        self.ends.append(end)
+
+    def close(self) -> None:
+        self.times_closed += 1
+
+    def _fail_if_away(self) -> None:
+        if self.is_away:
+            raise ConnectionError("no route\nto http://me:secret@host/")
+
+
+def started(service: FakeService, folder: Path, resumed_from: int | None = None) -> tuple[Tracker, list[str]]:
+    notes: list[str] = []
+    tracker = Tracker(service, notes.append, retry_seconds=0.05)
+    tracker.start(run_info(folder, resumed_from=resumed_from))
+    return tracker, notes
+
+
+def wait_for(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_service_gets_every_number_by_its_name_and_the_end(tmp_path):
+    service = FakeService()
+    tracker, notes = started(service, tmp_path)
+    tracker.step(step_record(3))
+    tracker.evaluation(EvaluationRecord(3, {"loss": 0.25}))
+    tracker.end(end_record(tmp_path))
+    tracker.close()
+    train, evaluation = service.points
+    assert train.step == evaluation.step == 3
+    assert train.values["train/loss"] == step_record(3).loss
+    assert not {"train/step", "train/mfu", "train/loss_scale"} & set(train.values)
+    assert evaluation.values == {"eval/loss": 0.25}
+    assert service.ends == [end_record(tmp_path)]
+    assert notes == ["Fake: somewhere"]
+    assert service.times_closed == 1
+
+
+def test_a_resumed_run_goes_on_in_the_tracked_run_and_a_new_one_in_a_new_one(tmp_path):
+    service = FakeService()
+    for resumed_from in (None, 4, None):
+        tracker, _ = started(service, tmp_path, resumed_from)
+        tracker.end(end_record(tmp_path))
+    assert service.opened == [None, "id-1", None]
+    assert json.loads((tmp_path / IDS_FILE_NAME).read_text()) == {"fake": "id-3"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"fake": 1}', '{"fake": "../../etc"}', '{"fake": "a b"}'])
+def test_a_damaged_file_of_ids_is_refused(tmp_path, text):
+    (tmp_path / IDS_FILE_NAME).write_text(text)
+    with pytest.raises(UsageError, match=r"tracking\.json` must name the tracked runs"):
+        started(FakeService(), tmp_path, 4)
+
+
+def test_a_service_that_cannot_be_used_is_refused_in_one_sentence(tmp_path):
+    service = FakeService()
+    service.is_away = True
+    with pytest.raises(UsageError) as raised:
+        started(service, tmp_path)
+    assert str(raised.value) == (
+        '`logging.to` holds "fake", but Fake cannot be used (no route to http://host/); mend that, or take it out of'
+        " `logging.to`"
+    )
+
+
+def test_a_service_that_fails_gets_what_it_lacks_when_it_is_back_and_is_told_of_once(tmp_path):
+    service = FakeService()
+    tracker, notes = started(service, tmp_path)
+    service.is_away = True
+    for step in range(1, 4):
+        tracker.step(step_record(step))
+        wait_for(lambda: tracker._has_complained)
+        tracker.doing(step, "in a step")
+    service.is_away = False
+    wait_for(lambda: len(service.points) == 3)
+    tracker.end(end_record(tmp_path))
+    assert [point.step for point in service.points] == [1, 2, 3]
+    assert len(service.ends) == 1
+    assert notes[1:] == [
+        "Fake cannot be written (no route to http://host/); the training goes on, and what is missing is tried again"
+    ]
+
+
+def test_what_a_service_lacks_at_the_end_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "_MOST_POINTS", 5)
+    service = FakeService()
+    tracker, notes = started(service, tmp_path)
+    service.is_away = True
+    for step in range(1, 9):
+        tracker.step(step_record(step))
+    wait_for(lambda: len(tracker._waiting) == 5)
+    tracker.end(end_record(tmp_path))
+    tracker.close()
+    assert notes[-1] == "Fake lacks 8 points of this run, which are in `metrics.jsonl`"
+    assert service.times_closed == 1
+
+
+def test_a_service_that_hangs_stalls_neither_a_step_nor_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "END_SECONDS", 0.1)
+    service = FakeService()
+    service.may_go_on.clear()
+    tracker, notes = started(service, tmp_path)
+    began = time.monotonic()
+    for step in range(1, 1000):
+        tracker.step(step_record(step))
+    tracker.end(end_record(tmp_path))
+    tracker.close()
+    assert time.monotonic() - began < 5
+    assert notes[-1] == "Fake does not answer; what it lacks is in `metrics.jsonl`"
+    assert service.times_closed == 0, "it is still in use"
+    service.may_go_on.set()
+
+
+def test_an_end_without_a_start_tells_the_service_nothing(tmp_path):
+    service = FakeService()
+    tracker = Tracker(service, print)
+    tracker.end(end_record(tmp_path, outcome="failed", exit_code=1))
+    tracker.close()
+    assert service.ends == []
+    assert service.times_closed == 1

@@ -1,0 +1,114 @@
+"""`metrics_training.csv` and `metrics_evaluation.csv`: the numbers of `metrics.jsonl` for spreadsheets and data frames.
+
+Two files, because training and evaluation rows have other columns. A number stands as in `metrics.jsonl`, what is not
+known as nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from trainer.errors import UsageError
+from trainer.observe.files import GrowingFile, encode_number
+from trainer.observe.metrics_file import step_line
+from trainer.observe.observer import Observer
+from trainer.observe.records import EvaluationRecord, RunInfo, StepRecord
+
+TRAINING_FILE_NAME = "metrics_training.csv"
+EVALUATION_FILE_NAME = "metrics_evaluation.csv"
+
+_TRAINING_COLUMNS = tuple(field.name for field in fields(StepRecord) if field.name != "mfu")
+
+Row = Mapping[str, object]
+
+
+def _line(cells: Iterable[object]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(cells)
+    return text.getvalue()
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns and the rows of a file of ours, without a last line that a kill cut short; none where it is missing.
+
+    Raises:
+        UsageError: it is of another kind.
+    """
+    if not path.exists():
+        return [], []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
+    rows = list(reader)
+    columns = list(reader.fieldnames or ())
+    for number, row in enumerate(rows, start=2):
+        if not (row.get("step") or "").isdigit() or None in row:
+            raise UsageError(
+                f"line {number} of `{path}` must be a row of the columns {', '.join(columns)}, with its step, but is"
+                f" not; move the file elsewhere"
+            )
+    return columns, rows
+
+
+class _Table:
+    """One CSV file; goes on after `resumed_from`, None beginning anew. A row may bring a new column."""
+
+    def __init__(self, path: Path, columns: Sequence[str], resumed_from: int | None) -> None:
+        self._path = path
+        self._columns = list(columns)
+        self._last_step = -1 if resumed_from is None else resumed_from
+        self._file = GrowingFile(path, self._kept)
+
+    def add(self, row: Row) -> None:
+        if not row.keys() <= set(self._columns):
+            self._file.close()
+            self._columns += [name for name in row if name not in self._columns]
+            self._file = GrowingFile(self._path, self._kept)
+        self._last_step = int(str(row["step"]))
+        self._file.add(_line(row.get(name, "") for name in self._columns))
+
+    def _kept(self) -> list[str]:
+        columns, rows = _read(self._path) if self._last_step >= 0 else ([], [])
+        self._columns = list(dict.fromkeys([*columns, *self._columns]))
+        kept = (row for row in rows if int(row["step"]) <= self._last_step)
+        return [_line(self._columns), *(_line(row.get(name, "") for name in self._columns) for row in kept)]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class CsvFiles(Observer):
+    """Appends to both files in the run's folder, which resumed runs go on with as they do with `metrics.jsonl`.
+
+    Every write may raise a `TrainerError`: the disk is full, or the folder was deleted.
+    """
+
+    def __init__(self) -> None:
+        self._training: _Table | None = None
+        self._evaluation: _Table | None = None
+
+    def start(self, run: RunInfo) -> None:
+        """Opens the files.
+
+        Raises:
+            UsageError: the folder cannot be written, or a file to resume is of another kind.
+        """
+        self._training = _Table(run.folder / TRAINING_FILE_NAME, _TRAINING_COLUMNS, run.resumed_from)
+        self._evaluation = _Table(run.folder / EVALUATION_FILE_NAME, ("step",), run.resumed_from)
+
+    def step(self, record: StepRecord) -> None:
+        assert self._training is not None, "a run starts before it is observed"
+        self._training.add(step_line(record))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        assert self._evaluation is not None, "a run starts before it is observed"
+        values = {name: encode_number(value) for name, value in record.metrics.items()}
+        self._evaluation.add({"step": record.step, **values})
+
+    def close(self) -> None:
+        for table in (self._training, self._evaluation):
+            if table is not None:
+                table.close()

@@ -1,0 +1,133 @@
+"""The run in an MLflow store or at an MLflow server; the only room that imports the package mlflow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trainer.errors import UsageError
+from trainer.launch.environment import forbid_telemetry, mlflow_settings
+from trainer.observe.records import EndRecord, RunInfo
+from trainer.observe.tracking import Point, best_values, tracked_config, without_secrets
+from trainer.recipe.keys import leaves
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+_DEFAULT_EXPERIMENT = "Default"  # of MLflow itself
+_STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}  # the last: to go on later
+_MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # of one request
+
+Item = TypeVar("Item")
+
+
+class MLflowService:
+    """A run of MLflow, in `mlflow.db` in the run's folder unless MLFLOW_TRACKING_URI names another place.
+
+    Raises:
+        UsageError: the package mlflow is not installed. Said at construction, before anything is trained.
+    """
+
+    name = "MLflow"
+    word = "mlflow"
+
+    def __init__(self, experiment: str | None) -> None:
+        forbid_telemetry()
+        self._settings = mlflow_settings()
+        try:
+            import mlflow.tracking
+            import sqlalchemy  # noqa: F401  its local store needs it, and mlflow-skinny does not bring it
+        except ImportError as error:
+            raise UsageError(
+                '`logging.to` holds "mlflow", which needs packages that are not installed;'
+                f' install them (pip install "trainer[mlflow]") or take it out of `logging.to` ({error})'
+            ) from error
+        for logger in ("mlflow", "alembic"):
+            logging.getLogger(logger).setLevel(logging.WARNING)  # each table of a new store is a line else
+        self._mlflow = mlflow
+        self._experiment = experiment or self._settings.experiment or _DEFAULT_EXPERIMENT
+        self._client: MlflowClient | None = None
+        self._uri = ""
+        self._run_id = ""
+        self._held: dict[str, int] = {}
+
+    def open(self, run: RunInfo, run_id: str | None) -> str:
+        self._uri = self._settings.tracking_uri or f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
+        # The client alone: what MLflow does around its global run would record git, user, host and script.
+        self._client = client = self._mlflow.tracking.MlflowClient(self._uri, registry_uri=self._uri)
+        if run_id is None:
+            self._run_id = client.create_run(self._experiment_id(client), run_name=run.name).info.run_id
+            parameters = [self._mlflow.entities.Param(*pair) for pair in _flat(tracked_config(run))]
+            for some in _batches(parameters, _MOST_PARAMETERS):
+                client.log_batch(self._run_id, params=some)
+        else:
+            self._run_id = run_id
+            self._held = self._last_steps(client)
+            client.update_run(run_id, status="RUNNING")
+        return self._run_id
+
+    def _experiment_id(self, client: MlflowClient) -> str:
+        known = client.get_experiment_by_name(self._experiment)
+        return str(known.experiment_id if known is not None else client.create_experiment(self._experiment))
+
+    def _last_steps(self, client: MlflowClient) -> dict[str, int]:
+        """The last step of each metric of an earlier part of this run.
+
+        Raises:
+            UsageError: the run is not there.
+        """
+        try:
+            names = client.get_run(self._run_id).data.metrics
+        except self._mlflow.MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            raise UsageError(
+                f"`tracking.json` in the run's folder names the MLflow run {self._run_id}, but"
+                f" {without_secrets(self._uri)} has none of that id; set MLFLOW_TRACKING_URI as it was, or remove the"
+                " file to begin a new run there"
+            ) from error
+        return {
+            name: max(metric.step for metric in client.get_metric_history(self._run_id, name))
+            for name in names
+            if not name.startswith("best/")
+        }
+
+    def place(self) -> str:
+        return f"run {self._run_id} in {without_secrets(self._uri)}"
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Adds points; a step that the store holds already, of before the checkpoint was loaded, stays as it is."""
+        metrics = [
+            self._mlflow.entities.Metric(name, value, round(point.time * 1000), point.step)
+            for point in points
+            for name, value in point.values.items()
+            if point.step > self._held.get(name, -1)
+        ]
+        assert self._client is not None, "it is opened first"
+        for some in _batches(metrics, _MOST_METRICS):
+            self._client.log_batch(self._run_id, metrics=some)
+
+    def finish(self, end: EndRecord) -> None:
+        assert self._client is not None, "it is opened first"
+        for name, value in best_values(end).items():
+            self._client.log_metric(self._run_id, name, value, step=end.step)
+        self._client.set_terminated(self._run_id, _STATUSES[end.outcome])
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+def _flat(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Dotted names of the letters that MLflow takes, and values as text."""
+    for key, value in leaves(config):
+        yield re.sub(r"[^\w.\-/ ]", "_", key), value if isinstance(value, str) else json.dumps(value)
+
+
+def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch
