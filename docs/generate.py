@@ -1,8 +1,8 @@
 """Writes the generated blocks of `README.md` and `docs/*.md`, whose facts stand in the code.
 
 A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. Run `python -m docs.generate` after a change of the
-schema, the command line, the strategies, the schedules or the shipped recipes; a test fails where a block is out of
-date. The figures of the promise are those that `python -m tests.parity.measure` left in `docs/parity.json`.
+schema, the command line, the strategies, the schedules, the checks or the shipped recipes; a test fails where a block
+is out of date. The figures of the promise are those that `python -m tests.parity.measure` left in `docs/parity.json`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from docs import costs
 from trainer.cli import app
+from trainer.doctor.table import CHECKS
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
@@ -247,6 +248,18 @@ def _pipeline_families() -> str:
     return f"{', '.join(able)}. Not {' and '.join(unable)}."
 
 
+def _checks() -> str:
+    rows = [(f"{check.group}: {check.name}", *_check(str(getdoc(check.examine)))) for check in CHECKS]
+    return _table(("check", "what it looks at", "a warning or a problem, and the remedy"), rows)
+
+
+def _check(text: str) -> tuple[str, str]:
+    """The paragraphs of a check's docstring, those that warn apart."""
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+    bad = [paragraph for paragraph in paragraphs if paragraph.startswith(("Warning", "Problem"))]
+    return " ".join(paragraph for paragraph in paragraphs if paragraph not in bad), "<br>".join(bad) or "-"
+
+
 def _counterparts(table: Mapping[str, Counterpart]) -> str:
     """The keys of another tool: those that have one here, then the others by the reason."""
     here = [(f"`{key}`", f"`{row.key}`", row.note) for key, row in table.items() if row.key is not None]
@@ -343,6 +356,7 @@ _RANKS = 8
 _BATCH = costs.Microbatch(rows=8, length=128)
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "activations": _activations,
+    "checks": _checks,
     "coming_from_accelerate": lambda: _counterparts(ACCELERATE),
     "coming_from_deepspeed": lambda: _counterparts(DEEPSPEED),
     "coming_from_megatron": lambda: _counterparts(MEGATRON),

@@ -31,6 +31,7 @@ LIGHT = [
     ["check", "bert_base_mrpc", "training.epochs=1"],
     ["check", "bert_base_mrpc", "parallel.pipeline.stages=2", "--processes", "8"],
     ["export", "--help"],
+    ["doctor", "--help"],
     ["run", "bert_base_mrpc", "training.epoch=1"],
 ]
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "deepspeed")
@@ -71,7 +72,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"trainer {__version__}\n"
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(verb in shown for verb in ("run", "check", "convert", "export", "recipes", "schema"))
+    assert all(verb in shown for verb in ("run", "check", "convert", "doctor", "export", "recipes", "schema"))
 
 
 def test_check_shows_every_value_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:

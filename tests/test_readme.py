@@ -43,6 +43,10 @@ ELSEWHERE = {
     "python -m docs.generate": "tests/test_readme.py::test_generated_blocks_are_up_to_date",
     "trainer run bert_sample --processes 2": 'tests/launch/test_launchers.py::"trainer": Case',
     "python -m tests.parity.measure": "tests/parity/test_measure.py::test_the_table_is_within_the_promise",
+    "trainer doctor": "tests/doctor/test_doctor.py::test_this_machine_has_no_problem",
+    "trainer doctor bert_sample --processes 2": "tests/doctor/test_doctor.py::test_a_recipe_is_resolved_first",
+    "trainer doctor --json": "tests/doctor/test_doctor.py::test_this_machine_has_no_problem",
+    "trainer doctor --deep": "tests/doctor/test_doctor.py::test_a_recipe_is_resolved_first",
 }
 """Commands that would run these tests again, or take long: the file that covers each, and where in it."""
 

@@ -1,13 +1,14 @@
 """The command line: verbs, arguments and exit codes; every verb's work is done in the rooms below.
 
 Nothing heavy is imported before a verb needs it: `run` and `export` import torch, and `check` where it counts what
-pipeline stages hold; with a recipe, after it was found valid.
+pipeline stages hold; with a recipe, after it was found valid. `doctor` asks torch in another process.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -142,6 +143,42 @@ def check(
         typer.echo(json.dumps(_as_json(resolved, plan, stages), indent=2))
     else:
         _show(resolved, plan, stages)
+
+
+@app.command(context_settings=OVERRIDES)
+def doctor(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="Look at what this recipe needs, too.", show_default=False)
+    ] = None,
+    overrides: OverridesArgument = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Ranks of the recipe; default: those that `run` would start.")
+    ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also compute on every GPU, and sum over them by NCCL; takes memory there.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Look at this machine: is it fit to train, and if not, what has to be done.
+
+    Changes nothing. Exits with 1 where there is a problem, and with 0 where there are none, or warnings only.
+    """
+    resolved = None
+    if recipe is not None:
+        from trainer.recipe.loading import load_recipe
+
+        resolved = load_recipe(recipe, overrides or ()).recipe
+
+    from trainer.doctor.examining import examine_this_machine
+    from trainer.doctor.showing import as_object, lines
+
+    results = examine_this_machine(resolved, processes, deep)
+    if as_json:
+        typer.echo(json.dumps(as_object(results), indent=2))
+    else:
+        typer.echo("\n".join(lines(results, shutil.get_terminal_size((120, 24)).columns)))
+    if any(result.status == "problem" for result in results):
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command()

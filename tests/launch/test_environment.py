@@ -195,3 +195,13 @@ def test_threads_are_shared_out_unless_said(monkeypatch):
 def test_the_cache_lies_where_the_user_keeps_caches():
     assert cache_folder({"XDG_CACHE_HOME": "/scratch/me"}) == Path("/scratch/me/trainer")
     assert cache_folder({}) == cache_folder({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache" / "trainer"
+    assert cache_folder({"HOME": "/users/me"}) == Path("/users/me/.cache/trainer")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    def without_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", without_home)
+    with pytest.raises(UsageError, match="set XDG_CACHE_HOME or HOME"):
+        cache_folder({})

@@ -1,4 +1,4 @@
-"""ZeRO-1, 2 and 3 through DeepSpeed's own engine; the only room that imports deepspeed.
+"""ZeRO-1, 2 and 3 through DeepSpeed's own engine; with `compiling.py`, all that knows the package.
 
 Rajbhandari et al. 2020 (arXiv:1910.02054). DeepSpeed averages gradients over the ranks, so each rank's loss is
 multiplied by their number first. Autocast, loss scaling and the accumulation boundary are ours, as under every
@@ -10,11 +10,9 @@ from __future__ import annotations
 import io
 import logging
 import os
-import shutil
-import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.engine.compiling import (
+    CPU_OPERATION,
+    abandoned_locks,
+    build_root,
+    import_deepspeed,
+    missing_tools,
+    prebuilt_operations,
+)
 from trainer.engine.engine import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
@@ -50,7 +56,6 @@ from trainer.recipe.deepspeed import deepspeed_config
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
-_LONGEST_BUILD_MINUTES = 15  # it takes one or two; a busy machine needs more
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -62,8 +67,7 @@ def _import_deepspeed(device: torch.device) -> Any:
     """
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # it reads this, also where a launcher set others
     try:
-        with redirect_stdout(io.StringIO()):
-            import deepspeed
+        deepspeed = import_deepspeed()
     except ImportError as error:
         raise UsageError(
             "`parallel.strategy` zero1, zero2 and zero3 need the package deepspeed; install it"
@@ -72,13 +76,12 @@ def _import_deepspeed(device: torch.device) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # importing it sets the level back
     # It calls collectives by names that torch is about to drop; that is for DeepSpeed to mend, not for a user.
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
-    if device.type == "cpu":
-        for tool in ("g++", "ninja"):
-            if shutil.which(tool) is None:
-                raise UsageError(
-                    f"DeepSpeed compiles an operation for the CPU on first use, but {tool} is not on the PATH; install"
-                    " it, or use `parallel.strategy` fsdp"
-                )
+    if device.type == "cpu" and CPU_OPERATION not in prebuilt_operations(deepspeed):
+        for tool in missing_tools():
+            raise UsageError(
+                f"DeepSpeed compiles an operation for the CPU on first use, but {tool} is not on the PATH; install"
+                " it, or use `parallel.strategy` fsdp"
+            )
         _refuse_abandoned_build()
     return deepspeed
 
@@ -89,17 +92,11 @@ def _refuse_abandoned_build() -> None:
     Raises:
         UsageError: there is one so old that nobody can be building any more.
     """
-    from torch.utils.cpp_extension import get_default_build_root  # brings setuptools, which only a build needs
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in root.glob("**/deepspeed_shm_comm/lock"):
-        with suppress(FileNotFoundError):  # whoever built has just ended
-            minutes = (time.time() - lock.stat().st_mtime) / 60
-            if minutes > _LONGEST_BUILD_MINUTES:
-                raise UsageError(
-                    f"DeepSpeed would wait for {lock}, which is {minutes:.0f} minutes old: the build that held it was"
-                    " killed; delete the file"
-                )
+    for lock, minutes in abandoned_locks(build_root()):
+        raise UsageError(
+            f"DeepSpeed would wait for {lock}, which is {minutes:.0f} minutes old: the build that held it was killed;"
+            " delete the file"
+        )
 
 
 @contextmanager

@@ -116,10 +116,26 @@ def threads_per_rank(local_world_size: int, environ: Mapping[str, str] = os.envi
     return max(1, cores // local_world_size)
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where tokenised data is kept unless the recipe says otherwise (XDG Base Directory Specification)."""
+def user_cache(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where programs keep what they can make again (XDG Base Directory Specification).
+
+    Raises:
+        UsageError: nothing says where, as for a user without a home.
+    """
     base = Path(environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "trainer"  # a relative path counts as unset
+    if base.is_absolute():  # a relative path counts as unset
+        return base
+    try:
+        return (Path(environ["HOME"]) if environ.get("HOME") else Path.home()) / ".cache"
+    except RuntimeError as error:
+        raise UsageError(
+            "this user has no home folder to keep a cache in; set XDG_CACHE_HOME or HOME to one that can be written"
+        ) from error
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where tokenised data is kept unless the recipe says otherwise."""
+    return user_cache(environ) / "trainer"
 
 
 def forbid_telemetry(environ: MutableMapping[str, str] = os.environ) -> None:

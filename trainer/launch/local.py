@@ -100,7 +100,7 @@ def _number_of_processes(environment: LaunchEnvironment, processes: int | None, 
         )
     if environment.launcher == "accelerate-single":
         return _asked_of_accelerate()
-    return 1 if strategy.single_process else max(1, _num_gpus())
+    return strategy.local_ranks(_num_gpus())
 
 
 def _num_gpus() -> int:

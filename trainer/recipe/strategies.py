@@ -43,6 +43,10 @@ class Strategy:
         """Whether it combines with `parallel.pipeline.stages` above 1."""
         return not self.no_pipeline
 
+    def local_ranks(self, num_gpus: int) -> int:
+        """Ranks that `trainer run` starts on a machine by itself: one for each GPU, or one."""
+        return 1 if self.single_process else max(1, num_gpus)
+
     @property
     def cuts_anything(self) -> bool:
         return self.cuts_parameters or self.cuts_gradients or self.cuts_optimizer

@@ -1,0 +1,64 @@
+"""The limits of this process's control group, of version 2 or 1, as a container or a batch system sets them.
+
+Source: the kernel's documentation, admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainer.doctor.machine import Machine
+
+_ROOT = "/sys/fs/cgroup"
+_UNLIMITED_BYTES = 1 << 60  # version 1 writes a number near 2**63
+
+
+def num_cores(machine: Machine) -> float | None:
+    """The processor time that it may use, in cores; None without a limit."""
+    limits = []
+    for text in _values(machine, "cpu.max"):
+        quota, _, period = text.partition(" ")
+        if quota.isdigit() and period.isdigit():
+            limits.append(int(quota) / int(period))
+    for folder in _folders(machine, "cpu"):
+        quota, period = (machine.read(f"{folder}/cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
+        if quota.isdigit() and period.isdigit():  # no limit is -1
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def memory_bytes(machine: Machine) -> int | None:
+    """The memory that it may use; None without a limit."""
+    texts = [*_values(machine, "memory.max"), *_values(machine, "memory.limit_in_bytes", "memory")]
+    limits = [int(text) for text in texts if text.isdigit()]
+    return min((limit for limit in limits if limit < _UNLIMITED_BYTES), default=None)
+
+
+def num_processes(machine: Machine) -> int | None:
+    """The processes and threads that it may have; None without a limit."""
+    texts = [*_values(machine, "pids.max"), *_values(machine, "pids.max", "pids")]
+    return min((int(text) for text in texts if text.isdigit()), default=None)
+
+
+def _values(machine: Machine, name: str, controller: str | None = None) -> Iterator[str]:
+    for folder in _folders(machine, controller):
+        if text := machine.read(f"{folder}/{name}"):
+            yield text
+
+
+def _folders(machine: Machine, controller: str | None) -> Iterator[str]:
+    """The group's folder and those above it: each may limit. A controller is of version 1; None is version 2.
+
+    In a container the path of its group may lie outside of what is mounted: the mount's own top is then the group.
+    """
+    for line in (machine.read("/proc/self/cgroup") or "").splitlines():
+        number, names, path = line.split(":", 2)
+        if controller is None and number == "0":
+            top = _ROOT
+        elif controller is not None and controller in names.split(","):
+            top = f"{_ROOT}/{controller}"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for length in range(len(parts), -1, -1):
+            yield "/".join([top, *parts[:length]])

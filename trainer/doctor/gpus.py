@@ -1,0 +1,306 @@
+"""Checks of torch, the driver and the GPUs. A machine without any is in order: it trains on its CPUs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from trainer.doctor.facts import ExerciseFacts, Gpu, GpuFacts, TorchFacts
+from trainer.doctor.finding import Finding, ok, problem, size, warning
+from trainer.doctor.machine import Machine
+
+_SMI_SECONDS = 10.0
+_LITTLE_FREE = 0.5  # share of a GPU's memory
+_CPU_ONLY = "none: CPU only"
+
+
+def torch_build(machine: Machine) -> Finding:
+    """The version of torch, and what it was built for: CPU, CUDA or ROCm.
+
+    Warning: the machine has a GPU, but torch is a build for CPUs. Install the build for CUDA or ROCm that
+    https://pytorch.org/get-started/locally names.
+
+    Problem: torch cannot be imported. Install it again.
+    """
+    facts = machine.probe.facts(TorchFacts)
+    sign = _sign_of_gpu(machine)
+    if facts.is_cpu_build and sign:
+        return warning(
+            f"{facts.version}, CPU build, but the machine has a GPU ({sign})",
+            "install the build of torch for the GPU: https://pytorch.org/get-started/locally",
+        )
+    return ok(f"{facts.version}, {_build(facts)} build")
+
+
+def driver(machine: Machine) -> Finding:
+    """NVIDIA's driver, against the CUDA version that torch was built for.
+
+    A driver runs every CUDA of its own major version and of older ones (CUDA Compatibility, "minor version
+    compatibility").
+
+    Problem: it is too old. Update it, or install a torch for an older CUDA.
+
+    Problem: there are GPUs, but no library of the driver. In a container, `NVIDIA_DRIVER_CAPABILITIES` must hold
+    `compute`; elsewhere, install the driver.
+    """
+    torch = machine.probe.facts(TorchFacts)
+    if torch.hip is not None:
+        return ok(f"amdgpu {machine.read('/sys/module/amdgpu/version') or 'of the kernel'}")
+    if torch.cuda is None:
+        return ok("none needed: CPU build of torch")
+    newest = machine.probe.facts(GpuFacts).driver_cuda
+    nodes = _nvidia_nodes(machine)
+    if newest is None:
+        if not nodes:
+            return ok(_CPU_ONLY)
+        capabilities = machine.environ.get("NVIDIA_DRIVER_CAPABILITIES")
+        if machine.container:
+            said = "not set" if capabilities is None else repr(capabilities)
+            return problem(
+                f"{nodes[0]} is there, but not libcuda.so.1; NVIDIA_DRIVER_CAPABILITIES is {said}",
+                "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility and NVIDIA's container toolkit",
+            )
+        return problem(
+            f"{nodes[0]} is there, but not libcuda.so.1", "install the user-space libraries of NVIDIA's driver"
+        )
+    loaded = re.search(r"Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", machine.read("/proc/driver/nvidia/version") or "")
+    named = f"{loaded[1]}, " if loaded else ""
+    wanted = _numbers(torch.cuda)
+    value = f"{named}runs CUDA up to {newest[0]}.{newest[1]}"
+    if newest[0] < wanted[0]:
+        return problem(
+            f"{value}, but torch is built for CUDA {torch.cuda}",
+            f"update the driver of the machine (not of the container), or install a torch for CUDA {newest[0]}.x",
+        )
+    if newest < wanted:
+        value += f"; torch's CUDA {torch.cuda} runs by minor version compatibility"
+    return ok(value)
+
+
+def gpus(machine: Machine) -> Finding:
+    """The GPUs that torch can use: names, memory, compute capability, bf16.
+
+    Problem: there are GPUs, but torch cannot use them; torch was not compiled for one of them; or the recipe says
+    `bf16` and one has none.
+
+    Warning: some or all are hidden, or a container was started without any (`--gpus all` in Docker, a limit of
+    `nvidia.com/gpu` in Kubernetes).
+    """
+    torch = machine.probe.facts(TorchFacts)
+    if torch.is_cpu_build:
+        return ok("none used: CPU build of torch" if _sign_of_gpu(machine) else _CPU_ONLY)
+    facts = machine.probe.facts(GpuFacts)
+    if not facts.gpus:
+        return _no_gpus(machine, facts)
+    value = _described(facts.gpus)
+    for index, gpu in enumerate(facts.gpus):
+        if not _is_compiled_for(torch, gpu):
+            return problem(
+                f"{value}; torch holds no code for GPU {index} ({_architecture(gpu)}), only for"
+                f" {' '.join(torch.architectures)}",
+                "install a build of torch that supports the GPU: https://pytorch.org/get-started/locally",
+            )
+        if machine.recipe is not None and machine.recipe.precision == "bf16" and not gpu.bf16:
+            return problem(f"{value}; `precision` is bf16, but GPU {index} has none", "set `precision` to fp16 or fp32")
+    nodes, hidden_by = _nvidia_nodes(machine), _hiding(machine)
+    if len(facts.gpus) < len(nodes):
+        if hidden_by is None:
+            return warning(
+                f"{value}; {len(nodes)} devices are there, from {nodes[0]} to {nodes[-1]}",
+                "see what nvidia-smi and dmesg say of the others",
+            )
+        value += f"; {hidden_by} hides {len(nodes) - len(facts.gpus)} more"
+    return ok(value)
+
+
+def gpu_memory(machine: Machine) -> Finding:
+    """The free memory of the GPUs, by nvidia-smi.
+
+    Warning: less than half of a GPU's memory is free. End the program that holds it.
+
+    Problem: nvidia-smi fails or does not answer, as where a GPU has fallen off the bus. See `dmesg | grep -i xid`;
+    restart the machine.
+    """
+    torch = machine.probe.facts(TorchFacts)
+    if torch.is_cpu_build or not (visible := machine.probe.facts(GpuFacts).gpus):
+        return ok("no GPU in use")
+    program = shutil.which("nvidia-smi", path=machine.environ.get("PATH"))
+    if program is None:
+        return ok("not known: there is no nvidia-smi")
+    query = [program, "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+    remedy = "see `dmesg | grep -i xid`; restart the machine, or have its GPU replaced"
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return problem(f"nvidia-smi did not answer within {_SMI_SECONDS:.0f} s", remedy)
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+        return problem(f"nvidia-smi failed: {said[-1]}", remedy)
+    free = {uuid.removeprefix("GPU-"): int(mib) * 2**20 for uuid, mib in re.findall(r"(\S+), (\d+)", done.stdout)}
+    known = {index: free[gpu.uuid] for index, gpu in enumerate(visible) if gpu.uuid in free}
+    if not known:
+        return ok("not known: nvidia-smi names other GPUs")
+    value = "free: " + ", ".join(f"{size(num_bytes)} on GPU {index}" for index, num_bytes in known.items())
+    if any(num_bytes < _LITTLE_FREE * visible[index].total_bytes for index, num_bytes in known.items()):
+        return warning(value, "see with nvidia-smi which programs hold the memory, and end them")
+    return ok(value)
+
+
+def peers(machine: Machine) -> Finding:
+    """Whether GPUs read each other's memory; where they do not, NCCL goes through the host's, in `/dev/shm`."""
+    torch = machine.probe.facts(TorchFacts)
+    facts = GpuFacts() if torch.is_cpu_build else machine.probe.facts(GpuFacts)
+    if len(facts.gpus) < 2:
+        return ok("no two GPUs")
+    if not facts.without_peers:
+        return ok("every GPU reads every other's memory")
+    pairs = ", ".join(f"{one}-{other}" for one, other in facts.without_peers)
+    return ok(f"not between GPUs {pairs}: NCCL goes through /dev/shm there")
+
+
+def nccl(machine: Machine) -> Finding:
+    """The version of NCCL, and the variables that turn parts of it off.
+
+    Warning: `NCCL_P2P_DISABLE` or `NCCL_SHM_DISABLE` is set, which slows every step down. Unset it, unless a fault of
+    the machine needs it.
+    """
+    torch = machine.probe.facts(TorchFacts)
+    if torch.nccl is None:
+        return ok("none: CPU build of torch" if torch.is_cpu_build else "not in this build of torch")
+    names = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
+    off = [name for name in names if machine.environ.get(name, "0") not in ("0", "")]
+    if off:
+        return warning(f"{torch.nccl}, with {' and '.join(off)} set", f"unset {' '.join(off)}, unless a fault needs it")
+    return ok(torch.nccl)
+
+
+def gpu_use(machine: Machine) -> Finding:
+    """With `--deep`: a product of matrices on every GPU, and a sum over all of them by NCCL.
+
+    Problem: one of them failed. The line holds the error.
+
+    Warning: a GPU is full or held by another program.
+    """
+    if machine.probe.facts(TorchFacts).is_cpu_build or not machine.probe.facts(GpuFacts).gpus:
+        return ok("no GPU in use")
+    facts = machine.probe.facts(ExerciseFacts)
+    if facts.errors:
+        value = "; ".join(f"GPU {index}: {error}" for index, error in facts.errors)
+        if all(re.search(r"out of memory|busy or unavailable", error) for _, error in facts.errors):
+            return warning(value, "see with nvidia-smi which programs hold the GPU")
+        return problem(value, "see `dmesg | grep -i xid`, and try the GPU with another program")
+    if facts.nccl_error is not None:
+        return problem(
+            f"every GPU computes, but the sum by NCCL failed: {facts.nccl_error}",
+            "run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1 to see whether it is the link between GPUs",
+        )
+    return ok(f"every GPU computes; a sum over all of them by NCCL took {facts.nccl_seconds:.2f} s with its start")
+
+
+def _build(torch: TorchFacts) -> str:
+    if torch.cuda is not None:
+        return f"CUDA {torch.cuda}"
+    return "CPU" if torch.hip is None else f"ROCm {torch.hip}"
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _nvidia_nodes(machine: Machine) -> list[str]:
+    found = machine.path("/dev").glob("nvidia[0-9]*")
+    return [f"/dev/{path.name}" for path in sorted(found, key=lambda path: int(re.sub(r"\D", "", path.name)))]
+
+
+def _sign_of_gpu(machine: Machine) -> str | None:
+    """What shows that there is a GPU, whatever torch can use."""
+    if nodes := _nvidia_nodes(machine):
+        return nodes[0]
+    for device in ("/dev/kfd", "/dev/dxg"):  # AMD's; NVIDIA's under WSL
+        if machine.path(device).exists():
+            return device
+    return "nvidia-smi" if shutil.which("nvidia-smi", path=machine.environ.get("PATH")) else None
+
+
+def _hiding(machine: Machine) -> str | None:
+    """The variable that chooses among the GPUs, with its value."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in machine.environ:
+            return f"{name}={machine.environ[name]!r}"
+    return None
+
+
+def _no_gpus(machine: Machine, facts: GpuFacts) -> Finding:
+    sign, hidden_by = _sign_of_gpu(machine), _hiding(machine)
+    if sign is None:
+        wanted = machine.environ.get("NVIDIA_VISIBLE_DEVICES", "void")
+        if machine.container and wanted not in ("void", "none", ""):
+            return warning(
+                f"none: CPU only, but the container asks for GPUs (NVIDIA_VISIBLE_DEVICES={wanted})",
+                "start it with `--gpus all` (Docker), `--device nvidia.com/gpu=all` (Podman), `--nv` (Apptainer) or a"
+                " limit of nvidia.com/gpu (Kubernetes), on a machine with NVIDIA's container toolkit",
+            )
+        return ok(_CPU_ONLY)
+    if hidden_by is not None:
+        return warning(f"none: CPU only; {hidden_by} hides the GPUs", f"unset {hidden_by.split('=')[0]}")
+    why = facts.error or "it sees none"
+    closed = [node for node in _nvidia_nodes(machine) if not _can_open(machine, node)]
+    if closed:
+        return problem(
+            f"torch cannot use the GPU ({sign}): this user may not open {', '.join(closed)}",
+            "add the user to the group of the device (often video or render)",
+        )
+    return problem(
+        f"torch cannot use the GPU ({sign}): {why}",
+        "see the line of the driver; start a container with `--gpus all`; else restart the driver or the machine",
+    )
+
+
+def _can_open(machine: Machine, node: str) -> bool:
+    try:
+        machine.path(node).open("r+b", buffering=0).close()
+    except PermissionError:
+        return False
+    except OSError:
+        return True  # another fault than that of permissions
+    return True
+
+
+def _architecture(gpu: Gpu) -> str:
+    return gpu.architecture or "sm_{}{}".format(*gpu.capability)
+
+
+def _described(found: Sequence[Gpu]) -> str:
+    """Each kind of GPU once."""
+    kinds = Counter(
+        f"{gpu.name}, {size(gpu.total_bytes)}, {_architecture(gpu)}, {'bf16' if gpu.bf16 else 'no bf16'}"
+        for gpu in found
+    )
+    return "; ".join(f"{number} x {kind}" for kind, number in kinds.items())
+
+
+def _is_compiled_for(torch: TorchFacts, gpu: Gpu) -> bool:
+    if not torch.architectures:
+        return True
+    if gpu.architecture is not None:
+        return gpu.architecture in torch.architectures
+    return any(_runs(*code, gpu.capability) for code in _codes(torch.architectures))
+
+
+def _codes(architectures: Sequence[str]) -> Iterator[tuple[str, tuple[int, int], str]]:
+    for name in architectures:
+        if match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name):
+            yield match[1], (int(match[2]), int(match[3])), match[4]
+
+
+def _runs(kind: str, code: tuple[int, int], suffix: str, capability: tuple[int, int]) -> bool:
+    """CUDA C++ Programming Guide, "Application Compatibility" and "Feature Availability"."""
+    if suffix == "a":  # of one architecture alone
+        return code == capability
+    if kind == "compute" and not suffix:  # PTX, which any later one compiles
+        return code <= capability
+    return code[0] == capability[0] and code[1] <= capability[1]

@@ -1,0 +1,238 @@
+"""Checks of the network: the interfaces, those that gloo and NCCL use, InfiniBand, and the hub."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+
+from trainer import __version__
+from trainer.doctor.facts import GlooFacts, GpuFacts, TorchFacts
+from trainer.doctor.finding import Finding, ok, problem, warning
+from trainer.doctor.machine import Machine
+from trainer.doctor.probe import ProbeError
+from trainer.errors import LaunchError
+from trainer.launch.environment import LaunchEnvironment, detect
+
+HUB_SECONDS = 2.0
+_VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "tun", "podman")
+_LAST_OF_NCCL = ("docker", "lo")  # it takes these only where there is nothing else
+_YES = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
+
+
+def interfaces(machine: Machine) -> Finding:
+    """The network interfaces that are up, with their addresses.
+
+    Warning: there is none but the loopback, so that this machine can train with no other. In a container, see its
+    `--network`.
+    """
+    found = _interfaces()
+    value = ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in found.items())
+    if all(_is_loopback(address) for addresses in found.values() for address in addresses):
+        return warning(f"{value or 'none'}: no other machine can be reached", "see the network of the container or job")
+    return ok(value)
+
+
+def gloo(machine: Machine) -> Finding:
+    """A sum over two processes of this machine by gloo, as a training on CPUs takes it, and the addresses it went
+    over.
+
+    Gloo listens on the address of the host's name, or on the interface that `GLOO_SOCKET_IFNAME` names.
+
+    Warning, or a problem where a launcher started ranks on several machines: the host's name means the loopback,
+    which other machines cannot reach. Set `GLOO_SOCKET_IFNAME` to an interface of the network.
+
+    Problem: it names none that is there, or the two processes did not meet.
+    """
+    found = _interfaces()
+    named = machine.environ.get("GLOO_SOCKET_IFNAME")
+    missing = [name for name in named.split(",") if name not in found] if named else []
+    if missing:
+        return problem(
+            f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, but the interfaces are {', '.join(found)}",
+            "set it to one of them, or unset it",
+        )
+    try:
+        facts = machine.probe.facts(GlooFacts)
+    except ProbeError as error:
+        if error.kind is not GlooFacts:
+            raise
+        if not found:
+            return problem(f"two processes of this machine did not meet: {error}", "ip link set lo up")
+        return problem(
+            f"two processes of this machine did not meet: {error}",
+            f"set GLOO_SOCKET_IFNAME to one of {', '.join(found)}; see that the host's name ({socket.gethostname()})"
+            " means an address of this machine (/etc/hosts), and that no firewall stands between its own addresses",
+        )
+    through = f"GLOO_SOCKET_IFNAME={named}" if named else f"the host's name, {socket.gethostname()}"
+    where = " and ".join(facts.addresses) or "an address that is not to be seen"
+    value = f"two processes met on {where}, by {through}, in {facts.seconds:.2f} s"
+    outside = [name for name, addresses in found.items() if not all(map(_is_loopback, addresses))]
+    if facts.addresses and all(map(_is_loopback, facts.addresses)) and outside:
+        value += "; other machines cannot reach that"
+        remedy = f"for several machines: GLOO_SOCKET_IFNAME={outside[0]} on each, or mend the host's name in /etc/hosts"
+        return problem(value, remedy) if _on_several_machines(machine) else warning(value, remedy)
+    return ok(value)
+
+
+def nccl_interfaces(machine: Machine) -> Finding:
+    """The interfaces that NCCL uses between machines, by its own rules and `NCCL_SOCKET_IFNAME`.
+
+    Source: NCCL's documentation of environment variables. Where there is no GPU it is not used.
+
+    Problem: `NCCL_SOCKET_IFNAME` matches no interface.
+
+    Warning: the first is a virtual one (a bridge of containers), or only the loopback is left. Set
+    `NCCL_SOCKET_IFNAME` to the interface of the network.
+    """
+    if machine.probe.facts(TorchFacts).is_cpu_build or not machine.probe.facts(GpuFacts).gpus:
+        return ok("not used: no GPU")
+    found = _interfaces()
+    said = machine.environ.get("NCCL_SOCKET_IFNAME")
+    chosen = nccl_choice(list(found), said)
+    if not chosen:
+        return problem(
+            f"NCCL_SOCKET_IFNAME={said} matches none of {', '.join(found)}", "set it to one of them, or unset it"
+        )
+    value = ", ".join(chosen) + (f" (NCCL_SOCKET_IFNAME={said})" if said else "")
+    if chosen[0].startswith(_VIRTUAL) or all(_is_loopback(address) for address in found[chosen[0]]):
+        return warning(
+            f"{value}; {chosen[0]} leads to no other machine",
+            "for several machines: set NCCL_SOCKET_IFNAME to the interface of their network",
+        )
+    return ok(value)
+
+
+def infiniband(machine: Machine) -> Finding:
+    """InfiniBand and RoCE adapters, the state of their ports, and whether NCCL may use them.
+
+    Problem: `NCCL_IB_HCA` names none that is there.
+
+    Warning: `NCCL_IB_DISABLE` turns them off, no port is active, or the container was given none of the devices
+    (`--device=/dev/infiniband`).
+    """
+    adapters = sorted(path.name for path in machine.path("/sys/class/infiniband").glob("*"))
+    if not adapters:
+        return ok("none: several machines talk over sockets")
+    active = [name for name in adapters if _is_active(machine, name)]
+    value = ", ".join(f"{name} {'active' if name in active else 'down'}" for name in adapters)
+    if machine.environ.get("NCCL_IB_DISABLE", "0") != "0":
+        return warning(f"{value}, but NCCL_IB_DISABLE is set", "unset it, unless a fault of the network needs it")
+    if not machine.path("/dev/infiniband").is_dir():
+        return warning(f"{value}, but there is no /dev/infiniband", "start the container with --device=/dev/infiniband")
+    said = machine.environ.get("NCCL_IB_HCA", "")
+    names = [entry.lstrip("=").split(":")[0] for entry in said.split(",") if entry]
+    if names and not said.startswith("^") and not any(one.startswith(name) for name in names for one in adapters):
+        return problem(f"NCCL_IB_HCA={said} names none of {', '.join(adapters)}", "set it to some of them, or unset it")
+    if not active:
+        return warning(value, "see `ibstat` and the cable: NCCL goes over sockets")
+    return ok(value)
+
+
+def hub(machine: Machine) -> Finding:
+    """Whether the Hugging Face hub answers, within two seconds; being offline is no fault.
+
+    Warning: it does not answer. What is not in the cache cannot be loaded: set `HF_HUB_OFFLINE=1` to wait for
+    nothing, `HTTPS_PROXY` for a way out, or `HF_ENDPOINT` for a mirror.
+    """
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if machine.environ.get(name, "").upper() in _YES:
+            return ok(f"not asked: {name} is set; models and data come from folders or the cache")
+    endpoint = machine.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    wanted = _wanted_of_hub(machine)
+    try:
+        status = _head(endpoint)
+    except (OSError, ValueError) as error:
+        why = str(getattr(error, "reason", None) or error)
+    else:
+        if status < 400:
+            return ok(f"{endpoint} answers")
+        why = f"it answers {status}"
+    if wanted == []:
+        return ok(f"{endpoint} cannot be used ({why}); the recipe needs nothing from it")
+    named = f", of which the recipe names {' and '.join(wanted)}" if wanted else ""
+    return warning(
+        f"{endpoint} cannot be used ({why}): only what is in the cache can be loaded{named}",
+        "set HF_HUB_OFFLINE=1 to wait for nothing, HTTPS_PROXY for a way out, or HF_ENDPOINT for a mirror",
+    )
+
+
+def nccl_choice(names: Sequence[str], said: str | None) -> list[str]:
+    """The interfaces that NCCL takes of `names`, given NCCL_SOCKET_IFNAME (None: not set)."""
+    if said:
+        excludes, rest = said.startswith("^"), said.removeprefix("^")
+        exactly, entries = rest.startswith("="), rest.removeprefix("=").split(",")
+        hits = [n for n in names if any(n == entry if exactly else n.startswith(entry) for entry in entries if entry)]
+        return [name for name in names if name not in hits] if excludes else hits
+    fast = [name for name in names if name.startswith("ib")]
+    usual = [name for name in names if not name.startswith(_LAST_OF_NCCL)]
+    return fast or usual or [name for name in names if name.startswith("docker")] or list(names)
+
+
+def on_several_machines(environment: LaunchEnvironment) -> bool:
+    """Whether a launcher started ranks on other machines, too."""
+    return environment.world_size > environment.local_world_size and environment.has_ranks
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether a host's name or address means this machine alone.
+
+    Raises:
+        OSError: it means nothing.
+    """
+    return all(_is_loopback(str(entry[4][0])) for entry in socket.getaddrinfo(host, None))
+
+
+def _on_several_machines(machine: Machine) -> bool:
+    try:
+        return on_several_machines(detect(machine.environ))
+    except LaunchError:  # another check says so
+        return False
+
+
+def _interfaces() -> Mapping[str, list[str]]:
+    """The addresses of each interface that is up; those of IPv6 that hold on one link alone are left out."""
+    import psutil
+
+    states = psutil.net_if_stats()
+    found: dict[str, list[str]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = [
+            entry.address
+            for entry in entries
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80:")
+        ]
+        if addresses and states[name].isup:
+            found[name] = addresses
+    return found
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.split("%")[0].removeprefix("::ffff:")).is_loopback
+
+
+def _is_active(machine: Machine, adapter: str) -> bool:
+    ports = machine.path(f"/sys/class/infiniband/{adapter}/ports").glob("*/state")
+    return any("ACTIVE" in port.read_text(encoding="utf-8") for port in ports)
+
+
+def _wanted_of_hub(machine: Machine) -> list[str] | None:
+    """The names of the hub that the recipe holds; None without a recipe."""
+    if machine.recipe is None:
+        return None
+    model, data = machine.recipe.model, machine.recipe.data
+    names = [model.name_or_path, model.tokenizer, data.name if data.source == "hub" else None]
+    return [name for name in names if name and not os.path.isabs(name)]
+
+
+def _head(endpoint: str) -> int:
+    """The status that the hub answers; asked for nothing but that."""
+    request = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": f"trainer/{__version__}"})
+    try:
+        with urllib.request.urlopen(request, timeout=HUB_SECONDS) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code

@@ -1,0 +1,145 @@
+"""Checks of what the system gives: cores, memory, shared memory, limits, a name for the user."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import resource
+
+from trainer.doctor import cgroup
+from trainer.doctor.finding import GIB, MIB, Finding, ok, problem, size, warning
+from trainer.doctor.machine import Machine
+from trainer.launch.environment import threads_per_rank
+
+_LEAST_SHARED_BYTES = GIB
+_LEAST_FREE_SHARED_BYTES = 256 * MIB
+_LEAST_MEMORY_BYTES = 2 * GIB
+_LEAST_FILES = 1024
+_LEAST_PROCESSES = 1024
+
+
+def cores(machine: Machine) -> Finding:
+    """The cores that this process may use, against the processor time that its control group gives.
+
+    Warning: more cores are seen than may be used (`docker run --cpus`, a limit of Kubernetes), so that too many
+    threads wait for each other. Set `OMP_NUM_THREADS` to the cores of each rank.
+    """
+    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    value = f"{seen} of {os.cpu_count()}"
+    if threads := machine.environ.get("OMP_NUM_THREADS"):
+        value += f", OMP_NUM_THREADS={threads}"
+    given = cgroup.num_cores(machine)
+    if given is None or given >= seen:
+        return ok(value)
+    value += f", but the control group gives the time of {given:.3g}"
+    if threads_per_rank(1, machine.environ) is None:
+        return ok(value)
+    return warning(value, f"set OMP_NUM_THREADS to {max(1, int(given))} over the number of ranks on this machine")
+
+
+def memory(machine: Machine) -> Finding:
+    """The memory of the machine, and what the control group leaves of it.
+
+    Warning: less than 2 GiB are free or allowed. End other programs, or raise the limit.
+    """
+    import psutil
+
+    of_machine = psutil.virtual_memory()
+    limit = cgroup.memory_bytes(machine)
+    value = f"{size(of_machine.total)}, {size(of_machine.available)} free"
+    if limit is not None and limit < of_machine.total:
+        value += f", of which the control group allows {size(limit)}"
+    if min(of_machine.available, limit or of_machine.available) < _LEAST_MEMORY_BYTES:
+        return warning(value, "end other programs, or raise the limit of the container (`--memory`) or of the job")
+    return ok(value)
+
+
+def shared_memory(machine: Machine) -> Finding:
+    """`/dev/shm`, through which data loaders hand over batches and NCCL talks between processes.
+
+    Warning: it is smaller than 1 GiB, as the 64 MB that Docker gives, or nearly full. Start the container with
+    `--shm-size=8g` or `--ipc=host`; in Kubernetes, mount an `emptyDir` of medium `Memory` there.
+
+    Problem: it cannot be written.
+    """
+    place = machine.path("/dev/shm")
+    if not place.is_dir():
+        return ok("there is no /dev/shm on this system")
+    more = "start the container with --shm-size=8g or --ipc=host (Kubernetes: an emptyDir of medium Memory there)"
+    if not os.access(place, os.W_OK):
+        return problem("/dev/shm cannot be written", more)
+    status = os.statvfs(place)
+    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    value = f"{size(total)}, {size(free)} free"
+    if total < _LEAST_SHARED_BYTES:
+        return warning(value, more)
+    if free < _LEAST_FREE_SHARED_BYTES:
+        return warning(value, "see `ls -l /dev/shm` for what programs that died have left, and delete it")
+    return ok(value)
+
+
+def open_files(machine: Machine) -> Finding:
+    """The limit of open files of a process.
+
+    Warning: it is below 1,024, which data loaders and many ranks use up ("Too many open files"). `ulimit -n 65536`,
+    or `--ulimit nofile=65536` in Docker.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    value = f"{_limit(soft)} (can be raised to {_limit(hard)})"
+    if _is_below(soft, _LEAST_FILES):
+        return warning(value, "ulimit -n 65536, or `--ulimit nofile=65536` in Docker")
+    return ok(value)
+
+
+def processes(machine: Machine) -> Finding:
+    """The limit of processes and threads, of the user and of the control group.
+
+    Warning: it is below 1,024, which a few ranks with their threads and data loaders use up. `ulimit -u 65536`, or
+    `--pids-limit -1` in Docker.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    of_group = cgroup.num_processes(machine)
+    value = _limit(soft) if of_group is None else f"{_limit(soft)}, {of_group:,} in the control group"
+    if _is_below(soft, _LEAST_PROCESSES) or (of_group is not None and of_group < _LEAST_PROCESSES):
+        return warning(value, "ulimit -u 65536, or `--pids-limit -1` in Docker")
+    return ok(value)
+
+
+def locked_memory(machine: Machine) -> Finding:
+    """The limit of locked memory, which InfiniBand registers for its transfers; without InfiniBand it is no matter.
+
+    Warning: there is InfiniBand, and the limit is not `unlimited`. `ulimit -l unlimited`, or `--ulimit memlock=-1`
+    in Docker.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    value = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
+    has_infiniband = any(machine.path("/sys/class/infiniband").glob("*"))
+    if has_infiniband and soft != resource.RLIM_INFINITY:
+        return warning(f"{value}, with InfiniBand", "ulimit -l unlimited, or `--ulimit memlock=-1` in Docker")
+    return ok(value)
+
+
+def core_files(machine: Machine) -> Finding:
+    """The limit of core files; where it is not 0, a crash can write the memory of each rank to disk."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_CORE)
+    if soft == 0:
+        return ok("off")
+    pattern = machine.read("/proc/sys/kernel/core_pattern") or "core"
+    return ok(f"{'unlimited' if soft == resource.RLIM_INFINITY else size(soft)}, to {pattern.split(' ')[0]}")
+
+
+def user(machine: Machine) -> Finding:
+    """The user that runs this, who need not have a name."""
+    number = os.getuid()
+    try:
+        return ok(f"{pwd.getpwuid(number).pw_name} ({number})")
+    except KeyError:
+        return ok(f"{number}, without a name")
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+def _is_below(value: int, least: int) -> bool:
+    return value != resource.RLIM_INFINITY and value < least

@@ -1,0 +1,71 @@
+"""The table of checks, in the order in which they are shown. To add one, write its function and add its row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainer.doctor import building, folders, gpus, network, software, starting, system
+from trainer.doctor.facts import DeepSpeedFacts, ExerciseFacts, Facts, GlooFacts, GpuFacts, TorchFacts
+from trainer.doctor.finding import Finding
+from trainer.doctor.machine import Machine
+from trainer.doctor.probe import SECONDS
+
+_PROBE_SECONDS = sum(SECONDS.values()) + 5  # the probe has its own limits, and says more where one is passed
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row of the table; the names are part of the interface, as `--json` has them.
+
+    Args:
+        examine: its first sentence says what it looks at, its paragraphs "Warning" and "Problem" when, and the remedy.
+        seconds: what it may take.
+        deep: whether it is made with `--deep` only.
+        asks: what it asks the probe first of all checks: it is the one to say that there is no answer.
+    """
+
+    group: str
+    name: str
+    examine: Callable[[Machine], Finding]
+    seconds: float = 10.0
+    deep: bool = False
+    asks: type[Facts] | None = None
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("software", "python", software.python),
+    Check("software", "trainer", software.trainer_itself),
+    Check("software", "dependencies", software.dependencies),
+    Check("software", "extras", software.extras),
+    Check("software", "torch", gpus.torch_build, _PROBE_SECONDS, asks=TorchFacts),
+    Check("gpus", "driver", gpus.driver, _PROBE_SECONDS, asks=GpuFacts),
+    Check("gpus", "gpus", gpus.gpus, _PROBE_SECONDS),
+    Check("gpus", "free memory", gpus.gpu_memory, _PROBE_SECONDS),
+    Check("gpus", "peer access", gpus.peers, _PROBE_SECONDS),
+    Check("gpus", "nccl", gpus.nccl, _PROBE_SECONDS),
+    Check("gpus", "use", gpus.gpu_use, _PROBE_SECONDS, deep=True, asks=ExerciseFacts),
+    Check("deepspeed", "deepspeed", building.deepspeed, _PROBE_SECONDS, asks=DeepSpeedFacts),
+    Check("deepspeed", "operations", building.operations, _PROBE_SECONDS),
+    Check("deepspeed", "build folder", building.build_folder, _PROBE_SECONDS),
+    Check("system", "cores", system.cores),
+    Check("system", "memory", system.memory),
+    Check("system", "shared memory", system.shared_memory),
+    Check("system", "open files", system.open_files),
+    Check("system", "processes", system.processes),
+    Check("system", "locked memory", system.locked_memory),
+    Check("system", "core files", system.core_files),
+    Check("system", "user", system.user),
+    Check("network", "interfaces", network.interfaces),
+    Check("network", "gloo", network.gloo, _PROBE_SECONDS, asks=GlooFacts),
+    Check("network", "nccl interfaces", network.nccl_interfaces, _PROBE_SECONDS),
+    Check("network", "infiniband", network.infiniband),
+    Check("network", "hub", network.hub),
+    Check("folders", "runs", folders.run_folder),
+    Check("folders", "data cache", folders.data_cache),
+    Check("folders", "hub cache", folders.hub_cache),
+    Check("folders", "temporary", folders.temporary),
+    Check("starting", "launcher", starting.launcher),
+    Check("starting", "accelerate", starting.accelerate_configuration),
+    Check("starting", "recipe", starting.recipe, _PROBE_SECONDS),
+)
