@@ -1,0 +1,108 @@
+"""Builds DeepSpeed's operations into the installed package, so that nothing is compiled when a run starts.
+
+DeepSpeed can do so while pip installs it, but for the processor of the building machine (`-march=native`), and an image
+goes to others. So the operations are built here, from DeepSpeed's own descriptions, for a processor that is named; then
+DeepSpeed's record of what it was installed with is written anew. At last each operation is loaded where no compiler is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+OPERATIONS = {"cpu": ("cpu_adam", "deepspeed_shm_comm"), "cuda": ("cpu_adam", "fused_adam")}
+"""What is built for an image, by the accelerator that DeepSpeed finds in it."""
+
+VECTORS = {"x86-64": "-D__SCALAR__", "x86-64-v3": "-D__AVX256__", "x86-64-v4": "-D__AVX512__", "armv8-a": "-D__NEON__"}
+"""The compiler's name of a processor, and how DeepSpeed's sources call the vectors that it has."""
+
+_LOAD = """
+import sys
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
+for name in sys.argv[1:]:
+    print(name, ALL_OPS[name].load().__file__)
+"""
+
+
+def build(accelerator: str, processor: str, names: Iterable[str]) -> None:
+    """Compiles the operations `names` and places them in the installed deepspeed, whose record it writes anew."""
+    import deepspeed
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    from setuptools import Distribution
+    from torch.utils.cpp_extension import BuildExtension
+
+    package = Path(deepspeed.__file__).parent
+    os.chdir(package / "ops")  # sources and include folders are relative to it
+    extensions = [_extension(ALL_OPS[name], processor) for name in names]
+    command = BuildExtension(Distribution({"name": "deepspeed-operations", "ext_modules": extensions}))
+    with tempfile.TemporaryDirectory() as objects:
+        command.build_lib, command.build_temp = str(package.parent), objects
+        command.ensure_finalized()
+        command.run()
+    _record(package, accelerator, {name: name in names for name in ALL_OPS})
+
+
+def _extension(builder: Any, processor: str) -> Any:
+    builder.cpu_arch = lambda: f"-march={processor}"
+    builder.simd_width = lambda: VECTORS[processor]
+    extension = builder.builder()
+    extension.extra_compile_args["cxx"].append("-g0")  # DeepSpeed asks for debugging symbols
+    return extension
+
+
+def _record(package: Path, accelerator: str, installed: dict[str, bool]) -> None:
+    """Writes the file in which deepspeed looks up whether an operation is there, and for which torch."""
+    import torch
+    from deepspeed.git_version_info import git_branch, git_hash, version
+
+    torch_info = {
+        "version": ".".join(torch.__version__.split(".")[:2]),
+        "bf16_support": accelerator == "cuda",
+        "cuda_version": ".".join((torch.version.cuda or "0.0").split(".")[:2]),
+        "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if accelerator == "cuda" else "0.0",
+        "hip_version": "0.0",
+    }
+    values = {
+        "version": version,
+        "git_hash": git_hash,
+        "git_branch": git_branch,
+        "installed_ops": installed,
+        "accelerator_name": accelerator,
+        "torch_info": torch_info,
+    }
+    lines = [f"{name} = {value!r}\n" for name, value in values.items()]
+    (package / "git_version_info_installed.py").write_text("".join(lines), encoding="utf-8")
+
+
+def check(names: Iterable[str]) -> None:
+    """Loads each operation in a new process that finds no compiler and may not keep what it would build.
+
+    Raises:
+        subprocess.CalledProcessError: one cannot be loaded so.
+    """
+    with tempfile.TemporaryDirectory() as nothing:
+        os.chmod(nothing, 0o555)
+        environment = os.environ | {"PATH": nothing, "TORCH_EXTENSIONS_DIR": f"{nothing}/none", "CXX": "", "CC": ""}
+        subprocess.run([sys.executable, "-c", _LOAD, *names], env=environment, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("accelerator", choices=OPERATIONS, help="what DeepSpeed is to find in the image")
+    parser.add_argument("--processor", choices=VECTORS, default="x86-64-v3", help="the oldest that the image is for")
+    parser.add_argument("--only", action="append", metavar="NAME", help="build this operation alone; may be repeated")
+    arguments = parser.parse_args()
+    os.environ["DS_ACCELERATOR"] = arguments.accelerator  # no GPU can be seen while an image is built
+    names = tuple(arguments.only or OPERATIONS[arguments.accelerator])
+    build(arguments.accelerator, arguments.processor, names)
+    check(names)
+
+
+if __name__ == "__main__":
+    main()
