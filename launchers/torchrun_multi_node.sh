@@ -6,11 +6,51 @@
 #
 # MASTER_ADDR is the machine of NODE_RANK 0; MASTER_PORT must be free there and open to the others. Checkpoints go to
 # `checkpoint.folder`, which all machines must share.
+#
+# RENDEZVOUS=c10d lets torchrun hand out the ranks. ADDRESS is then the address of this machine that leads to the others,
+# if its own name does not. After a failure start the same command on all machines: they go on from the last checkpoint.
 set -euo pipefail
-exec torchrun \
-    --nnodes "${NODES:?number of machines}" \
-    --node-rank "${NODE_RANK:?number of this machine, from 0}" \
-    --master-addr "${MASTER_ADDR:?address of machine 0}" \
-    --master-port "${MASTER_PORT:-29500}" \
-    --nproc-per-node "${PROCESSES:-gpu}" \
-    -m trainer run "$@"
+
+ARGUMENTS=("$@")
+FOLDER=$PWD # where relative paths begin
+VENV=${VENV:-}
+NODES=${NODES:?number of machines}
+PROCESSES=${PROCESSES:-gpu}
+MASTER_ADDR=${MASTER_ADDR:?address of machine 0}
+MASTER_PORT=${MASTER_PORT:-29500}
+RENDEZVOUS=${RENDEZVOUS:-static}
+
+cd -- "$FOLDER"
+if [[ -n $VENV ]]; then
+    PATH=$VENV/bin:$PATH
+fi
+if [[ $PROCESSES =~ ^[0-9]+$ ]]; then # torchrun itself would set one thread
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > PROCESSES ? $(nproc) / PROCESSES : 1))}
+fi
+options=(--nnodes "$NODES" --nproc-per-node "$PROCESSES")
+if [[ $RENDEZVOUS == c10d ]]; then
+    # A machine that cannot reach the address says so after read_timeout seconds, one that is alone after join_timeout.
+    options+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${JOB:-trainer}")
+    options+=(--rdzv-conf "join_timeout=${JOIN_SECONDS:-600},read_timeout=45" ${ADDRESS:+--local-addr "$ADDRESS"})
+else
+    options+=(--node-rank "${NODE_RANK:?number of this machine, from 0}")
+    options+=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+    options+=(--rdzv-conf "timeout=${JOIN_SECONDS:-600}")
+    # torchrun is silent for as long as nobody answers there, so look before it does.
+    told=
+    while ((NODE_RANK > 0)); do
+        # shellcheck disable=SC2016 # the inner shell expands them
+        why=$(timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$MASTER_ADDR" "$MASTER_PORT" 2>&1) && break
+        why=${why%%$'\n'*}
+        if [[ -z $told ]] && ((SECONDS >= 20 || SECONDS >= ${JOIN_SECONDS:-600})); then
+            told=yes
+            echo "$(hostname) cannot reach $MASTER_ADDR:$MASTER_PORT yet (${why:-no answer}); see that machine 0 was" \
+                "started, that MASTER_ADDR is its address and that the port is open" >&2
+        fi
+        if ((SECONDS >= ${JOIN_SECONDS:-600})); then
+            exit 1
+        fi
+        sleep 1
+    done
+fi
+exec torchrun "${options[@]}" -m trainer run "${ARGUMENTS[@]}"

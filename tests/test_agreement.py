@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import torch.distributed as dist
 
 from tests.helpers.ranks import RankPools
@@ -14,11 +15,17 @@ from trainer.recipe.plan import plan_run
 
 def test_facts_of_a_run():
     recipe = tiny_recipe()
-    facts = run_facts({"training.seed": 42}, plan_run(recipe, 1), torch.device("cpu"))
+    facts = run_facts({"training.seed": 42}, plan_run(recipe, 1), "cpu")
     assert facts["`training.seed`"] == "42"
     assert facts["torch"].startswith("2.")
     assert len(facts["trainer's source"]) == 12
     assert "deepspeed" not in facts
+
+
+def all_gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def disagree() -> list[str]:
@@ -30,7 +37,7 @@ def disagree() -> list[str]:
         {"deepspeed": "0.19"} if rank == 0 else {},
     ):
         try:
-            check_agreement(facts)
+            check_agreement(facts, all_gathered)
             answers.append("agreed")
         except UsageError as error:
             answers.append(str(error))

@@ -1,6 +1,6 @@
 """Ranks that would not train the same thing find out before the first step: recipe, layout, versions, source.
 
-It knows the plan and the launcher's facts, and no model; the process group is there, the mesh is not yet.
+It knows the plan and the launcher's facts, and no model or data; the ranks have met, and have no process group yet.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ import hashlib
 import json
 import platform
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 import trainer
 from trainer.errors import UsageError
@@ -26,31 +23,35 @@ _SHOWN_DIFFERENCES = 10
 _ABSENT = "missing"
 
 
-def run_facts(values: Mapping[str, Any], plan: RunPlan, device: torch.device) -> dict[str, str]:
+def run_facts(values: Mapping[str, Any], plan: RunPlan, device_type: str) -> dict[str, str]:
     """What must be the same on every rank, by a name that a user knows.
 
     Args:
         values: the resolved recipe by dotted key paths.
         plan: as this rank resolved it.
-        device: of this rank.
+        device_type: of this rank, cpu or cuda.
     """
     facts = {f"`{key}`": json.dumps(value, sort_keys=True, ensure_ascii=False) for key, value in values.items()}
-    facts |= {"the layout": str(plan.layout), "the batch": str(plan.batch), "the type of device": device.type}
+    facts |= {"the layout": str(plan.layout), "the batch": str(plan.batch), "the type of device": device_type}
     facts |= {"trainer": trainer.__version__, "trainer's source": _source_digest(), "python": platform.python_version()}
     packages = (*_PACKAGES, "deepspeed") if plan.strategy.zero_stage else _PACKAGES
     return facts | {package: _version(package) for package in packages}
 
 
-def check_agreement(facts: Mapping[str, str]) -> None:
-    """Refuses ranks whose facts differ; all ranks of the default group must call it, and all refuse alike.
+def check_agreement(facts: Mapping[str, str], gather: Callable[[Any], list[Any]]) -> None:
+    """Refuses ranks whose facts differ; all ranks must call it, and all refuse alike.
+
+    Args:
+        facts: of this rank.
+        gather: gives the value of every rank, on every rank.
 
     Raises:
         UsageError: what differs, on which ranks and hosts.
     """
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
-    if len(set(_gathered(digest))) == 1:
+    if len(set(gather(digest))) == 1:
         return
-    ranks: list[tuple[str, Mapping[str, str]]] = _gathered((socket.gethostname(), dict(facts)))
+    ranks: list[tuple[str, Mapping[str, str]]] = gather((socket.gethostname(), dict(facts)))
     found = list(_differences(ranks))
     more = f"\n  and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
     raise UsageError(
@@ -58,13 +59,6 @@ def check_agreement(facts: Mapping[str, str]) -> None:
         + "\n  ".join(found[:_SHOWN_DIFFERENCES])
         + f"{more}\nstart every rank with the same recipe, overrides and installation"
     )
-
-
-def _gathered(value: Any) -> list[Any]:
-    """The `value` of every rank, on every rank."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def _differences(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from trainer.recipe.drawing import StageContents
     from trainer.recipe.loading import ResolvedRecipe
     from trainer.recipe.plan import PipelinePlan, RunPlan
+
+Target = Literal["slurm", "kubernetes", "pytorchjob", "torchrun", "deepspeed", "accelerate"]
+"""What `launch-script` writes for: the keys of its table, which a test compares."""
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells report it: stopped by Ctrl-C before there was anything to save."""
@@ -112,9 +116,11 @@ def run(
 
     Under torchrun, accelerate, deepspeed or srun it joins the ranks that it is given; alone it starts its own.
     """
+    from trainer.launch.environment import problems_name_the_machine
     from trainer.recipe.loading import load_recipe
 
-    resolved = load_recipe(recipe, overrides or ())
+    with problems_name_the_machine():
+        resolved = load_recipe(recipe, overrides or ())
 
     from trainer.launch.local import run_or_join
 
@@ -179,6 +185,61 @@ def doctor(
         typer.echo("\n".join(lines(results, shutil.get_terminal_size((120, 24)).columns)))
     if any(result.status == "problem" for result in results):
         raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command("launch-script", context_settings=OVERRIDES)
+def launch_script(
+    recipe: RecipeArgument,
+    target: Annotated[Target, typer.Option("--on", help="What starts the ranks.", show_default=False)],
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines.", show_default=False)],
+    gpus: Annotated[
+        int, typer.Option(min=1, metavar="M", help="GPUs of each machine, with a rank for each.", show_default=False)
+    ],
+    overrides: OverridesArgument = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; default: on the screen.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the job; default: the recipe's.")] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU cores for each GPU; default: 8.")] = None,
+    time: Annotated[str | None, typer.Option(metavar="4:00:00", help="Time limit (slurm).")] = None,
+    partition: Annotated[str | None, typer.Option(help="To ask for (slurm).")] = None,
+    account: Annotated[str | None, typer.Option(help="To charge (slurm).")] = None,
+    container: Annotated[
+        str | None,
+        typer.Option(metavar="IMAGE", help="Image that holds trainer, such as trainer:cuda, or a .sif file."),
+    ] = None,
+    venv: Annotated[str | None, typer.Option(metavar="FOLDER", help="Virtual environment that holds trainer.")] = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Names of the machines, the first one first.")
+    ] = None,
+    claim: Annotated[
+        str | None, typer.Option(metavar="NAME", help="PersistentVolumeClaim for runs; default: trainer-runs.")
+    ] = None,
+    folder_map: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="HERE=THERE", help="A folder of this machine, and where pods find it in /runs."),
+    ] = None,
+) -> None:
+    """Write the script that starts a recipe on several machines.
+
+    The recipe is resolved and planned on N x M ranks first. Needs no cluster, no GPU and no network.
+    """
+    from trainer.launch.script import Options, write_launch_script
+
+    options = Options(name, cpus, time, partition, account, container, venv, hosts, claim, folder_map or None)
+    text, start = write_launch_script(recipe, overrides or (), target, nodes, gpus, options)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+        if text.startswith("#!"):
+            output.chmod(output.stat().st_mode | 0o111)
+    except OSError as error:
+        raise UsageError(
+            f"--output must be a file that can be written, but {output} is not: {error.strerror}"
+        ) from error
+    typer.echo(f"wrote {output}; start it with: {start.format(file=shlex.quote(str(output)))}", err=True)
 
 
 @app.command()

@@ -34,7 +34,7 @@ from trainer.engine.building import build_engine, partitioned_loading, planned_c
 from trainer.engine.engine import Engine
 from trainer.errors import ExitCode, LostPeerError, TrainerError
 from trainer.evaluation import Evaluator
-from trainer.joining import joining
+from trainer.joining import Meeting, meet
 from trainer.launch.command import command_line
 from trainer.launch.environment import LaunchEnvironment, cache_folder
 from trainer.loop import Ending, Loop
@@ -134,13 +134,16 @@ def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
     session = _session(recipe, environment)
     with StopRequest() as stop, closing(session.observers):
         try:
-            # The data first: ranks share its cache through file locks, and its errors need no process group to be told.
-            data = _prepare_data(recipe)
+            meeting = _met(resolved, plan, environment) if environment.world_size > 1 else None
+            # Ranks share the cache of the data through file locks; its errors need no process group to be told.
+            data = (
+                _prepare_data(recipe)
+                if meeting is None
+                else meeting.together(lambda: _prepare_data(recipe), _collective_timeout(recipe).total_seconds())
+            )
             device = _device(environment)
-            with _process_group(plan, environment, device):
+            with _process_group(plan, environment, device, meeting):
                 stop.listen()
-                if environment.world_size > 1:
-                    check_agreement(run_facts(resolved.values, plan, device))
                 ending = _train(plan, environment, data, device, session, stop)
             return session.end(*_ENDINGS[ending])
         except TrainerError as error:
@@ -149,6 +152,19 @@ def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         except BaseException as error:
             session.end(ExitCode.FAILED, f"{type(error).__name__}: {error}")
             raise
+
+
+def _met(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvironment) -> Meeting:
+    """The meeting of all ranks, which have found that they run the same thing and reach each other.
+
+    Before anything that takes long, so that what is wrong with the cluster shows at once.
+    """
+    timeout = plan.recipe.parallel.join_timeout.seconds
+    meeting = meet(environment, timeout)
+    check_agreement(run_facts(resolved.values, plan, _device_type()), lambda value: meeting.gather(value, timeout))
+    if environment.num_nodes > 1:
+        meeting.check_network(timeout)
+    return meeting
 
 
 def _session(recipe: Recipe, environment: LaunchEnvironment) -> _Session:
@@ -176,31 +192,33 @@ def _prepare_data(recipe: Recipe) -> _Data:
     return _Data(task, masking, preparation, train, validation)
 
 
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _device(environment: LaunchEnvironment) -> torch.device:
-    if not torch.cuda.is_available():
+    if _device_type() == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", environment.local_rank)
     torch.cuda.set_device(device)
     return device
 
 
+def _collective_timeout(recipe: Recipe) -> timedelta:
+    stall = timedelta(seconds=recipe.parallel.stall_timeout.seconds)
+    return max(stall, _LEAST_COLLECTIVE_TIMEOUT) + _AFTER_WATCHDOG
+
+
 @contextmanager
-def _process_group(plan: RunPlan, environment: LaunchEnvironment, device: torch.device) -> Iterator[None]:
+def _process_group(
+    plan: RunPlan, environment: LaunchEnvironment, device: torch.device, meeting: Meeting | None
+) -> Iterator[None]:
     """Joins the other ranks for as long as the training lasts."""
-    if environment.world_size == 1 and not plan.strategy.cuts_anything:
+    if meeting is None and not plan.strategy.cuts_anything:
         yield
         return
-    stall = timedelta(seconds=plan.recipe.parallel.stall_timeout.seconds)
-    timeout = max(stall, _LEAST_COLLECTIVE_TIMEOUT) + _AFTER_WATCHDOG
-    with joining(environment, timeout.total_seconds()):
-        init_process_group(
-            device,
-            environment.rank,
-            environment.world_size,
-            environment.master_addr,
-            environment.master_port,
-            timeout,
-        )
+    store = dist.HashStore() if meeting is None else meeting.store  # type: ignore[attr-defined]
+    init_process_group(device, environment.rank, environment.world_size, store, _collective_timeout(plan.recipe))
     try:
         yield
         _let_go()

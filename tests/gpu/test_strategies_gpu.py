@@ -68,7 +68,7 @@ def batches() -> Iterator[RankBatch]:
 def mesh() -> Iterator[ParallelMesh]:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    init_process_group(device, 0, 1, "localhost", 0, timedelta(minutes=1))
+    init_process_group(device, 0, 1, dist.HashStore(), timedelta(minutes=1))
     yield ParallelMesh(device)
     dist.destroy_process_group()
 

@@ -23,16 +23,19 @@ from typing import TextIO
 
 from tests.helpers import knock, processes
 from tests.helpers.forking import forking
+from tests.helpers.nodes import Node
 
 
 class WarmProcess:
     """As `subprocess.Popen` with both outputs as pipes of text, as far as tests use it."""
 
-    def __init__(self, arguments: Sequence[str], environment: dict[str, str], faulty: bool) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: dict[str, str], faulty: bool, node: Node | None = None
+    ) -> None:
         self.args = list(arguments)
         context = forking()
         (out, write_out), (err, write_err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(self.args, environment, faulty, write_out, write_err))
+        self._process = context.Process(target=_run, args=(self.args, environment, faulty, node, write_out, write_err))
         self._process.start()
         write_out.close()
         write_err.close()
@@ -76,9 +79,9 @@ class WarmProcess:
         return texts[0], texts[1]
 
 
-def start(arguments: Sequence[object], faulty: bool = False, **variables: str) -> WarmProcess:
-    """Starts `trainer` with these arguments; `faulty` as `faulty_run.py` takes them."""
-    return WarmProcess([str(word) for word in arguments], processes.environment(**variables), faulty)
+def start(arguments: Sequence[object], faulty: bool = False, node: Node | None = None, **variables: str) -> WarmProcess:
+    """Starts `trainer` with these arguments, on a node if one is given; `faulty` as `faulty_run.py` takes them."""
+    return WarmProcess([str(word) for word in arguments], processes.environment(**variables), faulty, node)
 
 
 def _text(connection: Connection) -> TextIO:
@@ -87,7 +90,16 @@ def _text(connection: Connection) -> TextIO:
     return stream
 
 
-def _run(arguments: list[str], environment: dict[str, str], faulty: bool, out: Connection, err: Connection) -> None:
+def _run(
+    arguments: list[str],
+    environment: dict[str, str],
+    faulty: bool,
+    node: Node | None,
+    out: Connection,
+    err: Connection,
+) -> None:
+    if node is not None:
+        node.enter()
     nothing = Connection(os.open(os.devnull, os.O_RDONLY))
     _become([nothing, out, err], environment, processes.ROOT)
     from tests.helpers import faulty_run

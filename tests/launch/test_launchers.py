@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers import warm
 from tests.helpers.processes import ROOT, finish, run, start
+from trainer.cli import main
 
 BIN = Path(sys.executable).parent
 FILES = ROOT / "launchers"
@@ -79,6 +80,11 @@ CASES = {
     "accelerate_multi_node.yaml": Case(
         "accelerate", [[*MULTI_NODE, "0", *MODULE], [*MULTI_NODE, "1", *MODULE]], [{}, {}]
     ),
+    "accelerate_multi_node.sh": Case(
+        "accelerate",
+        [[FILES / "accelerate_multi_node.sh"]] * 2,
+        [TORCHRUN_NODE | {"NODE_RANK": node} for node in "01"],
+    ),
     "deepspeed --module": Case(
         "deepspeed",
         [[BIN / "deepspeed", "--num_accelerators", "2", "--master_port", PORT, "--module", "trainer", "run"]],
@@ -99,6 +105,7 @@ CASES = {
 BARE = ("torchrun", "accelerate", "accelerate --cpu", "deepspeed --module", "srun")
 """What a file of `launchers/` starts in the same way; three of them run the sample under DeepSpeed."""
 QUICK = ("trainer", "torchrun_single_node.sh")
+ELSEWHERE = {"kubernetes_job.yaml": "test_two_nodes.py", "pytorchjob.yaml": "test_script.py"}  # and needs a cluster
 
 
 def overrides(folder: Path, *more: str, steps: int = 3) -> list[str]:
@@ -209,15 +216,23 @@ def test_tensor_ranks_run_the_sample(processes, words, one_process, tmp_path):
 
 def test_every_file_of_launchers_is_started_by_a_test():
     files = {file.name for file in FILES.iterdir() if not file.name.startswith((".", "__"))}
-    assert {name for name in files if f"/{name}'" not in repr(CASES)} == set()
+    assert {name for name in files if f"/{name}'" not in repr(CASES)} == set(ELSEWHERE)
+    for name, test in ELSEWHERE.items():
+        assert name in (Path(__file__).parent / test).read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_batch_job_that_was_stopped_is_queued_again(tmp_path):
-    codes = launch(CASES["slurm.sbatch"], tmp_path / "run", "training.stop_at_step=2", path=programs(tmp_path / "bin"))
-    assert codes == [75]
+    """By the script that `trainer launch-script` writes"""
+    file, folder = tmp_path / "job's script", tmp_path / "the run"
+    words = [str(RECIPE), *overrides(folder), "training.stop_at_step=2"]
+    assert main(["launch-script", *words, "--on", "slurm", "--nodes", "1", "--gpus", "2", "-o", str(file)]) == 0
+    variables = SLURM_TASK | {"MASTER_PORT": free_port(), "SLURM_TASK_PID": "1", "PROGRAM_FOLDER": str(tmp_path)}
+    variables |= {"PATH": programs(tmp_path / "bin"), "SLURM_CPUS_PER_TASK": "1"}
+    assert run(["bash", file], 240, **variables).returncode == 75
     assert (tmp_path / "requeued").read_text() == "requeue 1234\n"
+    assert [line["step"] for line in metrics(folder) if "loss" in line] == [1, 2]
 
 
 @pytest.mark.slow

@@ -43,9 +43,9 @@ def test_recipes_are_read_by_users_who_have_not_seen_the_others() -> None:
 
 
 def test_an_installed_package_brings_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "inside").mkdir()
-    (tmp_path / "inside" / "one.json").write_text("{}")
-    monkeypatch.setattr(shipped, "_INSTALLED", tmp_path / "inside")
+    (tmp_path / "shipped_recipes").mkdir()
+    (tmp_path / "shipped_recipes" / "one.json").write_text("{}")
+    monkeypatch.setattr(shipped, "_PACKAGE", tmp_path)
     assert list(shipped_recipes()) == ["one"]
 
 

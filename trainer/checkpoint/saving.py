@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -131,13 +132,9 @@ class Saver:
             UsageError: the checkpoint is of another training or model, `mode` is "never" and there is one, or the
                 folder cannot be written.
         """
-        self._mesh.on_rank_zero(self._open_store)
-        steps = self._store.steps()
-        if self._mesh.agree_max(self._mesh.share(steps) != steps):
-            raise UsageError(
-                "`checkpoint.folder` must be one folder for all ranks, but not all of them find the same"
-                f" checkpoints in {self._store.folder}; use a file system that the nodes share"
-            )
+        marker = self._mesh.on_rank_zero(self._open_store)
+        self._refuse_other_folders(marker)
+        steps = self._mesh.share(self._store.steps())
         notes: list[str] = []
         for step in reversed(steps):
             state, problem = self._open(step)
@@ -244,9 +241,29 @@ class Saver:
             " again"
         ) from error
 
-    def _open_store(self) -> None:
+    def _refuse_other_folders(self, marker: str) -> None:
+        """By a file that rank 0 has made, since two empty folders hold the same checkpoints.
+
+        Raises:
+            UsageError: some ranks find another folder than rank 0 at the same path.
+        """
+        sees = self._store.sees(marker)
+        hosts = self._mesh.share(self._mesh.gather(None if sees else socket.gethostname()))
+        if self._mesh.rank == 0:
+            self._store.remove_marker(marker)
+        if others := [rank for rank, host in enumerate(hosts) if host is not None]:
+            names = ", ".join(dict.fromkeys(hosts[rank] for rank in others))
+            raise UsageError(
+                f"`checkpoint.folder` must be one folder for all ranks, but {self._store.folder} is another one"
+                f" for rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} on {names} than for rank 0: a"
+                " file that rank 0 made there is not seen; use a file system that the nodes share"
+            )
+
+    def _open_store(self) -> str:
+        """Makes the store ready, and a marker in it."""
         try:
             self._store.open()
+            return self._store.make_marker()
         except OSError as error:
             raise UsageError(
                 f"`checkpoint.folder` must be a folder that can be written, but {self._store.folder} is not: {error};"

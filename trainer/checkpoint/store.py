@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +20,8 @@ from trainer.disk import sync
 
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,})")
 _UNFINISHED, _REPLACED, _REMOVED, _LATEST = ".saving-", ".replaced-", ".removed-", "latest"
+_MARKER = ".seen-"
+_MARKER_SECONDS = 10.0
 
 
 class CheckpointStore:
@@ -57,6 +61,30 @@ class CheckpointStore:
             if not final.exists():  # killed between the two renames of `complete`
                 os.rename(aside, final)
         self._remove_leftovers()
+
+    def make_marker(self) -> str:
+        """Makes a file by which others tell that they see this folder; gives its name.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        name = f"{_MARKER}{secrets.token_hex(8)}"
+        (self.folder / name).touch()
+        return name
+
+    def sees(self, marker: str) -> bool:
+        """Whether that file is here, or comes in the time that a network's file system may take to show it."""
+        end = time.monotonic() + _MARKER_SECONDS
+        while not os.path.isdir(self.folder) or marker not in os.listdir(self.folder):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def remove_marker(self, marker: str) -> None:
+        """Removes that file; one that stays goes with what else was left over."""
+        with suppress(OSError):
+            (self.folder / marker).unlink()
 
     def begin(self, step: int) -> Path:
         """Makes the folder that the ranks write into; it is not made anew where the run's folder has gone.
@@ -124,6 +152,6 @@ class CheckpointStore:
 
     def _remove_leftovers(self) -> None:
         """What no name leads to any more; another checkpoint of the step stands where one was replaced."""
-        for mark in (_UNFINISHED, _REPLACED, _REMOVED):
+        for mark in (_UNFINISHED, _REPLACED, _REMOVED, _MARKER):
             for path in self.folder.glob(f"{mark}*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+import socket
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from trainer.errors import LaunchError, UsageError
+from trainer.errors import LaunchError, RecipeError, UsageError
 
 Launcher = Literal[
     "none",
@@ -40,6 +42,9 @@ NO_TELEMETRY: Mapping[str, str] = {
 }
 """What tells libraries not to report on their use; `docs/tracking.md` says what else is kept from them."""
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable in which gloo reads the interface that it takes."""
+
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # Slurm numbers what is no `srun` (batch, extern, interactive) from here up
 
 
@@ -56,11 +61,17 @@ class LaunchEnvironment:
     master_port: int = 0  # 0 where there is nobody to meet
     accelerate: Mapping[str, str] = field(default_factory=dict)  # the `ACCELERATE_*` variables, see `check_agrees`
     error_file: Path | None = None  # where a rank that our own agent started leaves its error
+    has_agent_store: bool = False  # whether torch's elastic agent has opened the port where the ranks meet
 
     @property
     def has_ranks(self) -> bool:
         """Whether a launcher gave this process its rank, so that it must join and may not start ranks itself."""
         return self.launcher not in ("none", "accelerate-single", "sbatch")
+
+    @property
+    def num_nodes(self) -> int:
+        """How many machines the ranks are on, as far as this one can tell."""
+        return -(-self.world_size // self.local_world_size)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size}, started by {self.launcher}"
@@ -78,6 +89,23 @@ def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     if "ACCELERATE_USE_CPU" in environ:  # set by the launcher that starts a single process, or one `mpirun`
         return _from_mpi(environ, accelerate) or LaunchEnvironment("accelerate-single", accelerate=accelerate)
     return _from_slurm(environ) or LaunchEnvironment("none")
+
+
+@contextmanager
+def problems_name_the_machine(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Inside, what is wrong with a recipe is said of this rank, where there are several machines: one may lack a file.
+
+    Raises:
+        RecipeError: as inside.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        environment = detect(environ)
+        if environment.num_nodes == 1:
+            raise
+        place = f"rank {environment.rank} on {socket.gethostname()}"
+        raise RecipeError([f"{place}: {problem}" for problem in error.problems]) from error
 
 
 def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: str) -> None:
@@ -114,6 +142,16 @@ def threads_per_rank(local_world_size: int, environ: Mapping[str, str] = os.envi
         return _number(environ, "SLURM_CPUS_PER_TASK", per_task)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size)
+
+
+def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The interface that the user chose for gloo; None: it takes the one of the host's name."""
+    return environ.get(GLOO_INTERFACE) or None
+
+
+def use_gloo_interface(name: str) -> None:
+    """Makes gloo take this interface, in this process: all of its groups read the variable."""
+    os.environ[GLOO_INTERFACE] = name
 
 
 def user_cache(environ: Mapping[str, str] = os.environ) -> Path:
@@ -172,7 +210,11 @@ def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, st
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", local_size)
     environment = _environment(launcher, environ, names, accelerate)
     error_file = environ.get("TORCHELASTIC_ERROR_FILE") if launcher == "trainer" else None
-    return replace(environment, error_file=Path(error_file)) if error_file else environment
+    return replace(
+        environment,
+        error_file=Path(error_file) if error_file else None,
+        has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
 
 
 def _from_mpi(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment | None:

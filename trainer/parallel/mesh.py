@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.errors import TrainerError
@@ -196,19 +197,20 @@ def backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def init_process_group(
-    device: torch.device, rank: int, world_size: int, addr: str, port: int, timeout: timedelta
-) -> None:
+def init_process_group(device: torch.device, rank: int, world_size: int, store: Store, timeout: timedelta) -> None:
     """Joins the other ranks; `gloo` for tensors on CPUs, `nccl` for those on GPUs.
 
-    Torch's store listens on all interfaces of the host.
+    Args:
+        device: of this rank.
+        rank: of this process.
+        world_size: of all.
+        store: that all ranks share; a lone rank needs no port for one.
+        timeout: of joining, and of each collective.
     """
-    if world_size == 1:  # nobody to meet: no port is opened
-        dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        return
+    store.set_timeout(timeout)
     dist.init_process_group(
         backend(device),
-        init_method=f"tcp://{addr}:{port}",
+        store=PrefixStore("group", store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,

@@ -320,6 +320,11 @@ class Parallel(Section):
         Duration(10, "minute"),
         description="How long no rank may make progress before the run ends and says where each rank stands.",
     )
+    join_timeout: DurationField = Field(
+        Duration(1, "minute"),
+        description="How long a rank waits for all others to be started and reached, before the run ends and says who"
+        " is missing.",
+    )
     deepspeed: dict[str, Any] = Field(
         default={},
         description="More keys of a DeepSpeed configuration, for zero1 to zero3; the trainer's own are refused.",

@@ -1,4 +1,4 @@
-"""The recipes that come with the program."""
+"""The recipes that come with the program, and where all that comes with it lies."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import trainer
 from trainer.recipe.reading import read_file
 
 _PACKAGE = Path(trainer.__file__).resolve().parent
-_INSTALLED = _PACKAGE / "shipped_recipes"  # where the wheel puts them
-_CHECKOUT = _PACKAGE.parent / "recipes"
 
 
-def shipped_folder() -> Path:
-    """The folder of the shipped recipes: beside the package in a checkout, inside it when installed from a wheel."""
-    return _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+def shipped_folder(name: str = "recipes") -> Path:
+    """The folder `recipes` or `launchers`: beside the package in a checkout, inside it when installed from a wheel."""
+    installed = _PACKAGE / f"shipped_{name}"
+    return installed if installed.is_dir() else _PACKAGE.parent / name
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -1,0 +1,250 @@
+"""Two machines, each a network namespace with an address, a name and a hosts file of its own, and gloo between them.
+
+The ranks start warm, by the variables that any launcher may set; torchrun and the container's script of the Kubernetes
+job start them as they do for a user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers import processes, warm
+from tests.helpers.nodes import Node, closed, problem, two_nodes
+from tests.helpers.tiny_run import write_tiny_run
+from trainer.observe.heartbeat import read_statuses
+from trainer.observe.metrics_file import Metrics, read_metrics
+
+WHY_NOT = problem()
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "there are nodes"),
+]
+
+BIN = Path(sys.executable).parent
+LAUNCHERS = processes.ROOT / "launchers"
+PORT = "29500"  # of the namespaces, where nothing else listens
+LAYOUTS = {
+    "hsdp": {"strategy": "hsdp"},
+    "pipeline": {"pipeline": {"stages": 2, "microbatches": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+    with two_nodes(tmp_path_factory.mktemp("nodes")) as both:
+        yield both
+
+
+def start(
+    node: Node,
+    first_rank: int,
+    recipe: Path,
+    *overrides: str,
+    world_size: int = 4,
+    **variables: str,
+) -> list[warm.WarmProcess]:
+    """The ranks of one node, half of them all."""
+    size = world_size // 2
+    ours = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "node0", "MASTER_PORT": PORT}
+    return [
+        warm.start(
+            ["run", recipe, *overrides],
+            node=node,
+            **ours | {"RANK": str(first_rank + local), "LOCAL_RANK": str(local)} | variables,
+        )
+        for local in range(size)
+    ]
+
+
+def finish(ranks: Sequence[warm.WarmProcess], seconds: float = 120.0) -> list[tuple[int | None, str]]:
+    """The exit codes and what was written to stderr."""
+    ended = []
+    try:
+        for rank in ranks:
+            out, err = rank.communicate(timeout=seconds)
+            print(f"--- {rank.returncode}", out, err, sep="\n")
+            ended.append((rank.returncode, err))
+    finally:
+        for rank in ranks:
+            processes.kill(rank)  # type: ignore[arg-type]
+    return ended
+
+
+def numbers(recipe: Path) -> Metrics:
+    return read_metrics(recipe.parent / "run" / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
+    """What the recipe learns on one process."""
+    recipe = write_tiny_run(tmp_path_factory.mktemp("one"))
+    assert finish([warm.start(["run", recipe])])[0][0] == 0
+    return numbers(recipe)
+
+
+def assert_same(recipe: Path, whole: Metrics) -> None:
+    assert len(numbers(recipe).steps) == len(whole.steps)
+    for one, other in zip(numbers(recipe).steps, whole.steps, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "written"), [("hsdp", "dp_replicate 2 x dp_shard 2"), ("pipeline", "pp 2 x dp_replicate 2")]
+)
+def test_two_nodes_learn_what_one_process_learns(layout, written, nodes, one_process, tmp_path):
+    recipe = write_tiny_run(tmp_path, parallel=LAYOUTS[layout])
+    ended = finish([*start(nodes[0], 0, recipe), *start(nodes[1], 2, recipe)])
+    assert [code for code, _ in ended] == [0] * 4
+    assert_same(recipe, one_process)
+    header = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["run"]
+    assert header["layout"] == written
+
+
+def two_ranks(
+    nodes: Sequence[Node],
+    recipe: Path,
+    *overrides: str,
+    more: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> list[tuple[int | None, str]]:
+    """One rank on each node, the second with `more` overrides and other `variables`; how they ended."""
+    ranks = [
+        *start(nodes[0], 0, recipe, *overrides, world_size=2),
+        *start(nodes[1], 1, recipe, *overrides, *more, world_size=2, **(variables or {})),
+    ]
+    return finish(ranks, 60)
+
+
+SHORT = "parallel.join_timeout=4 seconds"
+
+
+class TestWhatIsWrongIsSaid:
+    @pytest.mark.parametrize(
+        ("address", "answer"),
+        [("10.77.0.9", ""), ("node7", "the name node7 is not known here")],
+    )
+    def test_a_wrong_address(self, nodes, tmp_path, address, answer):
+        first, second = two_ranks(nodes, write_tiny_run(tmp_path), SHORT, variables={"MASTER_ADDR": address})
+        assert (first[0], second[0]) == (1, 1)
+        assert f"error: rank 1 on node1 could not meet the others at {address}:{PORT} ({answer}" in second[1]
+        assert f"error: rank 0 on node0 waited at node0:{PORT}, but only 1 of 2 ranks have come, not rank 1" in first[1]
+
+    def test_a_port_that_is_closed(self, nodes, tmp_path):
+        with closed(nodes[0], PORT):
+            first, second = two_ranks(nodes, write_tiny_run(tmp_path), SHORT)
+        assert (first[0], second[0]) == (1, 1)
+        assert f"could not meet the others at node0:{PORT} (no answer: a firewall" in second[1]
+        assert "only 1 of 2 ranks have come" in first[1]
+
+    def test_ports_between_ranks_that_are_closed(self, nodes, tmp_path):
+        with closed(nodes[0], "32768-60999"):  # where rank 0 listens, and not the port that was given out
+            ended = two_ranks(nodes, write_tiny_run(tmp_path))
+        for code, said in ended:
+            assert code == 1
+            assert re.search(r"error: rank [01] on node[01]: its interface eth0 \(.*\) cannot connect to rank", said)
+            assert "node1 has eth0 (10.77.0.2), mgmt (192.168.77.2)" in said
+
+    def test_an_interface_that_does_not_lead_to_the_others(self, nodes, tmp_path):
+        ended = two_ranks(nodes, write_tiny_run(tmp_path), variables={"GLOO_SOCKET_IFNAME": "mgmt"})
+        assert [code for code, _ in ended] == [1, 1]
+        assert all("cannot connect to rank 1 on node1 at 192.168.77.2:" in said for _, said in ended)
+        assert all("or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on each machine" in said for _, said in ended)
+
+    def test_an_interface_that_is_not_there(self, nodes, tmp_path):
+        ended = two_ranks(nodes, write_tiny_run(tmp_path), variables={"GLOO_SOCKET_IFNAME": "ib0"})
+        assert [code for code, _ in ended] == [2, 2]
+        assert all("rank 1 on node1: GLOO_SOCKET_IFNAME is ib0, but node1 has eth0" in said for _, said in ended)
+
+    def test_recipes_that_differ(self, nodes, tmp_path):
+        ended = two_ranks(nodes, write_tiny_run(tmp_path), more=["training.seed=7"])
+        assert [code for code, _ in ended] == [2, 2]
+        assert all("`training.seed` is 42 on rank 0 (node0), 7 on rank 1 (node1)" in said for _, said in ended)
+
+    def test_data_that_one_node_does_not_have(self, nodes, tmp_path):
+        recipe, data = write_tiny_run(tmp_path), tmp_path / "data"
+        data.mkdir()
+        (tmp_path / "train.jsonl").rename(data / "train.jsonl")
+        second = nodes[1].without(data)
+        ((code, said),) = finish(start(second, 1, recipe, f"data.train={data}/train.jsonl", world_size=2))
+        assert code == 2
+        assert f"error: rank 1 on node1: command line: `data.train` is a file that does not exist: {data}" in said
+
+    def test_a_folder_that_is_not_shared(self, nodes, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        (tmp_path / "run").mkdir()
+        ended = two_ranks([nodes[0], nodes[1].without(tmp_path / "run")], recipe)
+        assert [code for code, _ in ended] == [2, 2]
+        for _, said in ended:
+            assert "`checkpoint.folder` must be one folder for all ranks" in said
+            assert "is another one for rank 1 on node1 than for rank 0" in said
+        assert [file.name for file in (tmp_path / "run" / "checkpoints").iterdir()] == []
+
+
+@pytest.mark.slow
+def test_a_node_that_was_killed_and_started_again_goes_on(nodes, one_process, tmp_path):
+    recipe = write_tiny_run(tmp_path, parallel=LAYOUTS["hsdp"], checkpoint={"every": "2 steps"})
+    survivors, killed = start(nodes[0], 0, recipe), start(nodes[1], 2, recipe)
+    try:
+        wait_for_step(tmp_path / "run", 3)
+    finally:
+        for rank in killed:
+            processes.kill(rank)  # type: ignore[arg-type]
+    for code, said in finish(survivors):
+        assert code == 1
+        assert "another rank failed or was killed" in said
+    finish(killed)
+    assert len(numbers(recipe).steps) < len(one_process.steps)
+    assert [code for code, _ in finish([*start(nodes[0], 0, recipe), *start(nodes[1], 2, recipe)])] == [0] * 4
+    assert_same(recipe, one_process)
+
+
+@pytest.mark.slow
+def test_torchrun_and_its_own_rendezvous(nodes, one_process, tmp_path):
+    recipe = write_tiny_run(tmp_path, parallel={"strategy": "hsdp"})
+    started = [
+        processes.start(
+            node.command([LAUNCHERS / "torchrun_multi_node.sh", recipe]),
+            **{"NODES": "2", "PROCESSES": "1", "MASTER_ADDR": "node0", "RENDEZVOUS": "c10d", "ADDRESS": node.address},
+            PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        )
+        for node in nodes
+    ]
+    ended = [processes.finish(process, 150) for process in started]
+    print(*(process.stdout + process.stderr for process in ended), sep="\n")
+    assert [process.returncode for process in ended] == [0, 0]
+    assert_same(recipe, one_process)
+
+
+@pytest.mark.slow
+def test_pods_learn_what_one_process_learns(nodes, one_process, tmp_path):
+    """By the script in the Kubernetes job, a pod on each node."""
+    recipe = write_tiny_run(tmp_path)
+    (*_, job) = yaml.safe_load_all((LAUNCHERS / "kubernetes_job.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    pods = [
+        processes.start(
+            node.command([*container["command"], recipe]),
+            **{"NODES": "2", "GPUS": "1", "MASTER_ADDR": "node0", "JOB_COMPLETION_INDEX": str(index)},
+            PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        )
+        for index, node in enumerate(nodes)
+    ]
+    assert [processes.finish(pod).returncode for pod in pods] == [0, 0]
+    assert_same(recipe, one_process)
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    end = time.monotonic() + 120
+    while not any(status.step >= step for status in read_statuses(folder).values()):
+        assert time.monotonic() < end, "the run has not come that far"
+        time.sleep(0.05)

@@ -1,0 +1,432 @@
+"""Writes the launch script of one job: a file of `launchers/` with this job's numbers, recipe and overrides filled in.
+
+The text of the scripts stands in those files alone. A shell script has its values in assignments (`NODES=...`) and in
+`#SBATCH` lines; a manifest has them on lines that end with a mark (`# set: nodes`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from trainer.errors import UsageError
+from trainer.recipe.loading import ResolvedRecipe, load_recipe
+from trainer.recipe.plan import plan_run
+from trainer.recipe.reading import DEFAULT
+from trainer.recipe.shipped import shipped_folder, shipped_recipes
+
+RUNS = "/runs"
+"""Where the manifests mount the claim that the pods share."""
+
+_POD_JOIN_TIMEOUT = "parallel.join_timeout=15 minutes"  # one node may have to fetch the image first
+_FOLDER_KEY = "checkpoint.folder"
+_MEMORY_PER_GPU_GIB = 32
+_POD_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
+_PLAIN = re.compile(r"[\w.:+,@/=-]+")  # what an #SBATCH line takes without quotes
+_SLURM_TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says of the job beside its recipe; None where it says nothing."""
+
+    name: str | None = None
+    cpus: int | None = None  # for each GPU
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    container: str | None = None
+    venv: str | None = None
+    hosts: str | None = None
+    claim: str | None = None
+    map: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One way to start several nodes: its file, the options that it uses, what fills the file, how it is started."""
+
+    file: str
+    options: frozenset[str]
+    fill: Callable[[_File, _Job], None]
+    start: str
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is filled in."""
+
+    source: str  # the recipe as the user named it
+    overrides: Sequence[str]
+    resolved: ResolvedRecipe
+    nodes: int
+    gpus: int  # of each node, and ranks
+    options: Options
+
+    @property
+    def recipe(self) -> str:
+        """The recipe as any machine that shares this one's folders finds it."""
+        return self.source if self.is_shipped else os.path.abspath(self.resolved.file)
+
+    @property
+    def title(self) -> str:
+        name = self.resolved.recipe.name
+        return f"{name} on {self.nodes} nodes with {self.gpus} GPUs each, written by `trainer launch-script`."
+
+    @property
+    def is_shipped(self) -> bool:
+        return self.resolved.file in shipped_recipes().values()
+
+    @property
+    def cpus(self) -> int:
+        return self.options.cpus or 8
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The files and folders that the recipe reads, by their keys (`data.train`), but those that come with us."""
+        shipped = f"{shipped_folder()}{os.sep}"
+        found = {}
+        for key, value in self.resolved.values.items():
+            for index, path in enumerate(value if isinstance(value, list) else [value]):
+                is_path = key.startswith(("data.", "model.")) and isinstance(path, str) and os.path.isabs(path)
+                if is_path and not path.startswith(shipped):
+                    found[f"{key}[{index}]" if isinstance(value, list) else key] = path
+        return found
+
+
+def write_launch_script(
+    source: str, overrides: Sequence[str], target: str, nodes: int, gpus: int, options: Options
+) -> tuple[str, str]:
+    """The script or manifest, and the command that starts it (`{file}` stands for where it was written).
+
+    Args:
+        source: a recipe file, or the name of a shipped one.
+        overrides: `key=value`.
+        target: what starts the ranks.
+        nodes: how many machines.
+        gpus: of each, with a rank for each.
+        options: more about the job.
+
+    Raises:
+        RecipeError: the recipe is not valid, or does not fit on that many ranks.
+        UsageError: an option that the target has no use for, or with a value that it cannot take.
+    """
+    kind = KINDS[target]
+    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    for name, value in given.items():
+        if value is not None and name not in kind.options:
+            users = ", ".join(other for other, row in KINDS.items() if name in row.options)
+            raise UsageError(f"--{name} has no use with --on {target}; drop it (it is for {users})")
+    resolved = load_recipe(source, overrides)
+    plan_run(resolved.recipe, nodes * gpus, gpus)
+    file = _File((shipped_folder("launchers") / kind.file).read_text(encoding="utf-8"))
+    kind.fill(file, _Job(source, overrides, resolved, nodes, gpus, options))
+    return file.text, kind.start
+
+
+class _File:
+    """The text of a launcher, in which places are found by name; one that is not there is our own mistake."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def assign(self, name: str, value: str) -> None:
+        """Replaces the value of a shell variable by a text that is quoted already."""
+        self._replace(rf"^{name}=.*$", f"{name}={value}")
+
+    def directive(self, name: str, value: object, before: str | None = None) -> None:
+        """Sets an `#SBATCH` option; one that the file does not have goes before another."""
+        line = f"#SBATCH --{name}={value}"
+        if before is None:
+            self._replace(rf"^#SBATCH --{name}=.*$", line)
+        else:
+            self._replace(rf"^(?=#SBATCH --{before}=)", f"{line}\n")
+
+    def mark(self, name: str, value: str) -> None:
+        """Replaces what stands before each mark of that name, after a key or a dash; the mark goes."""
+        self._replace(rf"^( *(?:- |[^\s#]+: )+).*? # set: {name}$", lambda match: f"{match[1]}{value}", several=True)
+
+    def mark_lines(self, name: str, values: Sequence[str]) -> None:
+        """Replaces all lines of a list that have the mark."""
+        pattern = rf"(?:^( *- ).* # set: {name}\n)+"
+        self._replace(pattern, lambda match: "".join(f"{match[1]}{value}\n" for value in values))
+
+    def mark_block(self, name: str, text: str) -> None:
+        """Replaces the text of a literal block (`|`)."""
+
+        def filled(match: re.Match[str]) -> str:
+            return f"{match[1]}\n" + "".join(f"{match[2]}{line}\n" for line in text.splitlines())
+
+        self._replace(rf"^(.*\|) # set: {name}\n( +).*\n(?:\2.*\n)*", filled)
+
+    def usage(self, lines: Sequence[str]) -> None:
+        """Replaces the comment at the top, which tells how to use the file for any job."""
+        comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+        self._replace(r"\A(#!.*\n)?(?:#(?!SBATCH).*\n)+", lambda match: f"{match[1] or ''}{comment}")
+
+    def _replace(self, pattern: str, value: str | Callable[[re.Match[str]], str], several: bool = False) -> None:
+        replacement = value if callable(value) else lambda match: value
+        self.text, number = re.subn(pattern, replacement, self.text, flags=re.MULTILINE)
+        assert number == 1 or (several and number), f"{pattern} is there {number} times"
+
+
+# Shell scripts
+
+
+def _fill_slurm(file: _File, job: _Job) -> None:
+    options = job.options
+    if options.venv and options.container:
+        raise UsageError("--venv and --container are two places to find trainer in; drop one")
+    if options.time and not _SLURM_TIME.fullmatch(options.time):
+        raise UsageError(f"--time must be a time of Slurm, such as 04:00:00 or 2-00:00:00, but is {options.time}")
+    file.directive("job-name", _plain("name", options.name) or _shortened(job, r"[^\w.-]+"))
+    file.directive("nodes", job.nodes)
+    file.directive("ntasks-per-node", job.gpus)
+    file.directive("gpus-per-node", job.gpus)
+    file.directive("cpus-per-task", job.cpus)
+    if options.time:
+        file.directive("time", options.time)
+    for name in ("partition", "account"):
+        if value := _plain(name, getattr(options, name)):
+            file.directive(name, value, before="nodes")
+    _fill_shell(file, job)
+    if options.container:
+        folders = [
+            os.getcwd(),
+            os.path.dirname(job.resolved.recipe.checkpoint.folder),
+            *map(_folder, job.paths.values()),
+        ]
+        if not job.is_shipped:
+            folders.append(os.path.dirname(job.recipe))
+        file.assign("CONTAINER", shlex.quote(options.container))
+        file.assign("MOUNTS", shlex.quote(",".join(_outermost(folders))))
+
+
+def _fill_torchrun(file: _File, job: _Job) -> None:
+    file.assign("NODES", str(job.nodes))
+    file.assign("PROCESSES", str(job.gpus))
+    _fill_shell(file, job)
+    _fill_first_host(file, job)
+
+
+def _fill_deepspeed(file: _File, job: _Job) -> None:
+    if job.options.hosts is None:
+        raise UsageError("--on deepspeed needs the names of all machines: --hosts node0,node1,...")
+    file.assign("PROCESSES", str(job.gpus))
+    _fill_shell(file, job)
+    hosts = _fill_first_host(file, job)
+    file.assign("HOSTS", f"({shlex.join(hosts)})")
+
+
+def _fill_shell(file: _File, job: _Job) -> None:
+    file.assign("ARGUMENTS", f'({shlex.join([job.recipe, *job.overrides])} "$@")')
+    file.assign("FOLDER", shlex.quote(os.getcwd()))
+    if job.options.venv:
+        file.assign("VENV", shlex.quote(os.path.abspath(os.path.expanduser(job.options.venv))))
+    file.usage([job.title, "More overrides may follow the name of this file."])
+
+
+def _fill_first_host(file: _File, job: _Job) -> list[str]:
+    """Where the ranks meet, if the hosts were named."""
+    if job.options.hosts is None:
+        return []
+    hosts = job.options.hosts.split(",")
+    if len(hosts) != job.nodes or len(set(hosts)) != len(hosts) or not all(re.fullmatch(r"[\w.:-]+", h) for h in hosts):
+        raise UsageError(f"--hosts must name {job.nodes} machines with commas between them, but is {job.options.hosts}")
+    file.assign("MASTER_ADDR", f"${{MASTER_ADDR:-{hosts[0]}}}")
+    return hosts
+
+
+# Manifests
+
+
+def _fill_kubernetes(file: _File, job: _Job) -> None:
+    name = _fill_pod(file, job)
+    file.mark("nodes", str(job.nodes))
+    file.mark("nodes text", f'"{job.nodes}"')
+    file.mark("master", f"{name}-0.{name}")
+
+
+def _fill_pytorchjob(file: _File, job: _Job) -> None:
+    if job.nodes < 2:
+        raise UsageError(f"--nodes must be at least 2 with --on pytorchjob, but is {job.nodes}; use --on kubernetes")
+    _fill_pod(file, job)
+    file.mark("workers", str(job.nodes - 1))
+    file.mark("threads text", f'"{job.cpus}"')
+
+
+def _fill_pod(file: _File, job: _Job) -> str:
+    """What both manifests have in common; gives the name of the job."""
+    options, name = job.options, job.options.name or _shortened(job, r"[^a-z0-9]+")
+    for option, value in (("name", name), ("claim", options.claim)):
+        if value is not None and not _POD_NAME.fullmatch(value):
+            raise UsageError(
+                f"--{option} must be at most 50 small letters, digits and hyphens, with a letter first, but is {value}"
+            )
+    maps = _maps(options.map or ())
+    recipe, arguments = _recipe_for_pods(job, maps)
+    file.mark("name", name)
+    file.mark("gpus", str(job.gpus))
+    file.mark("gpus text", f'"{job.gpus}"')
+    file.mark("cpus text", f'"{job.cpus * job.gpus}"')
+    file.mark("memory", f"{_MEMORY_PER_GPU_GIB * job.gpus}Gi")
+    file.mark_block("recipe", recipe)
+    file.mark_lines("argument", [_yaml(word) for word in arguments])
+    if options.container:
+        file.mark("image", _yaml(options.container))
+    if options.claim:
+        file.mark("claim", options.claim)
+    file.text = re.sub(r" # set: (image|claim)$", "", file.text, flags=re.MULTILINE)
+    file.usage([job.title])
+    return name
+
+
+def _recipe_for_pods(job: _Job, maps: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The recipe as text, and what follows it on the command line: pods share no folder with this machine."""
+    mapped = {key: _mapped(key, path, maps) for key, path in job.paths.items()}
+    folder = _shared_folder(job.resolved.recipe.checkpoint.folder)
+    added = [f"{_FOLDER_KEY}={folder}"]
+    if job.resolved.origins["parallel.join_timeout"] == DEFAULT:
+        added.append(_POD_JOIN_TIMEOUT)
+    if job.is_shipped:
+        words = []
+        for override in job.overrides:
+            key, _, _ = override.partition("=")
+            if key == _FOLDER_KEY:
+                continue
+            values = [mapped[found] for found in mapped if found == key or found.startswith(f"{key}[")]
+            is_list = f"{key}[0]" in mapped
+            words.append(f"{key}={json.dumps(values) if is_list else values[0]}" if values else override)
+        return json.dumps({"extends": job.resolved.file.stem}), [*words, *added]
+    recipe = job.resolved.recipe.model_dump(mode="json")
+    for section in ("data", "model"):
+        _put_paths(recipe[section], section, mapped, f"{shipped_folder()}{os.sep}")
+    del recipe["checkpoint"]["folder"]
+    if _POD_JOIN_TIMEOUT in added:
+        del recipe["parallel"]["join_timeout"]
+    return json.dumps(recipe, indent=2, ensure_ascii=False), added
+
+
+def _shared_folder(folder: str) -> str:
+    """The folder of the run in the claim, which stands for the folder `runs` here."""
+    here = os.path.join(os.getcwd(), "runs") + os.sep
+    there = f"{RUNS}/{folder[len(here) :]}" if folder.startswith(here) else folder
+    if not there.startswith(f"{RUNS}/"):
+        raise UsageError(f"`{_FOLDER_KEY}` must lie in {RUNS}, which the pods share, but is {folder}; use {RUNS}/NAME")
+    return there
+
+
+def _put_paths(section: dict[str, object], name: str, mapped: Mapping[str, str], shipped: str) -> None:
+    for key, value in section.items():
+        if isinstance(value, list):
+            section[key] = [mapped.get(f"{name}.{key}[{index}]", item) for index, item in enumerate(value)]
+        elif isinstance(value, str):
+            section[key] = mapped.get(f"{name}.{key}", value)
+            if value.startswith(shipped):
+                raise UsageError(
+                    f"`{name}.{key}` is a file that comes with trainer, at a place that another installation need not"
+                    " have; copy it, and map the copy with --map, or use the shipped recipe by its name"
+                )
+
+
+def _maps(words: Sequence[str]) -> dict[str, str]:
+    """Folders of this machine, and what they are called in a pod.
+
+    Raises:
+        UsageError: a word that is not HERE=THERE, or a folder that pods do not have.
+    """
+    maps = {}
+    for word in words:
+        here, equals, there = word.partition("=")
+        if not equals or not here or not there.startswith(f"{RUNS}/"):
+            raise UsageError(
+                f"--map must be HERE=THERE, such as ./data={RUNS}/data, with THERE in {RUNS}, which the pods share,"
+                f" but is {word}"
+            )
+        maps[os.path.abspath(os.path.expanduser(here))] = os.path.normpath(there)
+    return maps
+
+
+def _mapped(key: str, path: str, maps: Mapping[str, str]) -> str:
+    for here in sorted(maps, key=len, reverse=True):
+        if path == here or path.startswith(f"{here}{os.sep}"):
+            return maps[here] + path[len(here) :]
+    raise UsageError(
+        f"`{key}` is {path}, which pods do not have; copy it into the claim, and say where it is there with"
+        f" --map {shlex.quote(f'{_folder(path)}={RUNS}/data')}"
+    )
+
+
+def _yaml(word: str) -> str:
+    """As a string of YAML, of which JSON is a part; Kubernetes would take `$(NAME)` for a variable."""
+    return json.dumps(word.replace("$(", "$$("))
+
+
+# Names
+
+
+def _shortened(job: _Job, not_allowed: str) -> str:
+    """The recipe's name as the job's."""
+    name = re.sub(not_allowed, "-", job.resolved.recipe.name.lower()).strip("-.")[:50].strip("-.")
+    return name if re.match(r"[a-z]", name) else f"trainer-{name}"[:50].strip("-.")
+
+
+def _plain(option: str, value: str | None) -> str | None:
+    if value is not None and not _PLAIN.fullmatch(value):
+        raise UsageError(f"--{option} must be one word without quotes, but is {value!r}")
+    return value
+
+
+def _folder(path: str) -> str:
+    return path if os.path.isdir(path) else os.path.dirname(path)
+
+
+def _outermost(folders: Sequence[str]) -> list[str]:
+    """The folders, without those inside another."""
+    distinct = sorted(set(folders))
+    return [one for one in distinct if not any(one != other and Path(one).is_relative_to(other) for other in distinct)]
+
+
+KINDS: dict[str, _Kind] = {
+    "slurm": _Kind(
+        "slurm.sbatch",
+        frozenset({"name", "cpus", "time", "partition", "account", "container", "venv"}),
+        _fill_slurm,
+        "sbatch {file}",
+    ),
+    "kubernetes": _Kind(
+        "kubernetes_job.yaml",
+        frozenset({"name", "cpus", "container", "claim", "map"}),
+        _fill_kubernetes,
+        "kubectl apply -f {file}",
+    ),
+    "pytorchjob": _Kind(
+        "pytorchjob.yaml",
+        frozenset({"name", "cpus", "container", "claim", "map"}),
+        _fill_pytorchjob,
+        "kubectl apply -f {file}",
+    ),
+    "torchrun": _Kind(
+        "torchrun_multi_node.sh",
+        frozenset({"venv", "hosts"}),
+        _fill_torchrun,
+        "NODE_RANK=0 bash {file}  # on each node, with its own number",
+    ),
+    "deepspeed": _Kind(
+        "deepspeed.sh",
+        frozenset({"venv", "hosts"}),
+        _fill_deepspeed,
+        "NODE_RANK=0 bash {file}  # on each node, with its own number",
+    ),
+    "accelerate": _Kind(
+        "accelerate_multi_node.sh",
+        frozenset({"venv", "hosts"}),
+        _fill_torchrun,
+        "NODE_RANK=0 bash {file}  # on each node, with its own number",
+    ),
+}
