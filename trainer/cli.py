@@ -197,7 +197,7 @@ def launch_script(
     ],
     overrides: OverridesArgument = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; default: on the screen.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write; it must be new.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Of the job; default: the recipe's.")] = None,
     cpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU cores for each GPU; default: 8.")] = None,
@@ -231,14 +231,9 @@ def launch_script(
     if output is None:
         typer.echo(text, nl=False)
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-        if text.startswith("#!"):
-            output.chmod(output.stat().st_mode | 0o111)
-    except OSError as error:
-        raise UsageError(
-            f"--output must be a file that can be written, but {output} is not: {error.strerror}"
-        ) from error
+    _write_new(output, text)
+    if text.startswith("#!"):
+        output.chmod(output.stat().st_mode | 0o111)
     typer.echo(f"wrote {output}; start it with: {start.format(file=shlex.quote(str(output)))}", err=True)
 
 
@@ -290,12 +285,11 @@ def convert(
     The recipe goes to the standard output or into a new file; what became of each key, to the standard error.
     """
     from trainer.recipe.converting.convert import convert as convert_files
-    from trainer.recipe.converting.convert import write_new
     from trainer.recipe.converting.sources import Tool
 
     done = convert_files(files, Tool(source) if source else None, processes, output.parent if output else Path())
     if output is not None:
-        write_new(output, done.text())
+        _write_new(output, done.text())
     if as_json:
         typer.echo(json.dumps(done.as_json(), indent=2))
         return
@@ -338,6 +332,21 @@ def show(name: Annotated[str, typer.Argument(help="As `trainer recipes` lists it
         hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(shipped)}"
         raise UsageError(f"no shipped recipe is called {name!r}; {hint}")
     typer.echo(path.read_text(encoding="utf-8"), nl=False)
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Writes a file that is not there yet.
+
+    Raises:
+        UsageError: it is there, or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UsageError(f"--output must name a new file, but {path} exists; name another") from error
+    except OSError as error:
+        raise UsageError(f"--output {path} cannot be written: {error.strerror}; name another") from error
 
 
 def _stages(plan: RunPlan) -> list[StageContents] | None:

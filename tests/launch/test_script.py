@@ -264,7 +264,8 @@ REFUSED = {
     "a folder of this machine": (f"{JOB} --map .=/runs/d checkpoint.folder=x", "`checkpoint.folder` must lie in /runs"),
     "one pod": ("--on pytorchjob --nodes 1 --gpus 8 --map .=/runs/d", "--nodes must be at least 2"),
     "a key": (f"{SLURM} training.batch=1", "`training.batch`"),
-    "a place": (f"{SLURM} -o /nowhere/x", "--output must be a file that can be written"),
+    "a place": (f"{SLURM} -o /nowhere/x", "--output /nowhere/x cannot be written: No such file"),
+    "a file that is there": (f"{SLURM} -o reviews.json", "--output must name a new file, but reviews.json exists"),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.errors import RecipeError, UsageError
+from trainer.errors import RecipeError
 from trainer.recipe.converting.draft import Draft, Line, Outcome, Todo
 from trainer.recipe.converting.examples import examples
 from trainer.recipe.converting.layout import layout, precision
@@ -246,18 +245,3 @@ def _with_origins(value: Any, path: str, lines: Sequence[Line]) -> Node:
     places = (line.item.origin for line in lines if f"`{path}`" in line.text)
     origin = next((place for place in places if place), Origin("converted recipe"))
     return Node([_with_origins(item, path, lines) for item in value] if isinstance(value, list) else value, origin)
-
-
-def write_new(path: Path, text: str) -> None:
-    """Writes a file that is not there yet.
-
-    Raises:
-        UsageError: it is there, or cannot be written.
-    """
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise UsageError(f"--output must name a new file, but {os.fspath(path)} exists; name another") from error
-    except OSError as error:
-        raise UsageError(f"--output {os.fspath(path)} cannot be written: {error.strerror}; name another") from error
