@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from tests.helpers import processes
 from tests.launch.test_launchers import free_port
@@ -20,6 +20,7 @@ from trainer.joining import Meeting, meet
 from trainer.launch.environment import LaunchEnvironment
 from trainer.recipe.schema import Parallel
 
+ALONE = LaunchEnvironment("torchrun", has_agent_store=True)
 RANK = LaunchEnvironment("variables", 0, 0, 2, 2, "127.0.0.1", 29500)
 
 
@@ -119,6 +120,16 @@ def test_ranks_of_a_machine_must_follow_each_other(monkeypatch):
     for error in on_ranks(act, 4, nodes=2):
         assert isinstance(error, UsageError)
         assert "the ranks of a machine must follow each other, but rank 3 is number 1" in str(error)
+
+
+def test_ranks_that_an_agent_starts_again_meet_in_the_store_of_before():
+    """torchrun --max-restarts: its store, and what the first ranks left there, outlives them."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt in (0, 1):
+        rank = replace(ALONE, master_port=store.port, attempt=attempt)
+        assert meet(rank, 5).gather(attempt, 5) == [attempt]
+    with pytest.raises(LaunchError, match="two processes were started as rank 0"):
+        meet(rank, 5)
 
 
 def test_a_taken_port_is_the_users_error():

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.errors import ExitCode, LaunchError, LostPeerError, TrainerError, UsageError
 from trainer.interfaces import address_of, interface_of, interfaces, is_loopback, route_to
@@ -328,7 +328,7 @@ def _connection_problem(host: str, port: int, timeout_seconds: float) -> tuple[s
 
 def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: float) -> Store:
     try:
-        return TCPStore(
+        store = TCPStore(
             environment.master_addr,
             environment.master_port,
             environment.world_size,
@@ -336,6 +336,7 @@ def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: f
             timeout=timedelta(seconds=timeout_seconds),
             wait_for_workers=False,
         )
+        return PrefixStore(f"attempt {environment.attempt}", store)  # what those before said is still in it
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise LaunchError(
