@@ -1,5 +1,5 @@
 #!/bin/sh
-# The system's packages of every stage: Python, what compiles (DeepSpeed and torch.compile do), and a process 1 that reaps.
+# The system's packages of every stage: Python, what compiles (DeepSpeed does), and a process 1 that reaps.
 set -eu
 
 export DEBIAN_FRONTEND=noninteractive

@@ -80,8 +80,8 @@ class Meeting:
             own_address: of this machine, from which the store was reached.
 
         Raises:
-            LaunchError: two processes are the same rank, or the ranks were told different numbers of ranks.
-            TrainerError: not all came.
+            LaunchError: the ranks were told different numbers of ranks.
+            TrainerError: two processes are the same rank, or not all came.
         """
         own, self._own_address = self._environment, own_address
         size = self.store.compare_set("size", "", str(self._size)).decode()
@@ -91,9 +91,10 @@ class Meeting:
                 f" started as one of {self._size}, and the first one at {_place(own)} as one of {size}"
             )
         if self.store.add(f"here/{own.rank}", 1) > 1:
-            raise LaunchError(
+            raise TrainerError(  # no user's error for sure: where the run before has to end, another start helps
                 f"two processes were started as rank {own.rank}, one of them on {socket.gethostname()}; give"
-                " each machine a number of its own (NODE_RANK, --node-rank or --machine_rank), and each run a port"
+                " each machine a number of its own (NODE_RANK, --node-rank or --machine_rank), and each run a port, or"
+                " start again when the run before has ended"
             )
         self._count_in("arrived")
         for until in (min(time.monotonic() + _NOTICE_SECONDS, deadline), deadline):
@@ -137,7 +138,8 @@ class Meeting:
             if not self._came(name, timeout_seconds):
                 raise TrainerError(
                     f"rank {self._environment.rank} waited {timeout_seconds:g} seconds for the others, which have"
-                    " neither finished nor failed"
+                    " neither finished nor failed; where they still prepare the data, raise `parallel.stall_timeout`,"
+                    " or let all machines share `data.cache`"
                 )
             if self.store.check([f"{name}/problem"]):
                 code, text = json.loads(self.store.get(f"{name}/problem"))
@@ -386,6 +388,5 @@ def _say(text: str) -> None:
 
 
 def _error(code: ExitCode, text: str) -> TrainerError:
-    if code == ExitCode.USER:
-        return UsageError(text)
-    return TrainerError(text)
+    """Another rank's error, as this one raises it: that of a user, or a consequence of what that one tells."""
+    return UsageError(text) if code == ExitCode.USER else LostPeerError(text)

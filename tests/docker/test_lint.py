@@ -52,6 +52,9 @@ def test_what_is_copied_is_not_ignored(tmp_path: Path):
     copied: set[str] = set()
     for words in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE):
         copied |= set(words.split()[:-1])
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    shipped = re.findall(r'^(\w+) = "trainer/shipped_', project, re.MULTILINE)
+    assert {"recipes", *shipped} <= copied, "the wheel is made of these"
     for name in copied:
         assert (ROOT / name).exists(), name
         assert name in let_through or f"docker/*{Path(name).suffix}" in let_through, name

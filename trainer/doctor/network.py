@@ -14,8 +14,7 @@ from trainer.doctor.facts import GlooFacts, GpuFacts, TorchFacts
 from trainer.doctor.finding import Finding, ok, problem, warning
 from trainer.doctor.machine import Machine
 from trainer.doctor.probe import ProbeError
-from trainer.errors import LaunchError
-from trainer.launch.environment import LaunchEnvironment, detect
+from trainer.launch.environment import LaunchEnvironment
 
 HUB_SECONDS = 2.0
 _VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "tun", "podman")
@@ -40,10 +39,8 @@ def gloo(machine: Machine) -> Finding:
     """A sum over two processes of this machine by gloo, as a training on CPUs takes it, and the addresses it went
     over.
 
-    Gloo listens on the address of the host's name, or on the interface that `GLOO_SOCKET_IFNAME` names.
-
-    Warning, or a problem where a launcher started ranks on several machines: the host's name means the loopback,
-    which other machines cannot reach. Set `GLOO_SOCKET_IFNAME` to an interface of the network.
+    Gloo listens on the address of the host's name, or on the interface that `GLOO_SOCKET_IFNAME` names; a run on
+    several machines names the one that leads to where they meet.
 
     Problem: it names none that is there, or the two processes did not meet.
     """
@@ -72,9 +69,7 @@ def gloo(machine: Machine) -> Finding:
     value = f"two processes met on {where}, by {through}, in {facts.seconds:.2f} s"
     outside = [name for name, addresses in found.items() if not all(map(_is_loopback, addresses))]
     if facts.addresses and all(map(_is_loopback, facts.addresses)) and outside:
-        value += "; other machines cannot reach that"
-        remedy = f"for several machines: GLOO_SOCKET_IFNAME={outside[0]} on each, or mend the host's name in /etc/hosts"
-        return problem(value, remedy) if _on_several_machines(machine) else warning(value, remedy)
+        value += "; of several machines, a run takes the interface that leads to where they meet"
     return ok(value)
 
 
@@ -184,13 +179,6 @@ def is_loopback_name(host: str) -> bool:
         OSError: it means nothing.
     """
     return all(_is_loopback(str(entry[4][0])) for entry in socket.getaddrinfo(host, None))
-
-
-def _on_several_machines(machine: Machine) -> bool:
-    try:
-        return on_several_machines(detect(machine.environ))
-    except LaunchError:  # another check says so
-        return False
 
 
 def _interfaces() -> Mapping[str, list[str]]:

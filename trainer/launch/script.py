@@ -27,6 +27,7 @@ _POD_JOIN_TIMEOUT = "parallel.join_timeout=15 minutes"  # one node may have to f
 _FOLDER_KEY = "checkpoint.folder"
 _MEMORY_PER_GPU_GIB = 32
 _POD_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
+_BY_HAND = "NODE_RANK=0 bash {file}  # on each node, with its own number"
 _PLAIN = re.compile(r"[\w.:+,@/=-]+")  # what an #SBATCH line takes without quotes
 _SLURM_TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}")
 
@@ -126,7 +127,8 @@ def write_launch_script(
     plan_run(resolved.recipe, nodes * gpus, gpus)
     file = _File((shipped_folder("launchers") / kind.file).read_text(encoding="utf-8"))
     kind.fill(file, _Job(source, overrides, resolved, nodes, gpus, options))
-    return file.text, kind.start
+    has_address = kind.start is not _BY_HAND or options.hosts is not None
+    return file.text, kind.start if has_address else f"MASTER_ADDR=NODE0 {kind.start}"
 
 
 class _File:
@@ -415,18 +417,18 @@ KINDS: dict[str, _Kind] = {
         "torchrun_multi_node.sh",
         frozenset({"venv", "hosts"}),
         _fill_torchrun,
-        "NODE_RANK=0 bash {file}  # on each node, with its own number",
+        _BY_HAND,
     ),
     "deepspeed": _Kind(
         "deepspeed.sh",
         frozenset({"venv", "hosts"}),
         _fill_deepspeed,
-        "NODE_RANK=0 bash {file}  # on each node, with its own number",
+        _BY_HAND,
     ),
     "accelerate": _Kind(
         "accelerate_multi_node.sh",
         frozenset({"venv", "hosts"}),
         _fill_torchrun,
-        "NODE_RANK=0 bash {file}  # on each node, with its own number",
+        _BY_HAND,
     ),
 }

@@ -110,6 +110,7 @@ class MLflowService:
         assert self._client is not None, "it is opened first"
         for some in _batches(metrics, _MOST_METRICS):
             self._client.log_batch(self._run_id, metrics=some)
+            self._held.update((metric.key, metric.step) for metric in some)  # a later batch may fail, and come again
 
     def finish(self, end: EndRecord) -> None:
         assert self._client is not None, "it is opened first"

@@ -25,6 +25,7 @@ from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRe
 IDS_FILE_NAME = "tracking.json"
 
 END_SECONDS = 15.0
+_LAST_WORDS_SECONDS = 5.0  # two services in turn end within what ranks get that are asked to stop
 """What a tracker gets at the end of a run to send what is left; a batch system that stops a run allows little more."""
 
 _RETRY_SECONDS = 30.0
@@ -123,7 +124,7 @@ class Tracker(Observer):
         """Waits a little for what is left; says what did not arrive."""
         if self._thread.is_alive():
             self._inbox.put(record)
-            self._thread.join(2 * END_SECONDS)
+            self._thread.join(END_SECONDS + _LAST_WORDS_SECONDS)
             if self._thread.is_alive():
                 self._notes.put(f"{self._service.name} does not answer; what it lacks is in `metrics.jsonl`")
         self._pass_notes()

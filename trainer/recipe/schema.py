@@ -321,9 +321,9 @@ class Parallel(Section):
         description="How long no rank may make progress before the run ends and says where each rank stands.",
     )
     join_timeout: DurationField = Field(
-        Duration(1, "minute"),
-        description="How long a rank waits for all others to be started and reached, before the run ends and says who"
-        " is missing.",
+        Duration(10, "minute"),
+        description="How long a rank waits for all others to be started and reached, before the run ends; who is"
+        " missing is said after 20 seconds.",
     )
     deepspeed: dict[str, Any] = Field(
         default={},
