@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterator
-
-import psutil
 
 from trainer.errors import LaunchError
+from trainer.launch.environment import GLOO_INTERFACE
 
 _ANY_PORT = 9  # for a route, which no port changes; nothing is sent
 
 
 def is_loopback(address: str) -> bool:
     """Whether only this machine itself can reach it."""
-    return ipaddress.ip_address(address).is_loopback
+    return ipaddress.ip_address(address.split("%")[0].removeprefix("::ffff:")).is_loopback
 
 
 def route_to(address: str) -> str:
@@ -32,39 +30,45 @@ def route_to(address: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """The name of the interface that has an address; None where none has."""
-    return next((name for name, own in _addresses() if own == address), None)
+    return next((name for name, own in addresses().items() if address in own), None)
 
 
-def address_of(interface: str, variable: str) -> str:
-    """The first address of an interface, as gloo takes it.
+def address_of(interface: str) -> str:
+    """The first address of the interface that `GLOO_SOCKET_IFNAME` names, as gloo takes it.
 
     Args:
         interface: its name, the first of a list with commas.
-        variable: that named it, for the message.
 
     Raises:
         LaunchError: this machine has no such interface.
     """
-    wanted = interface.split(",")[0]
-    found = next((own for name, own in _addresses() if name == wanted), None)
+    found = addresses().get(interface.split(",")[0])
     if found is None:
         raise LaunchError(
-            f"{variable} is {interface}, but {socket.gethostname()} has {interfaces()}; name one of these"
+            f"{GLOO_INTERFACE} is {interface}, but {socket.gethostname()} has {interfaces()}; name one of these"
         )
-    return found
+    return found[0]
 
 
 def interfaces() -> str:
-    """All interfaces with their addresses, for messages, without those that lead nowhere else."""
-    shown = [f"{name} ({address})" for name, address in _addresses() if not is_loopback(address)]
+    """All interfaces that are up with their addresses, for messages, without those that lead nowhere else."""
+    shown = [f"{name} ({address})" for name, own in addresses().items() for address in own if not is_loopback(address)]
     return ", ".join(shown) or "loopback interfaces alone"
 
 
-def _addresses() -> Iterator[tuple[str, str]]:
-    """Name and address: version 4 first, then version 6 without link-local ones."""
-    found = psutil.net_if_addrs()
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for name, addresses in found.items():
-            for address in addresses:
-                if address.family == family and not address.address.startswith("fe80"):
-                    yield name, address.address
+def addresses() -> dict[str, list[str]]:
+    """The addresses of each interface that is up, version 4 first; those that hold on one link alone are left out."""
+    import psutil  # here, because `trainer doctor` must be able to say that it is missing
+
+    states, found = psutil.net_if_stats(), psutil.net_if_addrs()
+    up: dict[str, list[str]] = {}
+    for name, entries in found.items():
+        usable = [
+            entry.address
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for entry in entries
+            if entry.family == family and not entry.address.startswith("fe80:")
+        ]
+        if usable and states[name].isup:
+            up[name] = usable
+    return up

@@ -204,7 +204,7 @@ class Meeting:
                     f" {own.master_addr}; set {GLOO_INTERFACE} to one of {interfaces()}"
                 )
             use_gloo_interface(name)
-        address = address_of(name, GLOO_INTERFACE)
+        address = address_of(name)
         port = 0
         if own.local_rank == 0:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET

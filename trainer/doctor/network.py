@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from trainer import __version__
 from trainer.doctor.facts import GlooFacts, GpuFacts, TorchFacts
 from trainer.doctor.finding import Finding, ok, problem, warning
 from trainer.doctor.machine import Machine
 from trainer.doctor.probe import ProbeError
-from trainer.launch.environment import LaunchEnvironment
+from trainer.interfaces import addresses, is_loopback
+from trainer.launch.environment import GLOO_INTERFACE, LaunchEnvironment
 
 HUB_SECONDS = 2.0
 _VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "tun", "podman")
@@ -28,9 +28,9 @@ def interfaces(machine: Machine) -> Finding:
     Warning: there is none but the loopback, so that this machine can train with no other. In a container, see its
     `--network`.
     """
-    found = _interfaces()
-    value = ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in found.items())
-    if all(_is_loopback(address) for addresses in found.values() for address in addresses):
+    found = addresses()
+    value = ", ".join(f"{name} {' '.join(own)}" for name, own in found.items())
+    if all(is_loopback(address) for own in found.values() for address in own):
         return warning(f"{value or 'none'}: no other machine can be reached", "see the network of the container or job")
     return ok(value)
 
@@ -44,8 +44,8 @@ def gloo(machine: Machine) -> Finding:
 
     Problem: it names none that is there, or the two processes did not meet.
     """
-    found = _interfaces()
-    named = machine.environ.get("GLOO_SOCKET_IFNAME")
+    found = addresses()
+    named = machine.environ.get(GLOO_INTERFACE)
     missing = [name for name in named.split(",") if name not in found] if named else []
     if missing:
         return problem(
@@ -67,8 +67,8 @@ def gloo(machine: Machine) -> Finding:
     through = f"GLOO_SOCKET_IFNAME={named}" if named else f"the host's name, {socket.gethostname()}"
     where = " and ".join(facts.addresses) or "an address that is not to be seen"
     value = f"two processes met on {where}, by {through}, in {facts.seconds:.2f} s"
-    outside = [name for name, addresses in found.items() if not all(map(_is_loopback, addresses))]
-    if facts.addresses and all(map(_is_loopback, facts.addresses)) and outside:
+    outside = [name for name, own in found.items() if not all(map(is_loopback, own))]
+    if facts.addresses and all(map(is_loopback, facts.addresses)) and outside:
         value += "; of several machines, a run takes the interface that leads to where they meet"
     return ok(value)
 
@@ -85,7 +85,7 @@ def nccl_interfaces(machine: Machine) -> Finding:
     """
     if machine.probe.facts(TorchFacts).is_cpu_build or not machine.probe.facts(GpuFacts).gpus:
         return ok("not used: no GPU")
-    found = _interfaces()
+    found = addresses()
     said = machine.environ.get("NCCL_SOCKET_IFNAME")
     chosen = nccl_choice(list(found), said)
     if not chosen:
@@ -93,7 +93,7 @@ def nccl_interfaces(machine: Machine) -> Finding:
             f"NCCL_SOCKET_IFNAME={said} matches none of {', '.join(found)}", "set it to one of them, or unset it"
         )
     value = ", ".join(chosen) + (f" (NCCL_SOCKET_IFNAME={said})" if said else "")
-    if chosen[0].startswith(_VIRTUAL) or all(_is_loopback(address) for address in found[chosen[0]]):
+    if chosen[0].startswith(_VIRTUAL) or all(is_loopback(address) for address in found[chosen[0]]):
         return warning(
             f"{value}; {chosen[0]} leads to no other machine",
             "for several machines: set NCCL_SOCKET_IFNAME to the interface of their network",
@@ -178,28 +178,7 @@ def is_loopback_name(host: str) -> bool:
     Raises:
         OSError: it means nothing.
     """
-    return all(_is_loopback(str(entry[4][0])) for entry in socket.getaddrinfo(host, None))
-
-
-def _interfaces() -> Mapping[str, list[str]]:
-    """The addresses of each interface that is up; those of IPv6 that hold on one link alone are left out."""
-    import psutil
-
-    states = psutil.net_if_stats()
-    found: dict[str, list[str]] = {}
-    for name, entries in psutil.net_if_addrs().items():
-        addresses = [
-            entry.address
-            for entry in entries
-            if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80:")
-        ]
-        if addresses and states[name].isup:
-            found[name] = addresses
-    return found
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.split("%")[0].removeprefix("::ffff:")).is_loopback
+    return all(is_loopback(str(entry[4][0])) for entry in socket.getaddrinfo(host, None))
 
 
 def _is_active(machine: Machine, adapter: str) -> bool:
