@@ -19,10 +19,10 @@ def forking() -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.helpers.faulty_run", "tests.helpers.training", "trainer.run"])
-    ours = dict(os.environ)
+    ours, theirs = dict(os.environ), processes.environment()
     try:
         os.environ.clear()
-        os.environ.update(processes.environment())
+        os.environ.update(theirs)
         forkserver.ensure_running()
     finally:
         os.environ.clear()

@@ -119,3 +119,17 @@ def test_what_a_rank_started_ends_with_it(pool):
 def test_a_function_without_a_name_is_refused(ranks):
     with pytest.raises(TypeError, match="top of a module"):
         ranks(2).run(lambda: None)
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_ranks_have_the_environment_of_a_shell():
+    """Without PATH a compiler does not find its parts."""
+    pool = RankPool(1)
+    try:
+        assert pool.run(variable, "PATH") == [os.environ["PATH"]]
+        assert pool.run(variable, "OMP_NUM_THREADS") == ["1"]
+    finally:
+        pool.close()
