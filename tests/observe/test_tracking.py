@@ -143,7 +143,8 @@ def test_what_a_service_lacks_at_the_end_is_said(tmp_path, monkeypatch):
 
 
 def test_a_service_that_hangs_stalls_neither_a_step_nor_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking, "END_SECONDS", 0.1)
+    for name in ("END_SECONDS", "_LAST_WORDS_SECONDS"):
+        monkeypatch.setattr(tracking, name, 0.1)
     service = FakeService()
     service.may_go_on.clear()
     tracker, notes = started(service, tmp_path)
