@@ -17,7 +17,7 @@ import pytest
 from tests.helpers import processes
 from tests.helpers.processes import ROOT, finish, start
 
-HOW = [(), pytest.param(("--spawn",), marks=pytest.mark.slow)]  # as forks on a CPU, spawned where there are GPUs
+SPAWNED = ("--spawn",)  # as where there are GPUs; on a CPU ranks are forks
 PROGRAM = [sys.executable, ROOT / "tests" / "launch" / "program.py"]
 
 
@@ -38,7 +38,7 @@ def test_alone_without_a_number_one_process_runs():
     assert ended.stdout.count("rank 0 of 1, started by none") == 1
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [(), pytest.param(SPAWNED, marks=pytest.mark.slow)])
 def test_local_ranks_start(how):
     ended = program("report", "--processes", "2", *how)
     assert ended.returncode == 0, ended.stderr
@@ -78,8 +78,16 @@ def test_rank_0_has_the_terminal():
     assert b"[rank 1] rank 1 of 2, started by trainer on a terminal: False" in shown
 
 
-@pytest.mark.parametrize(("behaviour", "code"), [("raise", 1), ("same", 2), ("infinite", 3), ("return", 75)])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("behaviour", "code", "how"),
+    [
+        ("raise", 1, ()),
+        ("same", 2, ()),
+        ("infinite", 3, ()),
+        ("return", 75, ()),
+        pytest.param("infinite", 3, SPAWNED, marks=pytest.mark.slow),
+    ],
+)
 def test_the_exit_code_of_the_ranks_is_handed_through(behaviour, code, how):
     assert program(behaviour, "--processes", "2", *how).returncode == code
 
@@ -102,8 +110,15 @@ def test_a_killed_rank_is_named_even_if_another_complains_first():
     assert "connection closed" not in ended.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        (signal.SIGINT, ()),
+        (signal.SIGTERM, ()),
+        (signal.SIGUSR1, ()),
+        pytest.param(signal.SIGTERM, SPAWNED, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_lets_the_ranks_save(number, how, tmp_path):
     process = start([*PROGRAM, "stop", "--processes", "2", *how], PROGRAM_FOLDER=str(tmp_path))
     wait_for(tmp_path / "ready0", tmp_path / "ready1")
