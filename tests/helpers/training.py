@@ -325,11 +325,13 @@ def tiny_training(recipe: Recipe, dtype: torch.dtype = torch.float32, **options:
         gc.collect()
 
 
-def train_tiny(recipe: Recipe, dtype: torch.dtype = torch.float32, num_rows: int = NUM_ROWS) -> Curve:
-    """Trains to the last step."""
+def train_tiny(
+    recipe: Recipe, dtype: torch.dtype = torch.float32, num_rows: int = NUM_ROWS, num_steps: int | None = None
+) -> Curve:
+    """Trains the first steps; None: all of them."""
     with tiny_training(recipe, dtype, num_rows=num_rows) as training:
         curve = Curve()
-        for result in training.steps(training.total_steps):
+        for result in training.steps(num_steps or training.total_steps):
             curve.losses.append(result.loss)
             curve.grad_norms.append(result.grad_norm)
         curve.weights = weights_of(training.engine, training.mesh)

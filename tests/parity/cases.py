@@ -97,6 +97,11 @@ class Case:
         kinds = {("fp32", "none", True), ("bf16", "selective", False), ("fp16", "full", True)}
         return self.world_size == 2 and (self.precision, self.checkpointing, self.accumulates) in kinds
 
+    @property
+    def num_steps(self) -> int:
+        """How many of the twenty are taken: those of many ranks on few cores take long."""
+        return 20 if self.is_fast or self.world_size == 1 else 10
+
     def recipe(self, sgd: bool = False) -> Recipe:
         """Twenty steps with AdamW, or one of plain descent without clipping."""
         data_ranks = self.world_size // self.tensor // self.stages
@@ -141,8 +146,7 @@ def matrix() -> Iterator[Case]:
     """
     shapes = {
         "fp32": [
-            (2, True, "none"), (2, False, "selective"), (2, False, "full"), (3, True, "full"), (4, True, "none"),
-            (4, False, "full"),
+            (2, True, "none"), (2, False, "selective"), (3, True, "full"), (4, True, "none"),
         ],
         "bf16": [(2, False, "selective"), (4, True, "none")],
         "fp16": [(2, True, "full"), (3, True, "none")],
@@ -235,11 +239,11 @@ class Outcome:
 def train(case: Case) -> Outcome:
     """On this rank."""
     if case.model_type not in SGD_FAMILIES:
-        return Outcome(train_tiny(case.recipe()), None, None)
+        return Outcome(train_tiny(case.recipe(), num_steps=case.num_steps), None, None)
     # ZeRO's master weights are fp32; four ranks on few cores take long.
     in_fp64 = case.precision == "fp32" and not STRATEGIES[case.strategy].zero_stage and case.world_size < 4
     return Outcome(
-        train_tiny(case.recipe()),
+        train_tiny(case.recipe(), num_steps=case.num_steps),
         train_tiny(case.recipe(sgd=True)),
         train_tiny(case.recipe(sgd=True), torch.float64) if in_fp64 else None,
     )
@@ -261,9 +265,9 @@ def largest_difference(curve: Curve, expected: Curve) -> float:
 
 
 def assert_same_curve(curve: Curve, expected: Curve, tolerance: Tolerance = TOLERANCES["fp32"]) -> None:
-    """Loss and gradient norm at each step."""
-    assert len(curve.losses) == len(expected.losses)
-    for step in range(len(expected.losses)):
+    """Loss and gradient norm at each step; `expected` may have gone on for longer."""
+    assert 0 < len(curve.losses) <= len(expected.losses)
+    for step in range(len(curve.losses)):
         loss = relative(curve.losses[step], expected.losses[step])
         norm = relative(curve.grad_norms[step], expected.grad_norms[step])
         assert loss <= tolerance.loss, f"loss of step {step + 1} is off by {loss:.1e}"
@@ -281,6 +285,7 @@ def assert_parity(outcomes: list[Outcome], case: Case) -> None:
     expected, tolerance = reference(case.precision, case.dropout, case.model_type, **same), TOLERANCES[case.precision]
     digests: dict[str, str] = {}
     for outcome in outcomes:
+        assert len(outcome.curve.losses) == case.num_steps
         assert_same_curve(outcome.curve, expected.curve, tolerance)
         if outcome.sgd is not None:
             assert expected.sgd is not None
