@@ -96,7 +96,8 @@ def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
             node.ip("addr", "add", f"{node.address}/24", "dev", "eth0")
             node.ip("link", "add", "mgmt", "type", "veth", "peer", "name", "nowhere")
             node.ip("addr", "add", f"192.168.77.{number + 1}/24", "dev", "mgmt")
-            for interface in ("lo", "eth0", "mgmt"):
+            # `nowhere` is up too: an interface whose other end is down has no carrier, and so counts as down.
+            for interface in ("lo", "eth0", "mgmt", "nowhere"):
                 node.ip("link", "set", interface, "up")
             # The table of own addresses comes later than it does by default, so that `closed` can stand before it.
             node.ip("rule", "add", "pref", "100", "lookup", "local")
