@@ -9,7 +9,7 @@ import resource
 from trainer.doctor import cgroup
 from trainer.doctor.finding import GIB, MIB, Finding, ok, problem, size, warning
 from trainer.doctor.machine import Machine
-from trainer.launch.environment import threads_per_rank
+from trainer.launch.environment import available_cores, threads_per_rank
 
 _LEAST_SHARED_BYTES = GIB
 _LEAST_FREE_SHARED_BYTES = 256 * MIB
@@ -24,7 +24,7 @@ def cores(machine: Machine) -> Finding:
     Warning: more cores are seen than may be used (`docker run --cpus`, a limit of Kubernetes), so that too many
     threads wait for each other. Set `OMP_NUM_THREADS` to the cores of each rank.
     """
-    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    seen = available_cores()
     value = f"{seen} of {os.cpu_count()}"
     if threads := machine.environ.get("OMP_NUM_THREADS"):
         value += f", OMP_NUM_THREADS={threads}"

@@ -141,8 +141,12 @@ def threads_per_rank(local_world_size: int, environ: Mapping[str, str] = os.envi
         return None
     if per_task := environ.get("SLURM_CPUS_PER_TASK"):  # Slurm binds each task to its own cores
         return _number(environ, "SLURM_CPUS_PER_TASK", per_task)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_world_size)
+    return max(1, available_cores() // local_world_size)
+
+
+def available_cores() -> int:
+    """The cores that this process may use, as far as the system binds it; a control group may give less time."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:
