@@ -11,9 +11,7 @@ from trainer.doctor.folders import hugging_face_home
 from trainer.doctor.machine import Machine
 from trainer.doctor.network import is_loopback_name, on_several_machines
 from trainer.errors import RecipeError, TrainerError, UsageError
-from trainer.launch.environment import LaunchEnvironment, check_agrees, detect
-
-_ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")  # the values of accelerate's distributed_type that choose one
+from trainer.launch.environment import ACCELERATE_ENGINES, LaunchEnvironment, check_agrees, detect
 
 
 def launcher(machine: Machine) -> Finding:
@@ -133,6 +131,6 @@ def _variables(config: Mapping[str, Any]) -> dict[str, str]:
     if dynamo != "no":
         said["ACCELERATE_DYNAMO_BACKEND"] = dynamo
     engine = str(config.get("distributed_type") or "").upper()
-    if engine in _ENGINES:
+    if engine in ACCELERATE_ENGINES:
         said[f"ACCELERATE_USE_{engine}"] = "true"
     return said

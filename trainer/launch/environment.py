@@ -45,6 +45,13 @@ NO_TELEMETRY: Mapping[str, str] = {
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable in which gloo reads the interface that it takes."""
 
+ACCELERATE_ENGINES: Mapping[str, tuple[str, ...]] = {
+    "FSDP": ("fsdp", "hsdp"),
+    "DEEPSPEED": ("zero1", "zero2", "zero3"),
+    "MEGATRON_LM": (),
+}
+"""The engines that `accelerate launch` can be told to use, by its `distributed_type`, and our strategies for each."""
+
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # Slurm numbers what is no `srun` (batch, extern, interactive) from here up
 
 
@@ -125,8 +132,7 @@ def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: st
     dynamo = said.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if dynamo != "no":
         raise UsageError(f"`accelerate launch` was told --dynamo_backend {dynamo}; the recipe decides: drop the flag")
-    engines = {"FSDP": ("fsdp", "hsdp"), "DEEPSPEED": ("zero1", "zero2", "zero3"), "MEGATRON_LM": ()}
-    for engine, strategies in engines.items():
+    for engine, strategies in ACCELERATE_ENGINES.items():
         if said.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true" and strategy not in strategies:
             raise UsageError(
                 f"`parallel.strategy` is {strategy}, but `accelerate launch` was told --use_{engine.lower()};"
