@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.errors import UsageError
 from trainer.launch.environment import forbid_telemetry, mlflow_settings
+from trainer.observe.observer import packages_of
 from trainer.observe.records import EndRecord, RunInfo
 from trainer.observe.tracking import Point, best_values, tracked_config, without_secrets
 from trainer.recipe.keys import leaves
@@ -38,14 +39,9 @@ class MLflowService:
     def __init__(self, experiment: str | None) -> None:
         forbid_telemetry()
         self._settings = mlflow_settings()
-        try:
+        with packages_of(self.word):
             import mlflow.tracking
             import sqlalchemy  # noqa: F401  its local store needs it, and mlflow-skinny does not bring it
-        except ImportError as error:
-            raise UsageError(
-                '`logging.to` holds "mlflow", which needs packages that are not installed;'
-                f' install them (pip install "trainer[mlflow]") or take it out of `logging.to` ({error})'
-            ) from error
         for logger in ("mlflow", "alembic"):
             logging.getLogger(logger).setLevel(logging.WARNING)  # each table of a new store is a line else
         self._mlflow = mlflow

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
+from trainer.errors import UsageError
 from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
 
 
@@ -97,3 +98,19 @@ class Observers(Observer):
         with ExitStack() as stack:
             for observer in self._observers:
                 stack.callback(observer.close)
+
+
+@contextmanager
+def packages_of(destination: str) -> Iterator[None]:
+    """Inside, what a word of `logging.to` needs is imported; the extra that brings it has the same name.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(
+            f'`logging.to` holds "{destination}", which needs packages that are not installed;'
+            f' install them (pip install "trainer[{destination}]") or take it out of `logging.to` ({error})'
+        ) from error

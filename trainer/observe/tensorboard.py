@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.errors import TrainerError, UsageError
-from trainer.observe.observer import Observer
+from trainer.errors import TrainerError
+from trainer.observe.observer import Observer, packages_of
 from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
 
 if TYPE_CHECKING:
@@ -26,13 +26,8 @@ class TensorBoard(Observer):
     """
 
     def __init__(self) -> None:
-        try:
+        with packages_of("tensorboard"):
             from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError as error:
-            raise UsageError(
-                '`logging.to` holds "tensorboard", which needs the package of that name;'
-                f' install it (pip install "trainer[tensorboard]") or take it out of `logging.to` ({error})'
-            ) from error
         self._writer_class = SummaryWriter
         self._writer: SummaryWriter | None = None
         self._folder = Path("tensorboard")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UsageError
 from trainer.launch.environment import forbid_telemetry
+from trainer.observe.observer import packages_of
 from trainer.observe.records import EndRecord, RunInfo
 from trainer.observe.tracking import END_SECONDS, Point, best_values, tracked_config
 
@@ -53,13 +54,8 @@ class WandbService:
 
     def __init__(self, project: str | None) -> None:
         forbid_telemetry()
-        try:
+        with packages_of(self.word):
             import wandb
-        except ImportError as error:
-            raise UsageError(
-                '`logging.to` holds "wandb", which needs the package of that name;'
-                f' install it (pip install "trainer[wandb]") or take it out of `logging.to` ({error})'
-            ) from error
         self._wandb = wandb
         self._project = project
         self._run: wandb.Run | None = None
