@@ -1,4 +1,4 @@
-"""What a file system needs to be told: when to have a file, how to put one folder in the place of another."""
+"""What a file system needs to be told: when to have a file, how to put a file or a folder in the place of another."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+UNFINISHED = ".saving-"
+"""How the name of a file or folder begins that is not whole yet, and so is nobody's."""
 
 
 def sync(path: Path) -> None:
@@ -30,10 +34,25 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     Raises:
         OSError, SafetensorError: the file cannot be written.
     """
+    from safetensors.torch import save_file  # here, because it brings torch, and text needs none
+
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=metadata)
     path.chmod(mode)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a whole file such that a kill at any moment leaves the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; the old one stays.
+    """
+    new = path.with_name(f"{UNFINISHED}{path.name}")
+    new.write_text(text, encoding="utf-8", newline="")
+    sync(new)
+    os.replace(new, path)
+    sync(path.parent)
 
 
 def replace_folder(new: Path, place: Path) -> None:

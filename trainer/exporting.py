@@ -20,7 +20,7 @@ from transformers.utils import CONFIG_NAME
 
 from trainer.checkpoint.files import FACTS, MODEL_FOLDER, SavedState, open_verified
 from trainer.checkpoint.store import CheckpointStore
-from trainer.disk import replace_folder
+from trainer.disk import UNFINISHED, replace_folder
 from trainer.engine.engine import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
 from trainer.errors import TrainerError, UsageError
@@ -68,7 +68,7 @@ def export(
             if key.startswith(prefix):
                 shapes[key.removeprefix(prefix)], keys[key.removeprefix(prefix)] = shape, key
 
-    temporary = place.with_name(f".saving-{place.name}")
+    temporary = place.with_name(f"{UNFINISHED}{place.name}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed here
         temporary.mkdir(parents=True)

@@ -29,7 +29,7 @@ from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.data.sources import load_splits
 from trainer.data.split import EncodedSplit
-from trainer.disk import replace_folder
+from trainer.disk import UNFINISHED, replace_folder
 from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
 from trainer.errors import ExitCode, LostPeerError, TrainerError
@@ -418,7 +418,7 @@ def _export(
     Raises:
         TrainerError: it cannot be written.
     """
-    temporary = folder.with_name(f".saving-{folder.name}")
+    temporary = folder.with_name(f"{UNFINISHED}{folder.name}")
 
     def complete() -> None:
         try:

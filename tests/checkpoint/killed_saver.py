@@ -13,8 +13,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+
 from tests.checkpoint.samples import LARGE, is_whole, newest, save
-from trainer import disk
 from trainer.checkpoint.store import CheckpointStore
 
 
@@ -34,7 +35,7 @@ def kill_before(call: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
     for name in ("write_bytes", "write_text"):
         setattr(Path, name, counted(getattr(Path, name)))
-    disk.save_file = counted(disk.save_file)
+    safetensors.torch.save_file = counted(safetensors.torch.save_file)
 
 
 def was_killed(store: CheckpointStore, step: int, call: int) -> bool:

@@ -16,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.files import Facts, WrittenFile, seal
-from trainer.disk import sync
+from trainer.disk import UNFINISHED, replace_text, sync
 
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,})")
-_UNFINISHED, _REPLACED, _REMOVED, _LATEST = ".saving-", ".replaced-", ".removed-", "latest"
+_REPLACED, _REMOVED, _LATEST = ".replaced-", ".removed-", "latest"
 _MARKER = ".seen-"
 _MARKER_SECONDS = 10.0
 
@@ -47,7 +47,7 @@ class CheckpointStore:
 
     def unfinished_path(self, step: int) -> Path:
         """Where a checkpoint lies while it is written."""
-        return self.folder / f"{_UNFINISHED}{self.path(step).name}"
+        return self.folder / f"{UNFINISHED}{self.path(step).name}"
 
     def open(self) -> None:
         """Makes the folder, and finishes what a kill has left half done.
@@ -119,7 +119,7 @@ class CheckpointStore:
                 os.rename(aside, final)
             raise
         sync(self.folder)
-        self._point_to(final)
+        replace_text(self.folder / _LATEST, f"{final.name}\n")
         best = facts.progress.best
         self._rotate(step, best.step if best else None)
         return final
@@ -133,13 +133,6 @@ class CheckpointStore:
         steps = self.steps()
         return f"that of step {steps[-1]}" if steps else "none"
 
-    def _point_to(self, final: Path) -> None:
-        temporary = self.folder / f"{_UNFINISHED}{_LATEST}"
-        temporary.write_text(f"{final.name}\n", encoding="ascii")
-        sync(temporary)
-        os.replace(temporary, self.folder / _LATEST)
-        sync(self.folder)
-
     def _rotate(self, step: int, best: int | None) -> None:
         steps = self.steps()
         kept = {*[other for other in steps if other <= step][-self._keep :], *({best} if best is not None else ())}
@@ -152,6 +145,6 @@ class CheckpointStore:
 
     def _remove_leftovers(self) -> None:
         """What no name leads to any more; another checkpoint of the step stands where one was replaced."""
-        for mark in (_UNFINISHED, _REPLACED, _REMOVED, _MARKER):
+        for mark in (UNFINISHED, _REPLACED, _REMOVED, _MARKER):
             for path in self.folder.glob(f"{mark}*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

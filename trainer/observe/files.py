@@ -7,12 +7,12 @@ user reads when the disk is full.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from trainer.disk import replace_text
 from trainer.errors import TrainerError, UsageError
 
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -75,17 +75,3 @@ class GrowingFile:
     def close(self) -> None:
         """May be called twice."""
         self._file.close()
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a whole file such that a kill at any moment leaves the old one or the new one.
-
-    Raises:
-        OSError: it cannot be written; the old one stays.
-    """
-    new = path.with_name(f"{path.name}.new")
-    with new.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
