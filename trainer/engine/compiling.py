@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
+
+from trainer.launch.environment import extensions_folder
 
 CPU_OPERATION = "deepspeed_shm_comm"
 """The operation that it needs on CPUs; on GPUs, what the trainer asks of it needs none."""
@@ -38,7 +39,7 @@ def build_root() -> Path:
     """Where torch compiles extensions, in folders by version."""
     from torch.utils.cpp_extension import get_default_build_root  # brings setuptools, which only a build needs
 
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return extensions_folder() or Path(get_default_build_root())
 
 
 def missing_tools(path: str | None = None) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -43,6 +42,7 @@ from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.scaling import LossScaler, settle
 from trainer.errors import UsageError
+from trainer.launch.environment import set_local_rank
 from trainer.models.building import BuiltModel, save_model
 from trainer.models.initialising import Gather, whole_already
 from trainer.models.statistics import persistent_buffers
@@ -65,7 +65,7 @@ def _import_deepspeed(device: torch.device) -> Any:
     Raises:
         UsageError: it is not installed, or cannot build the operation that it needs on this device.
     """
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # it reads this, also where a launcher set others
+    set_local_rank(device.index or 0)
     try:
         deepspeed = import_deepspeed()
     except ImportError as error:

@@ -165,6 +165,17 @@ def use_gloo_interface(name: str) -> None:
     os.environ[GLOO_INTERFACE] = name
 
 
+def set_local_rank(local_rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Says it in the variable that DeepSpeed reads, where the launcher has its own name for it."""
+    environ.setdefault("LOCAL_RANK", str(local_rank))
+
+
+def extensions_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the user lets torch compile extensions; None: where torch does by itself."""
+    folder = environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(folder) if folder else None
+
+
 def user_cache(environ: Mapping[str, str] = os.environ) -> Path:
     """Where programs keep what they can make again (XDG Base Directory Specification).
 
