@@ -23,7 +23,7 @@ from torch import nn
 from trainer.agreement import check_agreement, run_facts
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import Saved, Saver, identity
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.store import FOLDER_SECONDS, CheckpointStore
 from trainer.data.collate import TokenMasking
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
@@ -268,7 +268,8 @@ def _train(
     engine = build_engine(built, task, mesh, plan, total_steps)
     meter = Meter(model_size(models, engine.placements, mesh), total_peak_flops(recipe, mesh))
 
-    store = CheckpointStore(session.folder, recipe.checkpoint.keep)
+    patience = min(FOLDER_SECONDS, recipe.parallel.join_timeout.seconds)
+    store = CheckpointStore(session.folder, recipe.checkpoint.keep, patience)
     saved = Saved(
         identity(recipe, data.train.content_hash, beside),
         {"recipe": recipe.model_dump(mode="json"), "layout": asdict(layout), "versions": versions()},

@@ -182,7 +182,7 @@ class TestWhatIsWrongIsSaid:
     def test_a_folder_that_is_not_shared(self, nodes, tmp_path):
         recipe = write_tiny_run(tmp_path)
         (tmp_path / "run").mkdir()
-        ended = two_ranks([nodes[0], nodes[1].without(tmp_path / "run")], recipe)
+        ended = two_ranks([nodes[0], nodes[1].without(tmp_path / "run")], recipe, SHORT)
         assert [code for code, _ in ended] == [2, 2]
         for _, said in ended:
             assert "`checkpoint.folder` must be one folder for all ranks" in said

@@ -21,7 +21,9 @@ from trainer.disk import UNFINISHED, replace_text, sync
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,})")
 _REPLACED, _REMOVED, _LATEST = ".replaced-", ".removed-", "latest"
 _MARKER = ".seen-"
-_MARKER_SECONDS = 10.0
+
+FOLDER_SECONDS = 60.0
+"""How long a machine may take to see what another one wrote: that long, NFS keeps what it knew of a folder."""
 
 
 class CheckpointStore:
@@ -30,11 +32,13 @@ class CheckpointStore:
     Args:
         folder: of the run.
         keep: how many checkpoints stay; the oldest go first.
+        seconds: how long a file of rank 0 may take to be seen by another rank.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, seconds: float = FOLDER_SECONDS) -> None:
         self.folder = folder / "checkpoints"
         self._keep = keep
+        self._seconds = seconds
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, oldest first."""
@@ -74,7 +78,7 @@ class CheckpointStore:
 
     def sees(self, marker: str) -> bool:
         """Whether that file is here, or comes in the time that a network's file system may take to show it."""
-        end = time.monotonic() + _MARKER_SECONDS
+        end = time.monotonic() + self._seconds
         while not os.path.isdir(self.folder) or marker not in os.listdir(self.folder):
             if time.monotonic() > end:
                 return False
