@@ -273,7 +273,9 @@ def convert(
         Literal["training-arguments", "deepspeed", "accelerate"] | None,
         typer.Option("--from", help="Whose file it is; default: told by its keys."),
     ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="The recipe to write; it must be new.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The recipe to write; it must be new.")
+    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Ranks of that training, whose batches make a step.")
     ] = None,

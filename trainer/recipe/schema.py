@@ -323,7 +323,7 @@ class Parallel(Section):
     join_timeout: DurationField = Field(
         Duration(10, "minute"),
         description="How long a rank waits for all others to be started and reached, before the run ends; who is"
-        " missing is said after 20 seconds. A folder that they must share is waited for as long, or a minute.",
+        " missing is said after 20 seconds. A folder that they share has as long to be seen by all, at most a minute.",
     )
     deepspeed: dict[str, Any] = Field(
         default={},
