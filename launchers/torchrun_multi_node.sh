@@ -9,6 +9,8 @@
 #
 # RENDEZVOUS=c10d lets torchrun hand out the ranks. ADDRESS is then the address of this machine that leads to the others,
 # if its own name does not. After a failure start the same command on all machines: they go on from the last checkpoint.
+# With RESTARTS=N they do so by themselves, N times at most, and with c10d a machine that was lost may come back alone
+# (but for the one at MASTER_ADDR, which has the rendezvous).
 set -euo pipefail
 
 ARGUMENTS=("$@")
@@ -27,10 +29,12 @@ fi
 if [[ $PROCESSES =~ ^[0-9]+$ ]]; then # torchrun itself would set one thread
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > PROCESSES ? $(nproc) / PROCESSES : 1))}
 fi
-options=(--nnodes "$NODES" --nproc-per-node "$PROCESSES")
+options=(--nnodes "$NODES" --nproc-per-node "$PROCESSES" --max-restarts "${RESTARTS:-0}")
 if [[ $RENDEZVOUS == c10d ]]; then
     # A machine that cannot reach the address says so after read_timeout seconds, one that is alone after join_timeout.
     options+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${JOB:-trainer}")
+    # A store of torchrun's that is kept tells a machine that comes later nothing of where the ranks meet.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     options+=(--rdzv-conf "join_timeout=${JOIN_SECONDS:-600},read_timeout=45" ${ADDRESS:+--local-addr "$ADDRESS"})
 else
     options+=(--node-rank "${NODE_RANK:?number of this machine, from 0}")

@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from trainer.errors import ExitCode, LaunchError, LostPeerError, TrainerError, UsageError
 from trainer.interfaces import address_of, interface_of, interfaces, is_loopback, route_to
 from trainer.launch.environment import GLOO_INTERFACE, LaunchEnvironment, gloo_interface, use_gloo_interface
+from trainer.roll_call import RollCall
 
 Result = TypeVar("Result")
 
@@ -50,6 +51,8 @@ def meet(environment: LaunchEnvironment, timeout_seconds: float) -> Meeting:
         hosts_store = environment.rank == 0 and not environment.has_agent_store
         own_address = None if hosts_store else _reach(environment, deadline)
         store = _store(environment, hosts_store, max(1.0, deadline - time.monotonic()))
+        if environment.has_agent_store:
+            store = PrefixStore(_this_start(store, environment, deadline), store)
         meeting = Meeting(store, environment, hosts_store)
         meeting.arrive(deadline, own_address)
     return meeting
@@ -97,18 +100,7 @@ class Meeting:
                 " start again when the run before has ended"
             )
         self._count_in("arrived")
-        for until in (min(time.monotonic() + _NOTICE_SECONDS, deadline), deadline):
-            if self._came("arrived", until - time.monotonic()):
-                return
-            missing = self._missing()
-            if until < deadline and own.rank == min(set(range(self._size)) - set(missing)):
-                _say(f"{_missing_text(missing, self._size)} yet at {_place(own)}; waiting")
-        raise TrainerError(
-            f"rank {own.rank} on {socket.gethostname()} waited at {_place(own)}, but"
-            f" {_missing_text(self._missing(), self._size)}; see that they were started, with MASTER_ADDR"
-            f" {own.master_addr} and MASTER_PORT {own.master_port}, and that this port of that host is open to them;"
-            " `parallel.join_timeout` says how long to wait"
-        )
+        _await_all(own, deadline, lambda until: self._came("arrived", until - time.monotonic()) or None, self._missing)
 
     def together(self, action: Callable[[], Result], timeout_seconds: float) -> Result:
         """What `action` gives, once it is done on all ranks; where one cannot do it, all end with that rank's error.
@@ -330,7 +322,7 @@ def _connection_problem(host: str, port: int, timeout_seconds: float) -> tuple[s
 
 def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: float) -> Store:
     try:
-        store = TCPStore(
+        return TCPStore(
             environment.master_addr,
             environment.master_port,
             environment.world_size,
@@ -338,7 +330,6 @@ def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: f
             timeout=timedelta(seconds=timeout_seconds),
             wait_for_workers=False,
         )
-        return PrefixStore(f"attempt {environment.attempt}", store)  # what those before said is still in it
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise LaunchError(
@@ -346,6 +337,48 @@ def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: f
                 f" {socket.gethostname()}; set it to a free port, the same for all ranks"
             ) from error
         raise TrainerError(_not_met(environment, str(error).splitlines()[0])) from error
+
+
+def _this_start(store: Store, environment: LaunchEnvironment, deadline: float) -> str:
+    """What names this start of the ranks alone, in a store that may hold what those before them said.
+
+    Raises:
+        TrainerError: two processes are the same rank, or not all came.
+    """
+    roll_call = RollCall(store, environment.rank, environment.world_size)
+    return _await_all(environment, deadline, roll_call.wait, roll_call.missing)
+
+
+def _await_all(
+    environment: LaunchEnvironment,
+    deadline: float,
+    wait: Callable[[float], Result | None],
+    missing: Callable[[], list[int]],
+) -> Result:
+    """Waits for all ranks, and says after a while for whom.
+
+    Args:
+        environment: of this rank.
+        deadline: of the monotonic clock.
+        wait: until that time; gives something where all have come.
+        missing: the ranks that have not.
+
+    Raises:
+        TrainerError: not all came.
+    """
+    for until in (min(time.monotonic() + _NOTICE_SECONDS, deadline), deadline):
+        found = wait(until)
+        if found is not None:
+            return found
+        absent = missing()
+        if until < deadline and environment.rank == min(set(range(environment.world_size)) - set(absent), default=0):
+            _say(f"{_missing_text(absent, environment.world_size)} yet at {_place(environment)}; waiting")
+    raise TrainerError(
+        f"rank {environment.rank} on {socket.gethostname()} waited at {_place(environment)}, but"
+        f" {_missing_text(missing(), environment.world_size)}; see that they were started, with MASTER_ADDR"
+        f" {environment.master_addr} and MASTER_PORT {environment.master_port}, and that this port of that host is open"
+        " to them; `parallel.join_timeout` says how long to wait"
+    )
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 
 LAUNCHER_PREFIXES = ("ACCELERATE_", "CROSS_", "GROUP_", "LOCAL_", "MASTER_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
@@ -54,9 +56,15 @@ def finish(process: subprocess.Popen[str], timeout_seconds: float = 120.0) -> su
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """Kills a started process and its group, if they are still there."""
+    """Kills a started process, its group, and what it started in other groups, as torchrun does its ranks."""
+    below: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        below = psutil.Process(process.pid).children(recursive=True)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for child in below:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def run(

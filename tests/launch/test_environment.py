@@ -158,11 +158,6 @@ def test_slurm_ranks_meet_where_all_can_derive_it():
     assert detect(STEP | {"SLURM_JOB_NODELIST": "gpu07"}).master_addr == "127.0.0.1"
 
 
-def test_an_attempt_of_an_agent_is_counted():
-    assert detect(TORCHRUN).attempt == 0
-    assert detect(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
-
-
 @pytest.mark.parametrize(
     ("variables", "words"),
     [

@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from tests.helpers import processes, warm
 from tests.helpers.nodes import Node, closed, problem, two_nodes
 from tests.helpers.tiny_run import write_tiny_run
+from tests.launch.test_launchers import free_port
 from trainer.observe.heartbeat import read_statuses
 from trainer.observe.metrics_file import Metrics, read_metrics
 
@@ -208,21 +211,50 @@ def test_a_node_that_was_killed_and_started_again_goes_on(nodes, one_process, tm
     assert_same(recipe, one_process)
 
 
-@pytest.mark.slow
-def test_torchrun_and_its_own_rendezvous(nodes, one_process, tmp_path):
-    recipe = write_tiny_run(tmp_path, parallel={"strategy": "hsdp"})
-    started = [
-        processes.start(
-            node.command([LAUNCHERS / "torchrun_multi_node.sh", recipe]),
-            **{"NODES": "2", "PROCESSES": "1", "MASTER_ADDR": "node0", "RENDEZVOUS": "c10d", "ADDRESS": node.address},
-            PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}",
-        )
-        for node in nodes
-    ]
-    ended = [processes.finish(process, 150) for process in started]
-    print(*(process.stdout + process.stderr for process in ended), sep="\n")
-    assert [process.returncode for process in ended] == [0, 0]
-    assert_same(recipe, one_process)
+class TestTorchrunHandsOutTheRanks:
+    """By its own rendezvous, `c10d`; it starts them again by itself, from the last checkpoint."""
+
+    def finish_as_one_process(
+        self, started: Sequence[subprocess.Popen[str]], recipe: Path, one_process: Metrics
+    ) -> None:
+        ended = [processes.finish(process, 150) for process in started]
+        print(*(process.stdout + process.stderr for process in ended), sep="\n")
+        assert [process.returncode for process in ended] == [0, 0]
+        assert_same(recipe, one_process)
+
+    @pytest.mark.slow
+    def test_a_node_that_was_killed_joins_again(self, nodes, one_process, tmp_path):
+        recipe = write_tiny_run(tmp_path, parallel={"strategy": "hsdp"}, checkpoint={"every": "2 steps"})
+
+        def on(node: Node) -> subprocess.Popen[str]:
+            numbers = {"NODES": "2", "PROCESSES": "1", "RESTARTS": "1"}
+            meeting = {"MASTER_ADDR": "node0", "RENDEZVOUS": "c10d", "ADDRESS": node.address}
+            return processes.start(
+                node.command([LAUNCHERS / "torchrun_multi_node.sh", recipe]),
+                PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}",
+                **numbers,
+                **meeting,
+            )
+
+        first, second = map(on, nodes)
+        try:
+            wait_for_step(tmp_path / "run", 3)
+        finally:
+            processes.kill(second)
+        self.finish_as_one_process([first, on(nodes[1])], recipe, one_process)
+
+    @pytest.mark.slow
+    def test_a_rank_that_was_killed(self, one_process, tmp_path):
+        """Its agent counts a restart, the other one does not, and both keep the store of before."""
+        recipe = write_tiny_run(tmp_path, parallel={"strategy": "hsdp"}, checkpoint={"every": "2 steps"})
+        options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+        place = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+        command = [BIN / "torchrun", *options, *place, "-m", "trainer", "run", recipe]
+        started = [processes.start(command) for _ in range(2)]
+        wait_for_step(tmp_path / "run", 3)
+        (rank,) = psutil.Process(started[1].pid).children()
+        rank.kill()
+        self.finish_as_one_process(started, recipe, one_process)
 
 
 @pytest.mark.slow

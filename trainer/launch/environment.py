@@ -69,7 +69,6 @@ class LaunchEnvironment:
     accelerate: Mapping[str, str] = field(default_factory=dict)  # the `ACCELERATE_*` variables, see `check_agrees`
     error_file: Path | None = None  # where a rank that our own agent started leaves its error
     has_agent_store: bool = False  # whether torch's elastic agent has opened the port where the ranks meet
-    attempt: int = 0  # how often that agent has started its ranks again; what it opened is the same each time
 
     @property
     def has_ranks(self) -> bool:
@@ -236,7 +235,6 @@ def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, st
         environment,
         error_file=Path(error_file) if error_file else None,
         has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
 
