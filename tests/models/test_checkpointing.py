@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -129,6 +130,7 @@ def kept_bytes(how: str, dropout: float = 0.1, precision: str = "fp32") -> int:
     """Bytes that a forward pass leaves allocated for its backward pass: the allocator's own count."""
     built = build(how, dropout, precision=precision)
     loss_of(built, 0).backward()  # what is made once is there
+    gc.collect()  # what other tests left must not be freed while it is counted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         loss = loss_of(built, 0)
     assert loss.requires_grad  # and so alive until here
