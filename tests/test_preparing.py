@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
+from tests.helpers.training import TINY_BERT
+from trainer.data.sources import load_splits
 from trainer.errors import UsageError
 from trainer.preparing import ImagePreparation, TextPreparation, load_preparation
 from trainer.recipe.loading import load_recipe
+from trainer.recipe.schema import MaskedLM
 from trainer.tasks.masking import Masking
 from trainer.tasks.registry import build_task
 
@@ -48,3 +52,34 @@ def test_a_model_of_texts_has_no_image_processor(tmp_path):
     recipe = write_tiny_image_run(tmp_path, model={"config": {"model_type": "bert"}})
     with pytest.raises(UsageError, match=r"`model.config` must be a model that reads images"):
         load_preparation(load_recipe(str(recipe)).recipe)
+
+
+class TestATokenWithoutAnEmbedding:
+    @pytest.fixture
+    def preparation(self, tmp_path):
+        """Of a model with 50 tokens, and a tokenizer with 105; the rows have words of both halves."""
+        recipe = write_tiny_run(tmp_path, model={"config": {**TINY_BERT, "vocab_size": 50}})
+        rows = [{"text": "word1 word44", "label": "a"}, {"text": "word1 word45", "label": "b"}]
+        (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return load_preparation(load_recipe(str(recipe)).recipe)
+
+    def encode(self, preparation, folder, *rows):
+        recipe = load_recipe(str(folder / "recipe.json")).recipe
+        split = load_splits(recipe.data).train
+        task = build_task(recipe.task).resolve(split.rows, split.where)
+        return preparation.encode(replace(split, rows=split.rows.select(rows)), task, folder / "cache")
+
+    def test_in_the_rows(self, preparation, tmp_path):
+        assert len(self.encode(preparation, tmp_path, 0)) == 1
+        with pytest.raises(UsageError, match=r"has the token 'word45' of id 50, but the model's `vocab_size` is 50"):
+            self.encode(preparation, tmp_path, 1)
+
+    def test_that_may_be_put_in(self, preparation):
+        with pytest.raises(UsageError, match="'word99' of id 104"):
+            preparation.masking(build_task(MaskedLM(**MASKED_LM)), 7)
+
+    def test_that_fills_rows(self, preparation):
+        assert preparation.batching.token_id == 0
+        preparation.tokenizer.pad_token = "word60"
+        with pytest.raises(UsageError, match="'word60' of id 65"):
+            _ = preparation.batching

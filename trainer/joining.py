@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from trainer.errors import ExitCode, LaunchError, LostPeerError, TrainerError, UsageError
 from trainer.interfaces import address_of, interface_of, interfaces, is_loopback, route_to
 from trainer.launch.environment import GLOO_INTERFACE, LaunchEnvironment, gloo_interface, use_gloo_interface
-from trainer.roll_call import RollCall
+from trainer.roll_call import RollCall, two_processes
 
 Result = TypeVar("Result")
 
@@ -94,11 +94,7 @@ class Meeting:
                 f" started as one of {self._size}, and the first one at {_place(own)} as one of {size}"
             )
         if self.store.add(f"here/{own.rank}", 1) > 1:
-            raise TrainerError(  # no user's error for sure: where the run before has to end, another start helps
-                f"two processes were started as rank {own.rank}, one of them on {socket.gethostname()}; give"
-                " each machine a number of its own (NODE_RANK, --node-rank or --machine_rank), and each run a port, or"
-                " start again when the run before has ended"
-            )
+            raise two_processes(own.rank)
         self._count_in("arrived")
         _await_all(own, deadline, lambda until: self._came("arrived", until - time.monotonic()) or None, self._missing)
 

@@ -14,7 +14,8 @@ from trainer.data.images import encode_images
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import encode_split
-from trainer.models.building import load_tokenizer
+from trainer.errors import UsageError
+from trainer.models.building import load_config, load_tokenizer
 from trainer.models.images import ImageProcessor, load_image_processor
 from trainer.recipe.schema import ImageClassification, Recipe
 from trainer.tasks.task import ImageTask, Task, TextTask
@@ -70,29 +71,49 @@ def load_preparation(recipe: Recipe) -> Preparation:
     """
     if isinstance(recipe.task, ImageClassification):
         return ImagePreparation(load_image_processor(recipe.model))
-    return TextPreparation(load_tokenizer(recipe.model), recipe.data.max_length)
+    vocab_size = getattr(load_config(recipe.model, {}).get_text_config(), "vocab_size", None)
+    return TextPreparation(load_tokenizer(recipe.model), recipe.data.max_length, vocab_size)
 
 
 @dataclass(frozen=True)
 class TextPreparation:
-    """Tokenises texts, cut at `max_length` tokens."""
+    """Tokenises texts, cut at `max_length` tokens, for a model with embeddings for `vocab_size` (None: any) tokens.
+
+    A token without an embedding is refused here, by its name: on a GPU it ends the process in the midst of a kernel.
+    """
 
     tokenizer: Any
     max_length: int
+    vocab_size: int | None = None
 
     normalisation = None
 
     @property
     def batching(self) -> Padding:
-        return Padding.of(self.tokenizer)
+        padding = Padding.of(self.tokenizer)
+        self._require_embedding(padding.token_id)
+        return padding
 
     def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
         assert isinstance(task, TextTask)
-        return encode_split(split, task, self.tokenizer, self.max_length, cache)
+        encoded = encode_split(split, task, self.tokenizer, self.max_length, cache)
+        self._require_embedding(int(encoded.tokens["input_ids"].max(initial=0)))
+        return encoded
 
     def masking(self, task: Task, seed: int) -> TokenMasking | None:
         assert isinstance(task, TextTask)
-        return task.masking(self.tokenizer, seed)
+        masking = task.masking(self.tokenizer, seed)
+        if masking is not None:  # it may put in any token
+            self._require_embedding(max(self.tokenizer.get_vocab().values()))
+        return masking
+
+    def _require_embedding(self, token_id: int) -> None:
+        if self.vocab_size is not None and token_id >= self.vocab_size:
+            raise UsageError(
+                f"the tokenizer `{self.tokenizer.name_or_path}` has the token"
+                f" {self.tokenizer.convert_ids_to_tokens(token_id)!r} of id {token_id}, but the model's `vocab_size` is"
+                f" {self.vocab_size}; name the model's own tokenizer in `model.tokenizer`, or a model with more tokens"
+            )
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)

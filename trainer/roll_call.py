@@ -61,10 +61,7 @@ class RollCall:
 
     def _is_complete(self) -> bool:
         if self._store.get(_process(self._rank)).decode() != self._own:
-            raise TrainerError(
-                f"two processes were started as rank {self._rank}, one of them on {socket.gethostname()}; give each"
-                " machine a number of its own (NODE_RANK, --node-rank or --machine_rank), and each run a port"
-            )
+            raise two_processes(self._rank)
         if self._rank == 0:
             self._read_out_names()
         else:
@@ -91,6 +88,15 @@ class RollCall:
         if roll != self._roll and self._own in names:
             self._roll = roll
             self._store.set(f"{roll}/{self._rank}", "")
+
+
+def two_processes(rank: int) -> TrainerError:
+    """The error of one of them; no user's for sure: where the run before has to end, another start helps."""
+    return TrainerError(
+        f"two processes were started as rank {rank}, one of them on {socket.gethostname()}; give each machine a number"
+        " of its own (NODE_RANK, --node-rank or --machine_rank), and each run a port, or start again when the run"
+        " before has ended"
+    )
 
 
 def _process(rank: int) -> str:
