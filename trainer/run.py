@@ -396,8 +396,7 @@ def _evaluator(
 
 def _cut_notes(data: _Data, max_length: int) -> list[str]:
     return [
-        f"{split.num_cut:,} of {len(split):,} {name} rows are longer than `data.max_length` ({max_length} tokens)"
-        " and were cut"
+        f"cut to `data.max_length` ({max_length} tokens): {split.num_cut:,} of {len(split):,} {name} rows"
         for name, split in (("training", data.train), ("validation", data.validation))
         if split is not None and split.num_cut
     ]
