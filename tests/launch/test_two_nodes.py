@@ -224,7 +224,7 @@ class TestTorchrunHandsOutTheRanks:
 
     @pytest.mark.slow
     def test_a_node_that_was_killed_joins_again(self, nodes, one_process, tmp_path):
-        recipe = write_tiny_run(tmp_path, parallel={"strategy": "hsdp"}, checkpoint={"every": "2 steps"})
+        recipe = write_tiny_run(tmp_path, parallel={"strategy": "fsdp"}, checkpoint={"every": "2 steps"})
 
         def on(node: Node) -> subprocess.Popen[str]:
             numbers = {"NODES": "2", "PROCESSES": "1", "RESTARTS": "1"}
@@ -246,7 +246,7 @@ class TestTorchrunHandsOutTheRanks:
     @pytest.mark.slow
     def test_a_rank_that_was_killed(self, one_process, tmp_path):
         """Its agent counts a restart, the other one does not, and both keep the store of before."""
-        recipe = write_tiny_run(tmp_path, parallel={"strategy": "hsdp"}, checkpoint={"every": "2 steps"})
+        recipe = write_tiny_run(tmp_path, parallel={"strategy": "fsdp"}, checkpoint={"every": "2 steps"})
         options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
         place = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
         command = [BIN / "torchrun", *options, *place, "-m", "trainer", "run", recipe]

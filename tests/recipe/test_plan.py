@@ -80,6 +80,16 @@ def test_a_shard_group_that_does_not_divide_names_those_that_do() -> None:
     assert str(caught.value) == "`parallel.shard` must divide the 4 processes, but is 3; use one of 1, 2, 4"
 
 
+@pytest.mark.parametrize(
+    ("keys", "local", "why"), [([], 1, "the only rank"), (["parallel.tensor=2"], 2, "whole in one tensor group")]
+)
+def test_nodes_with_nothing_to_shard_over(keys, local, why) -> None:
+    recipe = load_recipe("bert_base_mrpc", ["parallel.strategy=hsdp", *keys]).recipe
+    with pytest.raises(RecipeError, match=f"`parallel.shard` auto .* each is {why}.* use fsdp or ddp"):
+        plan_run(recipe, 4, local)
+    assert plan_run(recipe, 4).layout.dp_shard > 1, "on one node there is"
+
+
 def pipeline_plan(ranks: int, *keys: str, batch: int = 48, micro: int = 24) -> RunPlan:
     overrides = [f"training.global_batch_size={batch}", f"training.micro_batch_size={micro}"]
     return plan_run(load_recipe("bert_sample", [*overrides, *(f"parallel.{key}" for key in keys)]).recipe, ranks)

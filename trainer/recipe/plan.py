@@ -164,6 +164,14 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
     shard = ranks
     if strategy.groups:
         shard = max(1, min(local_world_size // tensor, ranks)) if parallel.shard == "auto" else parallel.shard
+        if shard == 1 < ranks and parallel.shard == "auto":  # without a word it would be the memory of ddp
+            own = "the only rank of its node" if local_world_size == 1 else "whole in one tensor group"
+            raise RecipeError(
+                [
+                    f"`parallel.shard` auto shards over the ranks of a node, but each is {own}, so nothing would be"
+                    f" sharded; write a number that divides the {ranks} data-parallel ranks, or use fsdp or ddp"
+                ]
+            )
     if ranks % shard:
         divisors = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
         what = "processes" if tensor * stages == 1 else "data-parallel ranks"
