@@ -103,7 +103,9 @@ CASES = {
     "slurm.sbatch": Case("srun", [["bash", FILES / "slurm.sbatch"]], [SLURM_TASK | {"SLURM_TASK_PID": "1"}]),
 }
 BARE = ("torchrun", "accelerate", "accelerate --cpu", "deepspeed --module", "srun")
-"""What a file of `launchers/` starts in the same way; three of them run the sample under DeepSpeed."""
+"""What a file of `launchers/` starts in the same way."""
+UNDER_ZERO3 = ("accelerate_multi_gpu.yaml", "deepspeed.sh", "slurm.sbatch")
+"""These run the recipe on DeepSpeed's engine, which reads variables of its own, the others under DDP."""
 QUICK = ("trainer", "torchrun_single_node.sh")
 ELSEWHERE = {"kubernetes_job.yaml": "test_two_nodes.py", "pytorchjob.yaml": "test_script.py"}  # and needs a cluster
 
@@ -176,22 +178,14 @@ def launch(case: Case, folder: Path, *more: str, path: str, recipe: Path = RECIP
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES if n not in BARE]
 )
 def test_two_ranks_learn_what_one_process_learns(name, one_process, tmp_path):
-    case, folder = CASES[name], tmp_path / "run"
-    assert set(launch(case, folder, path=programs(tmp_path / "bin"))) == {0}
+    case, folder, strategy = CASES[name], tmp_path / "run", "zero3" if name in UNDER_ZERO3 else "ddp"
+    assert set(launch(case, folder, f"parallel.strategy={strategy}", path=programs(tmp_path / "bin"))) == {0}
     header = metrics(folder)[0]["run"]
     assert header["world_size"] == 2
+    assert header["recipe"]["parallel"]["strategy"] == strategy
     assert header["launcher"] == case.launcher
     assert losses(folder) == pytest.approx(one_process, rel=LOSS_TOLERANCE)
     assert (folder / "model" / "config.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", ["accelerate", "deepspeed --module", "srun"])
-def test_deepspeed_runs_the_sample_under_each_launcher(launcher, one_process, tmp_path):
-    folder, word = tmp_path / "run", "parallel.strategy=zero3"
-    assert set(launch(CASES[launcher], folder, word, path=programs(tmp_path / "bin"))) == {0}
-    assert losses(folder) == pytest.approx(one_process, rel=LOSS_TOLERANCE)
     assert (folder / "model" / "model.safetensors").exists()
 
 
@@ -200,7 +194,6 @@ def test_deepspeed_runs_the_sample_under_each_launcher(launcher, one_process, tm
     ("processes", "words"),
     [
         ("2", ["parallel.tensor=2"]),
-        pytest.param("2", ["parallel.tensor=2", "parallel.sequence=true"], marks=pytest.mark.slow),
         pytest.param("4", ["parallel.tensor=2", "parallel.strategy=zero2"], marks=pytest.mark.slow),
     ],
 )
@@ -237,20 +230,12 @@ def test_a_batch_job_that_was_stopped_is_queued_again(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--mixed_precision", "fp16"], ["`precision` is fp32", "fp16"]),
-        (["--use_fsdp", "--fsdp_version", "2"], ["`parallel.strategy` is ddp", "--use_fsdp"]),
-    ],
-)
-def test_a_flag_of_accelerate_that_contradicts_the_recipe_is_refused(flags, words, tmp_path):
-    kind = [] if "--use_fsdp" in flags else ["--multi_gpu"]
-    command = [*ACCELERATE, *kind, *flags, "--num_processes", "2", "--main_process_port", free_port(), *MODULE]
-    ended = run([*command, RECIPE, *overrides(tmp_path / "run")])
+def test_a_flag_of_accelerate_that_contradicts_the_recipe_is_refused(tmp_path):
+    flags = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--main_process_port", free_port()]
+    ended = run([*ACCELERATE, *flags, *MODULE, RECIPE, *overrides(tmp_path / "run")])
     assert ended.returncode != 0
-    for word in words:
-        assert word in ended.stderr
+    assert "`parallel.strategy` is ddp" in ended.stderr
+    assert "--use_fsdp" in ended.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -267,5 +252,4 @@ def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(tmp_path):
 def test_bare_ranks_end_without_a_crash(tmp_path):
     """Gloo used to abort one interpreter in five at its exit (SIGABRT), after all work was done."""
     case = Case("variables", [[sys.executable, *MODULE]] * 2, [RANK | {"RANK": r, "LOCAL_RANK": r} for r in "01"])
-    for attempt in "ab":
-        assert launch(case, tmp_path / attempt, path=os.environ["PATH"]) == [0, 0]
+    assert launch(case, tmp_path / "run", path=os.environ["PATH"]) == [0, 0]
