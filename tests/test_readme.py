@@ -157,7 +157,7 @@ def write_small_bert(folder: Path) -> None:
     """A BERT of random weights where a recipe names a pretrained one."""
     from transformers import AutoTokenizer, BertConfig, BertModel
 
-    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     BertModel(BertConfig(vocab_size=3000, **size)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(ROOT / "recipes" / "sample" / "tokenizer").save_pretrained(folder)
 

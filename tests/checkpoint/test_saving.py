@@ -51,7 +51,7 @@ def saver(
 ) -> Saver:
     engine = engine or FakeEngine(world_size=world_size)
     saved = Saved(identity(tiny_recipe(**recipe), content), model_files={"config.json": b"{}"})
-    store = CheckpointStore(folder, 2)
+    store = CheckpointStore(folder, 2, seconds=2.0)
     engine.mesh.on_rank_zero(store.open)
     return Saver(store, engine, engine.mesh, saved, asynchronous)
 
