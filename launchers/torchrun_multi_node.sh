@@ -9,8 +9,8 @@
 #
 # RENDEZVOUS=c10d lets torchrun hand out the ranks. ADDRESS is then the address of this machine that leads to the others,
 # if its own name does not. After a failure start the same command on all machines: they go on from the last checkpoint.
-# With RESTARTS=N they do so by themselves, N times at most, and with c10d a machine that was lost may come back alone
-# (but for the one at MASTER_ADDR, which has the rendezvous).
+# With c10d and RESTARTS=N they do so by themselves, N times at most, and a machine that was lost may come back alone (but
+# for the one at MASTER_ADDR, which has the rendezvous).
 set -euo pipefail
 
 ARGUMENTS=("$@")

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, TCPStore
 from tests.helpers import processes
 from tests.launch.test_launchers import free_port
 from trainer import joining
-from trainer.errors import DataError, ExitCode, LaunchError, TrainerError, UsageError
+from trainer.errors import DataError, ExitCode, LaunchError, LostPeerError, TrainerError, UsageError
 from trainer.joining import Meeting, meet
 from trainer.launch.environment import LaunchEnvironment
 from trainer.recipe.schema import Parallel
@@ -128,6 +128,26 @@ def test_ranks_that_an_agent_starts_again_meet_in_the_store_of_before():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for start in (0, 1):
         assert meet(replace(ALONE, master_port=store.port), 5).gather(start, 5) == [start]
+
+
+def test_a_store_that_goes_while_ranks_meet():
+    """The agent that had it has ended, because its own rank was refused."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = replace(RANK, rank=1, local_rank=1, master_port=store.port, has_agent_store=True)
+    raised: list[Exception] = []
+
+    def come() -> None:
+        try:
+            meet(rank, 20)
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    store.get("process/1")  # it is there, and waits
+    del store
+    thread.join(15)
+    assert [type(error) for error in raised] == [LostPeerError]
 
 
 def test_a_taken_port_is_the_users_error():

@@ -51,10 +51,11 @@ def meet(environment: LaunchEnvironment, timeout_seconds: float) -> Meeting:
         hosts_store = environment.rank == 0 and not environment.has_agent_store
         own_address = None if hosts_store else _reach(environment, deadline)
         store = _store(environment, hosts_store, max(1.0, deadline - time.monotonic()))
-        if environment.has_agent_store:
-            store = PrefixStore(_this_start(store, environment, deadline), store)
-        meeting = Meeting(store, environment, hosts_store)
-        meeting.arrive(deadline, own_address)
+        with _others_may_go():
+            if environment.has_agent_store:
+                store = PrefixStore(_this_start(store, environment, deadline), store)
+            meeting = Meeting(store, environment, hosts_store)
+            meeting.arrive(deadline, own_address)
     return meeting
 
 
@@ -121,7 +122,7 @@ class Meeting:
             if isinstance(error, TrainerError) and self._environment.num_nodes > 1:
                 raise _error(code, self._signed(text)) from error
             raise
-        try:
+        with _others_may_go():
             self._count_in(name)
             if not self._came(name, timeout_seconds):
                 raise TrainerError(
@@ -133,8 +134,6 @@ class Meeting:
                 code, text = json.loads(self.store.get(f"{name}/problem"))
                 self._linger(name)
                 raise _error(ExitCode(code), text)
-        except dist.DistError as error:
-            raise LostPeerError("another rank has gone before all were ready; what that rank says tells why") from error
         return result
 
     def gather(self, value: Any, timeout_seconds: float) -> list[Any]:
@@ -147,8 +146,9 @@ class Meeting:
         text = json.dumps(value)
         self.together(lambda: self.store.set(f"{name}/{self._environment.rank}", text), timeout_seconds)
         keys = [f"{name}/{rank}" for rank in range(self._size)]
-        values = [json.loads(text) for text in self.store.multi_get(keys)]
-        self._linger(name)  # what it holds may make all of them leave
+        with _others_may_go():
+            values = [json.loads(text) for text in self.store.multi_get(keys)]
+            self._linger(name)  # what it holds may make all of them leave
         return values
 
     def check_network(self, timeout_seconds: float) -> None:
@@ -335,6 +335,19 @@ def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: f
         raise TrainerError(_not_met(environment, str(error).splitlines()[0])) from error
 
 
+@contextmanager
+def _others_may_go() -> Iterator[None]:
+    """Inside, the store is spoken to, which goes with the rank or the agent that has it.
+
+    Raises:
+        LostPeerError: it has gone.
+    """
+    try:
+        yield
+    except dist.DistError as error:
+        raise LostPeerError("another rank has gone before all were ready; what that rank says tells why") from error
+
+
 def _this_start(store: Store, environment: LaunchEnvironment, deadline: float) -> str:
     """What names this start of the ranks alone, in a store that may hold what those before them said.
 
@@ -349,7 +362,7 @@ def _await_all(
     environment: LaunchEnvironment,
     deadline: float,
     wait: Callable[[float], Result | None],
-    missing: Callable[[], list[int]],
+    missing: Callable[[], list[int] | None],
 ) -> Result:
     """Waits for all ranks, and says after a while for whom.
 
@@ -357,7 +370,7 @@ def _await_all(
         environment: of this rank.
         deadline: of the monotonic clock.
         wait: until that time; gives something where all have come.
-        missing: the ranks that have not.
+        missing: the ranks that have not; None: rank 0 at least.
 
     Raises:
         TrainerError: not all came.
@@ -367,7 +380,11 @@ def _await_all(
         if found is not None:
             return found
         absent = missing()
-        if until < deadline and environment.rank == min(set(range(environment.world_size)) - set(absent), default=0):
+        if absent is None:  # one for each machine: nobody knows whether the others are there
+            speaks = environment.local_rank == 0
+        else:
+            speaks = environment.rank == min(set(range(environment.world_size)) - set(absent), default=0)
+        if until < deadline and speaks:
             _say(f"{_missing_text(absent, environment.world_size)} yet at {_place(environment)}; waiting")
     raise TrainerError(
         f"rank {environment.rank} on {socket.gethostname()} waited at {_place(environment)}, but"
@@ -406,7 +423,9 @@ def _place(environment: LaunchEnvironment) -> str:
     return f"{environment.master_addr}:{environment.master_port}"
 
 
-def _missing_text(missing: list[int], size: int) -> str:
+def _missing_text(missing: list[int] | None, size: int) -> str:
+    if missing is None:
+        return "rank 0, which calls the others, has not come"
     ranks = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     return f"only {size - len(missing)} of {size} ranks have come, not rank{'s' * (len(missing) > 1)} {ranks}"
 

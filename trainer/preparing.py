@@ -15,7 +15,7 @@ from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import encode_split
 from trainer.errors import UsageError
-from trainer.models.building import load_config, load_tokenizer
+from trainer.models.building import load_tokenizer, vocabulary_size
 from trainer.models.images import ImageProcessor, load_image_processor
 from trainer.recipe.schema import ImageClassification, Recipe
 from trainer.tasks.task import ImageTask, Task, TextTask
@@ -71,8 +71,7 @@ def load_preparation(recipe: Recipe) -> Preparation:
     """
     if isinstance(recipe.task, ImageClassification):
         return ImagePreparation(load_image_processor(recipe.model))
-    vocab_size = getattr(load_config(recipe.model, {}).get_text_config(), "vocab_size", None)
-    return TextPreparation(load_tokenizer(recipe.model), recipe.data.max_length, vocab_size)
+    return TextPreparation(load_tokenizer(recipe.model), recipe.data.max_length, vocabulary_size(recipe.model))
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,8 @@ class TextPreparation:
     def masking(self, task: Task, seed: int) -> TokenMasking | None:
         assert isinstance(task, TextTask)
         masking = task.masking(self.tokenizer, seed)
-        if masking is not None:  # it may put in any token
-            self._require_embedding(max(self.tokenizer.get_vocab().values()))
+        if masking is not None:
+            self._require_embedding(max(masking.mask_token, *masking.ordinary_tokens.tolist()))
         return masking
 
     def _require_embedding(self, token_id: int) -> None:

@@ -52,11 +52,16 @@ class RollCall:
             pause = min(2 * pause, 0.25)
         return self._roll
 
-    def missing(self) -> list[int]:
-        """The ranks that have not come, or of which only an earlier process did."""
+    def missing(self) -> list[int] | None:
+        """The ranks that have not come, or of which only an earlier process did.
+
+        None: rank 0 is one of them, and so nobody can tell of the others; it would have read out the name of this one.
+        """
         absent = [rank for rank in range(self._size) if not self._store.check([_process(rank)])]
-        if absent or not self._roll:  # rank 0 would have read out the name of this process
-            return absent or [0]
+        if absent:
+            return absent
+        if not self._roll:
+            return None
         return [rank for rank in range(self._size) if not self._store.check([f"{self._roll}/{rank}"])]
 
     def _is_complete(self) -> bool:

@@ -214,47 +214,61 @@ def test_a_node_that_was_killed_and_started_again_goes_on(nodes, one_process, tm
 class TestTorchrunHandsOutTheRanks:
     """By its own rendezvous, `c10d`; it starts them again by itself, from the last checkpoint."""
 
-    def finish_as_one_process(
-        self, started: Sequence[subprocess.Popen[str]], recipe: Path, one_process: Metrics
-    ) -> None:
+    STEPS = 60  # enough of them to be disturbed
+
+    @pytest.fixture(scope="class")
+    def undisturbed(self, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
+        recipe = write_tiny_run(tmp_path_factory.mktemp("undisturbed"), training={"max_steps": self.STEPS})
+        assert finish([warm.start(["run", recipe])])[0][0] == 0
+        return numbers(recipe)
+
+    @pytest.fixture
+    def recipe(self, tmp_path: Path) -> Path:
+        keys = {"training": {"max_steps": self.STEPS}, "checkpoint": {"every": "2 steps"}}
+        return write_tiny_run(tmp_path, parallel={"strategy": "fsdp"}, **keys)
+
+    def finish(self, started: Sequence[subprocess.Popen[str]]) -> None:
         ended = [processes.finish(process, 150) for process in started]
         print(*(process.stdout + process.stderr for process in ended), sep="\n")
         assert [process.returncode for process in ended] == [0, 0]
-        assert_same(recipe, one_process)
 
     @pytest.mark.slow
-    def test_a_node_that_was_killed_joins_again(self, nodes, one_process, tmp_path):
-        recipe = write_tiny_run(tmp_path, parallel={"strategy": "fsdp"}, checkpoint={"every": "2 steps"})
-
+    def test_a_node_that_was_killed_joins_again(self, nodes, recipe, undisturbed):
         def on(node: Node) -> subprocess.Popen[str]:
-            numbers = {"NODES": "2", "PROCESSES": "1", "RESTARTS": "1"}
+            sizes = {"NODES": "2", "PROCESSES": "1", "RESTARTS": "1"}
             meeting = {"MASTER_ADDR": "node0", "RENDEZVOUS": "c10d", "ADDRESS": node.address}
+            path = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
             return processes.start(
-                node.command([LAUNCHERS / "torchrun_multi_node.sh", recipe]),
-                PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}",
-                **numbers,
-                **meeting,
+                node.command([LAUNCHERS / "torchrun_multi_node.sh", recipe]), **sizes, **meeting, **path
             )
 
-        first, second = map(on, nodes)
+        started = [on(node) for node in nodes]
         try:
-            wait_for_step(tmp_path / "run", 3)
+            wait_for_step(recipe.parent / "run", 3)
+            processes.kill(started[1])
+            started.append(on(nodes[1]))
+            self.finish([started[0], started[2]])
         finally:
-            processes.kill(second)
-        self.finish_as_one_process([first, on(nodes[1])], recipe, one_process)
+            for process in started:
+                processes.kill(process)
+        assert_same(recipe, undisturbed)
 
     @pytest.mark.slow
-    def test_a_rank_that_was_killed(self, one_process, tmp_path):
+    def test_a_rank_that_was_killed(self, recipe, undisturbed):
         """Its agent counts a restart, the other one does not, and both keep the store of before."""
-        recipe = write_tiny_run(tmp_path, parallel={"strategy": "fsdp"}, checkpoint={"every": "2 steps"})
         options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
         place = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
         command = [BIN / "torchrun", *options, *place, "-m", "trainer", "run", recipe]
         started = [processes.start(command) for _ in range(2)]
-        wait_for_step(tmp_path / "run", 3)
-        (rank,) = psutil.Process(started[1].pid).children()
-        rank.kill()
-        self.finish_as_one_process(started, recipe, one_process)
+        try:
+            wait_for_step(recipe.parent / "run", 3)
+            (rank,) = psutil.Process(started[1].pid).children()
+            rank.kill()
+            self.finish(started)
+        finally:
+            for process in started:
+                processes.kill(process)
+        assert_same(recipe, undisturbed)
 
 
 @pytest.mark.slow

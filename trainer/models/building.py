@@ -87,6 +87,21 @@ def load_tokenizer(recipe: Model) -> Any:
         raise not_found(key, name, error) from error
 
 
+def vocabulary_size(recipe: Model) -> int | None:
+    """For how many tokens the recipe's model has embeddings, by its configuration; None: that does not say.
+
+    Raises:
+        UsageError: the configuration cannot be reached, or does not describe a model.
+    """
+    config = load_config(recipe, {})
+    try:
+        described = config.get_text_config()
+    except ValueError:  # it describes several models of texts
+        return None
+    size = getattr(described, "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
 def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """The configuration that a recipe's `model.config` describes.
 
