@@ -211,20 +211,23 @@ def test_a_node_that_was_killed_and_started_again_goes_on(nodes, one_process, tm
     assert_same(recipe, one_process)
 
 
+LONG = 40  # steps: enough to be disturbed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
+    """What so many steps learn on one process."""
+    recipe = write_tiny_run(tmp_path_factory.mktemp("undisturbed"), training={"max_steps": LONG})
+    assert finish([warm.start(["run", recipe])])[0][0] == 0
+    return numbers(recipe)
+
+
 class TestTorchrunHandsOutTheRanks:
     """By its own rendezvous, `c10d`; it starts them again by itself, from the last checkpoint."""
 
-    STEPS = 60  # enough of them to be disturbed
-
-    @pytest.fixture(scope="class")
-    def undisturbed(self, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
-        recipe = write_tiny_run(tmp_path_factory.mktemp("undisturbed"), training={"max_steps": self.STEPS})
-        assert finish([warm.start(["run", recipe])])[0][0] == 0
-        return numbers(recipe)
-
     @pytest.fixture
     def recipe(self, tmp_path: Path) -> Path:
-        keys = {"training": {"max_steps": self.STEPS}, "checkpoint": {"every": "2 steps"}}
+        keys = {"training": {"max_steps": LONG}, "checkpoint": {"every": "2 steps"}}
         return write_tiny_run(tmp_path, parallel={"strategy": "fsdp"}, **keys)
 
     def finish(self, started: Sequence[subprocess.Popen[str]]) -> None:
