@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from trainer.errors import ExitCode, LaunchError, LostPeerError, TrainerError, UsageError
 from trainer.interfaces import address_of, interface_of, interfaces, is_loopback, route_to
 from trainer.launch.environment import GLOO_INTERFACE, LaunchEnvironment, gloo_interface, use_gloo_interface
-from trainer.roll_call import RollCall, two_processes
+from trainer.roll_call import RollCall, came_true, two_processes
 
 Result = TypeVar("Result")
 
@@ -208,17 +208,8 @@ class Meeting:
             self.store.set(f"{name}/all", "")
 
     def _came(self, name: str, seconds: float) -> bool:
-        """Waits until all were counted in, or one has said that it cannot be.
-
-        By asking again and again: torch's own wait takes twice its time to end, and logs that it did.
-        """
-        end, pause = time.monotonic() + seconds, 0.002
-        while not self.store.check([f"{name}/all"]):
-            if time.monotonic() >= end:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _RETRY_SECONDS)
-        return True
+        """Waits until all were counted in, or one has said that it cannot be."""
+        return came_true(lambda: self.store.check([f"{name}/all"]), time.monotonic() + seconds)
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self._size) if not self.store.check([f"here/{rank}"])]

@@ -11,10 +11,13 @@ import json
 import secrets
 import socket
 import time
+from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from trainer.errors import TrainerError
+
+_LONGEST_PAUSE_SECONDS = 0.25  # between two questions to the store
 
 
 class RollCall:
@@ -44,13 +47,7 @@ class RollCall:
         Raises:
             TrainerError: another process has come as this rank.
         """
-        pause = 0.002
-        while not self._is_complete():
-            if time.monotonic() >= until:
-                return None
-            time.sleep(pause)
-            pause = min(2 * pause, 0.25)
-        return self._roll
+        return self._roll if came_true(self._is_complete, until) else None
 
     def missing(self) -> list[int] | None:
         """The ranks that have not come, or of which only an earlier process did.
@@ -93,6 +90,20 @@ class RollCall:
         if roll != self._roll and self._own in names:
             self._roll = roll
             self._store.set(f"{roll}/{self._rank}", "")
+
+
+def came_true(is_so: Callable[[], bool], until: float) -> bool:
+    """Waits until the store says so, or for that time of the monotonic clock.
+
+    By asking again and again: torch's own wait takes twice its time to end, and logs that it did.
+    """
+    pause = 0.002
+    while not is_so():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    return True
 
 
 def two_processes(rank: int) -> TrainerError:

@@ -230,13 +230,21 @@ class TestTorchrunHandsOutTheRanks:
         keys = {"training": {"max_steps": LONG}, "checkpoint": {"every": "2 steps"}}
         return write_tiny_run(tmp_path, parallel={"strategy": "fsdp"}, **keys)
 
+    @pytest.fixture
+    def started(self) -> Iterator[list[subprocess.Popen[str]]]:
+        """What a test has started; nothing of it is left behind."""
+        both: list[subprocess.Popen[str]] = []
+        yield both
+        for process in both:
+            processes.kill(process)
+
     def finish(self, started: Sequence[subprocess.Popen[str]]) -> None:
         ended = [processes.finish(process, 150) for process in started]
         print(*(process.stdout + process.stderr for process in ended), sep="\n")
         assert [process.returncode for process in ended] == [0, 0]
 
     @pytest.mark.slow
-    def test_a_node_that_was_killed_joins_again(self, nodes, recipe, undisturbed):
+    def test_a_node_that_was_killed_joins_again(self, nodes, recipe, undisturbed, started):
         def on(node: Node) -> subprocess.Popen[str]:
             sizes = {"NODES": "2", "PROCESSES": "1", "RESTARTS": "1"}
             meeting = {"MASTER_ADDR": "node0", "RENDEZVOUS": "c10d", "ADDRESS": node.address}
@@ -245,32 +253,24 @@ class TestTorchrunHandsOutTheRanks:
                 node.command([LAUNCHERS / "torchrun_multi_node.sh", recipe]), **sizes, **meeting, **path
             )
 
-        started = [on(node) for node in nodes]
-        try:
-            wait_for_step(recipe.parent / "run", 3)
-            processes.kill(started[1])
-            started.append(on(nodes[1]))
-            self.finish([started[0], started[2]])
-        finally:
-            for process in started:
-                processes.kill(process)
+        started.extend(on(node) for node in nodes)
+        wait_for_step(recipe.parent / "run", 3)
+        processes.kill(started[1])
+        started.append(on(nodes[1]))
+        self.finish([started[0], started[2]])
         assert_same(recipe, undisturbed)
 
     @pytest.mark.slow
-    def test_a_rank_that_was_killed(self, recipe, undisturbed):
+    def test_a_rank_that_was_killed(self, recipe, undisturbed, started):
         """Its agent counts a restart, the other one does not, and both keep the store of before."""
         options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
         place = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
         command = [BIN / "torchrun", *options, *place, "-m", "trainer", "run", recipe]
-        started = [processes.start(command) for _ in range(2)]
-        try:
-            wait_for_step(recipe.parent / "run", 3)
-            (rank,) = psutil.Process(started[1].pid).children()
-            rank.kill()
-            self.finish(started)
-        finally:
-            for process in started:
-                processes.kill(process)
+        started.extend(processes.start(command) for _ in range(2))
+        wait_for_step(recipe.parent / "run", 3)
+        (rank,) = psutil.Process(started[1].pid).children()
+        rank.kill()
+        self.finish(started)
         assert_same(recipe, undisturbed)
 
 

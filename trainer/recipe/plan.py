@@ -162,9 +162,11 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
     if not strategy.cuts_anything:
         return Layout(dp_replicate=ranks, tp=tensor, pp=stages)
     shard = ranks
-    if strategy.groups:
-        shard = max(1, min(local_world_size // tensor, ranks)) if parallel.shard == "auto" else parallel.shard
-        if shard == 1 < ranks and parallel.shard == "auto":  # without a word it would be the memory of ddp
+    if strategy.groups and parallel.shard != "auto":
+        shard = parallel.shard
+    elif strategy.groups:
+        shard = max(1, min(local_world_size // tensor, ranks))
+        if shard == 1 < ranks:  # without a word it would be the memory of ddp
             own = "the only rank of its node" if local_world_size == 1 else "whole in one tensor group"
             raise RecipeError(
                 [
