@@ -1,4 +1,4 @@
-"""Writes the generated blocks of `README.md` and `docs/*.md`, whose facts stand in the code.
+"""Writes the generated blocks of `README.md`, `CONTRIBUTING.md` and `docs/*.md`, whose facts stand in the code.
 
 A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. Run `python -m docs.generate` after a change of the
 schema, the command line, the strategies, the schedules, the checks or the shipped recipes; a test fails where a block
@@ -7,8 +7,11 @@ is out of date. The figures of the promise are those that `python -m tests.parit
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import getdoc
@@ -21,19 +24,24 @@ from pydantic.fields import FieldInfo
 from docs import costs
 from trainer.cli import app
 from trainer.doctor.table import CHECKS
+from trainer.foreign.accelerate import ACCELERATE
+from trainer.foreign.counterpart import Counterpart
+from trainer.foreign.deepspeed import DEEPSPEED
+from trainer.foreign.megatron import MEGATRON
+from trainer.foreign.training_arguments import TRAINING_ARGUMENTS
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
+from trainer.reading.keys import default_tag, kinds, section_models
+from trainer.reading.shipped import is_base, shipped_recipes, summary
 from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
-from trainer.recipe.foreign.accelerate import ACCELERATE
-from trainer.recipe.foreign.counterpart import Counterpart
-from trainer.recipe.foreign.deepspeed import DEEPSPEED
-from trainer.recipe.foreign.megatron import MEGATRON
-from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
-from trainer.recipe.keys import default_tag, kinds, section_models
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.schema import Recipe, Section
-from trainer.recipe.shipped import is_base, shipped_recipes, summary
 from trainer.recipe.strategies import STRATEGIES, Strategy
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 PARITY = ROOT / "docs" / "parity.json"
@@ -44,7 +52,7 @@ _REQUIRED = "required"
 
 def pages() -> list[Path]:
     """The pages that may hold generated blocks."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def with_blocks(text: str) -> str:
@@ -354,6 +362,26 @@ def _size(number: float) -> str:
 _HELP_WIDTH = 100
 _RANKS = 8
 _BATCH = costs.Microbatch(rows=8, length=128)
+
+
+def _floors() -> str:
+    """The floors of the import contract, with the first sentence of each package's docstring."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = next(contract["layers"] for contract in contracts if contract["name"] == "floors")
+    rows = []
+    for floor, layer in zip(reversed(range(len(layers))), layers, strict=True):
+        for name in layer.split(" : "):
+            package = importlib.util.find_spec(f"trainer.{name}")
+            assert package is not None
+            assert package.origin is not None
+            docstring = ast.get_docstring(ast.parse(Path(package.origin).read_text(encoding="utf-8"))) or ""
+            place = f"{name}/" if package.submodule_search_locations else f"{name}.py"
+            rows.append((str(floor), f"`{place}`", " ".join(docstring.split("\n\n")[0].split())))
+    return _table(("floor", "package", "holds"), rows)
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "activations": _activations,
     "checks": _checks,
@@ -364,6 +392,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "command_line": _command_line,
     "exclusions": _exclusions,
     "families": _families,
+    "floors": _floors,
     "keys": _keys,
     "model_cuts": _model_cuts,
     "parity": parity,

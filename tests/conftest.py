@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.ranks import RankPools
+from tests.helpers.recipes import minimal, problems, write
+
+__all__ = ["minimal", "problems", "ranks", "write"]  # fixtures, which pytest finds here
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,10 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from tests.helpers.processes import ROOT, environment, finish, kill, start
 from trainer import __version__, cli, exporting
+from trainer.base.errors import DataError, ExitCode, NonFiniteError, RecipeError
 from trainer.cli import main
-from trainer.errors import DataError, ExitCode, NonFiniteError, RecipeError
 from trainer.launch import local
-from trainer.recipe.loading import ResolvedRecipe, load_recipe
+from trainer.reading.loading import ResolvedRecipe, load_recipe
 
 PROGRAM = [sys.executable, "-m", "trainer"]
 LIGHT = [

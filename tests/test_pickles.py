@@ -13,8 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from tests.helpers.hostile import Trap
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
+from trainer.base.errors import ExitCode
 from trainer.cli import main
-from trainer.errors import ExitCode
 
 
 def test_the_pickle_would_be_seen(tmp_path):

@@ -23,12 +23,12 @@ from docs.generate import pages, with_blocks
 from tests.helpers import warm
 from tests.helpers.processes import ROOT, run
 from tests.launch.test_launchers import CASES, PORT
+from trainer.base.errors import ExitCode
 from trainer.cli import main
-from trainer.errors import ExitCode
-from trainer.recipe.loading import load_recipe
-from trainer.recipe.reading import Origin, parse
+from trainer.reading.loading import load_recipe
+from trainer.reading.parser import Origin, parse
+from trainer.reading.shipped import shipped_recipes
 from trainer.recipe.schema import Parallel
-from trainer.recipe.shipped import shipped_recipes
 from trainer.recipe.strategies import STRATEGIES
 
 README, COMMAND_LINE, COMING_FROM = ROOT / "README.md", ROOT / "docs" / "cli.md", ROOT / "docs" / "coming_from.md"

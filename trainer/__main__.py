@@ -1,4 +1,4 @@
-"""`python -m trainer`, the same program as `trainer`; launchers start it with `-m trainer`."""
+"""The program that `trainer` and `python -m trainer` start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The command line: verbs, arguments and exit codes; every verb's work is done in the rooms below.
+"""The command line: verbs, arguments and exit codes.
 
-Nothing heavy is imported before a verb needs it: `run` and `export` import torch, and `check` where it counts what
-pipeline stages hold; with a recipe, after it was found valid. `doctor` asks torch in another process.
+A verb imports heavy packages only when it needs them: `run` and `export` import torch, and `check` does where it counts
+the contents of pipeline stages, after the recipe was found valid. `doctor` asks torch in another process.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trainer import __version__
-from trainer.errors import ExitCode, RecipeError, TrainerError, UsageError
-from trainer.launch.environment import forbid_telemetry
+from trainer.base.errors import ExitCode, RecipeError, TrainerError, UsageError
+from trainer.ranks.environment import forbid_telemetry
 
 if TYPE_CHECKING:
+    from trainer.reading.loading import ResolvedRecipe
     from trainer.recipe.drawing import StageContents
-    from trainer.recipe.loading import ResolvedRecipe
     from trainer.recipe.plan import PipelinePlan, RunPlan
 
 Target = Literal["slurm", "kubernetes", "pytorchjob", "torchrun", "deepspeed", "accelerate"]
@@ -116,8 +116,8 @@ def run(
 
     Under torchrun, accelerate, deepspeed or srun it joins the ranks that it is given; alone it starts its own.
     """
-    from trainer.launch.environment import problems_name_the_machine
-    from trainer.recipe.loading import load_recipe
+    from trainer.ranks.environment import problems_name_the_machine
+    from trainer.reading.loading import load_recipe
 
     with problems_name_the_machine():
         resolved = load_recipe(recipe, overrides or ())
@@ -139,7 +139,7 @@ def check(
     Also its layout and batch arithmetic on N ranks, and what each pipeline stage holds, where the model's configuration
     is at hand. Needs no GPU and no network, and trains nothing.
     """
-    from trainer.recipe.loading import load_recipe
+    from trainer.reading.loading import load_recipe
     from trainer.recipe.plan import plan_run
 
     resolved = load_recipe(recipe, overrides or ())
@@ -171,7 +171,7 @@ def doctor(
     """
     resolved = None
     if recipe is not None:
-        from trainer.recipe.loading import load_recipe
+        from trainer.reading.loading import load_recipe
 
         resolved = load_recipe(recipe, overrides or ()).recipe
 
@@ -251,7 +251,7 @@ def export(
 
     Needs nothing but the checkpoint: no GPU, no network, neither the recipe nor the model that it began with.
     """
-    from trainer.exporting import export as export_checkpoint
+    from trainer.training.exporting import export as export_checkpoint
 
     done = export_checkpoint(checkpoint, folder, dtype)
     for note in done.notes:
@@ -286,8 +286,8 @@ def convert(
 
     The recipe goes to the standard output or into a new file; what became of each key, to the standard error.
     """
-    from trainer.recipe.converting.convert import convert as convert_files
-    from trainer.recipe.converting.sources import Tool
+    from trainer.convert.convert import convert as convert_files
+    from trainer.convert.sources import Tool
 
     done = convert_files(files, Tool(source) if source else None, processes, output.parent if output else Path())
     if output is not None:
@@ -314,7 +314,7 @@ def recipes(context: typer.Context) -> None:
     """List the shipped recipes."""
     if context.invoked_subcommand is not None:
         return
-    from trainer.recipe.shipped import is_base, shipped_recipes, summary
+    from trainer.reading.shipped import is_base, shipped_recipes, summary
 
     shipped = shipped_recipes()
     width = max(map(len, shipped), default=0)
@@ -325,7 +325,7 @@ def recipes(context: typer.Context) -> None:
 @recipes_app.command()
 def show(name: Annotated[str, typer.Argument(help="As `trainer recipes` lists it.", show_default=False)]) -> None:
     """Print a shipped recipe."""
-    from trainer.recipe.shipped import shipped_recipes
+    from trainer.reading.shipped import shipped_recipes
 
     shipped = shipped_recipes()
     path = shipped.get(name.removesuffix(".json"))
@@ -357,7 +357,7 @@ def _stages(plan: RunPlan) -> list[StageContents] | None:
     at_hand = model.config is not None or os.path.isabs(model.name_or_path or "")  # else a name on the hub
     if plan.pipeline is None or not at_hand:
         return None
-    from trainer.preview import preview_stages  # brings torch
+    from trainer.training.preview import preview_stages  # brings torch
 
     return preview_stages(plan)
 

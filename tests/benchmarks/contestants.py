@@ -17,15 +17,15 @@ from transformers import get_linear_schedule_with_warmup
 from tests.benchmarks.setting import Setting
 from trainer.checkpoint.progress import Progress
 from trainer.engine.building import build_engine
-from trainer.launch.environment import LaunchEnvironment
-from trainer.loop import Loop
 from trainer.observe.build import build_observers
 from trainer.observe.memory import peak_memory_bytes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observers
 from trainer.parallel.microbatch import RankBatch
-from trainer.run_info import model_size, run_info, total_peak_flops
-from trainer.stopping import StopRequest
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.ranks.stopping import StopRequest
+from trainer.training.loop import Loop
+from trainer.training.run_info import model_size, run_info, total_peak_flops
 
 
 def hand_written(setting: Setting, batches: Iterable[RankBatch]) -> None:

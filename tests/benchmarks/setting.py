@@ -15,7 +15,7 @@ from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import encode_split
 from trainer.models.building import BuiltModel, build_model, load_tokenizer
 from trainer.parallel.mesh import ParallelMesh
-from trainer.recipe.loading import load_recipe
+from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task

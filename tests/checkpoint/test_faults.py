@@ -15,8 +15,8 @@ import pytest
 from tests.checkpoint.samples import newest
 from tests.helpers import processes, warm
 from tests.helpers.tiny_run import write_tiny_run
+from trainer.base.errors import ExitCode
 from trainer.checkpoint.store import CheckpointStore
-from trainer.errors import ExitCode
 
 # A program of its own, so that the limit meets the ranks in the second save, and nothing else. Root may write anywhere
 # while it has the capability to override permissions, which a new program loses where its bounds do not have it.

@@ -12,13 +12,13 @@ import torch
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, tiny_recipe
+from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint import saving
 from trainer.checkpoint.files import WrittenFile, share_name, write_share
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import Saved, Saver, identity
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import EngineState, StateSource
-from trainer.errors import TrainerError, UsageError
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.parts import whole_part
 from trainer.parallel.placement import ParameterPlacement

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.base.errors import UsageError
 from trainer.data.collate import Normalisation, Padding, collate
 from trainer.data.split import EncodedSplit
-from trainer.errors import UsageError
 
 PADDING = Padding(token_id=9, token_type_id=3)
 

@@ -7,9 +7,9 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from trainer.base.errors import DataError
 from trainer.data.images import encode_images
 from trainer.data.sources import Split, load_splits
-from trainer.errors import DataError
 from trainer.recipe.schema import HubData
 from trainer.tasks.image_classification import ImageClassificationTask
 

@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch
 
+from trainer.base.errors import TrainerError, UsageError
 from trainer.data.cache import EntryWriter, open_entry
 from trainer.data.collate import Padding
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
-from trainer.errors import TrainerError, UsageError
 from trainer.recipe.plan import BatchPlan
 
 ROOT = Path(__file__).parents[2]
@@ -217,7 +217,7 @@ raise SystemExit(3)
 
 
 def test_a_stop_signal_leaves_the_workers_to_the_rank_which_still_ends(split):
-    script = STOPPED.format(root=str(ROOT), entry=str(split.folder))
+    script = STOPPED.format(root=str(ROOT), entry=str(split.reopen.args[0]))
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.base.errors import UsageError
 from trainer.data.order import GlobalOrder
-from trainer.errors import UsageError
 
 
 def epoch_rows(order: GlobalOrder, epoch: int) -> np.ndarray:

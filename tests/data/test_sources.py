@@ -7,8 +7,8 @@ import re
 import datasets
 import pytest
 
+from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.data.sources import load_splits
-from trainer.errors import DataError, TrainerError, UsageError
 from trainer.recipe.schema import FileData, FolderData, HubData
 
 ROWS = [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}]

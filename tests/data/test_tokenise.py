@@ -13,9 +13,9 @@ import datasets
 import numpy as np
 import pytest
 
+from trainer.base.errors import DataError, UsageError
 from trainer.data.sources import Split
 from trainer.data.tokenise import encode_split
-from trainer.errors import DataError, UsageError
 from trainer.tasks.sequence_classification import SequenceClassificationTask
 
 ROOT = Path(__file__).parents[2]

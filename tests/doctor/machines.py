@@ -10,7 +10,7 @@ from trainer.doctor.facts import DeepSpeedFacts, Facts, GlooFacts, Gpu, GpuFacts
 from trainer.doctor.finding import Finding
 from trainer.doctor.machine import Machine
 from trainer.doctor.probe import ProbeError
-from trainer.recipe.loading import load_recipe
+from trainer.reading.loading import load_recipe
 
 CPU = TorchFacts("2.13.0+cpu")
 CUDA = TorchFacts("2.13.0", cuda="12.8", architectures=("sm_80", "sm_90", "compute_90"), nccl="2.27.5")

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.helpers.processes import run
+from trainer.base.errors import ExitCode
 from trainer.cli import main
 from trainer.doctor import examining
 from trainer.doctor.finding import Result, Status
 from trainer.doctor.table import CHECKS
-from trainer.errors import ExitCode
 from trainer.recipe.schema import Recipe
 
 

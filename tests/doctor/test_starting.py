@@ -8,7 +8,7 @@ import pytest
 from tests.doctor.machines import CUDA, H100, answers, machine
 from trainer.doctor import starting
 from trainer.doctor.facts import GpuFacts
-from trainer.launch.environment import detect
+from trainer.ranks.environment import detect
 
 RANKS = {
     "RANK": "3",

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.base.errors import UsageError
 from trainer.engine import zero
 from trainer.engine.compiling import CPU_OPERATION, prebuilt_operations
-from trainer.errors import UsageError
 
 
 def package(**operations: bool) -> Any:

@@ -23,7 +23,7 @@ from trainer.parallel.state_bytes import StateBytes
 from trainer.parallel.whole import local_part
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES
-from trainer.run_info import planned_state_bytes
+from trainer.training.run_info import planned_state_bytes
 
 # Large enough that padding is small beside it, with a vocabulary that no number of ranks divides.
 MODEL = {

@@ -17,8 +17,8 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import MemorySource, TinyTraining, build_tiny, tiny_recipe, train_tiny, whole_state
+from trainer.base.errors import TrainerError, UsageError
 from trainer.engine.engine import MODEL_PREFIX
-from trainer.errors import TrainerError, UsageError
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.microbatch import Microbatch, RankBatch
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trainer.base.errors import UsageError
 from trainer.engine.precision import cast_forward
-from trainer.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from tests.helpers.training import (
     tiny_training,
     whole_state,
 )
+from trainer.base.errors import ExitCode, NonFiniteError
 from trainer.engine import scaling
 from trainer.engine.engine import StepResult
 from trainer.engine.scaling import LossScaler, settle
-from trainer.errors import ExitCode, NonFiniteError
 from trainer.recipe.schema import Recipe
 
 GOOD = StepResult(loss=1.0, grad_norm=1.0, learning_rate=0.1)

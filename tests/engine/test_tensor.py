@@ -16,7 +16,7 @@ from tests.helpers.training import TINY_BERT, Curve, tiny_recipe, tiny_training,
 from tests.parity.test_export import exported
 from trainer.observe.meter import ModelSize
 from trainer.recipe.schema import Recipe
-from trainer.run_info import model_size
+from trainer.training.run_info import model_size
 
 PARALLEL = [
     pytest.param(2, {"strategy": "ddp", "tensor": 2}, id="tp2"),

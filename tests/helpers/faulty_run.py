@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from trainer import agreement
 from trainer.cli import main
 from trainer.engine.forward import ModelForward
 from trainer.engine.native import NativeEngine
 from trainer.engine.zero import ZeroEngine
+from trainer.training import agreement
 
 
 def _raise(engine: Any) -> NoReturn:

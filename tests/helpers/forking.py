@@ -18,7 +18,7 @@ def forking() -> ForkServerContext:
     It starts in the environment of a user's shell, because libraries look at it when they are imported.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.faulty_run", "tests.helpers.training", "trainer.run"])
+    context.set_forkserver_preload(["tests.helpers.faulty_run", "tests.helpers.training", "trainer.training.run"])
     ours, theirs = dict(os.environ), processes.environment()
     try:
         os.environ.clear()

@@ -1,7 +1,7 @@
 """A program as `trainer run` is one, but whose run is a few lines: what `test_local.py` starts.
 
-`python program.py BEHAVIOUR [--processes N] [--spawn]`. Importing it puts that run in the place of `trainer.run`, for a
-spawned rank too, which imports this file.
+`python program.py BEHAVIOUR [--processes N] [--spawn]`. Importing it puts that run in the place of
+`trainer.training.run`, for a spawned rank too, which imports this file.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from types import SimpleNamespace
 
 import torch
 
-from trainer.errors import DataError, NonFiniteError, TrainerError
+from trainer.base.errors import DataError, NonFiniteError, TrainerError
 from trainer.launch import local
-from trainer.launch.environment import LaunchEnvironment
+from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.schema import Recipe
 
 
@@ -78,8 +78,8 @@ def run(resolved: SimpleNamespace, environment: LaunchEnvironment) -> int:
     return 0
 
 
-sys.modules["trainer.run"] = types.ModuleType("trainer.run")
-sys.modules["trainer.run"].run = run  # type: ignore[attr-defined]
+sys.modules["trainer.training.run"] = types.ModuleType("trainer.training.run")
+sys.modules["trainer.training.run"].run = run  # type: ignore[attr-defined]
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers import processes, warm
 from tests.helpers.tiny_run import write_tiny_run
-from trainer.errors import ExitCode
+from trainer.base.errors import ExitCode
 
 STEPS = 120
 

@@ -202,7 +202,7 @@ def test_accelerate_on_several_machines_without_ranks_is_refused():
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
-    from trainer.errors import LaunchError
+    from trainer.base.errors import LaunchError
     from trainer.launch import local
 
     monkeypatch.setattr(local, "_num_gpus", lambda: 2)

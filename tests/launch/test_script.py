@@ -20,10 +20,10 @@ import pytest
 import yaml
 
 from tests.helpers.processes import ROOT, finish, kill, run, start
+from trainer.base.errors import ExitCode
 from trainer.cli import Target, main
-from trainer.errors import ExitCode
 from trainer.launch.script import KINDS
-from trainer.recipe.loading import load_recipe
+from trainer.reading.loading import load_recipe
 
 LAUNCHERS = ROOT / "launchers"
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.bert import modeling_bert
 from transformers.models.llama import modeling_llama
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.attention import KEYED_ATTENTION, keyed_attention
 from trainer.models.dropout import key_dropout, set_probabilities
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey

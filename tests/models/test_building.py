@@ -17,7 +17,7 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.ranks import RankPools
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
-from trainer.errors import TrainerError, UsageError
+from trainer.base.errors import TrainerError, UsageError
 from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.building import build_model, load_tokenizer, save_model
 from trainer.parallel.dropout import KeyedDropout

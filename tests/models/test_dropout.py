@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.helpers.training import TINY_BERT
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.dropout import RefuseUnkeyedDropout, key_dropout, set_probabilities, site_of
 from trainer.parallel.dropout import DropoutKeys, KeyedDropout, MicrobatchKey

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from tests.helpers.families import CONFIGS, build
 from tests.helpers.training import TINY_BERT
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.families import table
 from trainer.models.families.family import ModelFamily, matches
 from trainer.models.families.table import FAMILIES, family_of, layers_of

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, AutoImageProcessor, ViTImageProcessorPil
 
 from tests.helpers.training import TINY_VIT
+from trainer.base.errors import UsageError
 from trainer.data.collate import Normalisation
-from trainer.errors import UsageError
 from trainer.models.images import ImageProcessor, load_image_processor
 from trainer.recipe.schema import Model
 

@@ -24,7 +24,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from tests.helpers.families import CONFIGS, HEADS, LABELS, build, has_head
 from tests.helpers.ranks import RankPools
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.building import BuiltModel, build_model
 from trainer.models.cutting import ModelCut
 from trainer.parallel.dropout import DropoutKeys

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from tests.helpers.families import CONFIGS
 from tests.helpers.training import TINY_BERT, TINY_RESNET
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.families.table import FAMILIES, layers_of
 from trainer.models.stages import StageSplit, _balanced, _costs, cut_stage, split_stages
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageClassification, ResNetConfig
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_RESNET, parallel_keys, tiny_recipe, tiny_training
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.building import build_model
 from trainer.models.families.table import layers_of
 from trainer.models.statistics import buffers_hash, fix_statistics, persistent_buffers

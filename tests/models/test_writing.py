@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, BertForMaskedLM, Pret
 
 from tests.helpers.families import CONFIGS, SHIPPED, VARIANTS, has_head
 from tests.helpers.training import TINY_RESNET
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.statistics import persistent_buffers
 from trainer.models.writing import UnknownModelError, described_model, transformers_class, write_weights
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.observe.samples import end_record, run_info, step_record
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.observe.build import build_observers
 from trainer.observe.csv_files import EVALUATION_FILE_NAME, TRAINING_FILE_NAME
 from trainer.observe.metrics_file import METRICS_FILE_NAME, read_metrics

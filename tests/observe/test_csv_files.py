@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.observe.samples import run_info, step_record
-from trainer.errors import TrainerError, UsageError
+from trainer.base.errors import TrainerError, UsageError
 from trainer.observe.csv_files import EVALUATION_FILE_NAME, TRAINING_FILE_NAME, CsvFiles
 from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile
 from trainer.observe.observer import Observers

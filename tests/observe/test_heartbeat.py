@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.observe.samples import end_record
-from trainer.errors import TrainerError
+from trainer.base.errors import TrainerError
 from trainer.observe.heartbeat import Heartbeat, forget_statuses, ranks_folder, read_statuses
 
 

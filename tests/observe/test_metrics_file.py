@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.observe.samples import run_info, step_record
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile, read_metrics
 from trainer.observe.records import EvaluationRecord
 

@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 
 from tests.observe.samples import end_record, run_info, step_record
 from tests.observe.test_tracking import wait_for
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.observe.mlflow import MLflowService
 from trainer.observe.records import EvaluationRecord
 from trainer.observe.tracking import IDS_FILE_NAME, Tracker

@@ -70,7 +70,7 @@ def child(code: str) -> str:
 def test_without_the_package_the_error_says_what_to_install():
     code = (
         "import sys; sys.modules['tensorboard'] = None\n"
-        "from trainer.errors import UsageError\n"
+        "from trainer.base.errors import UsageError\n"
         "from trainer.observe.tensorboard import TensorBoard\n"
         "try: TensorBoard()\n"
         "except UsageError as error: print(error)"

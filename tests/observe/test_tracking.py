@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.observe.samples import end_record, run_info, step_record
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.observe import tracking
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo
 from trainer.observe.tracking import IDS_FILE_NAME, Point, Tracker

@@ -18,7 +18,7 @@ import wandb
 from tests.helpers.processes import ROOT, environment
 from tests.helpers.tracked import offline_runs
 from tests.observe.samples import end_record, run_info, step_record
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.observe import wandb as wandb_room
 from trainer.observe.records import EvaluationRecord
 from trainer.observe.tracking import Tracker

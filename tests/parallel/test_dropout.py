@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, KeyedDropout, MicrobatchKey, _MaskedScale
 from trainer.parallel.random import quantised
 

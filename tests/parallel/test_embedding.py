@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.helpers.ranks import RankPools
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.parallel.communication import copy_to_group, index_in_group, join_sequence
 from trainer.parallel.cross_entropy import vocab_parallel_cross_entropy
 from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import RankError, RankPools
-from trainer.errors import TrainerError, UsageError
+from trainer.base.errors import TrainerError, UsageError
 from trainer.parallel.mesh import AXES, ParallelMesh
 
 CPU = torch.device("cpu")

@@ -22,9 +22,9 @@ from tests.parity.cases import GLOBAL_BATCH_SIZE, TOLERANCES
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
-from trainer.exporting import export
 from trainer.models.building import save_configuration
 from trainer.recipe.schema import Recipe
+from trainer.training.exporting import export
 
 STEPS = 3
 EXTRAS = [

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trainer.errors import RecipeError
+from trainer.base.errors import RecipeError
+from trainer.reading.keys import known_keys
+from trainer.reading.loading import load_recipe
 from trainer.recipe.deepspeed import _OWNED, FREE_KEYS, FREE_ZERO_KEYS, deepspeed_config, refused_keys
-from trainer.recipe.keys import known_keys
-from trainer.recipe.loading import load_recipe
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES
 

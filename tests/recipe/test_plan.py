@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.errors import RecipeError
-from trainer.recipe.loading import load_recipe
+from trainer.base.errors import RecipeError
+from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import Layout, RunPlan, plan_run
 
 

@@ -5,11 +5,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from trainer.recipe.keys import known_keys
-from trainer.recipe.loading import load_recipe
-from trainer.recipe.reading import read_file
+from trainer.reading.keys import known_keys
+from trainer.reading.loading import load_recipe
+from trainer.reading.parser import read_file
+from trainer.reading.shipped import is_base, shipped_recipes
 from trainer.recipe.schema import Interval, file_schema
-from trainer.recipe.shipped import is_base, shipped_recipes
 from trainer.recipe.strategies import STRATEGIES
 
 VALIDATOR = jsonschema.Draft202012Validator(file_schema())

@@ -7,7 +7,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from trainer.errors import DataError
+from trainer.base.errors import DataError
 from trainer.recipe.schema import ImageClassification
 from trainer.tasks.registry import build_task
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers
 
 from tests.helpers.training import TINY_BERT, VOCABULARY
-from trainer.errors import DataError
+from trainer.base.errors import DataError
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import MaskedLM
 from trainer.tasks.registry import build_task

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.masking import Masking
 

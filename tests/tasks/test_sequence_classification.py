@@ -6,7 +6,7 @@ import pytest
 import sklearn.metrics
 import torch
 
-from trainer.errors import DataError, UsageError
+from trainer.base.errors import DataError, UsageError
 from trainer.recipe.schema import SequenceClassification
 from trainer.tasks.registry import build_task
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from trainer.errors import DataError
+from trainer.base.errors import DataError
 from trainer.recipe.schema import SequenceRegression
 from trainer.tasks.registry import build_task
 

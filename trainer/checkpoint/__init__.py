@@ -1,1 +1,1 @@
-"""Saving the state of a run and finding it again. Knows an `Engine`, never which one."""
+"""Checkpoints: saving, verifying and finding them. Knows the `Engine` protocol only."""

@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trainer.base.disk import save_tensors, sync
 from trainer.checkpoint.progress import Progress
-from trainer.disk import save_tensors, sync
 from trainer.parallel.parts import Box, TensorPart, own_share
 
 FORMAT = 2

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint.files import (
     MODEL_FOLDER,
     Facts,
@@ -26,9 +27,8 @@ from trainer.checkpoint.files import (
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import MODEL_PREFIX, Engine
-from trainer.errors import TrainerError, UsageError
 from trainer.parallel.mesh import ParallelMesh
-from trainer.recipe.keys import leaves
+from trainer.reading.keys import leaves
 from trainer.recipe.schema import Recipe
 
 # What says how, not what is learned: a run may go on with other values.

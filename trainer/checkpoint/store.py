@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.base.disk import UNFINISHED, replace_text, sync
 from trainer.checkpoint.files import Facts, WrittenFile, seal
-from trainer.disk import UNFINISHED, replace_text, sync
 
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,})")
 _REPLACED, _REMOVED, _LATEST = ".replaced-", ".removed-", "latest"

@@ -1,4 +1,4 @@
-"""From the recipe's data to batches: loading, preparing once, order, partition. Knows no task and no model."""
+"""From data sources to batches: loading, tokenising, caching, order. Knows no task and no model."""
 
 from trainer.data.collate import Batching, Normalisation, Padding
 from trainer.data.images import encode_images

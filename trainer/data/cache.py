@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +20,8 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
+from trainer.base.errors import UsageError
 from trainer.data.split import EncodedSplit
-from trainer.errors import UsageError
 
 ENTRY_VERSION = 2  # of the files of a cache entry; part of its key
 
@@ -153,7 +154,7 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
             columns["scalars"],
             meta["content_hash"],
             meta["num_cut"],
-            folder,
+            partial(open_entry, folder),
             columns["arrays"],
         )
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:

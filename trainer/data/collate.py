@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.base.errors import UsageError
 from trainer.data.order import IndexArray
 from trainer.data.split import EncodedSplit, FlatArray
-from trainer.errors import UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
 
 if TYPE_CHECKING:

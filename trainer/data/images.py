@@ -14,11 +14,11 @@ import transformers
 from numpy.typing import NDArray
 
 import trainer
+from trainer.base.errors import DataError
 from trainer.data.cache import ENTRY_VERSION, EntryWriter, open_or_write
 from trainer.data.hashing import ROWS_AT_ONCE, hash_rows
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
-from trainer.errors import DataError
 
 if TYPE_CHECKING:
     import PIL.Image

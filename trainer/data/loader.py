@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from trainer.base.errors import TrainerError
 from trainer.data.collate import Batching, TokenMasking, collate
 from trainer.data.order import GlobalOrder, IndexArray
 from trainer.data.partition import partition
 from trainer.data.split import EncodedSplit
-from trainer.errors import TrainerError
 from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.ranks.stopping import STOP_SIGNALS
 from trainer.recipe.plan import BatchPlan
-from trainer.stopping import STOP_SIGNALS
 
 _DEATH_SECONDS = 1.0  # how long a dying worker may take to be gone, once its connection is
 

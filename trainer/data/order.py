@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 
 IndexArray: TypeAlias = NDArray[np.int64]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.errors import DataError, TrainerError, UsageError
+from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.recipe.schema import FileData, FolderData, HubData
 
 if TYPE_CHECKING:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +23,7 @@ class EncodedSplit:
         scalars: the columns with one value for each row `[rows]`.
         content_hash: names the content; equal for equal content only.
         num_cut: rows that were longer than `data.max_length`.
-        folder: the cache entry to map again in another process; None: the arrays themselves travel.
+        reopen: maps the same split again in another process; must pickle. None: the arrays themselves travel.
         arrays: the columns with an array for each row, all of one shape, such as images `[rows, ...]`.
     """
 
@@ -35,7 +34,7 @@ class EncodedSplit:
         scalars: Mapping[str, FlatArray],
         content_hash: str,
         num_cut: int = 0,
-        folder: Path | None = None,
+        reopen: Callable[[], EncodedSplit] | None = None,
         arrays: Mapping[str, FlatArray] | None = None,
     ) -> None:
         self.offsets = offsets
@@ -44,7 +43,7 @@ class EncodedSplit:
         self.arrays = dict(arrays or {})
         self.content_hash = content_hash
         self.num_cut = num_cut
-        self.folder = folder
+        self.reopen = reopen
         self.lengths: IndexArray = np.diff(offsets)
 
     def __len__(self) -> int:
@@ -52,10 +51,8 @@ class EncodedSplit:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled memory map would carry the whole data set to each spawned worker.
-        if self.folder is not None:
-            from trainer.data.cache import open_entry
-
-            return open_entry, (self.folder,)
+        if self.reopen is not None:
+            return self.reopen, ()
         return EncodedSplit, (
             self.offsets, self.tokens, self.scalars, self.content_hash, self.num_cut, None, self.arrays
         )  # fmt: skip

@@ -15,11 +15,11 @@ import tokenizers
 import transformers
 
 import trainer
+from trainer.base.errors import UsageError
 from trainer.data.cache import ENTRY_VERSION, EntryWriter, open_or_write
 from trainer.data.hashing import hash_rows
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
-from trainer.errors import UsageError
 
 if TYPE_CHECKING:
     from datasets import Dataset

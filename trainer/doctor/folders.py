@@ -6,10 +6,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from trainer.base.errors import UsageError
 from trainer.doctor.finding import GIB, Finding, ok, problem, size, warning
 from trainer.doctor.machine import Machine
-from trainer.errors import UsageError
-from trainer.launch.environment import cache_folder, user_cache
+from trainer.ranks.environment import cache_folder, user_cache
 
 _LITTLE_BYTES = GIB
 

@@ -13,8 +13,8 @@ from trainer.doctor.facts import GlooFacts, GpuFacts, TorchFacts
 from trainer.doctor.finding import Finding, ok, problem, warning
 from trainer.doctor.machine import Machine
 from trainer.doctor.probe import ProbeError
-from trainer.interfaces import addresses, is_loopback
-from trainer.launch.environment import GLOO_INTERFACE, LaunchEnvironment
+from trainer.ranks.environment import GLOO_INTERFACE, LaunchEnvironment
+from trainer.ranks.interfaces import addresses, is_loopback
 
 HUB_SECONDS = 2.0
 _VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "tun", "podman")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.base.errors import RecipeError, TrainerError, UsageError
 from trainer.doctor.facts import GpuFacts, TorchFacts
 from trainer.doctor.finding import Finding, ok, problem, warning
 from trainer.doctor.folders import hugging_face_home
 from trainer.doctor.machine import Machine
 from trainer.doctor.network import is_loopback_name, on_several_machines
-from trainer.errors import RecipeError, TrainerError, UsageError
-from trainer.launch.environment import ACCELERATE_ENGINES, LaunchEnvironment, check_agrees, detect
+from trainer.ranks.environment import ACCELERATE_ENGINES, LaunchEnvironment, check_agrees, detect
 
 
 def launcher(machine: Machine) -> Finding:

@@ -9,7 +9,7 @@ import resource
 from trainer.doctor import cgroup
 from trainer.doctor.finding import GIB, MIB, Finding, ok, problem, size, warning
 from trainer.doctor.machine import Machine
-from trainer.launch.environment import available_cores, threads_per_rank
+from trainer.ranks.environment import available_cores, threads_per_rank
 
 _LEAST_SHARED_BYTES = GIB
 _LEAST_FREE_SHARED_BYTES = 256 * MIB

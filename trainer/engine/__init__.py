@@ -1,1 +1,1 @@
-"""Engines: what turns one global batch into one optimizer step, whatever the layout."""
+"""Engines: one optimizer step from one global batch, for each strategy."""

@@ -10,7 +10,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.environment import extensions_folder
+from trainer.ranks.environment import extensions_folder
 
 CPU_OPERATION = "deepspeed_shm_comm"
 """The operation that it needs on CPUs; on GPUs, what the trainer asks of it needs none."""

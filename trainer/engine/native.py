@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.base.errors import UsageError
 from trainer.engine.engine import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
@@ -29,7 +30,6 @@ from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_na
 from trainer.engine.scaling import LossScaler, settle
 from trainer.engine.schedule import AccumulationSchedule, Schedule
 from trainer.engine.sharded import defer_all_reduce, shard
-from trainer.errors import UsageError
 from trainer.models.building import BuiltModel, save_model
 from trainer.models.statistics import persistent_buffers
 from trainer.parallel.mesh import ParallelMesh

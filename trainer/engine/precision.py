@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

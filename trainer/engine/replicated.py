@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.base.errors import UsageError
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine
 from trainer.engine.schedule import AccumulationSchedule
-from trainer.errors import UsageError
 from trainer.models.building import BuiltModel
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.mesh import ParallelMesh

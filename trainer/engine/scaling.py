@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from trainer.base.errors import NonFiniteError
 from trainer.engine.engine import StepResult
-from trainer.errors import NonFiniteError
 
 _INITIAL, _SMALLEST = 2.0**16, 1.0
 _GROWTH_INTERVAL = 2000

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.base.errors import UsageError
 from trainer.engine.compiling import (
     CPU_OPERATION,
     abandoned_locks,
@@ -41,8 +42,6 @@ from trainer.engine.engine import (
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.scaling import LossScaler, settle
-from trainer.errors import UsageError
-from trainer.launch.environment import set_local_rank
 from trainer.models.building import BuiltModel, save_model
 from trainer.models.initialising import Gather, whole_already
 from trainer.models.statistics import persistent_buffers
@@ -52,6 +51,7 @@ from trainer.parallel.partial import is_partial, sum_while_backward
 from trainer.parallel.parts import TensorPart, flat_part, whole_part
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.whole import gather_on_rank_zero
+from trainer.ranks.environment import set_local_rank
 from trainer.recipe.deepspeed import deepspeed_config
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task

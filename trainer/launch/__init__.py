@@ -1,0 +1,4 @@
+"""Local ranks of `trainer run` and scripts for clusters.
+
+Imports no torch.
+"""

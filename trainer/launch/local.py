@@ -26,17 +26,17 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from trainer.errors import ExitCode, LaunchError, LostPeerError, TrainerError
-from trainer.launch.environment import LOCAL_ROLE, LaunchEnvironment, check_agrees, detect, threads_per_rank
-from trainer.launch.report import Kind, Report, read_reports
+from trainer.base.errors import ExitCode, LaunchError, LostPeerError, TrainerError
 from trainer.observe.heartbeat import Status, read_statuses
+from trainer.ranks.environment import LOCAL_ROLE, LaunchEnvironment, check_agrees, detect, threads_per_rank
+from trainer.ranks.report import Kind, Report, read_reports
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    from trainer.recipe.loading import ResolvedRecipe
+    from trainer.reading.loading import ResolvedRecipe
 
 GRACE_SECONDS = 60.0
 """What the ranks get to finish their step and save, between the signal that asks and the one that kills."""
@@ -169,7 +169,7 @@ def _join(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
     """Runs this process's rank."""
     import torch
 
-    from trainer.run import run
+    from trainer.training.run import run
 
     if environment.world_size > 1 and (threads := threads_per_rank(environment.local_world_size)) is not None:
         torch.set_num_threads(threads)
@@ -182,7 +182,7 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int) -> int:
         logging.getLogger(logger).setLevel(logging.CRITICAL)  # we say ourselves what failed
     with _forwarded_signals() as stop:
         if _start_method() == "fork":
-            importlib.import_module("trainer.run")  # once, instead of in each rank and again in each restart
+            importlib.import_module("trainer.training.run")  # once, instead of in each rank and again in each restart
         for restart in range(1, max_restarts + 1):
             try:
                 return _attempt(resolved, number, stop)

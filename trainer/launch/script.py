@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from trainer.errors import UsageError
-from trainer.recipe.loading import ResolvedRecipe, load_recipe
+from trainer.base.errors import UsageError
+from trainer.reading.loading import ResolvedRecipe, load_recipe
+from trainer.reading.parser import DEFAULT
+from trainer.reading.shipped import shipped_folder, shipped_recipes
 from trainer.recipe.plan import plan_run
-from trainer.recipe.reading import DEFAULT
-from trainer.recipe.shipped import shipped_folder, shipped_recipes
 
 RUNS = "/runs"
 """Where the manifests mount the claim that the pods share."""

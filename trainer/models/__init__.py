@@ -1,4 +1,4 @@
-"""Hugging Face models: building them, and the dropout and attention functions that they compute with.
+"""Hugging Face models: loading, cutting and the functions that they compute with.
 
-Blind to tasks and data: what a task needs of a model arrives as options of its configuration.
+Knows no task and no data.
 """

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.dropout import site_of
 from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME
 
-from trainer.errors import TrainerError, UsageError
+from trainer.base.errors import TrainerError, UsageError
 from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.cutting import ModelCut
 from trainer.models.dropout import key_dropout, set_probabilities

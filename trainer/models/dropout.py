@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.families.table import is_shared_dropout
 from trainer.parallel.dropout import REMEDY, DropoutKeys, DropoutSite, KeyedDropout
 

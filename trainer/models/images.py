@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.building import load_config, not_found
 from trainer.recipe.schema import Model
 

@@ -34,7 +34,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.cutting import CutModel, ModelCut
 from trainer.models.initialising import draw_weights
 from trainer.models.names import aliases

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.families.family import LayerStack, StagePlan, matches, relative_name
 from trainer.models.families.table import FAMILIES, family_of, layers_of
 from trainer.models.names import aliases

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.parallel.mesh import ParallelMesh
 
 

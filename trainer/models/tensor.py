@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.dropout import move_site
 from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
 from trainer.models.families.table import family_of, layers_of

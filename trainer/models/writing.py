@@ -24,8 +24,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from trainer.disk import save_tensors
-from trainer.errors import UsageError
+from trainer.base.disk import save_tensors
+from trainer.base.errors import UsageError
 from trainer.models.names import aliases
 from trainer.models.statistics import persistent_buffers
 

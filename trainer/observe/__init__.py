@@ -1,4 +1,4 @@
-"""What a run tells the outside world: the terminal, files, TensorBoard, tracking services.
+"""Output of a run: terminal, files, TensorBoard and tracking services.
 
-This room knows only the records in `records.py`; it never sees a model, an engine or a process group.
+Knows only the records in `records.py`: no model, no engine, no process group.
 """

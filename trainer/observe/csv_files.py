@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.observe.files import GrowingFile, encode_number
 from trainer.observe.metrics_file import step_line
 from trainer.observe.observer import Observer

@@ -12,8 +12,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from trainer.disk import replace_text
-from trainer.errors import TrainerError, UsageError
+from trainer.base.disk import replace_text
+from trainer.base.errors import TrainerError, UsageError
 
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 

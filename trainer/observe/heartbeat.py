@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.errors import TrainerError
+from trainer.base.errors import TrainerError
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.observe.files import GrowingFile, decode_number, encode_number
 from trainer.observe.observer import Observer
 from trainer.observe.records import BadStepRecord, EvaluationRecord, RunInfo, StepRecord

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainer.errors import UsageError
-from trainer.launch.environment import forbid_telemetry, mlflow_settings
+from trainer.base.errors import UsageError
 from trainer.observe.observer import packages_of
 from trainer.observe.records import EndRecord, RunInfo
 from trainer.observe.tracking import Point, best_values, tracked_config, without_secrets
-from trainer.recipe.keys import leaves
+from trainer.ranks.environment import forbid_telemetry, mlflow_settings
+from trainer.reading.keys import leaves
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.errors import TrainerError
+from trainer.base.errors import TrainerError
 from trainer.observe.observer import Observer, packages_of
 from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
 

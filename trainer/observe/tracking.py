@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.disk import replace_text
-from trainer.errors import TrainerError, UsageError
+from trainer.base.disk import replace_text
+from trainer.base.errors import TrainerError, UsageError
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
 

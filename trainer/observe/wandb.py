@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import UsageError
-from trainer.launch.environment import forbid_telemetry
+from trainer.base.errors import UsageError
 from trainer.observe.observer import packages_of
 from trainer.observe.records import EndRecord, RunInfo
 from trainer.observe.tracking import END_SECONDS, Point, best_values, tracked_config
+from trainer.ranks.environment import forbid_telemetry
 
 if TYPE_CHECKING:
     import wandb

@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from trainer.errors import ExitCode
-from trainer.launch.report import Report
+from trainer.base.errors import ExitCode
 from trainer.observe.heartbeat import Heartbeat, Status, ranks_folder, read_statuses
 from trainer.observe.observer import Observer
+from trainer.ranks.report import Report
 
 _TELL_SECONDS = 5.0  # for the end of the run to be shown, which may hang as all else does
 _NO_ANSWER = "no answer: it is stopped or its machine is gone"

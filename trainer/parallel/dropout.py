@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.parallel.random import MAX_INDEX_DIMS, element_keys, keep_mask, quantised, stream_key
 from trainer.parallel.sequence import SequenceCut
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.parallel.communication import (
     Group,
     group_size,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.errors import TrainerError
+from trainer.base.errors import TrainerError
 
 Result = TypeVar("Result")
 

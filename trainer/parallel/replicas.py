@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainer.errors import TrainerError
+from trainer.base.errors import TrainerError
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import Placements
 

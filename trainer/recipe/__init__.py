@@ -1,4 +1,4 @@
-"""What the user wrote: the schema, its loading, the table of strategies and the arithmetic that follows.
+"""The schema of a recipe, the tables of strategies and schedules, and the batch arithmetic.
 
 Imports no torch, so that `trainer check` answers at once.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainer.errors import RecipeError
+from trainer.base.errors import RecipeError
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule, stages_of_rank
 from trainer.recipe.schema import Parallel, Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy

@@ -1,4 +1,4 @@
-"""What is learned: each task's labels, loss and metrics. Knows no model family, no source of data and no layout."""
+"""Labels, losses and metrics of each task. Knows no model family, no data source and no layout."""
 
 from trainer.tasks.metrics import greater_is_better
 from trainer.tasks.registry import build_task

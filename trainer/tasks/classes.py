@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.errors import DataError, UsageError
+from trainer.base.errors import DataError, UsageError
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import STRING_TYPES, cell, require_columns, type_name

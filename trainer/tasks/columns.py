@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.errors import DataError, UsageError
+from trainer.base.errors import DataError, UsageError
 from trainer.tasks.types import Dataset, Tokenizer
 
 STRING_TYPES = ("string", "large_string")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.errors import DataError
+from trainer.base.errors import DataError
 from trainer.tasks.columns import cell, require_columns, type_name
 from trainer.tasks.types import Dataset, Image
 

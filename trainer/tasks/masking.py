@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.random import element_keys, stream_key, uniforms
 from trainer.tasks.types import Tokenizer

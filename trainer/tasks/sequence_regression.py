@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.errors import DataError
+from trainer.base.errors import DataError
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import cell, finite_number, require_columns, require_text, tokenise

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
 from trainer.parallel.dropout import KeyedDropout
 

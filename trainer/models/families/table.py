@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.errors import UsageError
+from trainer.base.errors import UsageError
 from trainer.models.families.albert import ALBERT
 from trainer.models.families.bert import BERT, ELECTRA, ROBERTA, XLM_ROBERTA
 from trainer.models.families.deberta import DEBERTA_V2

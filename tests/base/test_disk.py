@@ -1,0 +1,41 @@
+"""Files that others may read, and folders that take another's place."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer.base.disk import replace_folder, save_tensors
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_tensors_have_the_permissions_of_other_files(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        save_tensors({"weight": torch.ones(2)}, tmp_path / "file.safetensors")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file.safetensors").stat().st_mode) == mode
+    assert torch.equal(load_file(tmp_path / "file.safetensors")["weight"], torch.ones(2))
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+def test_a_folder_takes_the_place_of_another(tmp_path, was_there):
+    new, place = tmp_path / "new", tmp_path / "place"
+    _write(new, "new")
+    if was_there:
+        _write(place, "old")
+        (place / "only in the old one").touch()
+    replace_folder(new, place)
+    assert [(path.name, path.read_text()) for path in place.iterdir()] == [("file", "new")]
+    assert os.listdir(tmp_path) == ["place"]
+
+
+def _write(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "file").write_text(text)

@@ -1,0 +1,31 @@
+"""The worked examples of `docs/coming_from.md` give what stands beside them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import ROOT
+from trainer.base.errors import ExitCode
+from trainer.cli import main
+
+PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+
+
+def test_the_examples_give_what_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    for name, content in re.findall(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF$", PAGE, re.DOTALL | re.MULTILINE):
+        Path(name).write_text(content, encoding="utf-8")
+    recipe, alone = re.findall(r"^```jsonc\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    report, alone_report = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    first, second = re.findall(r"^trainer (convert .*)$", PAGE, re.MULTILINE)
+    assert main(first.split()) == ExitCode.DONE
+    assert Path("mrpc.json").read_text(encoding="utf-8") == recipe
+    assert capsys.readouterr().err == report
+    assert main(second.split()) == ExitCode.DONE
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == (alone, alone_report)

@@ -1,0 +1,53 @@
+"""Recipes that tests change and write into files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.base.errors import RecipeError
+from trainer.reading.loading import load_recipe
+
+MINIMAL: dict[str, Any] = {
+    "name": "minimal",
+    "task": {"type": "sequence_classification", "text": "sentence"},
+    "model": {"name_or_path": "google-bert/bert-base-uncased"},
+    "data": {"source": "hub", "name": "nyu-mll/glue", "subset": "sst2"},
+}
+
+
+@pytest.fixture
+def minimal() -> dict[str, Any]:
+    """A valid recipe with no more than it must hold; free to change."""
+    return copy.deepcopy(MINIMAL)
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Writes a recipe, as text or as an object, into the current folder and gives its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_recipe(content: object, name: str = "r.json") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        return name
+
+    return write_recipe
+
+
+@pytest.fixture
+def problems(write: Callable[..., str]) -> Callable[..., list[str]]:
+    """What is reported for a recipe and overrides."""
+
+    def problems_of(content: object, *overrides: str) -> list[str]:
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(write(content), overrides)
+        return list(caught.value.problems)
+
+    return problems_of

@@ -1,0 +1,185 @@
+"""Ranks that cannot meet say so in words; what one of them cannot do, all are told."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from tests.helpers import processes
+from tests.launch.test_launchers import free_port
+from trainer.base.errors import DataError, ExitCode, LaunchError, LostPeerError, TrainerError, UsageError
+from trainer.ranks import joining
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.ranks.joining import Meeting, meet
+from trainer.recipe.schema import Parallel
+
+ALONE = LaunchEnvironment("torchrun", has_agent_store=True)
+RANK = LaunchEnvironment("variables", 0, 0, 2, 2, "127.0.0.1", 29500)
+
+
+def on_ranks(action: Callable[[Meeting], Any], size: int = 2, nodes: int = 1) -> list[Any]:
+    """What `action` gives, or raises, for each of several ranks that have met, each in a thread."""
+    store, results = HashStore(), [None] * size
+
+    def run(rank: int) -> None:
+        local_size = size // nodes
+        own = replace(RANK, rank=rank, local_rank=rank % local_size, world_size=size, local_world_size=local_size)
+        try:
+            results[rank] = action(Meeting(store, own))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def rank_of(meeting: Meeting) -> int:
+    return meeting._environment.rank
+
+
+def test_ranks_gather_and_do_things_together():
+    def act(meeting: Meeting) -> Any:
+        meeting.arrive(time.monotonic() + 5)
+        return meeting.gather({"rank": rank_of(meeting)}, 5), meeting.together(lambda: rank_of(meeting) * 2, 5)
+
+    everyone = [{"rank": rank} for rank in range(3)]
+    assert on_ranks(act, 3) == [(everyone, 0), (everyone, 2), (everyone, 4)]
+
+
+def test_what_one_cannot_do_all_are_told():
+    def act(meeting: Meeting) -> Any:
+        def prepare() -> str:
+            if rank_of(meeting) == 1:
+                raise DataError("`data.train` must hold json")
+            return "data"
+
+        return meeting.together(prepare, 5)
+
+    first, second = on_ranks(act)
+    assert (type(first), str(first)) == (UsageError, "`data.train` must hold json")
+    assert (type(second), str(second)) == (DataError, "`data.train` must hold json")
+    told = [str(error) for error in on_ranks(act, nodes=2)]
+    assert told == [f"rank 1 on {socket.gethostname()}: `data.train` must hold json"] * 2
+
+
+def test_a_bug_of_one_does_not_leave_the_others_waiting():
+    def act(meeting: Meeting) -> Any:
+        return meeting.together(lambda: 1 // rank_of(meeting), 5)
+
+    first, second = on_ranks(act)
+    assert isinstance(first, ZeroDivisionError)
+    assert isinstance(second, TrainerError)
+    assert "ZeroDivisionError" in str(second)
+    assert second.exit_code is ExitCode.FAILED
+
+
+def test_one_that_does_not_come_is_named():
+    def act(meeting: Meeting) -> Any:
+        if rank_of(meeting) != 1:
+            meeting.arrive(time.monotonic() + 0.3)
+
+    first, _, third = on_ranks(act, 3)
+    for error in (first, third):
+        assert "at 127.0.0.1:29500, but only 2 of 3 ranks have come, not rank 1; see" in str(error)
+
+
+def test_two_processes_of_one_rank():
+    store = HashStore()
+    store.add("here/0", 1)
+    with pytest.raises(TrainerError, match=r"two processes were started as rank 0, .*NODE_RANK"):
+        Meeting(store, RANK).arrive(time.monotonic() + 1)
+
+
+def test_ranks_that_were_told_other_numbers():
+    store = HashStore()
+    store.set("size", "4")
+    with pytest.raises(LaunchError, match=r"rank 0 on .* was started as one of 2, .* as one of 4"):
+        Meeting(store, RANK).arrive(time.monotonic() + 1)
+
+
+def test_ranks_of_a_machine_must_follow_each_other(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def act(meeting: Meeting) -> Any:
+        own = meeting._environment  # in the order that `srun --distribution=cyclic` gives
+        meeting._environment = replace(own, local_rank=own.rank // 2)
+        meeting.arrive(time.monotonic() + 5)
+        meeting.check_network(5)
+
+    for error in on_ranks(act, 4, nodes=2):
+        assert isinstance(error, UsageError)
+        assert "the ranks of a machine must follow each other, but rank 3 is number 1" in str(error)
+
+
+def test_ranks_that_an_agent_starts_again_meet_in_the_store_of_before():
+    """torchrun --max-restarts: its store, and what the first ranks left there, outlives them."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for start in (0, 1):
+        assert meet(replace(ALONE, master_port=store.port), 5).gather(start, 5) == [start]
+
+
+def test_a_store_that_goes_while_ranks_meet():
+    """The agent that had it has ended, because its own rank was refused."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = replace(RANK, rank=1, local_rank=1, master_port=store.port, has_agent_store=True)
+    raised: list[Exception] = []
+
+    def come() -> None:
+        try:
+            meet(rank, 20)
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    store.get("process/1")  # it is there, and waits
+    del store
+    thread.join(15)
+    assert [type(error) for error in raised] == [LostPeerError]
+
+
+def test_a_taken_port_is_the_users_error():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"MASTER_PORT is {port}, but another program"):
+            meet(replace(RANK, master_port=port), 5)
+
+
+def test_a_port_where_nobody_listens():
+    port = int(free_port())
+    with pytest.raises(TrainerError, match=rf"rank 1 on .* could not meet .* 127.0.0.1:{port} \(refused") as error:
+        meet(replace(RANK, rank=1, local_rank=1, master_port=port), 0.5)
+    assert error.value.exit_code is ExitCode.FAILED
+
+
+def test_a_program_that_keeps_silent_does_not_hold_a_rank():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        code = (
+            "from trainer.ranks import joining; from trainer.ranks.environment import LaunchEnvironment\n"
+            "joining._AFTER_TORCH_SECONDS = 0.1\n"
+            f"joining.meet(LaunchEnvironment('variables', 1, 1, 2, 2, '127.0.0.1', {silent.getsockname()[1]}), 0.5)"
+        )
+        ended = processes.run([sys.executable, "-c", code])
+    assert ended.returncode == 1
+    assert "error: rank 1 on " in ended.stderr
+    assert "could not meet the others at 127.0.0.1:" in ended.stderr
+
+
+def test_what_is_wrong_is_said_within_a_minute():
+    assert joining._NOTICE_SECONDS + joining._ATTEMPT_SECONDS < 60 < Parallel().join_timeout.seconds

@@ -1,0 +1,102 @@
+"""Signals ask; a second Ctrl-C insists."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+
+from trainer.ranks.stopping import SAVE, STOP, StopRequest
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_is_noted_and_survived(number):
+    with StopRequest() as stop:
+        stop.listen()
+        assert stop.received == 0
+        send(number)
+        assert stop.received == number
+
+
+def test_a_second_ctrl_c_interrupts_at_once():
+    with StopRequest() as stop:
+        stop.listen()
+        send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        assert stop.received == signal.SIGINT
+
+
+def test_a_ctrl_c_after_a_schedulers_warning_interrupts_too():
+    with StopRequest() as stop:
+        stop.listen()
+        send(signal.SIGUSR1)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_a_scheduler_may_ask_twice():
+    with StopRequest() as stop:
+        stop.listen()
+        send(signal.SIGUSR1)
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        assert stop.received
+
+
+def test_the_handlers_before_come_back_even_after_an_error():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    with suppress(ValueError), StopRequest() as stop:
+        stop.listen()
+        assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
+        raise ValueError
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_before_it_listens_a_signal_does_what_it_did():
+    with StopRequest() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        assert stop.received == 0
+
+
+class TestFiles:
+    def test_ask_and_are_removed_when_obeyed(self, tmp_path):
+        stop = StopRequest()
+        (tmp_path / "save").touch()
+        assert stop.asked() == 0, "it does not watch yet"
+        stop.watch(tmp_path)
+        assert stop.asked() == SAVE
+        (tmp_path / "stop").touch()
+        stop.obeyed(SAVE)
+        assert stop.asked() == STOP
+        stop.obeyed(STOP)
+        assert stop.asked() == 0
+        assert not any(tmp_path.iterdir())
+
+    def test_the_file_system_is_asked_a_few_times_a_second(self, tmp_path):
+        now = 0.0
+        stop = StopRequest(clock=lambda: now)
+        stop.watch(tmp_path)
+        assert stop.asked() == 0
+        (tmp_path / "stop").touch()
+        now = 0.2
+        assert stop.asked() == 0
+        now = 0.3
+        assert stop.asked() == STOP
+
+    def test_a_signal_goes_before_save_and_stop_before_a_signal(self, tmp_path):
+        with StopRequest() as stop:
+            stop.listen()
+            stop.watch(tmp_path)
+            send(signal.SIGUSR1)
+            (tmp_path / "save").touch()
+            assert stop.asked() == signal.SIGUSR1
+            assert min(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) > SAVE
+            assert max(signal.valid_signals()) < STOP

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.reading.loading import load_recipe
+
+Minimal = dict[str, Any]
+CONFIG = 'model.config={"model_type": "bert"}'
+RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-base-uncased")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.name_or_path=null"],
+            "`model.name_or_path` is missing; write it, or `model.config` for random weights",
+        ),
+        (
+            [CONFIG, "model.tokenizer=x/y"],
+            "`model.config` and `model.name_or_path` exclude each other: random or pretrained weights;"
+            " set one of them to null",
+        ),
+        (
+            ["model.name_or_path=null", CONFIG],
+            "`model.tokenizer` is missing; random weights (`model.config`) bring no tokenizer, so name one",
+        ),
+        (
+            ["model.name_or_path=null", "model.config.hidden_size=8", "model.tokenizer=x/y"],
+            '`model.config` must hold a "model_type", such as "bert"',
+        ),
+        (
+            [*RANDOM, "model.revision=main"],
+            "`model.revision` is of a hub repository; random weights (`model.config`) have none",
+        ),
+        (["model.name_or_path=./no"], "`model.name_or_path` is a folder that does not exist: {here}/no"),
+        (["model.tokenizer=../no"], "`model.tokenizer` is a folder that does not exist: {above}/no"),
+        (
+            ["model.name_or_path=.", "model.revision=main"],
+            "`model.revision` is of a hub repository, but `model.name_or_path` is a folder; remove it",
+        ),
+        (["data.name=/no"], "`data.name` is a folder that does not exist: /no"),
+        (
+            ["data.name=.", "data.revision=main"],
+            "`data.revision` is of a hub repository, but `data.name` is a folder; remove it",
+        ),
+        (["data.source=files", "data.train=no.csv"], "`data.train` is a file that does not exist: {here}/no.csv"),
+        (
+            ["data.source=files", 'data.train=["r.json", "no.csv"]'],
+            "`data.train[1]` is a file that does not exist: {here}/no.csv",
+        ),
+        (["data.source=folder", "data.path=no"], "`data.path` is a folder that does not exist: {here}/no"),
+        (
+            ["task.type=image_classification", "task.label=image"],
+            '`task.label` is "image", which `task.image` names as the image',
+        ),
+        (
+            ["task.type=image_classification", "model.tokenizer=x/y"],
+            "`model.tokenizer` is for texts, but `task.type` is image_classification, which reads none; remove it",
+        ),
+        (
+            ["task.type=image_classification", "data.max_length=128"],
+            "`data.max_length` is of texts, but `task.type` is image_classification, whose rows are all of one size;"
+            " remove it",
+        ),
+        (
+            ["task.type=image_classification", "data.group_by_length=true"],
+            "`data.group_by_length` is of texts, but `task.type` is image_classification, whose rows are all of one"
+            " size; remove it",
+        ),
+        (
+            ["task.type=image_classification", 'task.labels=["a", "b", "c"]', 'task.metrics=["f1"]'],
+            '`task.metrics` holds "f1", which needs two classes, but `task.labels` has 3; use "f1_macro"',
+        ),
+        (['task.text=["a", "a"]'], '`task.text` names the column "a" twice; a pair is two columns'),
+        (["task.label=sentence"], '`task.label` is "sentence", which `task.text` names as a text'),
+        (['task.metrics=["f1", "f1"]'], '`task.metrics` holds "f1" more than once'),
+        (['task.labels=["a", "b", "a"]'], '`task.labels` holds "a" more than once'),
+        (
+            ['task.metrics=["f1"]', 'task.labels=["a", "b", "c"]'],
+            '`task.metrics` holds "f1", which needs two classes, but `task.labels` has 3; use "f1_macro"',
+        ),
+        (
+            ["training.max_steps=5", "training.stop_at_step=6"],
+            "`training.stop_at_step` must be at most `training.max_steps` 5, but is 6",
+        ),
+        (
+            ["training.max_steps=5", "schedule.warmup=5"],
+            "`schedule.warmup` must be below `training.max_steps` 5, but is 5;"
+            " a number below 1 is a share of the steps",
+        ),
+        (
+            ["evaluation.best=f1"],
+            '`evaluation.best` must be one of `task.metrics` or loss (accuracy, loss), but is "f1"',
+        ),
+        (
+            ["data.validation=null", "evaluation.every=5 steps"],
+            '`evaluation.every` is "5 steps", but there is no `data.validation` to evaluate on;'
+            " name one, or write null",
+        ),
+        (
+            ["logging.project=reviews"],
+            '`logging.project` is read by "wandb" and "mlflow" alone, but `logging.to` holds neither;'
+            " add one, or write null",
+        ),
+        (
+            ["data.validation=null", "evaluation.best=loss"],
+            "`evaluation.best` needs evaluations, but `data.validation` is null",
+        ),
+        (
+            ["evaluation.every=null", "evaluation.patience=2"],
+            "`evaluation.patience` needs evaluations, but `evaluation.every` is null",
+        ),
+        (["checkpoint.folder=runs/{nmae}"], '`checkpoint.folder` holds "{nmae}"; only {name} is replaced'),
+    ],
+)
+def test_keys_that_do_not_go_together(
+    problems: Callable[..., list[str]], minimal: Minimal, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    expected = message.replace("{here}", str(tmp_path)).replace("{above}", str(tmp_path.parent))
+    assert [problem.partition(": ")[2] for problem in problems(minimal, *overrides)] == [expected]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        RANDOM,
+        ["evaluation.best=loss"],
+        ['logging.to=["wandb"]', "logging.project=my reviews"],
+        ["evaluation.every=null", "evaluation.best=null", "evaluation.patience=null"],
+        ["training.max_steps=5", "training.stop_at_step=5", "schedule.warmup=4"],
+        ["training.max_steps=1", "schedule.warmup=0.5"],
+        ["data.validation=null", "evaluation.every=null"],
+        ['task.metrics=["f1"]', 'task.labels=["a", "b"]'],
+        ["data.source=files", 'data.train=["r.json"]'],
+        ["model.name_or_path=.", "data.name=."],
+    ],
+)
+def test_keys_that_do(write: Callable[..., str], minimal: Minimal, overrides: list[str]) -> None:
+    load_recipe(write(minimal), overrides)
+
+
+def test_a_contradiction_is_reported_where_its_first_key_stands(
+    problems: Callable[..., list[str]], minimal: Minimal
+) -> None:
+    minimal["training"] = {"max_steps": 5, "stop_at_step": 6}
+    (problem,) = problems(minimal)
+    assert problem.startswith("r.json:1:260: `training.stop_at_step` must be at most")

@@ -1,0 +1,348 @@
+"""When to log, evaluate, save and stop; the engine is a list of numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import tiny_recipe
+from trainer.base.errors import NonFiniteError
+from trainer.checkpoint.progress import Progress
+from trainer.engine.engine import StepResult
+from trainer.observe.meter import Meter
+from trainer.observe.observer import Observer
+from trainer.observe.records import BadStepRecord, BestMetric, EvaluationRecord, StepRecord
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import RankBatch
+from trainer.ranks.stopping import StopRequest
+from trainer.training.loop import Loop
+
+
+@dataclass
+class World(Observer):
+    """Engine, evaluator and observer at once; `events` is what happened, in order."""
+
+    metrics: list[float] = field(default_factory=list)  # of each evaluation in turn
+    signal_at_step: int | None = None
+    bad_steps: tuple[int, ...] = ()
+    touch: dict[int, Path] = field(default_factory=dict)  # a file that appears during a step
+    stop: StopRequest = field(default_factory=StopRequest)
+    events: list[str] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    step_done: int = 0
+    is_saved: bool = False  # whether the end waited for what was being written
+
+    def train_step(self, batch: RankBatch) -> StepResult:
+        self.step_done += 1
+        if self.step_done == self.signal_at_step:
+            self.stop.received = signal.SIGTERM
+        if self.step_done in self.touch:
+            self.touch[self.step_done].touch()
+        self.events.append(f"step {self.step_done}")
+        if self.step_done in self.bad_steps:
+            return StepResult(loss=math.nan, grad_norm=math.nan, learning_rate=0.1)
+        return StepResult(loss=1 / self.step_done, grad_norm=2.0, learning_rate=0.1)
+
+    def evaluate(self) -> dict[str, float]:
+        self.events.append("evaluate")
+        return {"accuracy": self.metrics[len(self.evaluations)], "loss": 0.5}
+
+    def step(self, record: StepRecord) -> None:
+        self.events.append("log")
+        self.records.append(record)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.evaluations.append(record)
+
+    def bad_step(self, record: BadStepRecord) -> None:
+        self.events.append("bad")
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def save(self) -> None:
+        self.events.append("save")
+
+    def begin_poll(self) -> Callable[[], None]:
+        return lambda: None
+
+    def finish(self) -> None:
+        self.is_saved = True
+
+    def keep_best(self) -> None:
+        self.events.append("best")
+
+
+def loop(
+    world: World,
+    total_steps: int = 6,
+    steps_per_epoch: int = 3,
+    progress: Progress | None = None,
+    evaluated: bool = True,
+    best_metric: str = "accuracy",
+    greater_is_better: bool = True,
+    world_size: int = 1,
+    **recipe: Any,
+) -> Loop:
+    sections = {"evaluation": {"every": None}, "logging": {"every": "100 steps"}} | recipe
+    progress = progress or Progress()
+    world.step_done = progress.step
+    return Loop(
+        recipe=tiny_recipe(**sections),
+        engine=world,
+        batches=[RankBatch([], num_rows=12, num_tokens=100)] * (total_steps - progress.step),
+        evaluator=world if evaluated else None,
+        best_metric=best_metric,
+        greater_is_better=greater_is_better,
+        mesh=ParallelMesh(torch.device("cpu"), dp_replicate=world_size),
+        observers=world,
+        meter=Meter(),
+        progress=progress,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total_steps,
+        row_ids=lambda step: range(12 * step, 12 * step + 12),
+        saver=world,
+        keep_best=world.keep_best,
+        peak_memory=lambda: 1000 + world.step_done,
+        stop=world.stop,
+    )
+
+
+def after(world: World, event: str) -> list[int]:
+    """The steps after which something happened."""
+    step, found = 0, []
+    for happened in world.events:
+        if happened.startswith("step "):
+            step = int(happened.removeprefix("step "))
+        elif happened == event:
+            found.append(step)
+    return found
+
+
+class TestIntervals:
+    @pytest.mark.parametrize(
+        ("every", "steps"),
+        [
+            ("1 step", [1, 2, 3, 4, 5, 6, 7]),
+            ("2 steps", [2, 4, 6, 7]),
+            ("7 steps", [7]),
+            ("100 steps", [7]),
+            ("1 epoch", [3, 6, 7]),
+            ("2 epochs", [6, 7]),
+        ],
+    )
+    def test_at_each_interval_and_at_the_end(self, every, steps):
+        world = World([0.1] * 7)
+        recipe = {"logging": {"every": every}, "evaluation": {"every": every}, "checkpoint": {"every": every}}
+        assert loop(world, total_steps=7, **recipe).run() == "finished"
+        assert after(world, "log") == after(world, "evaluate") == after(world, "save") == steps
+
+    def test_the_end_is_always_saved(self):
+        world = World()
+        loop(world).run()
+        assert after(world, "save") == [6]
+        assert world.is_saved
+        assert after(world, "evaluate") == []
+        assert after(world, "log") == [6]
+
+    def test_a_step_is_logged_then_evaluated_then_saved(self):
+        """A checkpoint holds the evaluation of its step, so that a resumed run does not evaluate again."""
+        world = World([0.1])
+        every = {"every": "6 steps"}
+        loop(world, logging=every, evaluation=every, checkpoint=every).run()
+        assert world.events[5:] == ["step 6", "log", "evaluate", "best", "save"]
+
+    def test_without_a_validation_split_nothing_is_evaluated(self):
+        world = World()
+        loop(world, evaluated=False, evaluation={"every": "1 step"}).run()
+        assert after(world, "evaluate") == []
+
+
+class TestProgress:
+    def test_counts_rows_and_tokens(self):
+        run = loop(World())
+        run.run()
+        assert run.progress == Progress(step=6, samples=72, tokens=600)
+
+    def test_goes_on_where_it_was(self):
+        world = World([0.1] * 9)
+        run = loop(world, progress=Progress(4, 48, 400), evaluation={"every": "2 steps"})
+        assert run.run() == "finished"
+        assert (run.progress.step, run.progress.samples, run.progress.tokens) == (6, 72, 600)
+        assert world.events[0] == "step 5"
+        assert after(world, "evaluate") == [6]
+
+    def test_a_run_that_is_done_does_nothing(self):
+        world = World()
+        assert loop(world, progress=Progress(6, 72, 600)).run() == "finished"
+        assert world.events == []
+
+    def test_records(self):
+        world = World()
+        loop(world, logging={"every": "2 steps"}).run()
+        last = world.records[-1]
+        assert [record.step for record in world.records] == [2, 4, 6]
+        assert (last.loss, last.grad_norm, last.learning_rate) == (1 / 6, 2.0, 0.1)
+        assert (last.epoch, last.samples, last.tokens, last.peak_memory_bytes) == (2.0, 72, 600, 1006)
+        assert last.samples_per_second / last.tokens_per_second == pytest.approx(0.12)
+
+
+class TestBadSteps:
+    def test_the_first_ends_the_run_and_saves_nothing(self):
+        world = World(bad_steps=(4,))
+        run = loop(world, checkpoint={"every": "2 steps"})
+        with pytest.raises(NonFiniteError, match=r"step 4: the loss is nan and .*`training.max_bad_steps` is 0"):
+            run.run()
+        assert after(world, "save") == [2]
+        assert world.is_saved, "what was begun before is good"
+        assert after(world, "bad") == [4]
+        assert run.progress.step == 3
+
+    def test_as_many_as_allowed_are_skipped_and_counted(self):
+        world = World(bad_steps=(2, 3))
+        run = loop(world, training={"max_bad_steps": 2})
+        assert run.run() == "finished"
+        assert run.progress == Progress(step=6, samples=72, tokens=600, bad_steps=2)
+        assert after(world, "bad") == [2, 3]
+        assert "skipped, 2 of at most 2 bad steps" in world.notes[-1]
+
+    def test_a_resumed_run_remembers(self):
+        world = World(bad_steps=(5,))
+        with pytest.raises(NonFiniteError):
+            loop(world, progress=Progress(4, 48, 400, bad_steps=2), training={"max_bad_steps": 2}).run()
+
+
+class TestBest:
+    @pytest.mark.parametrize(
+        ("greater_is_better", "best", "value", "kept"), [(True, 4, 0.9, [1, 4]), (False, 6, 0.1, [1, 2, 6])]
+    )
+    def test_the_first_of_the_best_is_kept(self, greater_is_better, best, value, kept):
+        world = World([0.5, 0.4, 0.5, 0.9, 0.9, 0.1])
+        run = loop(world, evaluation={"every": "1 step"}, greater_is_better=greater_is_better)
+        run.run()
+        assert run.progress.best == BestMetric("accuracy", value, best)
+        assert after(world, "best") == kept
+
+    def test_a_resumed_run_remembers(self):
+        world = World([0.5, 0.7])
+        progress = Progress(4, best=BestMetric("accuracy", 0.6, 2), evaluations_since_best=1)
+        run = loop(world, progress=progress, evaluation={"every": "1 step"})
+        run.run()
+        assert after(world, "best") == [6]
+        assert run.progress.evaluations_since_best == 0
+
+    def test_and_forgets_where_it_is_asked_for_another_metric(self):
+        """0.6 was an accuracy; a loss of 0.5 is neither better nor worse."""
+        world = World([0.1, 0.1])
+        progress = Progress(4, best=BestMetric("accuracy", 0.2, 2), evaluations_since_best=3)
+        run = loop(
+            world, progress=progress, evaluation={"every": "1 step"}, best_metric="loss", greater_is_better=False
+        )
+        run.run()
+        assert run.progress.best == BestMetric("loss", 0.5, 5)
+        assert run.progress.evaluations_since_best == 1
+
+
+class TestPatience:
+    def test_counts_evaluations_without_a_better_one(self):
+        world = World([0.5, 0.4, 0.6, 0.6, 0.3, 0.9])
+        run = loop(world, evaluation={"every": "1 step", "patience": 2})
+        assert run.run() == "patience"
+        assert run.progress.step == 5
+        assert world.events[-1] == "save"
+
+    def test_at_the_last_step_the_run_is_finished(self):
+        assert loop(World([0.5] * 6), evaluation={"every": "1 step", "patience": 5}).run() == "finished"
+
+    def test_outlives_a_resumption(self):
+        progress = Progress(3, best=BestMetric("accuracy", 0.6, 1), evaluations_since_best=2)
+        run = loop(World([0.5]), progress=progress, evaluation={"every": "1 step", "patience": 3})
+        assert run.run() == "patience"
+        assert run.progress.step == 4
+
+
+class TestStop:
+    def test_at_a_step(self):
+        world = World()
+        assert loop(world, training={"stop_at_step": 4}).run() == "stop_at_step"
+        assert world.events == ["step 1", "step 2", "step 3", "step 4", "save"]
+
+    def test_the_same_command_goes_on_after_it(self):
+        world = World()
+        assert loop(world, progress=Progress(4), training={"stop_at_step": 4}).run() == "finished"
+
+    def test_at_the_last_step_the_run_is_finished(self):
+        assert loop(World(), training={"stop_at_step": 6}).run() == "finished"
+        assert loop(World(signal_at_step=5)).run() == "finished"
+
+    def test_by_a_signal_that_came_before_a_step_after_that_step(self):
+        world = World()
+        world.stop.received = signal.SIGUSR1
+        assert loop(world).run() == "signal"
+        assert world.events == ["step 1", "save"]
+
+    def test_by_a_signal_that_came_during_a_step_after_the_next_one(self):
+        """Ranks ask each other before a step and hear the answer after it."""
+        world = World(signal_at_step=2)
+        assert loop(world).run() == "signal"
+        assert world.events == ["step 1", "step 2", "step 3", "save"]
+
+    def test_by_a_file_after_the_step_that_follows_it(self, tmp_path):
+        world = World(touch={2: tmp_path / "stop"})
+        world.stop = StopRequest(clock=itertools.count().__next__)  # looks at every step
+        world.stop.watch(tmp_path)
+        assert loop(world).run() == "stop_file"
+        assert world.events == ["step 1", "step 2", "step 3", "save"]
+        assert not (tmp_path / "stop").exists()
+
+    def test_a_file_asks_for_a_checkpoint_and_the_run_goes_on(self, tmp_path):
+        world = World(touch={2: tmp_path / "save"})
+        world.stop = StopRequest(clock=itertools.count().__next__)
+        world.stop.watch(tmp_path)
+        assert loop(world).run() == "finished"
+        assert after(world, "save") == [3, 6]
+        assert not (tmp_path / "save").exists()
+
+    def test_a_file_that_came_too_late_does_not_stop_the_next_run(self, tmp_path):
+        world = World(touch={6: tmp_path / "stop"})
+        world.stop.watch(tmp_path)
+        assert loop(world).run() == "finished"
+        assert not (tmp_path / "stop").exists()
+
+    def test_saves_once_where_a_checkpoint_was_due_anyway(self):
+        world = World(signal_at_step=1)
+        loop(world, checkpoint={"every": "1 step"}).run()
+        assert world.events == ["step 1", "save", "step 2", "save"]
+
+    def test_all_ranks_stop_at_the_same_step_whichever_got_the_signal(self, ranks: RankPools):
+        expected = ("signal", 4, ["step 1", "step 2", "step 3", "step 4", "save"])
+        assert ranks(2).run(run_with_a_signal_on_the_last_rank) == [expected] * 2
+
+    def test_ranks_show_the_memory_of_the_one_that_used_most(self, ranks: RankPools):
+        assert ranks(2).run(peak_memory_of_two) == [5001, 5001]
+
+
+def run_with_a_signal_on_the_last_rank() -> tuple[str, int, list[str]]:
+    world = World(signal_at_step=3 if dist.get_rank() == 1 else None)
+    run = loop(world, world_size=2)
+    return run.run(), run.progress.step, world.events
+
+
+def peak_memory_of_two() -> int:
+    world = World()
+    run = loop(world, world_size=2)
+    run.peak_memory = lambda: 5000 + dist.get_rank()
+    run.run()
+    return world.records[-1].peak_memory_bytes

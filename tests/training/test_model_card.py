@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer.checkpoint.progress import Progress
+from trainer.observe.records import BestMetric
+from trainer.training.model_card import write_card
+
+ORIGIN: dict[str, Any] = {
+    "recipe": {
+        "name": "mrpc",
+        "task": {"type": "sequence_classification", "metrics": ["accuracy"]},
+        "model": {"name_or_path": "google-bert/bert-base-uncased"},
+        "data": {"source": "hub", "name": "nyu-mll/glue"},
+        "parallel": {"strategy": "fsdp"},
+        "precision": "bf16",
+    },
+    "layout": {"dp_replicate": 1, "dp_shard": 2, "tp": 4, "pp": 1},
+    "versions": {"torch": "2.13.0", "trainer": "0.1.0"},
+}
+PROGRESS = Progress(1200, 9600, 123456, BestMetric("accuracy", 0.8765, 900))
+
+
+def card(folder: Path, origin: Any = ORIGIN, progress: Progress = PROGRESS) -> tuple[dict[str, Any], str]:
+    """Its head as the hub reads it, and the rest."""
+    (folder / "config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"], "dtype": "float32"}))
+    write_card(folder, origin, progress)
+    empty, head, rest = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    assert empty == ""
+    return yaml.safe_load(head), rest
+
+
+def changed(section: str, **keys: Any) -> dict[str, Any]:
+    recipe = ORIGIN["recipe"]
+    return {**ORIGIN, "recipe": {**recipe, section: {**recipe[section], **keys}}}
+
+
+def test_the_head_is_what_the_hub_reads(tmp_path):
+    assert card(tmp_path)[0] == {
+        "library_name": "transformers",
+        "base_model": "google-bert/bert-base-uncased",
+        "datasets": ["nyu-mll/glue"],
+        "pipeline_tag": "text-classification",
+        "tags": ["sequence-classification"],
+    }
+
+
+def test_says_what_was_trained_how_far_how_well_and_on_what(tmp_path):
+    _, rest = card(tmp_path)
+    for words in (
+        "# mrpc",
+        "`BertForMaskedLM` in `float32`",
+        "1,200 optimizer steps, 9,600 rows, 123,456 tokens",
+        "accuracy 0.8765 at step 900",
+        "dp_shard 2 x tp 4, `fsdp`, `bf16`",
+        'pipeline("text-classification", "path/to/this/folder")',
+        "- torch 2.13.0",
+    ):
+        assert words in rest
+    recipe = rest.split("```json\n")[1].split("\n```")[0]
+    assert json.loads(recipe) == ORIGIN["recipe"]
+
+
+def test_without_an_evaluation_or_other_ranks(tmp_path):
+    _, rest = card(tmp_path, {**ORIGIN, "layout": {"dp_shard": 1, "tp": 1}}, Progress(3, 24))
+    assert "best evaluation: none" in rest
+    assert "layout: one process, `fsdp`" in rest
+    assert "3 optimizer steps, 24 rows\n" in rest
+
+
+@pytest.mark.parametrize("name", [None, "/home/ada/bert", "no such name", "../bert", "a/b/c"])
+def test_a_base_model_that_the_hub_does_not_know_is_not_named(tmp_path, name):
+    head, _ = card(tmp_path, changed("model", name_or_path=name))
+    assert "base_model" not in head
+
+
+@pytest.mark.parametrize("keys", [{"source": "files"}, {"name": "/home/ada/data"}])
+def test_data_of_ones_own_are_no_data_set_of_the_hub(tmp_path, keys):
+    assert "datasets" not in card(tmp_path, changed("data", **keys))[0]
+
+
+def test_no_text_of_a_recipe_leaves_its_place(tmp_path):
+    odd = 'a: "b"\n---\n# other\n```\n<script>'
+    head, rest = card(tmp_path, {**ORIGIN, "recipe": {**ORIGIN["recipe"], "name": odd, "task": {"type": odd}}})
+    assert head == {key: card(tmp_path)[0][key] for key in ("library_name", "base_model", "datasets")}
+    assert "\n---\n" not in rest
+    assert "\n# other" not in rest
+    assert rest.count("\n```") == 4
+
+
+@pytest.mark.parametrize("origin", [{}, {"recipe": None, "layout": [], "versions": "2"}, {"recipe": {"model": 3}}])
+def test_what_a_checkpoint_does_not_tell_is_left_out(tmp_path, origin):
+    head, rest = card(tmp_path, origin)
+    assert head["library_name"] == "transformers"
+    assert 'BertForMaskedLM.from_pretrained("path/to/this/folder")' in rest

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
+from tests.helpers.training import TINY_BERT
+from trainer.base.errors import UsageError
+from trainer.data.sources import load_splits
+from trainer.reading.loading import load_recipe
+from trainer.recipe.schema import MaskedLM
+from trainer.tasks.masking import Masking
+from trainer.tasks.registry import build_task
+from trainer.training.preparing import ImagePreparation, TextPreparation, load_preparation
+
+MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy"]}
+
+
+def test_texts_are_prepared_by_the_tokenizer(tmp_path):
+    recipe = load_recipe(str(write_tiny_run(tmp_path))).recipe
+    preparation = load_preparation(recipe)
+    assert isinstance(preparation, TextPreparation)
+    assert (preparation.max_length, preparation.normalisation) == (16, None)
+    assert preparation.masking(build_task(recipe.task), 0) is None, "prepared rows have labels"
+    preparation.save(tmp_path / "model")
+    assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+def test_tokens_are_hidden_by_the_tokenizers_mask(tmp_path):
+    recipe = load_recipe(str(write_tiny_run(tmp_path, task=MASKED_LM))).recipe
+    preparation = load_preparation(recipe)
+    masking = preparation.masking(build_task(recipe.task), 7)
+    assert isinstance(masking, Masking)
+    assert (masking.mask_token, masking.seed) == (preparation.tokenizer.mask_token_id, 7)
+
+
+def test_images_are_prepared_by_the_image_processor(tmp_path):
+    recipe = load_recipe(str(write_tiny_image_run(tmp_path))).recipe
+    preparation = load_preparation(recipe)
+    assert isinstance(preparation, ImagePreparation)
+    assert preparation.masking(build_task(recipe.task), 0) is None
+    assert preparation.batching.mean == preparation.batching.std == (0.5, 0.5, 0.5)
+    assert "mean=(0.5, 0.5, 0.5)" in preparation.normalisation
+    preparation.save(tmp_path / "model")
+    saved = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())
+    assert saved["size"] == {"height": 16, "width": 16}
+
+
+def test_a_model_of_texts_has_no_image_processor(tmp_path):
+    recipe = write_tiny_image_run(tmp_path, model={"config": {"model_type": "bert"}})
+    with pytest.raises(UsageError, match=r"`model.config` must be a model that reads images"):
+        load_preparation(load_recipe(str(recipe)).recipe)
+
+
+class TestATokenWithoutAnEmbedding:
+    @pytest.fixture
+    def preparation(self, tmp_path):
+        """Of a model with 50 tokens, and a tokenizer with 105; the rows have words of both halves."""
+        recipe = write_tiny_run(tmp_path, model={"config": {**TINY_BERT, "vocab_size": 50}})
+        rows = [{"text": "word1 word44", "label": "a"}, {"text": "word1 word45", "label": "b"}]
+        (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return load_preparation(load_recipe(str(recipe)).recipe)
+
+    def encode(self, preparation, folder, *rows):
+        recipe = load_recipe(str(folder / "recipe.json")).recipe
+        split = load_splits(recipe.data).train
+        task = build_task(recipe.task).resolve(split.rows, split.where)
+        return preparation.encode(replace(split, rows=split.rows.select(rows)), task, folder / "cache")
+
+    def test_in_the_rows(self, preparation, tmp_path):
+        assert len(self.encode(preparation, tmp_path, 0)) == 1
+        with pytest.raises(UsageError, match=r"has the token 'word45' of id 50, but the model's `vocab_size` is 50"):
+            self.encode(preparation, tmp_path, 1)
+
+    def test_that_may_be_put_in(self, preparation):
+        with pytest.raises(UsageError, match="'word99' of id 104"):
+            preparation.masking(build_task(MaskedLM(**MASKED_LM)), 7)
+
+    def test_that_fills_rows(self, preparation):
+        assert preparation.batching.token_id == 0
+        preparation.tokenizer.pad_token = "word60"
+        with pytest.raises(UsageError, match="'word60' of id 65"):
+            _ = preparation.batching

@@ -1,0 +1,502 @@
+"""Whole runs on tiny data, in this process; ranks that a launcher starts are in `TestTwoRanks`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from tests.helpers import processes, warm
+from tests.helpers.tiny_run import NUM_VALIDATION_ROWS, write_tiny_image_run, write_tiny_run
+from trainer.base.errors import ExitCode, NonFiniteError, UsageError
+from trainer.checkpoint.files import SavedState, share_name
+from trainer.checkpoint.store import CheckpointStore
+from trainer.engine.native import NativeEngine
+from trainer.observe.metrics_file import Metrics, read_metrics
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.reading.loading import load_recipe
+from trainer.training.run import run
+
+CLOCKS = {"step_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes", "mfu"}
+
+
+def train(recipe: Path, *overrides: str) -> int:
+    return run(load_recipe(str(recipe), overrides), LaunchEnvironment("none"))
+
+
+def metrics(recipe: Path) -> Metrics:
+    return read_metrics(recipe.parent / "run" / "metrics.jsonl")
+
+
+def numbers(recipe: Path) -> list[dict[str, Any]]:
+    """Every number of every step and evaluation, without those that a clock gives."""
+    read = metrics(recipe)
+    steps = [{k: v for k, v in vars(record).items() if k not in CLOCKS} for record in read.steps]
+    return steps + [vars(record) for record in read.evaluations]
+
+
+def weights(recipe: Path, folder: str = "model") -> dict[str, torch.Tensor]:
+    return load_file(recipe.parent / "run" / folder / "model.safetensors")
+
+
+def assert_same_run(recipe: Path, other: Path) -> None:
+    """Bit for bit: every number that was written, and the models that were exported."""
+    assert numbers(recipe) == numbers(other)
+    for folder in ("model", "best"):
+        one, two = weights(recipe, folder), weights(other, folder)
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed."""
+    recipe = write_tiny_run(tmp_path_factory.mktemp("whole"))
+    assert train(recipe) == ExitCode.DONE
+    return recipe
+
+
+def before_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[NativeEngine], None]) -> None:
+    train_step = NativeEngine.train_step
+
+    def disturbed(self: NativeEngine, batch: Any) -> Any:
+        if self._step + 1 == step:
+            action(self)
+        return train_step(self, batch)
+
+    monkeypatch.setattr(NativeEngine, "train_step", disturbed)
+
+
+def fail(engine: NativeEngine) -> None:
+    raise RuntimeError("the power went off")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a folder of images."""
+    recipe = write_tiny_image_run(tmp_path_factory.mktemp("images"))
+    assert train(recipe) == ExitCode.DONE
+    return recipe
+
+
+class TestImages:
+    def test_the_model_opens_with_transformers_and_predicts_what_was_evaluated(self, images):
+        classify = pipeline("image-classification", str(images.parent / "run" / "model"))
+        files = sorted((images.parent / "images" / "validation").rglob("*.png"))
+        right = sum(classify(str(file), top_k=1)[0]["label"] == file.parent.name for file in files)
+        assert len(files) == NUM_VALIDATION_ROWS
+        assert right / len(files) == metrics(images).evaluations[-1].metrics["accuracy"]
+
+    def test_rows_without_tokens_have_no_rate_of_tokens(self, images):
+        record = metrics(images).steps[-1]
+        assert (record.samples, record.tokens, record.tokens_per_second) == (64, None, None)
+
+    def test_pretrained_weights_with_their_image_processor_go_on(self, images, tmp_path):
+        model = {"name_or_path": str(images.parent / "run" / "model"), "config": None}
+        recipe = write_tiny_image_run(tmp_path, model=model)
+        assert train(recipe, "training.max_steps=2", "optimizer.learning_rate=1e-9") == ExitCode.DONE
+        (only,) = metrics(recipe).evaluations
+        before = metrics(images).evaluations[-1].metrics
+        assert only.metrics["loss"] == pytest.approx(before["loss"], rel=1e-4)
+
+
+class TestWholeRun:
+    def test_writes_every_step_and_evaluation(self, whole):
+        read = metrics(whole)
+        assert [record.step for record in read.steps] == list(range(1, 9))
+        assert [record.step for record in read.evaluations] == [4, 8]
+        assert set(read.evaluations[0].metrics) == {"loss", "accuracy", "f1_macro"}
+        assert read.steps[-1].samples == 64
+        (start,) = read.runs
+        assert (start["world_size"], start["total_steps"], start["num_validation_rows"]) == (1, 8, NUM_VALIDATION_ROWS)
+
+    def test_the_model_opens_with_transformers_and_predicts_what_was_evaluated(self, whole):
+        folder = whole.parent / "run" / "model"
+        model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        rows = [json.loads(line) for line in (whole.parent / "validation.jsonl").read_text().splitlines()]
+        batch = tokenizer(
+            [row["text"] for row in rows], truncation=True, max_length=16, padding=True, return_tensors="pt"
+        )
+        with torch.no_grad():
+            classes = model(**batch).logits.argmax(-1).tolist()
+        right = sum(model.config.id2label[index] == row["label"] for index, row in zip(classes, rows, strict=True))
+        assert right / len(rows) == metrics(whole).evaluations[-1].metrics["accuracy"]
+
+    def test_the_best_model_is_that_of_the_best_evaluation(self, whole):
+        store = CheckpointStore(whole.parent / "run", keep=1)
+        progress = SavedState(store.path(store.steps()[-1])).facts.progress
+        accuracies = {record.step: record.metrics["accuracy"] for record in metrics(whole).evaluations}
+        assert progress.best.value == max(accuracies.values()) == accuracies[progress.best.step]
+        same = all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(whole, "best").items())
+        assert same == (progress.best.step == 8)
+
+    def test_once_more_is_the_same(self, whole, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        assert train(recipe) == ExitCode.DONE
+        assert_same_run(recipe, whole)
+
+    def test_nothing_unfinished_is_left(self, whole):
+        assert not [path for path in (whole.parent / "run").rglob("*") if path.name.startswith(".saving")]
+
+    def test_started_again_it_is_still_finished(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        train(recipe)
+        before, model = numbers(recipe), weights(recipe)
+        assert train(recipe) == ExitCode.DONE
+        assert numbers(recipe) == before
+        assert len(metrics(recipe).runs) == 2
+        assert all(torch.equal(tensor, weights(recipe)[name]) for name, tensor in model.items())
+
+
+MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy", "perplexity"]}
+
+
+class TestMaskedLM:
+    def test_the_model_opens_with_transformers_and_is_one_to_fine_tune(self, tmp_path):
+        recipe = write_tiny_run(tmp_path / "pretrained", task=MASKED_LM)
+        assert train(recipe) == ExitCode.DONE
+        evaluations = metrics(recipe).evaluations
+        assert [set(record.metrics) for record in evaluations] == [{"loss", "accuracy", "perplexity"}] * 2
+        folder = tmp_path / "pretrained" / "run" / "model"
+        model = AutoModelForMaskedLM.from_pretrained(folder)
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        tuned = write_tiny_run(tmp_path / "tuned", model={"config": None, "name_or_path": str(folder)})
+        assert train(tuned, "training.max_steps=1") == ExitCode.DONE
+
+    def test_going_on_hides_the_same_tokens(self, tmp_path):
+        parts, whole = (write_tiny_run(tmp_path / name, task=MASKED_LM) for name in ("parts", "whole"))
+        assert train(whole) == ExitCode.DONE
+        assert train(parts, "training.stop_at_step=3") == ExitCode.STOPPED
+        assert train(parts) == ExitCode.DONE
+        assert_same_run(parts, whole)
+
+    def test_a_tokenizer_without_a_mask_token_is_refused(self, tmp_path):
+        recipe = write_tiny_run(tmp_path, task=MASKED_LM)
+        file = tmp_path / "tokenizer" / "tokenizer_config.json"
+        content = json.loads(file.read_text())
+        del content["mask_token"]
+        file.write_text(json.dumps(content))
+        with pytest.raises(UsageError, match=r"`task.type` may be masked_lm only for a tokenizer with a mask token"):
+            train(recipe)
+
+    def test_the_shipped_recipe(self, tmp_path):
+        places = [f"checkpoint.folder={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}", "logging.to=[]"]
+        resolved = load_recipe("bert_sample_mlm", ["training.max_steps=2", *places])
+        assert run(resolved, LaunchEnvironment("none")) == ExitCode.DONE
+        (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl").evaluations
+        assert 0.9 < math.log(record.metrics["perplexity"]) / math.log(3000) < 1.1, "it has hardly begun"
+
+
+class TestResume:
+    """A run that was interrupted, and went on, is the run that nothing disturbed."""
+
+    def test_after_stop_at_step(self, whole, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        assert train(recipe, "training.stop_at_step=4") == ExitCode.STOPPED
+        assert not (tmp_path / "run" / "model").exists()
+        assert train(recipe) == ExitCode.DONE
+        assert_same_run(recipe, whole)
+
+    def test_in_the_middle_of_an_epoch_of_ragged_batches(self, tmp_path):
+        """40 rows in batches of 12: each epoch ends with a batch of 4."""
+        ragged = {"training": {"max_steps": 7, "global_batch_size": 12, "micro_batch_size": 5}}
+        parts, whole = write_tiny_run(tmp_path / "parts", **ragged), write_tiny_run(tmp_path / "whole", **ragged)
+        assert train(whole) == ExitCode.DONE
+        for stop in (3, 4, 6):
+            assert train(parts, f"training.stop_at_step={stop}") == ExitCode.STOPPED
+        assert train(parts, "training.stop_at_step=6") == ExitCode.DONE, "the same command goes on"
+        assert_same_run(parts, whole)
+
+    def test_after_a_failure_steps_since_the_checkpoint_are_done_again(self, whole, tmp_path, monkeypatch):
+        recipe = write_tiny_run(tmp_path)
+        with monkeypatch.context() as patch:
+            before_step(patch, 6, fail)
+            with pytest.raises(RuntimeError, match="power"):
+                train(recipe, "checkpoint.every=3 steps")
+        assert [record.step for record in metrics(recipe).steps] == [1, 2, 3, 4, 5]
+        assert train(recipe) == ExitCode.DONE
+        assert [record.step for record in metrics(recipe).steps] == list(range(1, 9))
+        assert_same_run(recipe, whole)
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+    def test_after_a_signal(self, whole, tmp_path, monkeypatch, number):
+        recipe = write_tiny_run(tmp_path)
+        handler = signal.getsignal(number)
+        with monkeypatch.context() as patch:
+            before_step(patch, 3, lambda engine: os.kill(os.getpid(), number))
+            assert train(recipe) == ExitCode.STOPPED == 75
+        assert signal.getsignal(number) is handler
+        assert CheckpointStore(tmp_path / "run", 1).steps() == [4]
+        assert train(recipe) == ExitCode.DONE
+        assert_same_run(recipe, whole)
+
+    def test_with_other_microbatches_the_numbers_are_close(self, whole, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        train(recipe, "training.stop_at_step=4")
+        assert train(recipe, "training.micro_batch_size=8") == ExitCode.DONE
+        for one, other in zip(metrics(recipe).steps, metrics(whole).steps, strict=True):
+            assert one.loss == pytest.approx(other.loss, rel=1e-5)
+            assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+
+    def test_a_damaged_checkpoint_is_passed_over_and_said(self, whole, tmp_path, capsys):
+        recipe = write_tiny_run(tmp_path)
+        train(recipe, "training.stop_at_step=6", "checkpoint.every=3 steps")
+        tensors = tmp_path / "run" / "checkpoints" / "step-00000006" / share_name(0, 1)
+        content = tensors.read_bytes()
+        tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        capsys.readouterr()
+        assert train(recipe, 'logging.to=["console"]') == ExitCode.DONE
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "passed over the checkpoint" in shown
+        assert "going on after step 3" in shown
+        assert_same_run(recipe, whole)
+
+    def test_another_learning_rate_is_refused(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        train(recipe, "training.stop_at_step=4")
+        before = numbers(recipe)
+        with pytest.raises(UsageError, match=r"`optimizer.learning_rate` was 0.001 and is 0.01\.") as error:
+            train(recipe, "optimizer.learning_rate=0.01")
+        assert error.value.exit_code == ExitCode.USER
+        assert numbers(recipe) == before
+
+    def test_other_training_rows_are_refused(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        train(recipe, "training.stop_at_step=4")
+        lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / "train.jsonl").write_text("".join([lines[0].replace("word", "worm"), *lines[1:]]))
+        with pytest.raises(UsageError, match=r"`data.train` was .* and is"):
+            train(recipe)
+
+    def test_never_refuses_a_used_folder(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        train(recipe, "training.stop_at_step=4")
+        with pytest.raises(UsageError, match=r"`checkpoint.resume` is never"):
+            train(recipe, "checkpoint.resume=never")
+
+
+class TestFailures:
+    def test_a_loss_that_is_not_finite(self, tmp_path, monkeypatch, capsys):
+        def poison(engine: NativeEngine) -> None:
+            with torch.no_grad():
+                engine._parameters["classifier.weight"].fill_(float("nan"))
+
+        recipe = write_tiny_run(tmp_path)
+        before_step(monkeypatch, 3, poison)
+        with pytest.raises(NonFiniteError, match="step 3: the loss is nan") as error:
+            train(recipe, "checkpoint.every=1 step", 'logging.to=["console"]')
+        assert error.value.exit_code == ExitCode.NON_FINITE == 3
+        assert CheckpointStore(tmp_path / "run", 1).steps() == [1, 2]
+        assert [record.step for record in metrics(recipe).steps] == [1, 2]
+        shown = capsys.readouterr().out
+        assert "exit code 3" in shown
+        assert str(tmp_path / "run") in shown
+
+    def test_a_folder_that_cannot_be_written(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        (tmp_path / "run").write_text("a file in the way")
+        with pytest.raises(UsageError, match=r"`checkpoint.folder` must be a folder that can be written") as error:
+            train(recipe)
+        assert error.value.exit_code == ExitCode.USER
+
+    def test_our_own_bug_ends_with_a_summary_too(self, tmp_path, monkeypatch, capsys):
+        recipe = write_tiny_run(tmp_path)
+        before_step(monkeypatch, 2, fail)
+        with pytest.raises(RuntimeError, match="power"):
+            train(recipe, 'logging.to=["console"]')
+        shown = capsys.readouterr().out
+        assert "exit code 1" in shown
+        assert "RuntimeError: the power went off" in shown
+
+    def test_patience(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        options = ("evaluation.every=1 step", "evaluation.patience=1", "optimizer.learning_rate=1e-30")
+        assert train(recipe, *options) == ExitCode.DONE
+        assert [record.step for record in metrics(recipe).evaluations] == [1, 2]
+        assert (tmp_path / "run" / "model" / "config.json").exists()
+
+    def test_without_a_validation_split(self, tmp_path):
+        recipe = write_tiny_run(tmp_path, evaluation={"every": None}, data={"validation": None})
+        assert train(recipe) == ExitCode.DONE
+        assert metrics(recipe).evaluations == []
+        assert not (tmp_path / "run" / "best").exists()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_cold(words: Sequence[object], **variables: str) -> Any:
+    """As `warm.start` with a fault, but an interpreter from its start to its end."""
+    program = processes.ROOT / "tests" / "helpers" / "faulty_run.py"
+    return processes.start([sys.executable, program, *map(str, words)], **variables)
+
+
+def start_ranks(
+    recipe: Path,
+    *overrides: str,
+    fault: tuple[str, int, int] | None = None,
+    of_rank: Mapping[int, Sequence[str]] | None = None,
+    port: int | None = None,
+    how: Callable[..., Any] | None = None,
+) -> list[Any]:
+    """Two ranks as a bare launcher starts them; with `fault`, as `faulty_run.py` describes it.
+
+    `of_rank` holds more overrides, of one rank alone; `how` starts a rank.
+    """
+    start = how or partial(warm.start, faulty=fault is not None)
+    port = str(port or _free_port())
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        start(
+            [*(fault or ()), "run", recipe, *overrides, *(of_rank or {}).get(rank, ())],
+            RANK=str(rank), LOCAL_RANK=str(rank), **common,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def finish_ranks(ranks: list[Any]) -> list[Any]:
+    try:
+        return [processes.finish(rank) for rank in ranks]
+    finally:
+        for rank in ranks:
+            processes.kill(rank)
+
+
+def run_ranks(recipe: Path, *overrides: str, fault: tuple[str, int, int] | None = None) -> list[int]:
+    ended = finish_ranks(start_ranks(recipe, *overrides, fault=fault))
+    for rank in ended:
+        print(rank.stdout, rank.stderr)  # shown where the test fails
+    return [rank.returncode for rank in ended]
+
+
+class TestTwoRanks:
+    def test_give_the_same_training_as_one(self, whole, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        assert run_ranks(recipe) == [0, 0]
+        for one, other in zip(metrics(recipe).steps, metrics(whole).steps, strict=True):
+            assert one.loss == pytest.approx(other.loss, rel=1e-5)
+            assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+            assert (one.samples, one.tokens, one.learning_rate) == (other.samples, other.tokens, other.learning_rate)
+        for one, other in zip(metrics(recipe).evaluations, metrics(whole).evaluations, strict=True):
+            assert one.metrics == pytest.approx(other.metrics, rel=1e-5)
+
+    def test_another_recipe_on_one_is_refused_by_both(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        ended = finish_ranks(
+            start_ranks(recipe, of_rank={1: ("optimizer.learning_rate=0.5", "parallel.sequence=false")})
+        )
+        assert [rank.returncode for rank in ended] == [2, 2]
+        for rank in ended:
+            assert (
+                f"`optimizer.learning_rate` is 0.001 on rank 0 ({socket.gethostname()}), 0.5 on rank 1" in rank.stderr
+            )
+            assert rank.stderr.count(" on rank 0 ") == 1, "nothing else differs"
+        assert not (tmp_path / "run").exists()
+
+    def test_other_code_on_one_is_refused_by_both(self, tmp_path):
+        ended = finish_ranks(start_ranks(write_tiny_run(tmp_path), fault=("other_code", 1, 1)))
+        assert [rank.returncode for rank in ended] == [2, 2]
+        assert all("trainer's source is " in rank.stderr for rank in ended)
+        assert all(", 0123456789ab on rank 1 (" in rank.stderr for rank in ended)
+
+    def test_a_port_that_another_program_has(self, tmp_path):
+        with socket.socket() as taken:
+            taken.bind(("", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            first, second = start_ranks(write_tiny_run(tmp_path), port=port)
+            try:
+                ended = processes.finish(first)
+            finally:
+                processes.kill(second)  # as a launcher does
+                processes.finish(second)
+        assert ended.returncode == 2
+        assert f"error: MASTER_PORT is {port}, but another program has that port of" in ended.stderr
+        assert "set it to a free port" in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+    @pytest.mark.slow
+    def test_a_rank_that_fails_takes_the_other_with_it_and_is_named(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        first, second = finish_ranks(start_ranks(recipe, 'logging.to=["console"]', fault=("raise", 1, 3)))
+        assert (first.returncode, second.returncode) == (1, 1)
+        assert "RuntimeError: the fault" in second.stderr
+        assert "error: another rank failed or was killed" in first.stderr
+        assert "Traceback" not in first.stderr
+        assert "exit code 1" in first.stdout
+
+    @pytest.mark.slow
+    def test_a_rank_that_is_killed_does_not_leave_the_other_waiting(self, tmp_path):
+        assert run_ranks(write_tiny_run(tmp_path), fault=("die", 1, 3)) == [1, -signal.SIGKILL]
+
+    @pytest.mark.slow
+    def test_a_rank_that_is_stopped_does_not_leave_the_other_waiting(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        first, second = start_ranks(recipe, "parallel.stall_timeout=4 seconds", fault=("stop", 1, 3))
+        try:
+            ended = processes.finish(first)
+        finally:
+            processes.kill(second)  # as a launcher does
+            processes.finish(second)
+        assert ended.returncode == 1
+        assert "error: no rank has made any progress for 4 seconds" in ended.stderr
+        assert ended.stderr.count("no answer") == 1
+
+    @pytest.mark.slow
+    def test_half_and_half_is_the_whole_bit_for_bit(self, tmp_path):
+        parts, whole = write_tiny_run(tmp_path / "parts"), write_tiny_run(tmp_path / "whole")
+        assert run_ranks(whole) == [0, 0]
+        assert run_ranks(parts, "training.stop_at_step=4") == [75, 75]
+        assert run_ranks(parts) == [0, 0]
+        assert_same_run(parts, whole)
+
+    @pytest.mark.slow
+    def test_a_run_may_go_on_with_other_ranks(self, whole, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        assert run_ranks(recipe, "training.stop_at_step=4") == [75, 75]
+        assert train(recipe) == ExitCode.DONE
+        for one, other in zip(metrics(recipe).steps, metrics(whole).steps, strict=True):
+            assert one.loss == pytest.approx(other.loss, rel=1e-5)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_signal_to_either_stops_both(self, tmp_path, rank):
+        parts, whole = write_tiny_run(tmp_path / "parts"), write_tiny_run(tmp_path / "whole")
+        assert run_ranks(whole) == [0, 0]
+        assert run_ranks(parts, fault=("terminate", rank, 3)) == [75, 75]
+        assert run_ranks(parts) == [0, 0]
+        assert_same_run(parts, whole)
+
+    @pytest.mark.slow
+    def test_a_loss_that_is_not_finite_on_one_ends_both(self, tmp_path):
+        assert run_ranks(write_tiny_run(tmp_path), fault=("nan", 1, 3)) == [3, 3]
+
+    @pytest.mark.slow
+    def test_a_folder_that_cannot_be_written_ends_both_as_the_users_error(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        (tmp_path / "run").write_text("a file in the way")
+        assert run_ranks(recipe) == [2, 2]
+
+    @pytest.mark.slow
+    def test_the_interpreter_does_not_abort_after_a_failure(self, tmp_path):
+        """Gloo's threads abort it where something, a traceback's frame say, still holds the process group."""
+        recipe = write_tiny_run(tmp_path, training={"max_steps": 4})
+        ended = finish_ranks(start_ranks(recipe, fault=("nan", 1, 3), how=start_cold))
+        assert [rank.returncode for rank in ended] == [3, 3]

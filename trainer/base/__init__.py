@@ -1,0 +1,1 @@
+"""Errors, durable files and small helpers; every other package may use them."""

@@ -1,0 +1,272 @@
+"""A recipe in the making: what the files say for each of its keys, and what became of each key of theirs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from trainer.base.errors import RecipeError
+from trainer.convert.sources import Item, Sources, Tool
+from trainer.foreign.counterpart import Kind
+from trainer.reading.parser import shown_value
+
+LEFT_OUT = "was not looked at beside the other keys"
+
+
+class Outcome(Enum):
+    """What became of a key; the values are the headings of the report, in its order."""
+
+    TODO = "to decide"
+    DIFFERS = "means something else here"
+    CONVERTED = "converted"
+    NONE = "no counterpart"
+    UNKNOWN = "not a key of the tool that is known here"
+    SAME = "already so"
+    LAUNCHER = "decided by the launcher"
+    UNREAD = "not read"  # by the tool itself, beside the other keys; or the value of another file wins
+    DEFAULT = "left at a default that asks for nothing"
+
+
+@dataclass(frozen=True)
+class Todo:
+    """A value that the files do not tell; in the recipe a text that no check accepts."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return f"TODO: {self.text}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """What became of one key."""
+
+    item: Item
+    outcome: Outcome
+    text: str
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    value: Any
+    items: tuple[Item, ...]
+    note: str
+    differs: bool
+
+    @property
+    def is_weak(self) -> bool:
+        """Whether nobody asked for it: it is what the tool does by default."""
+        return all(item.is_default for item in self.items)
+
+
+@dataclass
+class Draft:
+    """What is proposed for the keys of the recipe, and said of the keys of the files."""
+
+    sources: Sources
+    processes: int | None
+    problems: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)  # sections that no file tells, and what to write
+    _proposals: dict[str, list[_Proposal]] = field(default_factory=dict)
+    _lines: dict[tuple[Tool, str], Line] = field(default_factory=dict)
+
+    # What the topics call
+
+    def take(self, path: str, value: object, *items: Item, note: str = "", differs: bool = False) -> None:
+        """Proposes a value for a key of the recipe.
+
+        Args:
+            path: of the recipe's key; with a leading `#`, a number that only helps to find another.
+            value: as JSON has it, or a `Todo`.
+            items: what it comes from.
+            note: what to know of it.
+            differs: whether `note` says that it is not quite the same.
+        """
+        self._proposals.setdefault(path, []).append(_Proposal(value, items, note, differs))
+
+    def refuse(self, path: str, text: str, *items: Item) -> None:
+        """Leaves a key of the recipe to the user: what the files say has no counterpart and may not be dropped."""
+        self.take(path, Todo(text), *items)
+
+    def say(self, item: Item | None, outcome: Outcome, text: str) -> None:
+        """Says what became of a key that makes no value of the recipe; of an unwritten one only if it differs."""
+        if item is not None and (item.origin is not None or outcome is Outcome.DIFFERS):
+            self._lines[item.tool, item.key] = Line(item, outcome, text)
+
+    def unread(self, item: Item | None, why: str) -> None:
+        """Says that the tool itself does not look at a key beside the others."""
+        self.say(item, Outcome.UNREAD, why)
+
+    def override(self, path: str, value: object, *items: Item, note: str) -> None:
+        """Proposes a value in place of all that was proposed before."""
+        self._proposals[path] = []
+        self.take(path, value, *items, note=note)
+
+    def combine(self, path: str, values: set[Any], result: Any) -> None:
+        """Where different values that were asked for are no contradiction, what they mean together."""
+        proposals = self._proposals.get(path, [])
+        if values <= {proposal.value for proposal in proposals if not isinstance(proposal.value, Todo)}:
+            self._proposals[path] = [
+                replace(proposal, value=result) if proposal.value in values else proposal for proposal in proposals
+            ]
+
+    # Values of the right type
+
+    def number(self, item: Item, fallback: float = 0.0) -> float:
+        if _is_number(item.value):
+            return item.value  # type: ignore[no-any-return]
+        self._wrong(item, "a number")
+        return fallback
+
+    def whole(self, item: Item, fallback: int = 0, least: int | None = None) -> int:
+        value = item.value
+        is_whole = _is_number(value) and value == int(value)
+        if is_whole and (least is None or value >= least):
+            return int(value)
+        self._wrong(item, "a whole number" + (f" of at least {least}" if least is not None else ""))
+        return fallback
+
+    def flag(self, item: Item | None) -> bool:
+        if item is None or item.value is None:
+            return False
+        if isinstance(item.value, bool):
+            return item.value
+        if isinstance(item.value, str) and item.value.lower() in ("true", "false"):  # as accelerate's questions write
+            return item.value.lower() == "true"
+        self._wrong(item, "true or false")
+        return False
+
+    def text(self, item: Item, fallback: str = "") -> str:
+        if isinstance(item.value, str):
+            return item.value
+        self._wrong(item, "text")
+        return fallback
+
+    def _wrong(self, item: Item, rule: str) -> None:
+        where = f"{item.origin}: " if item.origin else ""
+        self.problems.append(f"{where}`{item.key}` must be {rule}, but is {shown_value(item.value)}")
+        self.say(item, Outcome.TODO, "unusable")
+
+    # What comes out
+
+    def value(self, path: str, default: Any = None) -> Any:
+        """What the proposals so far make of a key: a value, a `Todo`, or `default` where there are none."""
+        proposals = self._proposals.get(path, [])
+        strong = [proposal for proposal in proposals if not proposal.is_weak] or proposals
+        if not strong:
+            return default
+        first = strong[0]
+        if all(proposal.value == first.value for proposal in strong):
+            return first.value
+        claims = dict.fromkeys(
+            f"{_shown(proposal.value)} by {' x '.join(map(str, proposal.items))}" for proposal in strong
+        )
+        return Todo(f"contradiction: {', or '.join(claims)}")
+
+    def values(self) -> Iterator[tuple[str, Any, bool]]:
+        """Each key of the recipe with its value, and whether somebody asked for it."""
+        for path, proposals in self._proposals.items():
+            if not path.startswith("#"):
+                yield path, self.value(path), any(not proposal.is_weak for proposal in proposals)
+
+    def unwritten(self) -> Iterator[tuple[str, Line]]:
+        """Keys of the recipe that follow from what the tools do where nothing is written."""
+        for path, proposals in self._proposals.items():
+            items = [item for proposal in proposals for item in proposal.items]
+            if not any(item.origin for item in items) and not isinstance(self.value(path), Todo):
+                for item in items:
+                    yield path, Line(item, Outcome.CONVERTED, f"`{path}` {_shown(self.value(path))}")
+
+    def lines(self) -> list[Line]:
+        """What became of each key of the files.
+
+        Raises:
+            RecipeError: values that cannot be read, all at once.
+        """
+        for item in self.sources.all():
+            self._rest(item)
+        if self.problems:
+            raise RecipeError(self.problems)
+        lines = self._proposed_lines() | self._lines
+        for item in self.sources.all():
+            assert (item.tool, item.key) in lines, f"{item} was swallowed"
+        return sorted(lines.values(), key=_place)
+
+    def _rest(self, item: Item) -> None:
+        """Says what became of a key that no topic has looked at, by its row."""
+        place = (item.tool, item.key)
+        if place in self._lines or any(
+            item is used for proposals in self._proposals.values() for proposal in proposals for used in proposal.items
+        ):
+            return
+        row = item.row
+        if row is None:
+            self.say(item, Outcome.UNKNOWN, "nothing was made of it")
+        elif item.is_auto:
+            self.say(item, *self._auto())
+        elif row.kind is Kind.RENAMED and row.key is not None:
+            self.take(row.key, item.value, item, note=row.note)
+        elif row.kind is Kind.LAUNCHER:
+            self.say(item, Outcome.LAUNCHER, row.note)
+        elif row.kind is Kind.SAME and (item.is_default or not row.defaults):
+            self.say(item, Outcome.SAME, row.note)
+        elif item.is_default:
+            self.say(item, Outcome.DEFAULT, row.note or f"see `{row.key}`")
+        elif row.kind in (Kind.NONE, Kind.SAME):
+            self.say(item, Outcome.NONE, row.note)
+        elif not item.value:
+            self.say(item, Outcome.DEFAULT, f"is not set; see `{row.key}`")
+        elif any(key.startswith(f"{item.key}.") for key in item.tool.table):
+            self._wrong(item, "an object with keys")
+        else:  # beside a value that was refused
+            self.say(item, Outcome.TODO, f"{LEFT_OUT}: it is `{row.key}` here")
+
+    def _auto(self) -> tuple[Outcome, str]:
+        if self.sources.has(Tool.TRAINING_ARGUMENTS):
+            return Outcome.SAME, "comes from TrainingArguments, or follows from the model"
+        return Outcome.TODO, "is left to TrainingArguments: give that file too"
+
+    def _proposed_lines(self) -> dict[tuple[Tool, str], Line]:
+        lines: dict[tuple[Tool, str], Line] = {}
+        for path, proposals in self._proposals.items():
+            result = self.value(path)
+            for proposal in proposals:
+                outcome, text = self._told(path, proposal, result)
+                for item in proposal.items:
+                    if item.origin is None:
+                        continue
+                    before = lines.get((item.tool, item.key))
+                    if before is not None:
+                        order = list(Outcome)
+                        outcome = min(outcome, before.outcome, key=order.index)
+                        text = f"{before.text}; {text}" if text not in before.text else before.text
+                    lines[item.tool, item.key] = Line(item, outcome, text)
+        return lines
+
+    @staticmethod
+    def _told(path: str, proposal: _Proposal, result: Any) -> tuple[Outcome, str]:
+        note = f" ({proposal.note})" if proposal.note else ""
+        key = path.removeprefix("#")
+        if isinstance(result, Todo):
+            return Outcome.TODO, f"`{key}`: {result.text}"
+        if result != proposal.value:
+            return Outcome.UNREAD, f"the default {_shown(proposal.value)} gives way to `{key}` {_shown(result)}"
+        text = "counted in `training.global_batch_size`" if path.startswith("#") else f"`{key}` {_shown(result)}"
+        return (Outcome.DIFFERS if proposal.differs else Outcome.CONVERTED), text + note
+
+
+def _place(line: Line) -> tuple[str, int, int]:
+    origin = line.item.origin
+    return (origin.source, origin.line, origin.column) if origin else ("", 0, 0)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _shown(value: object) -> str:
+    return str(value) if isinstance(value, Todo) else json.dumps(value, ensure_ascii=False)

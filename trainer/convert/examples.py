@@ -1,0 +1,225 @@
+"""Model, data and task, as far as the arguments of the example scripts of transformers tell them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.convert.draft import Draft, Outcome
+from trainer.convert.sources import Item, Tool
+
+_TA = Tool.TRAINING_ARGUMENTS
+
+
+@dataclass(frozen=True)
+class _Glue:
+    """Columns, metrics and validation split of one task of GLUE (Wang et al. 2018)."""
+
+    text: str | list[str]
+    metrics: tuple[str, ...] = ("accuracy",)
+    type: str = "sequence_classification"
+    validation: str = "validation"
+
+
+_GLUE = {
+    "cola": _Glue("sentence", ("matthews",)),
+    "mnli": _Glue(["premise", "hypothesis"], validation="validation_matched"),
+    "mrpc": _Glue(["sentence1", "sentence2"], ("accuracy", "f1")),
+    "qnli": _Glue(["question", "sentence"]),
+    "qqp": _Glue(["question1", "question2"], ("accuracy", "f1")),
+    "rte": _Glue(["sentence1", "sentence2"]),
+    "sst2": _Glue("sentence"),
+    "stsb": _Glue(["sentence1", "sentence2"], ("pearson", "spearman"), "sequence_regression"),
+    "wnli": _Glue(["sentence1", "sentence2"]),
+}
+_METRICS = {"matthews_correlation": "matthews", "spearmanr": "spearman", "pearsonr": "pearson"}
+_FORMATS = (".json", ".jsonl", ".csv", ".parquet")
+_EXAMPLES = {
+    "model": '{"name_or_path": "google-bert/bert-base-uncased"}',
+    "data": '{"source": "files", "train": "train.csv", "validation": "validation.csv"}',
+    "task": '{"type": "sequence_classification", "text": "sentence", "label": "label"}',
+}
+
+
+def examples(draft: Draft, folder: Path) -> None:
+    """Model, data and task.
+
+    Args:
+        folder: where the recipe will lie, to which its paths are relative; the scripts' are to the current one.
+    """
+    _model(draft, folder)
+    glue = _data(draft, folder)
+    _task(draft, glue)
+    if draft.value("data.source") is None:
+        length = draft.sources.written(_TA, "max_seq_length")
+        words = f'; "max_length": {length.value}' if length is not None and length.value is not None else ""
+        draft.missing["data"] = f"where the rows come from{words}; for example {_EXAMPLES['data']}"
+
+
+def _moved(place: str, folder: Path) -> str:
+    return place if os.path.isabs(place) else os.path.relpath(place, folder)
+
+
+def _model(draft: Draft, folder: Path) -> None:
+    written = draft.sources.written
+    items = [item for key in ("model_name_or_path", "model_name") if (item := written(_TA, key)) and item.value]
+    for item in items:
+        name = draft.text(item)
+        draft.take("model.name_or_path", _folder_or_name(name, folder), item)
+    if not items:
+        draft.missing["model"] = f"for example {_EXAMPLES['model']}"
+    item = written(_TA, "tokenizer_name")
+    if item is not None and item.value:
+        draft.take("model.tokenizer", _folder_or_name(draft.text(item), folder), item)
+    item = written(_TA, "config_name")
+    if item is not None and item.value:
+        draft.say(item, Outcome.NONE, "`model.config` holds the configuration itself, for random weights")
+
+
+def _folder_or_name(name: str, folder: Path) -> str:
+    if not os.path.isdir(name):
+        return name
+    moved = _moved(name, folder)
+    return moved if moved.startswith((".", "/")) else f"./{moved}"
+
+
+def _data(draft: Draft, folder: Path) -> _Glue | None:
+    written = draft.sources.written
+    glue, name, train = written(_TA, "task_name"), written(_TA, "dataset_name"), written(_TA, "train_file")
+    found = None
+    if glue is not None and glue.value:
+        key = draft.text(glue).lower()
+        found = _GLUE.get(key)
+        if found is None:
+            draft.refuse("data.subset", f"{key} is no task of GLUE: {', '.join(_GLUE)}", glue)
+        else:
+            for path, value in (
+                ("data.source", "hub"),
+                ("data.name", "nyu-mll/glue"),
+                ("data.subset", key),
+                ("data.validation", found.validation),
+            ):
+                draft.take(path, value, glue)
+        for item in (name, train, written(_TA, "validation_file"), written(_TA, "dataset_config_name")):
+            draft.unread(item, "task_name decides")
+    elif name is not None and name.value:
+        draft.take("data.source", "hub", name)
+        draft.take("data.name", _folder_or_name(draft.text(name), folder), name)
+        subset = written(_TA, "dataset_config_name")
+        if subset is not None and subset.value:
+            draft.take("data.subset", draft.text(subset), subset)
+        for key, split in (("train_split_name", "train"), ("validation_split_name", "validation")):
+            item = written(_TA, key)
+            if item is not None and item.value:
+                draft.take(f"data.{split}", draft.text(item), item)
+        for item in (train, written(_TA, "validation_file")):
+            draft.unread(item, "dataset_name decides")
+    elif train is not None and train.value:
+        draft.take("data.source", "files", train)
+        _file(draft, train, "data.train", folder)
+        validation = written(_TA, "validation_file")
+        if validation is not None and validation.value:
+            _file(draft, validation, "data.validation", folder)
+    for key in ("train_split_name", "validation_split_name", "dataset_config_name", "validation_file"):
+        item = written(_TA, key)
+        if item is not None and item.value and draft.value("data.source") != ("files" if "file" in key else "hub"):
+            draft.unread(item, "beside these other keys nobody reads it")
+    _lengths(draft)
+    return found
+
+
+def _file(draft: Draft, item: Item, path: str, folder: Path) -> None:
+    place = draft.text(item)
+    if place.lower().endswith(_FORMATS):
+        draft.take(path, _moved(place, folder), item)
+    else:
+        draft.refuse(path, f"{place} is none of {', '.join(_FORMATS)}; for plain text write each line as JSON", item)
+
+
+def _lengths(draft: Draft) -> None:
+    length = draft.sources.written(_TA, "max_seq_length")
+    if length is not None and length.value is not None:
+        draft.take("data.max_length", draft.whole(length, 128), length)
+    sampling = draft.sources.written(_TA, "train_sampling_strategy")
+    if sampling is None:
+        return
+    name = draft.text(sampling, "random")
+    if name in ("random", "group_by_length"):
+        draft.take("data.group_by_length", name == "group_by_length", sampling)
+    else:
+        draft.say(sampling, Outcome.NONE, "each epoch has an order of its own, from the seed")
+
+
+def _task(draft: Draft, glue: _Glue | None) -> None:
+    written = draft.sources.written
+    names = ("text_column_names", "text_column_name")
+    columns = [item for key in names if (item := written(_TA, key)) and item.value]
+    label = written(_TA, "label_column_name")
+    image = written(_TA, "image_column_name")
+    masked = [item for key in ("mlm", "mlm_probability") if (item := written(_TA, key)) and item.value]
+    regression = written(_TA, "do_regression")
+    if glue is not None:
+        task = written(_TA, "task_name")
+        assert task is not None
+        draft.take("task.type", glue.type, task)
+        draft.take("task.text", glue.text, task)
+        draft.take("task.metrics", list(glue.metrics), task)
+        for item in (*columns, label, regression, image, *masked):
+            draft.unread(item, "task_name decides")
+    elif image is not None and image.value:
+        draft.take("task.type", "image_classification", image)
+        draft.take("task.image", draft.text(image), image)
+        for item in (*columns, regression, *masked):
+            draft.unread(item, "image_column_name decides")
+    elif masked:
+        draft.take("task.type", "masked_lm", *masked)
+        probability = written(_TA, "mlm_probability")
+        if probability is not None:
+            draft.take("task.mask_probability", draft.number(probability, 0.15), probability)
+        _text(draft, columns)
+        for item in (label, regression):
+            draft.unread(item, "masked language modelling has no labels")
+    elif columns and draft.flag(regression) and regression is not None:
+        draft.take("task.type", "sequence_regression", regression)
+        _text(draft, columns)
+    elif columns:
+        draft.take("task.type", "sequence_classification", *columns, note="do_regression is not set")
+        draft.say(regression, Outcome.SAME, "`task.type` is sequence_classification")
+        _text(draft, columns)
+    else:
+        draft.missing["task"] = f"what is learned, and from which columns; for example {_EXAMPLES['task']}"
+        if regression is not None:
+            kind = "sequence_regression" if draft.flag(regression) else "sequence_classification"
+            draft.say(regression, Outcome.TODO, f"`task.type` {kind}, once `task.text` names the columns")
+    if label is not None and label.value and glue is None and not masked:
+        if draft.value("task.type") is None:
+            draft.say(label, Outcome.TODO, "`task.label`, once `task.text` names the columns")
+        else:
+            draft.take("task.label", draft.text(label), label)
+    _metrics(draft, glue)
+
+
+def _text(draft: Draft, columns: list[Item]) -> None:
+    if not columns:
+        draft.refuse("task.text", "the column that holds the text")
+    for item in columns:
+        names: Any = item.value if isinstance(item.value, list) else draft.text(item).split(",")
+        if len(names) <= 2:
+            draft.take("task.text", names[0] if len(names) == 1 else names, item)
+        else:
+            draft.refuse("task.text", f"one column or a pair, of {', '.join(map(str, names))}", item)
+
+
+def _metrics(draft: Draft, glue: _Glue | None) -> None:
+    item = draft.sources.written(_TA, "metric_name")
+    if item is None or not item.value:
+        return
+    name = _METRICS.get(draft.text(item), draft.text(item))
+    if glue is not None:
+        draft.unread(item, "task_name decides")
+    elif draft.value("task.type") is None:
+        draft.say(item, Outcome.TODO, f"`task.metrics` {name}, once there is a task")
+    else:
+        draft.take("task.metrics", [name], item)

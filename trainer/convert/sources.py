@@ -1,0 +1,263 @@
+"""The files of other tools: reading them, telling which tool each is of, and their keys one by one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.base.errors import RecipeError, UsageError
+from trainer.foreign.accelerate import ACCELERATE
+from trainer.foreign.counterpart import Counterpart
+from trainer.foreign.deepspeed import DEEPSPEED
+from trainer.foreign.training_arguments import TRAINING_ARGUMENTS
+from trainer.reading.parser import MAX_DEPTH, Node, Origin, parse, read_text, shown_path, shown_value
+
+
+class Tool(Enum):
+    """Whose file it is; the values are those of `--from`."""
+
+    TRAINING_ARGUMENTS = "training-arguments"
+    DEEPSPEED = "deepspeed"
+    ACCELERATE = "accelerate"
+
+    @property
+    def title(self) -> str:
+        """Its name in prose."""
+        return _TITLES[self]
+
+    @property
+    def table(self) -> Mapping[str, Counterpart]:
+        """What each of its keys is here."""
+        return _TABLES[self]
+
+
+_TITLES = {Tool.TRAINING_ARGUMENTS: "TrainingArguments", Tool.DEEPSPEED: "DeepSpeed", Tool.ACCELERATE: "accelerate"}
+_TABLES = {
+    Tool.TRAINING_ARGUMENTS: TRAINING_ARGUMENTS,
+    Tool.DEEPSPEED: DEEPSPEED,
+    Tool.ACCELERATE: ACCELERATE,
+}
+_YAML_ENDINGS = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One key of a file, or one that the file leaves to the tool's default."""
+
+    tool: Tool
+    key: str  # dotted, as the table of the tool has it
+    value: Any
+    origin: Origin | None  # None: not written
+
+    @property
+    def row(self) -> Counterpart | None:
+        """What it is here; None: the tool has no such key."""
+        return self.tool.table.get(self.key)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the tool would do the same without it."""
+        return self.origin is None or (self.row is not None and self.row.is_default(self.value))
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether DeepSpeed's file leaves it to TrainingArguments."""
+        return self.tool is Tool.DEEPSPEED and self.value == "auto"
+
+    def __str__(self) -> str:
+        where = str(self.origin) if self.origin else f"default of {self.tool.title}"
+        return f"{self.key} {shown_value(self.value)} ({where})"
+
+
+@dataclass
+class Sources:
+    """All keys of all files."""
+
+    files: dict[Tool, str] = field(default_factory=dict)  # as messages show them
+    items: dict[Tool, dict[str, Item]] = field(default_factory=dict)
+
+    def has(self, tool: Tool) -> bool:
+        return tool in self.files
+
+    def written(self, tool: Tool, key: str) -> Item | None:
+        """The key, if the file holds it."""
+        return self.items.get(tool, {}).get(key)
+
+    def get(self, tool: Tool, key: str) -> Item | None:
+        """The key, or the tool's default where the file leaves it out; None: no such file, or no default."""
+        item = self.written(tool, key)
+        row = tool.table[key]
+        if item is not None or not self.has(tool) or not row.defaults:
+            return item
+        return Item(tool, key, row.defaults[0], None)
+
+    def all(self) -> Iterator[Item]:
+        """Every key that was written, file by file."""
+        for items in self.items.values():
+            yield from items.values()
+
+
+def read_sources(files: Iterable[Path], tool: Tool | None) -> Sources:
+    """Reads files, and those that they name.
+
+    Args:
+        files: of different tools.
+        tool: whose files they are; None: told by their keys.
+
+    Raises:
+        UsageError: a file cannot be read, or is of no known tool, of two, or of the same as another.
+    """
+    sources = Sources()
+    read = set()
+    for file in files:
+        tree = _read(file)
+        read.add(os.path.realpath(file))
+        _add(sources, tool or _recognised(tree, shown_path(file)), tree, shown_path(file))
+    for key, named in list(_named_files(sources)):
+        if os.path.realpath(named) not in read:
+            read.add(os.path.realpath(named))
+            tree = _read(named)
+            if key == "fsdp_config":
+                _add_items(sources, Tool.TRAINING_ARGUMENTS, tree, "fsdp_config")
+            else:
+                _add(sources, Tool.DEEPSPEED, tree, shown_path(named))
+    return sources
+
+
+def _add(sources: Sources, tool: Tool, tree: Node, name: str) -> None:
+    if sources.has(tool):
+        raise UsageError(f"{name}: is a second file of {tool.title}, after {sources.files[tool]}; give one")
+    sources.files[tool] = name
+    _add_items(sources, tool, tree, "")
+    inner = tree.members.get("deepspeed")
+    if tool is Tool.TRAINING_ARGUMENTS and inner is not None and inner.members:
+        _add(sources, Tool.DEEPSPEED, inner, f"{name}, `deepspeed`")
+
+
+def _add_items(sources: Sources, tool: Tool, tree: Node, path: str) -> None:
+    items = sources.items.setdefault(tool, {})
+    for key, node in _leaves(tool, tree, path):
+        items.setdefault(key, Item(tool, key, node.plain(), node.key_origin or node.origin))
+
+
+def _leaves(tool: Tool, node: Node, path: str) -> Iterator[tuple[str, Node]]:
+    """Keys with their values, down to where the tool's table ends."""
+    descends = not path or any(key.startswith(f"{path}.") for key in tool.table)
+    if not (descends and node.members):
+        yield path, node
+        return
+    for name, member in node.members.items():
+        if tool is Tool.TRAINING_ARGUMENTS and path == "fsdp_config":
+            name = name.removeprefix("fsdp_")
+        yield from _leaves(tool, member, f"{path}.{name}" if path else name)
+
+
+def _named_files(sources: Sources) -> Iterator[tuple[str, Path]]:
+    """The files that are named in other files and are there; what is not there, the report says."""
+    for tool, key in (
+        (Tool.TRAINING_ARGUMENTS, "deepspeed"),
+        (Tool.TRAINING_ARGUMENTS, "fsdp_config"),
+        (Tool.ACCELERATE, "deepspeed_config.deepspeed_config_file"),
+    ):
+        item = sources.written(tool, key)
+        if item is None or item.origin is None or not isinstance(item.value, str):
+            continue
+        for folder in (Path(), item.origin.folder):  # the tools read from the current folder
+            if (folder / item.value).is_file():
+                yield key, folder / item.value
+                break
+
+
+def _recognised(tree: Node, name: str) -> Tool:
+    """The tool whose own keys the file holds.
+
+    Raises:
+        UsageError: it holds those of no tool, or of several.
+    """
+    found = {}
+    for tool in Tool:
+        own = {key for key in tree.members if _is_of_one(key, tree.members[key], tool)}
+        if own:
+            found[tool] = sorted(own)
+    if len(found) == 1:
+        return next(iter(found))
+    choices = ", ".join(f"--from {tool.value}" for tool in found or Tool)
+    if not found:
+        raise UsageError(
+            f"{name}: holds no key that is TrainingArguments', DeepSpeed's or accelerate's alone; use {choices}"
+        )
+    clash = " and ".join(f"{tool.title} (`{keys[0]}`)" for tool, keys in found.items())
+    raise UsageError(f"{name}: holds keys of {clash}; say whose file it is with one of {choices}")
+
+
+def _is_of_one(key: str, node: Node, tool: Tool) -> bool:
+    """Whether this tool alone has the key; where several do, an object belongs to the one that has keys in it."""
+    owners = [other for other in Tool if key in other.table]
+    if len(owners) > 1:
+        owners = [other for other in owners if bool(node.members) == any(k.startswith(f"{key}.") for k in other.table)]
+    return owners == [tool]
+
+
+def _read(file: Path) -> Node:
+    name = shown_path(file)
+    try:
+        text = read_text(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UsageError(f"{name}: cannot be read: {reason}") from error
+    origin = Origin(name, folder=Path(os.path.abspath(file)).parent)
+    if file.suffix.lower() in _YAML_ENDINGS:
+        node = _read_yaml(text, origin)
+    else:
+        node, problems = parse(text, origin)
+        if problems:
+            raise RecipeError([str(problem) for problem in problems])
+    if not node.members:
+        raise UsageError(f"{name}: must hold an object with keys, but is {shown_value(node.plain())}")
+    return node
+
+
+def _read_yaml(text: str, origin: Origin) -> Node:
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return Node(None, origin) if root is None else _from_yaml(root, origin, set(), 0)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = _place(mark, origin) if mark else origin
+        raise UsageError(f"{place}: is not YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+def _place(mark: yaml.Mark, origin: Origin) -> Origin:
+    return Origin(origin.source, mark.line + 1, mark.column + 1, origin.folder)
+
+
+def _from_yaml(node: yaml.Node, origin: Origin, seen: set[int], depth: int) -> Node:
+    """The tree of a YAML document.
+
+    An alias is refused: it may lead back to itself, or a few lines to gigabytes.
+    """
+    place = _place(node.start_mark, origin)
+    if id(node) in seen:
+        raise UsageError(f"{place}: an anchor is used again; write its value out")
+    seen.add(id(node))
+    if depth >= MAX_DEPTH:
+        raise UsageError(f"{place}: nested deeper than {MAX_DEPTH} levels")
+    if isinstance(node, yaml.SequenceNode):
+        return Node([_from_yaml(item, origin, seen, depth + 1) for item in node.value], place)
+    if isinstance(node, yaml.MappingNode):
+        members: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            key, key_place = str(key_node.value), _place(key_node.start_mark, origin)
+            if key in members:
+                raise UsageError(f"{key_place}: `{key}` stands twice; first at {members[key].key_origin}")
+            inner = _from_yaml(value_node, origin, seen, depth + 1)
+            members[key] = Node(inner.value, inner.origin, key_place)
+        return Node(members, place)
+    value = yaml.SafeLoader("").construct_object(node)
+    return Node(value if value is None or isinstance(value, (bool, int, float, str)) else str(node.value), place)

@@ -1,0 +1,370 @@
+"""Who started this process, and which rank of how many it is: the only room that reads or sets environment variables.
+
+A launcher gives the topology and nothing else; what is learned, and how it is spread, stands in the recipe. Variables
+that contradict each other, or the recipe, are errors, because a guess would train on other ranks than were asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from trainer.base.errors import LaunchError, RecipeError, UsageError
+
+Launcher = Literal[
+    "none",
+    "trainer",  # our own agent, see `local.py`
+    "torchrun",
+    "accelerate",
+    "accelerate-single",  # `accelerate launch --cpu` starts one process, however many it was asked for
+    "deepspeed",
+    "mpirun",  # through `accelerate launch --mpirun_hostfile`
+    "srun",
+    "sbatch",  # a batch script of several tasks, outside of any `srun`
+    "variables",  # RANK, WORLD_SIZE and the others, set by something that leaves no other mark
+]
+
+LOCAL_ROLE = "trainer-local"
+"""The role of the ranks that we start ourselves: the elastic agent hands it to each of them as `ROLE_NAME`."""
+
+NO_TELEMETRY: Mapping[str, str] = {
+    "DO_NOT_TRACK": "true",  # donottrack.sh: huggingface_hub and MLflow heed it
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # datasets, of a data set that comes from elsewhere
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_ERROR_REPORTING": "false",  # the errors and counts of W&B's client, which go to W&B wherever a run goes
+}
+"""What tells libraries not to report on their use; `docs/tracking.md` says what else is kept from them."""
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable in which gloo reads the interface that it takes."""
+
+ACCELERATE_ENGINES: Mapping[str, tuple[str, ...]] = {
+    "FSDP": ("fsdp", "hsdp"),
+    "DEEPSPEED": ("zero1", "zero2", "zero3"),
+    "MEGATRON_LM": (),
+}
+"""The engines that `accelerate launch` can be told to use, by its `distributed_type`, and our strategies for each."""
+
+_FIRST_RESERVED_STEP = 0xFFFFFFF0  # Slurm numbers what is no `srun` (batch, extern, interactive) from here up
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """The place of this process among the ranks that a launcher started; a lone process is rank 0 of 1."""
+
+    launcher: Launcher
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0  # 0 where there is nobody to meet
+    accelerate: Mapping[str, str] = field(default_factory=dict)  # the `ACCELERATE_*` variables, see `check_agrees`
+    error_file: Path | None = None  # where a rank that our own agent started leaves its error
+    has_agent_store: bool = False  # whether torch's elastic agent has opened the port where the ranks meet
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether a launcher gave this process its rank, so that it must join and may not start ranks itself."""
+        return self.launcher not in ("none", "accelerate-single", "sbatch")
+
+    @property
+    def num_nodes(self) -> int:
+        """How many machines the ranks are on, as far as this one can tell."""
+        return -(-self.world_size // self.local_world_size)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size}, started by {self.launcher}"
+
+
+def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
+    """Finds the launcher and the rank of this process.
+
+    Raises:
+        LaunchError: variables are missing, are not numbers, or contradict each other.
+    """
+    accelerate = {name: value for name, value in environ.items() if name.startswith("ACCELERATE_")}
+    if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return _from_rank_variables(environ, accelerate)
+    if "ACCELERATE_USE_CPU" in environ:  # set by the launcher that starts a single process, or one `mpirun`
+        return _from_mpi(environ, accelerate) or LaunchEnvironment("accelerate-single", accelerate=accelerate)
+    return _from_slurm(environ) or LaunchEnvironment("none")
+
+
+@contextmanager
+def problems_name_the_machine(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Inside, what is wrong with a recipe is said of this rank, where there are several machines: one may lack a file.
+
+    Raises:
+        RecipeError: as inside.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        environment = detect(environ)
+        if environment.num_nodes == 1:
+            raise
+        place = f"rank {environment.rank} on {socket.gethostname()}"
+        raise RecipeError([f"{place}: {problem}" for problem in error.problems]) from error
+
+
+def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: str) -> None:
+    """Refuses a launcher flag that asks for another training than the recipe does; its defaults ask for nothing.
+
+    Raises:
+        UsageError: the variable, the recipe's key, and both values.
+    """
+    said = environment.accelerate
+    mixed = said.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if mixed not in ("no", precision):
+        raise UsageError(
+            f"`precision` is {precision}, but `accelerate launch` was told --mixed_precision {mixed};"
+            f" the recipe decides: drop the flag, or set `precision` in the recipe"
+        )
+    dynamo = said.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if dynamo != "no":
+        raise UsageError(f"`accelerate launch` was told --dynamo_backend {dynamo}; the recipe decides: drop the flag")
+    for engine, strategies in ACCELERATE_ENGINES.items():
+        if said.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true" and strategy not in strategies:
+            raise UsageError(
+                f"`parallel.strategy` is {strategy}, but `accelerate launch` was told --use_{engine.lower()};"
+                f" the recipe decides: drop the flag"
+                + (f", or set `parallel.strategy` to one of {', '.join(strategies)}" if strategies else "")
+            )
+
+
+def threads_per_rank(local_world_size: int, environ: Mapping[str, str] = os.environ) -> int | None:
+    """Compute threads for each rank: the cores of this machine over its ranks; None where the user or launcher said."""
+    if "OMP_NUM_THREADS" in environ:
+        return None
+    if per_task := environ.get("SLURM_CPUS_PER_TASK"):  # Slurm binds each task to its own cores
+        return _number(environ, "SLURM_CPUS_PER_TASK", per_task)
+    return max(1, available_cores() // local_world_size)
+
+
+def available_cores() -> int:
+    """The cores that this process may use, as far as the system binds it; a control group may give less time."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The interface that the user chose for gloo; None: it takes the one of the host's name."""
+    return environ.get(GLOO_INTERFACE) or None
+
+
+def use_gloo_interface(name: str) -> None:
+    """Makes gloo take this interface, in this process: all of its groups read the variable."""
+    os.environ[GLOO_INTERFACE] = name
+
+
+def set_local_rank(local_rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Says it in the variable that DeepSpeed reads, where the launcher has its own name for it."""
+    environ.setdefault("LOCAL_RANK", str(local_rank))
+
+
+def extensions_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the user lets torch compile extensions; None: where torch does by itself."""
+    folder = environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(folder) if folder else None
+
+
+def user_cache(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where programs keep what they can make again (XDG Base Directory Specification).
+
+    Raises:
+        UsageError: nothing says where, as for a user without a home.
+    """
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    if base.is_absolute():  # a relative path counts as unset
+        return base
+    try:
+        return (Path(environ["HOME"]) if environ.get("HOME") else Path.home()) / ".cache"
+    except RuntimeError as error:
+        raise UsageError(
+            "this user has no home folder to keep a cache in; set XDG_CACHE_HOME or HOME to one that can be written"
+        ) from error
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where tokenised data is kept unless the recipe says otherwise."""
+    return user_cache(environ) / "trainer"
+
+
+def forbid_telemetry(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `NO_TELEMETRY`, for this process and those that it starts; libraries look when they are imported."""
+    environ.update(NO_TELEMETRY)
+
+
+@dataclass(frozen=True)
+class MLflowSettings:
+    """Where MLflow's own variables say that a run goes; None: they do not."""
+
+    tracking_uri: str | None
+    experiment: str | None
+
+
+def mlflow_settings(environ: MutableMapping[str, str] = os.environ) -> MLflowSettings:
+    """Reads them, and makes a server that is away known in seconds: by default MLflow tries for some minutes."""
+    environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")  # seconds
+    return MLflowSettings(environ.get("MLFLOW_TRACKING_URI") or None, environ.get("MLFLOW_EXPERIMENT_NAME") or None)
+
+
+def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment:
+    """The variables of torchrun, which our own agent, accelerate and deepspeed set too."""
+    launcher: Launcher
+    if "TORCHELASTIC_RUN_ID" in environ:
+        ours = environ.get("ROLE_NAME") == LOCAL_ROLE
+        launcher = "trainer" if ours else "accelerate" if accelerate else "torchrun"
+    elif "LOCAL_SIZE" in environ and "CROSS_SIZE" in environ:
+        launcher = "deepspeed"
+    else:
+        launcher = "variables"
+    local_size = "LOCAL_SIZE" if launcher == "deepspeed" else "LOCAL_WORLD_SIZE"
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", local_size)
+    environment = _environment(launcher, environ, names, accelerate)
+    error_file = environ.get("TORCHELASTIC_ERROR_FILE") if launcher == "trainer" else None
+    return replace(
+        environment,
+        error_file=Path(error_file) if error_file else None,
+        has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _from_mpi(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment | None:
+    families = (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    )
+    for names in families:
+        if names[0] in environ:
+            return _environment("mpirun", environ, names, accelerate)
+    return None
+
+
+def _from_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    """The task of an `srun`; None in a shell that merely stands inside an allocation."""
+    if "SLURM_PROCID" not in environ:
+        return None
+    tasks_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    tasks = _number(environ, tasks_name, environ.get(tasks_name, "1"))
+    step = environ.get("SLURM_STEP_ID")
+    # the batch script itself is task 0 of the job, and has a task's process id, but no step
+    in_batch_script = step is None and "SLURM_TASK_PID" in environ
+    if in_batch_script:
+        return LaunchEnvironment("sbatch", world_size=tasks) if tasks > 1 else None
+    reserved = step is not None and _number(environ, "SLURM_STEP_ID", step) >= _FIRST_RESERVED_STEP
+    if reserved or "SLURM_PTY_PORT" in environ or tasks == 1:  # a terminal; or one task, which may start its own ranks
+        return None
+    names = ("SLURM_PROCID", "SLURM_LOCALID", tasks_name, None)
+    local_size, address = _slurm_local_size(environ, tasks), _slurm_address(environ, step)
+    return _environment("srun", environ, names, {}, local_size, address)
+
+
+def _environment(
+    launcher: Launcher,
+    environ: Mapping[str, str],
+    names: tuple[str, str, str, str | None],
+    accelerate: Mapping[str, str],
+    local_world_size: int = 1,
+    address: tuple[str, int] | None = None,
+) -> LaunchEnvironment:
+    """Reads rank, local rank, world size and local world size from the variables `names`, and checks them together."""
+    missing = [name for name in names if name is not None and name not in environ]
+    if missing:
+        present = [name for name in names if name is not None and name in environ]
+        raise LaunchError(
+            f"{', '.join(present)} set, but {', '.join(missing)} not; start the ranks with one launcher,"
+            f" or unset all of {', '.join(filter(None, names))}"
+        )
+    rank_name, local_rank_name, size_name, local_size_name = names
+    rank, local_rank, size = (_number(environ, name, environ[name]) for name in (rank_name, local_rank_name, size_name))
+    if local_size_name is not None:
+        local_world_size = _number(environ, local_size_name, environ[local_size_name])
+    _check_below(rank_name, rank, size_name, size)
+    _check_below(local_rank_name, local_rank, local_size_name or "the tasks of this node", local_world_size)
+    if local_world_size > size:
+        raise LaunchError(f"{local_size_name} is {local_world_size}, more than {size_name}, which is {size}")
+    host, port = address or _address(environ)
+    return LaunchEnvironment(launcher, rank, local_rank, size, local_world_size, host, port, accelerate)
+
+
+def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
+    if value >= limit:
+        raise LaunchError(f"{name} must be below {limit_name}, which is {limit}, but is {value}")
+
+
+def _number(environ: Mapping[str, str], name: str, value: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,10}", value):
+        raise LaunchError(f"{name} must be a whole number, but is {value!r}; is it left over from another launcher?")
+    return int(value)
+
+
+def _address(environ: Mapping[str, str]) -> tuple[str, int]:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if missing:
+        raise LaunchError(f"the ranks meet at MASTER_ADDR and MASTER_PORT, but {' and '.join(missing)} not set")
+    return environ["MASTER_ADDR"], _port(environ)
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = _number(environ, "MASTER_PORT", environ["MASTER_PORT"])
+    if not 0 < port < 2**16:
+        raise LaunchError(f"MASTER_PORT must be between 1 and 65535, but is {port}")
+    return port
+
+
+def _slurm_address(environ: Mapping[str, str], step: str | None) -> tuple[str, int]:
+    """The first host of the step, and a port that all its tasks derive from job and step, so that jobs rarely meet."""
+    if "MASTER_ADDR" in environ:
+        host = environ["MASTER_ADDR"]
+    else:
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+        if not nodes:
+            raise LaunchError("SLURM_PROCID is set, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is")
+        host = first_host(nodes)
+        if host == nodes:  # one node, which need not be able to resolve its own name
+            host = "127.0.0.1"
+    if "MASTER_PORT" in environ:
+        return host, _port(environ)
+    job = _number(environ, "SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0"))
+    # 15000 to 29999: above what services use, below what the system hands out to clients
+    return host, 15000 + (job + 997 * int(step or 0)) % 15000
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `gpu[07-09,12],login` gives `gpu07`.
+
+    Raises:
+        LaunchError: brackets that do not match, or an empty list.
+    """
+    match = re.match(r"([^\[\],\s]+)(?:\[([0-9]+)[0-9,-]*\]([^\[\],\s]*))?(?:,|$)", nodes)
+    if match is None:
+        raise LaunchError(f"SLURM_JOB_NODELIST must be a Slurm node list such as gpu[01-03,07], but is {nodes!r}")
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _slurm_local_size(environ: Mapping[str, str], tasks: int) -> int:
+    """Tasks on this node: its entry in a list such as `2(x3),1`, or all tasks where there is no list."""
+    name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environ else "SLURM_TASKS_PER_NODE"
+    counts = environ.get(name)
+    if counts is None:
+        nodes = _number(environ, "SLURM_NNODES", environ.get("SLURM_NNODES", "1"))
+        return -(-tasks // max(1, nodes))
+    per_node: list[int] = []
+    for entry in counts.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]{1,6})\))?", entry)
+        if match is None:
+            raise LaunchError(f"{name} must be a list such as 2(x3),1, but is {counts!r}")
+        per_node += [int(match[1])] * int(match[2] or 1)
+    node = _number(environ, "SLURM_NODEID", environ.get("SLURM_NODEID", "0"))
+    _check_below("SLURM_NODEID", node, f"the nodes of {name}", len(per_node))
+    return per_node[node]

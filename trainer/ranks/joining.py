@@ -1,0 +1,431 @@
+"""Where the ranks of a run meet before there is a process group: one store, at the address that the launcher gave.
+
+Ranks that cannot meet, or cannot reach each other, are told so in words and in bounded time: which address and port,
+how many of how many came, what the network answered. It knows the launcher's facts and no recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from trainer.base.errors import ExitCode, LaunchError, LostPeerError, TrainerError, UsageError
+from trainer.ranks.environment import GLOO_INTERFACE, LaunchEnvironment, gloo_interface, use_gloo_interface
+from trainer.ranks.interfaces import address_of, interface_of, interfaces, is_loopback, route_to
+from trainer.ranks.roll_call import RollCall, came_true, two_processes
+
+Result = TypeVar("Result")
+
+_NOTICE_SECONDS = 20.0  # after which one who waits says for what
+_AFTER_TORCH_SECONDS = 10.0
+_ATTEMPT_SECONDS = 5.0  # for one connection
+_RETRY_SECONDS = 0.25
+_LINGER_SECONDS = 5.0  # for the others to read why all end, where this rank has the store
+
+
+def meet(environment: LaunchEnvironment, timeout_seconds: float) -> Meeting:
+    """Waits for all ranks and gives the meeting with them.
+
+    Args:
+        environment: of this rank, one of several.
+        timeout_seconds: until all must have come; one rank may start later than another.
+
+    Raises:
+        LaunchError: the port is taken, or ranks or their number contradict each other.
+        TrainerError: rank 0 is not to be reached, or ranks did not come.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    with _bounded(environment, timeout_seconds + _AFTER_TORCH_SECONDS):
+        hosts_store = environment.rank == 0 and not environment.has_agent_store
+        own_address = None if hosts_store else _reach(environment, deadline)
+        store = _store(environment, hosts_store, max(1.0, deadline - time.monotonic()))
+        with _others_may_go():
+            if environment.has_agent_store:
+                store = PrefixStore(_this_start(store, environment, deadline), store)
+            meeting = Meeting(store, environment, hosts_store)
+            meeting.arrive(deadline, own_address)
+    return meeting
+
+
+class Meeting:
+    """What ranks tell each other before they have a process group. All ranks must call the same, in the same order.
+
+    Args:
+        store: that all ranks share.
+        environment: of this rank.
+        hosts_store: whether the store ends with this process.
+    """
+
+    def __init__(self, store: Store, environment: LaunchEnvironment, hosts_store: bool = False) -> None:
+        self.store = store
+        self._environment = environment
+        self._hosts_store = hosts_store
+        self._size = environment.world_size
+        self._own_address: str | None = None
+        self._questions = 0
+
+    def arrive(self, deadline: float, own_address: str | None = None) -> None:
+        """Waits for all ranks.
+
+        Args:
+            deadline: of the monotonic clock.
+            own_address: of this machine, from which the store was reached.
+
+        Raises:
+            LaunchError: the ranks were told different numbers of ranks.
+            TrainerError: two processes are the same rank, or not all came.
+        """
+        own, self._own_address = self._environment, own_address
+        size = self.store.compare_set("size", "", str(self._size)).decode()
+        if size != str(self._size):
+            raise LaunchError(
+                f"all ranks must be told the same number of ranks, but rank {own.rank} on {socket.gethostname()} was"
+                f" started as one of {self._size}, and the first one at {_place(own)} as one of {size}"
+            )
+        if self.store.add(f"here/{own.rank}", 1) > 1:
+            raise two_processes(own.rank)
+        self._count_in("arrived")
+        _await_all(own, deadline, lambda until: self._came("arrived", until - time.monotonic()) or None, self._missing)
+
+    def together(self, action: Callable[[], Result], timeout_seconds: float) -> Result:
+        """What `action` gives, once it is done on all ranks; where one cannot do it, all end with that rank's error.
+
+        Args:
+            action: of this rank.
+            timeout_seconds: that others may take longer than this rank.
+
+        Raises:
+            TrainerError: of the rank that could not, which it names.
+        """
+        name = self._next_question()
+        try:
+            result = action()
+        except Exception as error:
+            code = error.exit_code if isinstance(error, TrainerError) else ExitCode.FAILED
+            text = str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
+            with suppress(dist.DistError):  # one that has gone needs no telling
+                self.store.set(f"{name}/problem", json.dumps([int(code), self._signed(text)]))
+                self.store.set(f"{name}/all", "")
+                self._linger(name)
+            if isinstance(error, TrainerError) and self._environment.num_nodes > 1:
+                raise _error(code, self._signed(text)) from error
+            raise
+        with _others_may_go():
+            self._count_in(name)
+            if not self._came(name, timeout_seconds):
+                raise TrainerError(
+                    f"rank {self._environment.rank} waited {timeout_seconds:g} seconds for the others, which have"
+                    " neither finished nor failed; where they still prepare the data, raise `parallel.stall_timeout`,"
+                    " or let all machines share `data.cache`"
+                )
+            if self.store.check([f"{name}/problem"]):
+                code, text = json.loads(self.store.get(f"{name}/problem"))
+                self._linger(name)
+                raise _error(ExitCode(code), text)
+        return result
+
+    def gather(self, value: Any, timeout_seconds: float) -> list[Any]:
+        """The `value` of every rank, in order of rank, on every rank; JSON carries it.
+
+        Raises:
+            TrainerError: a rank has gone.
+        """
+        name = self._next_question()
+        text = json.dumps(value)
+        self.together(lambda: self.store.set(f"{name}/{self._environment.rank}", text), timeout_seconds)
+        keys = [f"{name}/{rank}" for rank in range(self._size)]
+        with _others_may_go():
+            values = [json.loads(text) for text in self.store.multi_get(keys)]
+            self._linger(name)  # what it holds may make all of them leave
+        return values
+
+    def check_network(self, timeout_seconds: float) -> None:
+        """Chooses the interface for gloo, and sees that each machine can be reached by the one before it.
+
+        Gloo takes the address of the host's name, which is often a loopback one or that of another network; the one
+        that leads to where the ranks met is known to work. `GLOO_SOCKET_IFNAME` overrides it.
+
+        Raises:
+            LaunchError: an interface that is not there, or ranks of a machine that do not follow each other.
+            TrainerError: machines do not reach each other.
+        """
+        own = self._environment
+        addresses = self.gather(self._own_address, timeout_seconds)
+        with ExitStack() as stack:
+            mine = self.together(lambda: self._listen(stack, addresses), timeout_seconds)
+            peers = [_Peer(*peer) for peer in self.gather(mine, timeout_seconds)]
+            self.together(lambda: _check_order(peers), timeout_seconds)
+            leaders = [rank for rank, peer in enumerate(peers) if peer.local_rank == 0]
+
+            def reach_next() -> None:
+                if own.local_rank == 0 and len(leaders) > 1:
+                    rank = leaders[(leaders.index(own.rank) + 1) % len(leaders)]
+                    _check_reachable(peers[own.rank], peers[rank], rank)
+
+            self.together(reach_next, timeout_seconds)
+
+    def _listen(self, stack: ExitStack, addresses: list[str | None]) -> list[Any]:
+        """Listens where gloo will, on a port of the system's choice as gloo's is, and says where that is."""
+        own = self._environment
+        name = gloo_interface()
+        if name is None:
+            address = self._own_address
+            if address is None or is_loopback(address):  # the host that all others reach: by the way back to one
+                outside = next((other for other in addresses if other and not is_loopback(other)), None)
+                address = route_to(outside) if outside else "127.0.0.1"
+            name = interface_of(address)
+            if name is None:
+                raise LaunchError(
+                    f"no interface of {socket.gethostname()} has the address {address}, which leads to"
+                    f" {own.master_addr}; set {GLOO_INTERFACE} to one of {interfaces()}"
+                )
+            use_gloo_interface(name)
+        address = address_of(name)
+        port = 0
+        if own.local_rank == 0:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            port = stack.enter_context(socket.create_server((address, 0), family=family)).getsockname()[1]
+        return [socket.gethostname(), own.local_rank, name, address, port, interfaces()]
+
+    def _next_question(self) -> str:
+        self._questions += 1
+        return f"question/{self._questions}"
+
+    def _count_in(self, name: str) -> None:
+        if self.store.add(f"{name}/count", 1) == self._size:
+            self.store.set(f"{name}/all", "")
+
+    def _came(self, name: str, seconds: float) -> bool:
+        """Waits until all were counted in, or one has said that it cannot be."""
+        return came_true(lambda: self.store.check([f"{name}/all"]), time.monotonic() + seconds)
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._size) if not self.store.check([f"here/{rank}"])]
+
+    def _linger(self, name: str) -> None:
+        """Counts the ranks that have read it, and waits for them, where the store would go with this process."""
+        known = self.store.add(f"{name}/known", 1)
+        end = time.monotonic() + _LINGER_SECONDS
+        while self._hosts_store and known < self._size and time.monotonic() < end:
+            time.sleep(0.01)
+            known = self.store.add(f"{name}/known", 0)
+
+    def _signed(self, text: str) -> str:
+        """With the machine's name, where there are several."""
+        own = self._environment
+        return text if own.num_nodes == 1 else f"rank {own.rank} on {socket.gethostname()}: {text}"
+
+
+@dataclass(frozen=True)
+class _Peer:
+    host: str
+    local_rank: int
+    interface: str
+    address: str
+    port: int  # 0: another rank of its machine listens
+    interfaces: str
+
+
+def _check_order(peers: list[_Peer]) -> None:
+    """Refuses ranks of one machine that do not follow each other: shard and tensor groups would cross machines."""
+    for rank, peer in enumerate(peers):
+        before = peers[rank - 1] if rank else None
+        place = (peer.host, peer.local_rank - 1)
+        if peer.local_rank and (before is None or (before.host, before.local_rank) != place):
+            was = f"rank {rank - 1} is number {before.local_rank} on {before.host}" if before else "is the first one"
+            raise LaunchError(
+                f"the ranks of a machine must follow each other, but rank {rank} is number {peer.local_rank} on"
+                f" {peer.host} and {was};"
+                " give ranks out in blocks (`srun --distribution=block`)"
+            )
+
+
+def _check_reachable(own: _Peer, other: _Peer, rank: int) -> None:
+    """Connects to where another machine listens.
+
+    Raises:
+        TrainerError: it does not answer.
+    """
+    problem = _connection_problem(other.address, other.port, 2 * _ATTEMPT_SECONDS)[1]
+    if problem:
+        raise TrainerError(
+            f"its interface {own.interface} ({own.address}) cannot connect to rank {rank} on {other.host} at"
+            f" {other.address}:{other.port} ({problem}): ranks connect to each other on ports of the system's choice,"
+            f" so open all ports between the machines; or set {GLOO_INTERFACE} and NCCL_SOCKET_IFNAME on each machine"
+            f" to the interface that leads to the others: {own.host} has {own.interfaces}; {other.host} has"
+            f" {other.interfaces}"
+        )
+
+
+def _reach(environment: LaunchEnvironment, deadline: float) -> str:
+    """Waits until somebody listens where the ranks meet; gives the address of this machine that leads there.
+
+    Raises:
+        TrainerError: nobody did, and what the network answered.
+    """
+    notice = time.monotonic() + _NOTICE_SECONDS
+    while True:
+        left = deadline - time.monotonic()
+        own_address, problem = _connection_problem(
+            environment.master_addr, environment.master_port, max(0.1, min(_ATTEMPT_SECONDS, left))
+        )
+        if own_address is not None:
+            return own_address
+        now = time.monotonic()
+        if now >= deadline:
+            raise TrainerError(_not_met(environment, problem))
+        if now >= notice:
+            _say(f"rank {environment.rank} on {socket.gethostname()} cannot reach {_place(environment)} yet: {problem}")
+            notice = deadline
+        time.sleep(_RETRY_SECONDS)
+
+
+def _connection_problem(host: str, port: int, timeout_seconds: float) -> tuple[str | None, str]:
+    """This machine's address in a connection to there, or None and what is wrong."""
+    try:
+        with socket.create_connection((host, port), timeout_seconds) as connection:
+            return str(connection.getsockname()[0]), ""
+    except socket.gaierror:
+        return None, f"the name {host} is not known here"
+    except TimeoutError:
+        return None, "no answer: a firewall in between drops what is sent, or the host is down"
+    except ConnectionRefusedError:
+        return None, "refused: that host answers, but nothing listens on the port"
+    except OSError as error:
+        return None, error.strerror or str(error)
+
+
+def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: float) -> Store:
+    try:
+        return TCPStore(
+            environment.master_addr,
+            environment.master_port,
+            environment.world_size,
+            is_master=hosts_store,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+        )
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"MASTER_PORT is {environment.master_port}, but another program has that port of"
+                f" {socket.gethostname()}; set it to a free port, the same for all ranks"
+            ) from error
+        raise TrainerError(_not_met(environment, str(error).splitlines()[0])) from error
+
+
+@contextmanager
+def _others_may_go() -> Iterator[None]:
+    """Inside, the store is spoken to, which goes with the rank or the agent that has it.
+
+    Raises:
+        LostPeerError: it has gone.
+    """
+    try:
+        yield
+    except dist.DistError as error:
+        raise LostPeerError("another rank has gone before all were ready; what that rank says tells why") from error
+
+
+def _this_start(store: Store, environment: LaunchEnvironment, deadline: float) -> str:
+    """What names this start of the ranks alone, in a store that may hold what those before them said.
+
+    Raises:
+        TrainerError: two processes are the same rank, or not all came.
+    """
+    roll_call = RollCall(store, environment.rank, environment.world_size)
+    return _await_all(environment, deadline, roll_call.wait, roll_call.missing)
+
+
+def _await_all(
+    environment: LaunchEnvironment,
+    deadline: float,
+    wait: Callable[[float], Result | None],
+    missing: Callable[[], list[int] | None],
+) -> Result:
+    """Waits for all ranks, and says after a while for whom.
+
+    Args:
+        environment: of this rank.
+        deadline: of the monotonic clock.
+        wait: until that time; gives something where all have come.
+        missing: the ranks that have not; None: rank 0 at least.
+
+    Raises:
+        TrainerError: not all came.
+    """
+    for until in (min(time.monotonic() + _NOTICE_SECONDS, deadline), deadline):
+        found = wait(until)
+        if found is not None:
+            return found
+        absent = missing()
+        if absent is None:  # one for each machine: nobody knows whether the others are there
+            speaks = environment.local_rank == 0
+        else:
+            speaks = environment.rank == min(set(range(environment.world_size)) - set(absent), default=0)
+        if until < deadline and speaks:
+            _say(f"{_missing_text(absent, environment.world_size)} yet at {_place(environment)}; waiting")
+    raise TrainerError(
+        f"rank {environment.rank} on {socket.gethostname()} waited at {_place(environment)}, but"
+        f" {_missing_text(missing(), environment.world_size)}; see that they were started, with MASTER_ADDR"
+        f" {environment.master_addr} and MASTER_PORT {environment.master_port}, and that this port of that host is open"
+        " to them; `parallel.join_timeout` says how long to wait"
+    )
+
+
+@contextmanager
+def _bounded(environment: LaunchEnvironment, seconds: float) -> Iterator[None]:
+    """Ends this process after that time: a program that has the port and keeps silent holds torch's store for ever."""
+    timer = threading.Timer(seconds, _give_up, (environment,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _give_up(environment: LaunchEnvironment) -> None:
+    os.write(sys.stderr.fileno(), f"error: {_not_met(environment, 'no answer')}\n".encode())
+    os._exit(ExitCode.FAILED)
+
+
+def _not_met(environment: LaunchEnvironment, problem: str) -> str:
+    return (
+        f"rank {environment.rank} on {socket.gethostname()} could not meet the others at {_place(environment)}"
+        f" ({problem}); see that MASTER_ADDR is the machine of rank 0, that rank 0 was started, that the port is open"
+        " to this machine, and that no other program has it; `parallel.join_timeout` says how long to wait"
+    )
+
+
+def _place(environment: LaunchEnvironment) -> str:
+    return f"{environment.master_addr}:{environment.master_port}"
+
+
+def _missing_text(missing: list[int] | None, size: int) -> str:
+    if missing is None:
+        return "rank 0, which calls the others, has not come"
+    ranks = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    return f"only {size - len(missing)} of {size} ranks have come, not rank{'s' * (len(missing) > 1)} {ranks}"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def _error(code: ExitCode, text: str) -> TrainerError:
+    """Another rank's error, as this one raises it: that of a user, or a consequence of what that one tells."""
+    return UsageError(text) if code == ExitCode.USER else LostPeerError(text)

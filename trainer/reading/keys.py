@@ -1,0 +1,97 @@
+"""What the schema says about key paths: which exist, which kinds a section has, which values name a place.
+
+Everything is read off the pydantic models, so that a new key or kind needs no second entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from trainer.reading.parser import KeyPath, Node
+from trainer.recipe.schema import Place, Recipe, Section
+
+
+def find_node(root: Node, path: KeyPath) -> Node | None:
+    """The node at `path`; None where nothing was written there."""
+    node: Node | None = root
+    for part in path:
+        if node is None:
+            return None
+        if isinstance(part, int):
+            node = node.value[part] if isinstance(node.value, list) and part < len(node.value) else None
+        else:
+            node = node.members.get(part)
+    return node
+
+
+def nearest_node(root: Node, path: KeyPath) -> Node:
+    """The node at `path`, or the innermost one around it that was written."""
+    return next((node for end in range(len(path), 0, -1) if (node := find_node(root, path[:end]))), root)
+
+
+def section_models(annotation: object) -> tuple[type[Section], ...]:
+    """The sections that a key of this type may hold: none for a plain value, several for a section with kinds."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return (annotation,)
+    return tuple(model for argument in get_args(annotation) for model in section_models(argument))
+
+
+def kinds(field: FieldInfo) -> dict[str, type[Section]]:
+    """The kinds of a section by the value of its discriminator ("hub" for `HubData`); empty for every other key."""
+    if not isinstance(field.discriminator, str):
+        return {}
+    models = section_models(field.annotation)
+    return {str(get_args(model.model_fields[field.discriminator].annotation)[0]): model for model in models}
+
+
+def default_tag(field: FieldInfo) -> str | None:
+    """The kind that a section has when none is written; None where one must be."""
+    if isinstance(field.discriminator, str) and isinstance(field.default, Section):
+        return str(getattr(field.default, field.discriminator))
+    return None
+
+
+def section_model(field: FieldInfo, node: Node) -> type[Section] | None:
+    """The section that `node`, the value of `field`, is meant as; None for a plain value or an unknown kind."""
+    if not isinstance(field.discriminator, str):
+        return next(iter(section_models(field.annotation)), None)
+    written = node.members.get(field.discriminator)
+    tag = written.value if written else default_tag(field)
+    return kinds(field).get(tag) if isinstance(tag, str) else None
+
+
+def place_of(field: FieldInfo) -> Place | None:
+    """What a relative path in this key is relative to; None where the key holds no path."""
+    return next((part for part in (*field.metadata, *_type_parts(field.annotation)) if isinstance(part, Place)), None)
+
+
+def _type_parts(annotation: object) -> Iterator[object]:
+    for part in get_args(annotation):
+        yield part
+        yield from _type_parts(part)
+
+
+@cache
+def known_keys() -> tuple[str, ...]:
+    """Every key path of the schema, over all kinds of every section, in the schema's order."""
+    return tuple(dict.fromkeys(_keys_below(Recipe, "")))
+
+
+def _keys_below(model: type[Section], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for section in section_models(field.annotation):
+            yield from _keys_below(section, f"{prefix}{name}.")
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value below a section that is not one itself, by its dotted key; lists are not taken apart."""
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from leaves(child, f"{path}.{key}" if path else key)
+    else:
+        yield path, value

@@ -1,0 +1,228 @@
+"""From a recipe's file and the command line to a validated recipe, with the origin of every value.
+
+The layers, later ones win: the schema's defaults, the recipes that a recipe `extends`, the recipe, the command line.
+How one layer lies over another is in `merging.py`.
+
+Nothing is reported until everything was looked at: a `RecipeError` holds all problems, sorted by place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer.base.errors import RecipeError
+from trainer.reading.explaining import Finding, explain, findings
+from trainer.reading.keys import find_node, nearest_node, place_of, section_model
+from trainer.reading.merging import merged, with_default_kinds
+from trainer.reading.overrides import override_layer
+from trainer.reading.parser import DEFAULT, KeyPath, Node, Origin, Problem, dotted, read_file, shown_path, shown_value
+from trainer.reading.rules import contradictions, message
+from trainer.reading.shipped import shipped_recipes
+from trainer.recipe.schema import Place, Recipe, Section
+
+MAX_EXTENDS = 16
+MAX_PROBLEMS = 50
+FILE_KEYS = ("$schema", "extends")
+"""Keys that belong to a recipe's file, not to the recipe."""
+
+
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A recipe that is valid by itself, and where each value came from.
+
+    In `recipe`, every path is absolute; `model.name_or_path`, `model.tokenizer` and `data.name` are hub names exactly
+    where they are not absolute.
+    """
+
+    recipe: Recipe
+    origins: Mapping[str, Origin]  # by dotted key path; lists are one value, `model.config` is taken apart
+    values: Mapping[str, Any]  # the recipe by the same key paths, as JSON has it
+    file: Path
+
+
+def load_recipe(source: str, overrides: Sequence[str] = ()) -> ResolvedRecipe:
+    """Loads a recipe from a file, or a shipped one by its name (`bert_sample`), and applies `key=value` overrides.
+
+    Raises:
+        RecipeError: everything that is wrong with it.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise RecipeError([f"the current folder cannot be used: {error.strerror}; change to another one"]) from error
+    file = find_recipe(source, Path())
+    root, problems = _read_layers(file)
+    layer, override_problems = override_layer(overrides)
+    return _resolved(file, with_default_kinds(merged(root, layer)), problems + override_problems)
+
+
+def find_recipe(source: str, folder: Path) -> Path:
+    """The file that `source` means: a path relative to `folder`, or else the name of a shipped recipe.
+
+    Raises:
+        RecipeError: it means neither.
+    """
+    path = folder / os.path.expanduser(source)
+    if os.path.isfile(path):
+        return path
+    shipped = shipped_recipes()
+    if source.removesuffix(".json") in shipped:
+        return shipped[source.removesuffix(".json")]
+    if os.path.exists(path):
+        raise RecipeError([f"{shown_path(path)}: is not a recipe file; `trainer recipes` lists the shipped recipes"])
+    raise RecipeError(
+        [f"{shown_path(path)}: no such file, and no shipped recipe has this name; they are {', '.join(shipped)}"]
+    )
+
+
+# Layers
+
+
+def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[Problem]]:
+    """The recipe in `file` merged over what it extends, and what the reader found wrong in all of them."""
+    chain = (*chain, Path(os.path.realpath(file)))
+    node, problems = read_file(file)
+    if not isinstance(node.value, dict):
+        raise RecipeError([f"{node.origin}: a recipe is an object {{...}}, but this is {shown_value(node.plain())}"])
+    own = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
+    extends = node.members.get("extends")
+    if extends is None or extends.value is None:
+        return own, problems
+    try:
+        base, base_problems = _read_layers(_base_file(extends, chain), chain)
+    except RecipeError as error:
+        raise RecipeError([*map(str, problems), *error.problems]) from error
+    return merged(base, own), problems + base_problems
+
+
+def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:
+    if not isinstance(extends.value, str) or not extends.value:
+        raise RecipeError(
+            [f"{extends.origin}: `extends` must be a path or a shipped name, but is {shown_value(extends.plain())}"]
+        )
+    try:
+        base = find_recipe(extends.value, extends.origin.folder)
+    except RecipeError as error:
+        raise RecipeError([f"{extends.origin}: `extends` {shown_value(extends.value)}: {error}"]) from error
+    if Path(os.path.realpath(base)) in chain:
+        circle = " -> ".join(shown_path(path) for path in (*chain, base))
+        raise RecipeError([f"{extends.origin}: `extends` leads back to a recipe that it comes from: {circle}"])
+    if len(chain) >= MAX_EXTENDS:
+        raise RecipeError([f"{extends.origin}: `extends` is nested deeper than {MAX_EXTENDS} recipes"])
+    return base
+
+
+# Validation
+
+
+def _resolved(file: Path, root: Node, problems: list[Problem]) -> ResolvedRecipe:
+    recipe, found = _validated(root)
+    sections = dict(recipe) if recipe else _sound_sections(root, found)
+    sections = {name: _with_places(value, (name,), root) for name, value in sections.items()}
+    problems = problems + [problem for finding in found[:MAX_PROBLEMS] for problem in explain(finding, root)]
+    broken = {finding.path[:2] for finding in found}
+    for contradiction in contradictions(sections):
+        if broken.isdisjoint(key[:2] for key in contradiction.keys):  # else it may only follow from another problem
+            problems.append(Problem(nearest_node(root, contradiction.keys[0]).origin, message(contradiction)))
+    if recipe is None or problems:
+        raise RecipeError(_report(problems, shown_path(file), len(found)))
+    recipe = _completed(recipe.model_copy(update=sections))
+    values = dict(_leaves(recipe.model_dump(mode="json"), ()))
+    written = {path: find_node(root, path) for path in values}
+    origins = {dotted(path): node.origin if node else DEFAULT for path, node in written.items()}
+    return ResolvedRecipe(recipe, origins, {dotted(path): value for path, value in values.items()}, file)
+
+
+def _validated(root: Node) -> tuple[Recipe | None, list[Finding]]:
+    try:
+        return Recipe.model_validate(root.plain()), []
+    except ValidationError as error:
+        return None, findings(error)
+
+
+def _sound_sections(root: Node, found: Sequence[Finding]) -> dict[str, Any]:
+    """The sections of a broken recipe without their broken keys, so that contradictions are reported beside these."""
+    data = root.plain()
+    for name, *inner in (finding.path for finding in found):
+        if inner and isinstance(data.get(name), dict):
+            data[name].pop(inner[0], None)
+        else:
+            data[name] = None
+    sections = {}
+    for name, field in Recipe.model_fields.items():
+        model = section_model(field, root.members.get(name, Node({}, DEFAULT)))
+        try:
+            if model is not None:
+                sections[name] = model.model_validate(data.get(name, {}))
+        except ValidationError:  # the section, or a key that it must have, is missing or broken
+            continue
+    return sections
+
+
+def _report(problems: Sequence[Problem], file: str, num_findings: int) -> list[str]:
+    """The problems in the order of their places: the recipe's own file, what it extends, the command line."""
+
+    def place(problem: Problem) -> tuple[bool, bool, str, int, int]:
+        origin = problem.origin
+        return origin.line == 0, origin.source != file, origin.source, origin.line, origin.column
+
+    lines = list(dict.fromkeys(map(str, sorted(problems, key=place))))
+    unsaid = max(0, len(lines) - MAX_PROBLEMS) + max(0, num_findings - MAX_PROBLEMS)
+    return lines[:MAX_PROBLEMS] + ([f"and {unsaid} more"] if unsaid else [])
+
+
+# Completion
+
+
+def _with_places(value: Any, path: KeyPath, root: Node) -> Any:
+    """A section with its paths made absolute; any other value as it is."""
+    if not isinstance(value, Section):
+        return value
+    updates = {}
+    for name, field in type(value).model_fields.items():
+        before = getattr(value, name)
+        folder = nearest_node(root, (*path, name)).origin.folder
+        after = _with_places(before, (*path, name), root)
+        if place_of(field) is Place.RECIPE:
+            after = (
+                [_absolute(item, folder) for item in before] if isinstance(before, list) else _absolute(before, folder)
+            )
+        elif place_of(field) is Place.RECIPE_OR_HUB:
+            after = _absolute_unless_hub(before, folder)
+        if after != before:
+            updates[name] = after
+    return value.model_copy(update=updates) if updates else value
+
+
+def _absolute(place: str | None, folder: Path) -> str | None:
+    return None if place is None else os.path.normpath(os.path.join(folder, os.path.expanduser(place)))
+
+
+def _absolute_unless_hub(place: str | None, folder: Path) -> str | None:
+    path = _absolute(place, folder)
+    looks_like_path = place is not None and (place in (".", "..") or place.startswith(("./", "../", "/", "~")))
+    return path if looks_like_path or (path is not None and os.path.isdir(path)) else place
+
+
+def _completed(recipe: Recipe) -> Recipe:
+    """The recipe with the values that follow from its other values."""
+    folder = os.path.abspath(os.path.expanduser(recipe.checkpoint.folder.replace("{name}", recipe.name)))
+    updates: dict[str, Section] = {"checkpoint": recipe.checkpoint.model_copy(update={"folder": folder})}
+    if recipe.data.validation is None:
+        updates["evaluation"] = recipe.evaluation.model_copy(update={"every": None})
+    return recipe.model_copy(update=updates)
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """Every value with the way to it; lists are not taken apart."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    else:
+        yield path, value

@@ -1,0 +1,66 @@
+"""How a recipe lies over the one that it extends, and the command line over both.
+
+Objects are merged key by key; every other value, lists included, is replaced. Where a later layer changes the *kind*
+of a section (`task.type`, `data.source`, `optimizer.name`), an earlier layer's key stays only if the new kind has that
+key with the same type and meaning: `data.max_length` outlives a change from hub to files, `data.train` (a split there,
+a file here) does not. `model.config` is replaced whole where its `model_type` changes.
+"""
+
+from __future__ import annotations
+
+from pydantic.fields import FieldInfo
+
+from trainer.reading.keys import default_tag, section_model
+from trainer.reading.parser import DEFAULT, KeyPath, Node
+from trainer.recipe.schema import Recipe, Section
+
+
+def merged(base: Node, layer: Node) -> Node:
+    """The recipe in `layer` over the recipe in `base`."""
+    return _merged((), base, layer, None)
+
+
+def _merged(path: KeyPath, base: Node, layer: Node, field: FieldInfo | None) -> Node:
+    """`layer` over `base`; `field` is the key's row in the schema, where it has one."""
+    if not isinstance(base.value, dict) or not isinstance(layer.value, dict):
+        return layer
+    members = dict(_kept(path, base, layer, field))
+    section: type[Section] | None = None if path else Recipe
+    if field is not None:
+        section = section_model(field, Node(members | layer.members, layer.origin))
+    for key, node in layer.members.items():
+        inner = section.model_fields.get(key) if section else None
+        members[key] = _merged((*path, key), members[key], node, inner) if key in members else node
+    written = layer if layer.origin.line else base  # a file says where a section stands, the command line does not
+    return Node(members, written.origin, written.key_origin)
+
+
+def _kept(path: KeyPath, base: Node, layer: Node, field: FieldInfo | None) -> dict[str, Node]:
+    """The members of `base` that still mean something under the kind that `layer` gives the section."""
+    if path == ("model", "config"):
+        old, new = base.members.get("model_type"), layer.members.get("model_type")
+        return {} if old and new and old.value != new.value else base.members
+    if field is None or field.discriminator not in layer.members:
+        return base.members
+    before, after = section_model(field, base), section_model(field, layer)
+    if before is None or after is None or before is after:  # an unknown kind is reported, with all its keys
+        return base.members
+    return {key: node for key, node in base.members.items() if _same_key(before, after, key)}
+
+
+def _same_key(before: type[Section], after: type[Section], key: str) -> bool:
+    one, other = before.model_fields.get(key), after.model_fields.get(key)
+    if one is None or other is None:
+        return False
+    return (one.annotation, one.metadata, one.description) == (other.annotation, other.metadata, other.description)
+
+
+def with_default_kinds(root: Node) -> Node:
+    """Names the kind of each section that may leave it out, since pydantic wants it named."""
+    members = dict(root.members)
+    for name, field in Recipe.model_fields.items():
+        tag = default_tag(field)
+        if tag is not None and name in members and isinstance(members[name].value, dict):
+            kind = {str(field.discriminator): Node(tag, DEFAULT)}
+            members[name] = Node(kind | members[name].members, members[name].origin, members[name].key_origin)
+    return Node(members, root.origin)

@@ -1,0 +1,354 @@
+"""Recipe text to a tree that remembers the file, line and column of every key and value.
+
+The language is JSON (RFC 8259) with `//` and `/* */` comments and a trailing comma allowed, as in the settings files of
+common editors: whoever comments out the last line of an object need not mend the line before it. The standard library's
+parser keeps no positions, and no maintained library offers positions, comments and duplicate keys together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.base.errors import RecipeError
+
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 64  # far below Python's recursion limit, far above any recipe
+MAX_NUMBER_LENGTH = 100
+
+KeyPath = tuple[str | int, ...]
+"""The way from the whole recipe to a value: keys of objects, numbers of list items."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where something was written: a place in a file, the command line, or nowhere (the default)."""
+
+    source: str
+    line: int = 0  # from 1; 0 where there are no lines
+    column: int = 0  # from 1, in characters
+    folder: Path = Path()  # what a relative path written here is relative to
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+
+
+DEFAULT = Origin("default")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that the user must mend, and where."""
+
+    origin: Origin
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A JSON value with its place; objects and lists hold nodes."""
+
+    value: bool | int | float | str | list[Node] | dict[str, Node] | None
+    origin: Origin
+    key_origin: Origin | None = None  # of the key, where the value is a member of an object
+
+    @property
+    def members(self) -> dict[str, Node]:
+        """The members of an object; empty for every other value."""
+        return self.value if isinstance(self.value, dict) else {}
+
+    def plain(self) -> Any:
+        """The value without places, as `json.loads` would give it."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+
+def read_file(path: Path) -> tuple[Node, list[Problem]]:
+    """The tree of a recipe file, and what is wrong with it that did not stop the reading.
+
+    Raises:
+        RecipeError: the file cannot be read, or is not JSON.
+    """
+    source = shown_path(path)
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise RecipeError([f"{source}: cannot be read: {reason}"]) from error
+    return parse(text, Origin(source, folder=Path(os.path.abspath(path)).parent))
+
+
+def parse(text: str, origin: Origin, path: KeyPath = (), places: bool = True) -> tuple[Node, list[Problem]]:
+    """The tree of `text`, and the duplicate keys and unusable values in it.
+
+    `path` leads to the text's value in the whole recipe; `places` says whether lines and columns mean anything to the
+    user, else `origin` is the place of everything.
+
+    Raises:
+        RecipeError: not JSON with comments, or nested too deeply.
+    """
+    parser = _Parser(text, origin, path, places)
+    return parser.document(), parser.problems
+
+
+def shown_path(path: Path) -> str:
+    """The path as a user reads it best: relative where it lies in the current folder, else absolute."""
+    absolute = Path(os.path.abspath(path))
+    try:
+        return str(absolute.relative_to(Path.cwd()))
+    except (ValueError, OSError):  # elsewhere; or the current folder is gone
+        return str(absolute)
+
+
+def read_text(path: Path) -> str:
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise ValueError("it is a folder")
+    if not stat.S_ISREG(mode):  # a pipe could block, and could not be read again by every rank
+        raise ValueError("it is not a regular file")
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES // 1_000_000} MB, which no recipe needs")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+# No part of this grammar can backtrack over more than one token, so hostile text costs linear time.
+_TOKEN = re.compile(
+    r"""
+      (?P<space>   [ \t\r\n]+ | //[^\n]* | /\*(?s:.*?)\*/ )
+    | (?P<string>  "[^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*" )
+    | (?P<number>  -?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)? (?![\w.]) )
+    | (?P<word>    -?[A-Za-z_]\w* )
+    | (?P<mark>    [{}\[\]:,] )
+    """,
+    re.VERBOSE,
+)
+_WORDS: dict[str, bool | float | None] = {
+    "null": None,
+    "true": True,
+    "false": False,
+    "NaN": math.nan,  # not JSON, but what Python and JavaScript write: read, then refused by name
+    "Infinity": math.inf,
+    "-Infinity": -math.inf,
+}
+_PYTHON_WORDS = {"None": "null", "True": "true", "False": "false"}
+
+
+@dataclass(frozen=True)
+class _Token:
+    kind: str
+    text: str
+    start: int
+
+
+class _Parser:
+    """Recursive descent with one token of lookahead."""
+
+    def __init__(self, text: str, origin: Origin, path: KeyPath, places: bool) -> None:
+        self.problems: list[Problem] = []
+        self._text = text
+        self._origin = origin
+        self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
+        self._path = list(path)  # to the value that is being read
+        self._places = places
+        self._tokens = self._scan()
+        self._token = next(self._tokens)
+
+    def document(self) -> Node:
+        if self._token.kind == "end":
+            raise self._error(0, "empty")
+        node = self._value()
+        if self._token.kind != "end":
+            raise self._expected("the end of the file")
+        return node
+
+    def _scan(self) -> Iterator[_Token]:
+        position = 0
+        while position < len(self._text):
+            match = _TOKEN.match(self._text, position)
+            if match is None:
+                raise self._error(position, _unreadable(self._text, position))
+            if match.lastgroup != "space":
+                yield _Token(match.lastgroup or "", match.group(), position)
+            position = match.end()
+        yield _Token("end", "", position)
+
+    def _advance(self) -> _Token:
+        token = self._token
+        self._token = next(self._tokens, token)  # the end token stays
+        return token
+
+    def _take(self, mark: str) -> bool:
+        taken = self._token.text == mark
+        if taken:
+            self._advance()
+        return taken
+
+    def _value(self, key_origin: Origin | None = None) -> Node:
+        start = self._token.start
+        if len(self._path) >= MAX_DEPTH:
+            raise self._error(start, f"nested deeper than {MAX_DEPTH} levels, which no recipe needs")
+        value: Any
+        if self._take("{"):
+            value = self._object()
+        elif self._take("["):
+            value = self._list()
+        else:
+            value = self._scalar()
+        return Node(value, self._place(start), key_origin)
+
+    def _object(self) -> dict[str, Node]:
+        members: dict[str, Node] = {}
+        while not self._take("}"):
+            if self._token.kind != "string":
+                raise self._expected('a key in double quotes or "}"')
+            token = self._advance()
+            key, place = self._string(token), self._place(token.start)
+            if not self._take(":"):
+                raise self._expected('":" after the key')
+            self._path.append(key)
+            if key in members:
+                self._report(place, f"stands twice in one object; first at {members[key].key_origin}")
+            members.setdefault(key, self._value(key_origin=place))
+            self._path.pop()
+            if not self._take(",") and self._token.text != "}":
+                raise self._expected('"," or "}" after the value')
+        return members
+
+    def _list(self) -> list[Node]:
+        items: list[Node] = []
+        while not self._take("]"):
+            self._path.append(len(items))
+            items.append(self._value())
+            self._path.pop()
+            if not self._take(",") and self._token.text != "]":
+                raise self._expected('"," or "]" after the value')
+        return items
+
+    def _scalar(self) -> bool | int | float | str | None:
+        token = self._token
+        if token.kind == "string":
+            return self._string(self._advance())
+        if token.kind == "number":
+            return self._number(self._advance())
+        if token.kind == "word" and token.text in _WORDS:
+            value = _WORDS[self._advance().text]
+            if isinstance(value, float):
+                self._not_finite(token)
+            return value
+        remedy = _PYTHON_WORDS.get(token.text)
+        raise self._expected("a value" + (f' (JSON writes "{remedy}")' if remedy else ""))
+
+    def _number(self, token: _Token) -> int | float:
+        if len(token.text) > MAX_NUMBER_LENGTH:
+            raise self._error(token.start, f"a number of more than {MAX_NUMBER_LENGTH} characters")
+        number: int | float = json.loads(token.text)
+        if not math.isfinite(number):
+            self._not_finite(token)
+        return number
+
+    def _string(self, token: _Token) -> str:
+        try:
+            text: str = json.loads(token.text)
+        except json.JSONDecodeError as error:
+            raise self._error(token.start + error.pos, f"{error.msg} in a string") from error
+        problem = unusable_text(text)
+        if problem:
+            self._report(self._place(token.start), f"holds {shortened(json.dumps(text))}, which {problem}")
+        return printable(text)
+
+    def _not_finite(self, token: _Token) -> None:
+        self._report(self._place(token.start), f"must be a finite number, but is {token.text}")
+
+    def _report(self, place: Origin, text: str) -> None:
+        self.problems.append(
+            Problem(place, f"`{dotted(tuple(self._path))}` {text}" if self._path else f"the recipe {text}")
+        )
+
+    def _place(self, position: int) -> Origin:
+        if not self._places:
+            return self._origin
+        line = bisect_right(self._line_starts, position)
+        column = position - self._line_starts[line - 1] + 1
+        return Origin(self._origin.source, line, column, self._origin.folder)
+
+    def _error(self, position: int, text: str) -> RecipeError:
+        return RecipeError([str(Problem(self._place(position), text))])
+
+    def _expected(self, what: str) -> RecipeError:
+        if self._token.kind == "end":
+            return self._error(self._token.start, f"ends where {what} must stand")
+        return self._error(self._token.start, f"expected {what}, found `{shortened(self._token.text)}`")
+
+
+def unusable_text(text: str) -> str | None:
+    """What is wrong with a string that JSON allows but no file system or terminal takes; None if nothing."""
+    if "\0" in text:
+        return "contains the character U+0000"
+    if printable(text) != text:
+        return "is not valid Unicode (half of a surrogate pair)"
+    return None
+
+
+def printable(text: str) -> str:
+    """The text with halves of surrogate pairs, which cannot be written anywhere, replaced by question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def dotted(path: KeyPath) -> str:
+    """The path as users write it: `task.metrics[1]`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{shown_key(part)}" if text else shown_key(part)
+    return text
+
+
+def shown_key(key: str) -> str:
+    """A key as messages print it; one with control characters, or an empty one, is shown as JSON writes it."""
+    return shortened(key if key and key.isprintable() else json.dumps(key))
+
+
+def shown_value(value: object) -> str:
+    """A value as messages print it: JSON, on one line, not longer than a line."""
+    text = json.dumps(value, ensure_ascii=False)
+    return shortened(text if text.isprintable() else json.dumps(value), most=80)
+
+
+def _unreadable(text: str, position: int) -> str:
+    rest = text[position : position + MAX_NUMBER_LENGTH]
+    if rest[0] == '"':
+        return "a string without its closing quote on the same line"
+    if rest.startswith("/*"):
+        return "a comment without its closing */"
+    if rest[0] == "'":
+        return "text stands in double quotes, not in single ones"
+    number = re.match(r"[-+.0-9][-+.\w]*", rest)
+    if number:
+        return f"{shortened(number.group())} is not a number as JSON writes it (0.5, 20, 2e-5)"
+    return f"unexpected character {json.dumps(rest[0])}"
+
+
+def shortened(text: str, most: int = 40) -> str:
+    """At most `most` characters of the text."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."

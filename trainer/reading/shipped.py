@@ -1,0 +1,36 @@
+"""The recipes that come with the program, and where all that comes with it lies."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import trainer
+from trainer.reading.parser import read_file
+
+_PACKAGE = Path(trainer.__file__).resolve().parent
+
+
+def shipped_folder(name: str = "recipes") -> Path:
+    """The folder `recipes` or `launchers`: beside the package in a checkout, inside it when installed from a wheel."""
+    installed = _PACKAGE / f"shipped_{name}"
+    return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The files by name (`bert_sample`), bases that other recipes extend included."""
+    return {path.stem: path for path in sorted(shipped_folder().glob("*.json"))}
+
+
+def is_base(path: Path) -> bool:
+    """Whether a recipe is there for others to extend: it has no name, and cannot run by itself."""
+    return "name" not in read_file(path)[0].members
+
+
+def summary(path: Path) -> str:
+    """The first sentence of a recipe's opening comment; empty where there is none."""
+    comment = re.match(r"(?:\s*//[^\n]*\n)+", path.read_text(encoding="utf-8"))
+    if comment is None:
+        return ""
+    text = " ".join(line.strip().lstrip("/").strip() for line in comment.group().splitlines() if line.strip())
+    return re.split(r"(?<=[.?!])\s(?=[A-Z])", text, maxsplit=1)[0]

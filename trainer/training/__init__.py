@@ -1,0 +1,1 @@
+"""A run from its recipe to its results: preparation, assembly, loop, evaluation, export."""

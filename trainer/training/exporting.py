@@ -1,0 +1,189 @@
+"""`trainer export`: from a checkpoint to a Hugging Face folder, on one machine, without what the run was made from.
+
+Everything is in the checkpoint: the weights, the configuration and the tokenizer. It is read tensor by tensor, and
+nothing of it is unpickled, imported or run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers.utils import CONFIG_NAME
+
+from trainer.base.disk import UNFINISHED, replace_folder
+from trainer.base.errors import TrainerError, UsageError
+from trainer.checkpoint.files import FACTS, MODEL_FOLDER, SavedState, open_verified
+from trainer.checkpoint.store import CheckpointStore
+from trainer.engine.engine import BUFFER_PREFIX, MODEL_PREFIX
+from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
+from trainer.models.writing import LARGEST_FILE_BYTES, UnknownModelError, described_model, write_weights
+from trainer.training.model_card import write_card
+
+# What is copied is not read here, but by whoever opens the folder: so nothing that is weights, a pickle or code.
+_NEVER_BEGINS = ("model.", "model-", "pytorch_model", "adapter_")
+_NEVER_ENDS = (".bin", ".ckpt", ".h5", ".msgpack", ".pickle", ".pkl", ".pt", ".pth", ".py", ".safetensors")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: from which checkpoint, the files of weights, and what a user should know of the way there."""
+
+    checkpoint: Path
+    step: int
+    folder: Path
+    weights: tuple[str, ...]
+    num_bytes: int
+    notes: tuple[str, ...]
+
+
+def export(
+    checkpoint: Path, folder: Path, dtype: PrecisionName = "fp32", largest_file_bytes: int = LARGEST_FILE_BYTES
+) -> Exported:
+    """Writes the model of a checkpoint as a Hugging Face folder, whole or not at all.
+
+    Args:
+        checkpoint: its folder, or that of a run: then the newest that is whole.
+        folder: empty, or not there.
+        dtype: of the weights.
+        largest_file_bytes: see `write_weights`, which never holds more than that of the model.
+
+    Raises:
+        UsageError: the checkpoint is not whole or not of a model, or the folder is in use.
+        TrainerError: it cannot be written.
+    """
+    place = _free_place(folder)
+    state, notes = _open(checkpoint)
+    config, beside = _beside_weights(state.folder, state.file_names)
+    shapes, keys = {}, {}
+    for key, shape in state.shapes.items():
+        for prefix in (MODEL_PREFIX, BUFFER_PREFIX):
+            if key.startswith(prefix):
+                shapes[key.removeprefix(prefix)], keys[key.removeprefix(prefix)] = shape, key
+
+    temporary = place.with_name(f"{UNFINISHED}{place.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed here
+        temporary.mkdir(parents=True)
+        for name in beside:
+            shutil.copyfile(state.folder / MODEL_FOLDER / name, temporary / name)
+        type_ = COMPUTE_DTYPES.get(dtype, torch.float32)
+        typed = _with_dtype(config, str(type_).removeprefix("torch."))
+        if typed != config:
+            text = json.dumps(typed, indent=2, sort_keys=True) + "\n"  # as transformers writes it
+            (temporary / CONFIG_NAME).write_text(text, encoding="utf-8")
+        weights = write_weights(
+            described_model(config), shapes, lambda name: _read(state, keys[name]), temporary, type_, largest_file_bytes
+        )
+        write_card(temporary, state.facts.origin, state.facts.progress)
+        replace_folder(temporary, place)
+    except UnknownModelError as error:
+        raise UsageError(
+            f"`CHECKPOINT` must hold a model of transformers, but {state.folder / MODEL_FOLDER / CONFIG_NAME} describes"
+            f" none that its tensors fit: {error}; export with the versions that saved it, which its {FACTS} names"
+        ) from error
+    except (OSError, SafetensorError) as error:
+        raise TrainerError(
+            f"the model could not be written to {place}: {error}; make room or restore the permissions of"
+            f" {place.parent}, then export again"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    written = tuple(sorted(path.name for path in weights))
+    num_bytes = sum((place / name).stat().st_size for name in written)
+    return Exported(state.folder, state.facts.progress.step, place, written, num_bytes, tuple(notes))
+
+
+def _free_place(folder: Path) -> Path:
+    place = folder.resolve()
+    if place.is_dir() and not any(place.iterdir()):
+        return place
+    if place.exists():
+        what = "holds files" if place.is_dir() else "is a file"
+        raise UsageError(f"`FOLDER` must be empty or not there yet, but {place} {what}; name another, or remove it")
+    return place
+
+
+def _open(checkpoint: Path) -> tuple[SavedState, list[str]]:
+    """The checkpoint verified, and notes on those that were passed over."""
+    store = CheckpointStore(checkpoint, keep=1)
+    if (checkpoint / FACTS).exists() or not store.folder.is_dir():
+        return _verified(checkpoint), []
+    notes: list[str] = []
+    for step in reversed(store.steps()):
+        try:
+            return _verified(store.path(step)), notes
+        except UsageError as error:
+            notes.append(f"passed over a checkpoint: {error}")
+    problems = "".join(f"; {note}" for note in notes)
+    raise UsageError(
+        f"`CHECKPOINT` must hold a whole checkpoint, but {checkpoint} holds none{problems}. Name another run, or train"
+        " this one until it has saved"
+    )
+
+
+def _verified(folder: Path) -> SavedState:
+    if not folder.is_dir() or not (folder / FACTS).exists():
+        raise UsageError(
+            "`CHECKPOINT` must be the folder of a checkpoint, such as runs/NAME/checkpoints/step-00000120, or of a run,"
+            f" but {folder} {'is neither' if folder.exists() else 'does not exist'}; name one of these"
+        )
+    try:
+        return open_verified(folder)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"`CHECKPOINT` must be whole, but {folder} is not: {error}; name another of its run, or the run's folder to"
+            " take the newest that is"
+        ) from error
+
+
+def _read(state: SavedState, key: str) -> Tensor:
+    try:
+        return state.read(key)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(
+            f"`CHECKPOINT` must stay as it is while it is read, but {key} of {state.folder} can no longer be read:"
+            f" {error}; export again, or from another"
+        ) from error
+
+
+def _beside_weights(folder: Path, names: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The model's configuration, and the names of the files to copy, its own included."""
+    beside = [Path(name).name for name in names if name.startswith(f"{MODEL_FOLDER}/")]
+    for name in beside:
+        if name.startswith(_NEVER_BEGINS) or name.endswith(_NEVER_ENDS):
+            raise UsageError(
+                f"`CHECKPOINT` must hold only a configuration and what prepares rows in {MODEL_FOLDER}/, but {folder}"
+                f" has {name} there; name a checkpoint that trainer saved"
+            )
+    if CONFIG_NAME not in beside:
+        raise UsageError(
+            f"`CHECKPOINT` must hold the model's configuration, but {folder} has no {MODEL_FOLDER}/{CONFIG_NAME}; name"
+            " a checkpoint that trainer saved"
+        )
+    try:
+        config = json.loads((folder / MODEL_FOLDER / CONFIG_NAME).read_text(encoding="utf-8"))
+        if isinstance(config, dict):
+            return config, beside
+        problem = "it is no object"
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+    raise UsageError(
+        f"`CHECKPOINT` must hold the model's configuration, but {folder / MODEL_FOLDER / CONFIG_NAME} cannot be read:"
+        f" {problem}; name another checkpoint"
+    )
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A configuration whose weights are of this type, and those of the models that it is made of."""
+    return {
+        key: _with_dtype(value, dtype) if isinstance(value, Mapping) and "model_type" in value else value
+        for key, value in config.items()
+    } | {"dtype": dtype}

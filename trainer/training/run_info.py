@@ -1,0 +1,191 @@
+"""The facts of a run for its start-up summary and the first line of `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer import __version__
+from trainer.data.split import EncodedSplit
+from trainer.observe.meter import ModelSize, peak_flops
+from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
+from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
+from trainer.parallel.linear import ColumnParallelLinear
+from trainer.parallel.mesh import AXES, ParallelMesh
+from trainer.parallel.placement import ParameterPlacement, Placements
+from trainer.parallel.state_bytes import StateBytes, state_bytes
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.plan import RunPlan
+from trainer.recipe.schema import AdamW, Recipe
+from trainer.tasks.task import Task
+
+_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "safetensors", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Of what a training depends on, by package."""
+    found = {"trainer": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """As the vendor calls it, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _own_parameter_groups(
+    models: Sequence[nn.Module], placements: Placements, mesh: ParallelMesh, bytes_per_element: int
+) -> tuple[ParameterGroup, ...]:
+    names = Counter(id(p) for model in models for _, p in model.named_parameters(remove_duplicate=False))
+    tied = {name for model in models for name, p in model.named_parameters() if names[id(p)] > 1}
+
+    def kinds(label: str, placement: ParameterPlacement) -> Iterator[str]:
+        yield "frozen" if not placement.trainable else "split" if placement.splits else "replicated"
+        if label in tied or placement.stages:
+            yield "tied"
+
+    sizes = {axis: mesh.size(axis) for axis in AXES}
+    groups = []
+    for name in get_args(Kind):
+        members = [placement for label, placement in placements.items() if name in kinds(label, placement)]
+        if members:
+            groups.append(
+                ParameterGroup(
+                    placement=name,
+                    num_tensors=sum(not member.is_copy for member in members),
+                    num_parameters=sum(int(np.prod(member.shape)) for member in members if not member.is_copy),
+                    bytes_per_rank=sum(member.num_elements(sizes) for member in members) * bytes_per_element,
+                )
+            )
+    return tuple(groups)
+
+
+def _parameter_groups(own: tuple[ParameterGroup, ...], mesh: ParallelMesh) -> tuple[ParameterGroup, ...]:
+    """Those of all pipeline stages together, with the bytes of the one that holds the most; on rank 0."""
+    if mesh.size("pp") == 1:
+        return own
+    gathered = mesh.gather(own if mesh.is_first_replica else ())
+    by_kind: dict[str, list[ParameterGroup]] = {}
+    for group in (group for groups in gathered or [] for group in groups):
+        by_kind.setdefault(group.placement, []).append(group)
+    return tuple(
+        ParameterGroup(
+            placement=name,
+            num_tensors=sum(group.num_tensors for group in by_kind[name]),
+            num_parameters=sum(group.num_parameters for group in by_kind[name]),
+            bytes_per_rank=max(group.bytes_per_rank for group in by_kind[name]),
+        )
+        for name in get_args(Kind)
+        if name in by_kind
+    )
+
+
+def planned_state_bytes(plan: RunPlan, placements: Placements, mesh: ParallelMesh) -> StateBytes:
+    """What the rank that holds the most holds of this run's training state, by formula. All ranks must call it."""
+    optimizer, strategy = plan.recipe.optimizer, plan.strategy
+    tensors = 2 if isinstance(optimizer, AdamW) else int(optimizer.momentum > 0)
+    master_copies = int(strategy.zero_stage > 0)  # DeepSpeed keeps one beside the parameters, in fp32 too
+    own = state_bytes(
+        placements,
+        {axis: mesh.size(axis) for axis in AXES},
+        cut_gradients=strategy.cuts_gradients,
+        cut_optimizer=strategy.cuts_optimizer,
+        optimizer_tensors=tensors + master_copies,
+    )
+    gathered = mesh.gather(own) if mesh.size("pp") > 1 else None
+    return max(gathered, key=lambda stage: stage.total) if gathered else own
+
+
+def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:
+    names = task.model_options().get("id2label")
+    if split is None or names is None or "labels" not in split.scalars:
+        return None
+    counts = np.bincount(split.scalars["labels"])
+    return MajorityClass(str(names[int(counts.argmax())]), float(counts.max() / counts.sum()))
+
+
+def _weights_of(models: Sequence[nn.Module], *kinds: type[nn.Module]) -> set[int]:
+    return {id(module.weight) for model in models for module in model.modules() if isinstance(module, kinds)}
+
+
+def model_size(models: Sequence[nn.Module], placements: Placements, mesh: ParallelMesh) -> ModelSize | None:
+    """What the FLOPs of a transformer follow from, however it lies; None where its configuration does not say."""
+    config: Any = getattr(models[0], "config", None)
+    layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    if layers is None or hidden is None:
+        return None
+    embeddings = _weights_of(models, nn.Embedding, VocabParallelEmbedding, FeatureParallelEmbedding)
+    embeddings -= _weights_of(models, nn.Linear, ColumnParallelLinear)  # tied to a head, whose products do count
+    num_parameters = sum(
+        prod(placements[name].shape)
+        for model in models
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in embeddings
+    )
+    total = mesh.sum_(torch.tensor(num_parameters, device=mesh.device), "pp")
+    return ModelSize(int(total), layers, hidden)
+
+
+def total_peak_flops(recipe: Recipe, mesh: ParallelMesh) -> float | None:
+    """Dense peak of all ranks together in FLOP/s, or None where it is not known."""
+    peak = peak_flops(device_name(mesh.device), recipe.precision)
+    return None if peak is None else peak * mesh.world_size
+
+
+def run_info(
+    plan: RunPlan,
+    environment: LaunchEnvironment,
+    task: Task,
+    train: EncodedSplit,
+    validation: EncodedSplit | None,
+    models: Sequence[nn.Module],
+    placements: Placements,
+    mesh: ParallelMesh,
+    resumed_from: int | None,
+    stages: tuple[str, ...] = (),
+) -> RunInfo:
+    """Gathers the facts from their owners; those of other pipeline stages on rank 0. All ranks must call it."""
+    recipe = plan.recipe
+    resolved = recipe.model_dump(mode="json")
+    return RunInfo(
+        name=recipe.name,
+        folder=Path(recipe.checkpoint.folder),
+        launcher=environment.launcher,
+        device=device_name(mesh.device),
+        world_size=mesh.world_size,
+        layout=str(plan.layout),
+        batch=str(plan.batch),
+        strategy=recipe.parallel.strategy,
+        precision=recipe.precision,
+        state_bytes=planned_state_bytes(plan, placements, mesh),
+        parameters=_parameter_groups(
+            _own_parameter_groups(models, placements, mesh, bytes_per_element=4),
+            mesh,  # fp32 master weights
+        ),
+        num_train_rows=len(train),
+        num_validation_rows=None if validation is None else len(validation),
+        majority=_majority(task, validation),
+        steps_per_epoch=plan.steps_per_epoch(len(train)),
+        total_steps=plan.total_steps(len(train)),
+        versions=versions(),
+        recipe_hash=hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest(),
+        recipe=resolved,
+        resumed_from=resumed_from,
+        stages=stages,
+    )
