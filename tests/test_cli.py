@@ -15,11 +15,12 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from tests.helpers.processes import ROOT, environment, finish, kill, start
-from trainer import __version__, cli, exporting
+from trainer import __version__, cli
 from trainer.base.errors import DataError, ExitCode, NonFiniteError, RecipeError
 from trainer.cli import main
 from trainer.launch import local
 from trainer.reading.loading import ResolvedRecipe, load_recipe
+from trainer.training import exporting
 
 PROGRAM = [sys.executable, "-m", "trainer"]
 LIGHT = [
