@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all check docs clean
+.PHONY: help train test test-all plant check docs clean
 
 help:
 	@echo "make train      fine-tune the sample BERT, on the GPUs of this machine or on two CPU processes"
 	@echo "make test       run the tests, without the slow ones"
 	@echo "make test-all   run all tests"
+	@echo "make plant      plant defects into copies of the source, and show which test catches each"
 	@echo "make check      ruff, mypy and the floors (import-linter)"
 	@echo "make docs       the documentation as a site, in site/"
 	@echo "make clean      remove what make has built; runs/ stays"
@@ -26,6 +27,9 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+plant: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.planted
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,0 +1,34 @@
+"""The table of planted defects fits the source; `make plant` runs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.planted.defect import ROOT, Defect
+from tests.planted.table import DEFECTS
+
+
+def _exists(test: str) -> bool:
+    file, _, name = test.partition("::")
+    function = name.rpartition("::")[2].partition("[")[0]
+    path = ROOT / "tests" / file
+    return path.is_file() and function in path.read_text(encoding="utf-8")
+
+
+def _is_sound(defect: Defect) -> bool:
+    return defect.occurrences() == 1 and defect.old != defect.new and all(map(_exists, defect.tests))
+
+
+def test_every_anchor_occurs_once_and_every_selection_exists():
+    """Where code or a test moved, mend the row in `tests/planted/table.py`."""
+    assert [defect.name for defect in DEFECTS if not _is_sound(defect)] == []
+
+
+def test_names_are_used_once():
+    assert [name for name, count in Counter(defect.name for defect in DEFECTS).items() if count > 1] == []
+
+
+def test_every_package_has_defects():
+    packages = {path.parent.name for path in ROOT.glob("trainer/*/__init__.py")}
+    assert packages == {defect.package for defect in DEFECTS}
+    assert len(DEFECTS) >= 40

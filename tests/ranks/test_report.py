@@ -1,0 +1,21 @@
+"""The reports of failed ranks: the first failure stands first, and a lost peer is no first failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.base.errors import ExitCode
+from trainer.ranks.report import Report, read_reports
+
+ERROR = Report(0, ExitCode.USER, "the first", "error", time_ns=30)
+LATER = Report(1, ExitCode.FAILED, "a later one", "stall", time_ns=40)
+CONSEQUENCE = Report(2, ExitCode.FAILED, "a lost peer", "consequence", time_ns=20)
+
+
+@pytest.mark.parametrize("written", [(ERROR, LATER, CONSEQUENCE), (CONSEQUENCE, LATER, ERROR)])
+def test_a_lost_peer_is_read_after_every_failure(tmp_path, written):
+    for report in written:
+        folder = tmp_path / f"attempt_0/{report.rank}"
+        folder.mkdir(parents=True)
+        report.write(folder / "error.json")
+    assert read_reports(tmp_path) == [ERROR, LATER, CONSEQUENCE]
