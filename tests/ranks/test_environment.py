@@ -8,7 +8,6 @@ import pytest
 
 from trainer.base.errors import LaunchError, UsageError
 from trainer.ranks.environment import (
-    LOCAL_ROLE,
     LaunchEnvironment,
     cache_folder,
     check_agrees,
@@ -57,7 +56,6 @@ def place(environment: LaunchEnvironment) -> tuple[int, int, int, int]:
     ("launcher", "variables"),
     [
         ("torchrun", TORCHRUN),
-        ("trainer", TORCHRUN | {"ROLE_NAME": LOCAL_ROLE}),
         ("accelerate", TORCHRUN | ACCELERATE),
         ("deepspeed", DEEPSPEED),
         ("variables", RANKS),
@@ -65,7 +63,6 @@ def place(environment: LaunchEnvironment) -> tuple[int, int, int, int]:
         ("srun", TASK),  # set by hand, without a step
         ("mpirun", MPI),
         ("torchrun", TORCHRUN | STEP),  # one torchrun per node, started by srun
-        ("trainer", TORCHRUN | ACCELERATE | {"ROLE_NAME": LOCAL_ROLE, "ACCELERATE_USE_CPU": "True"}),
     ],
 )
 def test_each_launcher_is_known_by_its_variables(launcher, variables):

@@ -1,48 +1,38 @@
 """Starts the local ranks of a run, or joins the ranks that a launcher has started.
 
-Ranks of our own run under torch's elastic agent, as forks of this process: they need not import torch again. Rank 0 has
-the terminal; the other ranks' lines follow with their rank in front. A rank leaves its error in a file, so that the one
-that failed first is shown, once, and last.
+Local ranks are forks of this process where there is no GPU: they need not import torch again. A rank leaves its error
+in a file, so that the first failure is shown once and last.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
-import os
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import psutil
 
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError, TrainerError
+from trainer.launch.processes import Ended, LocalRanks, StartMethod, Stop, stop_signals
 from trainer.observe.heartbeat import Status, read_statuses
-from trainer.ranks.environment import LOCAL_ROLE, LaunchEnvironment, check_agrees, detect, threads_per_rank
+from trainer.ranks.environment import LaunchEnvironment, check_agrees, detect, threads_per_rank
 from trainer.ranks.report import Kind, Report, read_reports
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
     from trainer.reading.loading import ResolvedRecipe
 
-GRACE_SECONDS = 60.0
-"""What the ranks get to finish their step and save, between the signal that asks and the one that kills."""
-
-_RESTART_SECONDS = 1.0  # between two attempts, for what the ranks of the one still hold
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_RESTART_SECONDS = 1.0  # between two attempts, for resources that the old ranks still hold
 
 
 class RankError(TrainerError):
@@ -177,27 +167,28 @@ def _join(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
 
 
 def _start(resolved: ResolvedRecipe, number: int, max_restarts: int) -> int:
-    """Runs `number` local ranks to their end, again and again where they fail; returns their exit code."""
-    for logger in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(logger).setLevel(logging.CRITICAL)  # we say ourselves what failed
-    with _forwarded_signals() as stop:
-        if _start_method() == "fork":
+    """Run `number` local ranks to their end, again after a failure; returns their exit code."""
+    method = _start_method()
+    with stop_signals() as stop:
+        if method == "fork":
             importlib.import_module("trainer.training.run")  # once, instead of in each rank and again in each restart
         for restart in range(1, max_restarts + 1):
             try:
-                return _attempt(resolved, number, stop)
+                return _attempt(resolved, number, method, stop)
             except RankError as error:
                 if error.exit_code != ExitCode.FAILED or stop.signal is not None:
                     raise
-                stop.has_failed = True
                 sys.stderr.write(
                     f"{error}\nrestart {restart} of {max_restarts}: all ranks start again from the last checkpoint\n"
                 )
             time.sleep(_RESTART_SECONDS)
             if stop.signal is not None:
-                raise stop.before_training()
+                raise RankError(
+                    f"stopped by {stop.signal.name} before the restart; the last checkpoint is as it was",
+                    ExitCode.STOPPED,
+                )
             resolved = _going_on(resolved)
-        return _attempt(resolved, number, stop)
+        return _attempt(resolved, number, method, stop)
 
 
 def _going_on(resolved: ResolvedRecipe) -> ResolvedRecipe:
@@ -209,92 +200,35 @@ def _going_on(resolved: ResolvedRecipe) -> ResolvedRecipe:
     return replace(resolved, recipe=recipe.model_copy(update={"checkpoint": checkpoint}))
 
 
-def _attempt(resolved: ResolvedRecipe, number: int, stop: _Stop) -> int:
-    """Runs `number` local ranks under an elastic agent, once, and returns their exit code.
-
-    The agent's own restarts are not for us: it would start a rank again that has refused its recipe.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    with tempfile.TemporaryDirectory(prefix="trainer-") as folder, _stopped_ranks_end_with_others():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=number,
-            role=LOCAL_ROLE,
-            run_id=LOCAL_ROLE,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",  # the agent's own store takes a free port, and the ranks share it
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            start_method=_start_method(),
-            logs_specs=DefaultLogsSpecs(folder, tee=dict.fromkeys(range(1, number), Std.ALL)),
-            log_line_prefix_template="[rank ${rank}] ",
-            signals_to_handle="SIGQUIT",  # the others are forwarded; the agent would give up waiting after 30 s
-        )
-        sys.stdout.flush()  # or each fork would write again what this process has not yet written
-        try:
-            codes: dict[int, int] = elastic_launch(config, _run_rank)(resolved)
-        except ChildFailedError as error:
-            statuses = read_statuses(Path(resolved.recipe.checkpoint.folder))
-            return _outcome(error.failures, read_reports(Path(folder)), statuses, number, stop)
-    return next(filter(None, codes.values()), ExitCode.DONE)
+def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: Stop) -> int:
+    """Run `number` local ranks once; returns their exit code."""
+    if stop.signal is not None:
+        raise _stopped_early(stop.signal)
+    with tempfile.TemporaryDirectory(prefix="trainer-") as name:
+        folder = Path(name)
+        ranks = LocalRanks(_live, resolved, number, method, folder)
+        ends = ranks.wait(stop)
+        failures = [end for end in ends if end.has_failed]
+        if not failures:
+            return max(end.exit_code for end in ends)
+        if stop.signal is not None and ranks.was_killed:
+            raise RankError(
+                f"stopped by {stop.signal.name}; the ranks were killed before they had saved", ExitCode.FAILED
+            )
+        statuses = read_statuses(Path(resolved.recipe.checkpoint.folder))
+        raise _error_of(failures[0], read_reports(folder), statuses, number, stop)
 
 
-@contextmanager
-def _stopped_ranks_end_with_others() -> Iterator[None]:
-    """Kills ranks that are stopped (SIGSTOP) once another one has ended: the agent's SIGTERM does not reach them."""
-    done = threading.Event()
-
-    def watch() -> None:
-        seen: dict[int, psutil.Process] = {}
-        while not done.wait(0.5):
-            seen |= {rank.pid: rank for rank in psutil.Process().children()}
-            if any(not _is_alive(rank) for rank in seen.values()):
-                for rank in seen.values():
-                    with suppress(psutil.Error, ProcessLookupError, PermissionError):
-                        if rank.is_running() and rank.status() == psutil.STATUS_STOPPED:
-                            os.killpg(rank.pid, signal.SIGKILL)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-
-
-def _is_alive(rank: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return bool(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def _start_method() -> str:
-    """A fork has torch already and saves its import; CUDA, once it was asked anything, does not survive one."""
+def _start_method() -> StartMethod:
+    """Choose fork, which has torch already; CUDA, once it has answered a question, does not survive a fork."""
     return "spawn" if _num_gpus() or sys.platform != "linux" else "fork"
 
 
-def _run_rank(resolved: ResolvedRecipe) -> int:
-    """The life of a rank under our own agent; what ends it badly is left in the rank's error file.
-
-    When its agent dies it gets SIGINT (torch sees to that), and saves and leaves as after any signal.
-    """
-    agent = os.getppid()
-    threading.Thread(target=_leave_without, args=(agent,), daemon=True).start()
-    os.setsid()  # Ctrl-C in the terminal reaches the agent alone, which forwards it
-    for number in _FORWARDED:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    environment = detect()
+def _live(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+    """Run one of our own ranks; returns its exit code and leaves an error in the rank's error file."""
     kind: Kind = "error"
     try:
-        returned = _join(resolved, environment)
-        if os.getppid() != agent:
-            os._exit(returned)  # nobody is left to take a return value; torch would wait for it to be taken
-        return returned
+        return _join(resolved, environment)
     except TrainerError as error:
         code, message = error.exit_code, str(error)
         kind = "consequence" if isinstance(error, LostPeerError) else "error"
@@ -303,107 +237,39 @@ def _run_rank(resolved: ResolvedRecipe) -> int:
     assert environment.error_file is not None
     Report(environment.rank, code, message, kind).write(environment.error_file)
     if environment.rank > 0 or kind == "consequence":
-        # The agent ends all ranks when it sees one leave: rank 0 has an end to tell, and the cause is to be seen first.
+        # The first rank that leaves ends the others: rank 0 first shows its summary, and the cause leaves first.
         time.sleep(1)
-    sys.exit(code)
-
-
-def _leave_without(agent: int) -> None:
-    """Ends a rank that has not stopped by itself after its agent's death, so that none is ever left behind."""
-    while os.getppid() == agent:
-        time.sleep(1)
-    time.sleep(GRACE_SECONDS)
-    os._exit(ExitCode.FAILED)
-
-
-class _Stop:
-    """The signal that asked the run to stop, if one came, and whether patience ended."""
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self.killed = False
-        self.has_failed = False  # an attempt before this one
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Asks the ranks to save and leave; kills them on a second Ctrl-C or after the grace."""
-        if self.signal is None:
-            self.signal = signal.Signals(number)
-            ranks = psutil.Process().children()
-            if not ranks:
-                raise self.before_training()
-            timer = threading.Timer(GRACE_SECONDS, self.kill)
-            timer.daemon = True
-            timer.start()
-            for rank in ranks:
-                with suppress(psutil.NoSuchProcess):
-                    rank.terminate()  # the rank alone, not its group: its data loaders still serve it
-        elif number == signal.SIGINT:
-            self.kill()
-
-    def before_training(self) -> RankError:
-        """What a run ends with that was stopped before it trained, or before it did so again."""
-        assert self.signal is not None
-        if self.has_failed:
-            return RankError(
-                f"stopped by {self.signal.name} before the restart; the last checkpoint is as it was", ExitCode.STOPPED
-            )
-        return RankError(f"stopped by {self.signal.name} before training had begun; nothing was saved", ExitCode.FAILED)
-
-    def kill(self) -> None:
-        """Kills the ranks with all that they started; each leads its own process group."""
-        self.killed = True
-        for rank in psutil.Process().children():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(rank.pid, signal.SIGKILL)
-
-
-@contextmanager
-def _forwarded_signals() -> Iterator[_Stop]:
-    """Forwards what asks this process to stop to its ranks; what it was told to ignore stays ignored."""
-    stop = _Stop()
-    previous = {number: signal.getsignal(number) for number in _FORWARDED}
-    try:
-        for number, handler in previous.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, stop.handle)
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _outcome(
-    failures: Mapping[int, ProcessFailure],
-    reports: Sequence[Report],
-    statuses: Mapping[int, Status],
-    number: int,
-    stop: _Stop,
-) -> int:
-    """Raises the error of the rank that failed first, or gives the exit code of one that left none.
-
-    `failures` holds the rank that the agent saw end first. Where that one left no report of its own, it died without a
-    word and brought the others down; else the earliest report is nearest to the cause.
-    """
-    rank, failure = next(iter(failures.items()))
-    code = failure.exitcode
-    if stop.killed:
-        raise RankError(
-            f"stopped by {_name(stop)}; the ranks were killed before they had saved",
-            ExitCode.FAILED,
-        )
-    if rank in (report.rank for report in reports):
-        raise _first_error(reports, statuses, number)
-    if stop.signal is not None and code == -signal.SIGTERM:
-        raise stop.before_training()
-    if code < 0:
-        raise RankError(
-            f"{_described(rank, failure.pid, statuses)} was killed by {failure.signal_name()}"
-            + ("; the system does so when memory runs out" if code == -signal.SIGKILL else ""),
-            ExitCode.FAILED,
-        )
-    if code == ExitCode.FAILED:
-        raise RankError(f"{_described(rank, failure.pid, statuses)} left with exit code 1 and no word", ExitCode.FAILED)
     return code
+
+
+def _stopped_early(number: signal.Signals) -> RankError:
+    return RankError(f"stopped by {number.name} before training had begun; nothing was saved", ExitCode.FAILED)
+
+
+def _error_of(
+    first: Ended, reports: Sequence[Report], statuses: Mapping[int, Status], number: int, stop: Stop
+) -> RankError:
+    """Return the error nearest to the cause.
+
+    A first rank without a report died suddenly, and the others failed because of it. Otherwise the earliest report is
+    nearest to the cause.
+    """
+    if first.rank in (report.rank for report in reports):
+        return _first_error(reports, statuses, number)
+    if stop.signal is not None and first.exit_code == -signal.SIGTERM:
+        return _stopped_early(stop.signal)
+    rank = _described(first.rank, first.pid, statuses)
+    if first.exit_code < 0:
+        reason = "; the system does so when memory runs out" if first.exit_code == -signal.SIGKILL else ""
+        return RankError(f"{rank} was killed by {_signal_name(-first.exit_code)}{reason}", ExitCode.FAILED)
+    return RankError(f"{rank} left with exit code {first.exit_code} and no error message", ExitCode.FAILED)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _described(rank: int, pid: int, statuses: Mapping[int, Status]) -> str:
@@ -428,8 +294,3 @@ def _first_error(reports: Sequence[Report], statuses: Mapping[int, Status], numb
 def _described_report(report: Report, statuses: Mapping[int, Status]) -> str:
     status = statuses.get(report.rank)
     return f"rank {report.rank}" if status is None else _described(report.rank, status.pid, statuses)
-
-
-def _name(stop: _Stop) -> str:
-    assert stop.signal is not None
-    return stop.signal.name

@@ -19,7 +19,7 @@ from trainer.base.errors import LaunchError, RecipeError, UsageError
 
 Launcher = Literal[
     "none",
-    "trainer",  # our own agent, see `local.py`
+    "trainer",  # `trainer run`, see `launch/processes.py`
     "torchrun",
     "accelerate",
     "accelerate-single",  # `accelerate launch --cpu` starts one process, however many it was asked for
@@ -29,9 +29,6 @@ Launcher = Literal[
     "sbatch",  # a batch script of several tasks, outside of any `srun`
     "variables",  # RANK, WORLD_SIZE and the others, set by something that leaves no other mark
 ]
-
-LOCAL_ROLE = "trainer-local"
-"""The role of the ranks that we start ourselves: the elastic agent hands it to each of them as `ROLE_NAME`."""
 
 NO_TELEMETRY: Mapping[str, str] = {
     "DO_NOT_TRACK": "true",  # donottrack.sh: huggingface_hub and MLflow heed it
@@ -67,7 +64,8 @@ class LaunchEnvironment:
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0 where there is nobody to meet
     accelerate: Mapping[str, str] = field(default_factory=dict)  # the `ACCELERATE_*` variables, see `check_agrees`
-    error_file: Path | None = None  # where a rank that our own agent started leaves its error
+    error_file: Path | None = None  # where a rank that `trainer run` started leaves its error
+    listen_fd: int | None = None  # the socket on which rank 0 serves the store, where `trainer run` has opened it
     has_agent_store: bool = False  # whether torch's elastic agent has opened the port where the ranks meet
 
     @property
@@ -164,6 +162,14 @@ def use_gloo_interface(name: str) -> None:
     os.environ[GLOO_INTERFACE] = name
 
 
+def set_rank(environment: LaunchEnvironment, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set torchrun's variables for a rank that `trainer run` has started, because libraries read them."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    numbers = (environment.rank, environment.local_rank, environment.world_size, environment.local_world_size)
+    environ.update(zip(names, map(str, numbers), strict=True))
+    environ.update(MASTER_ADDR=environment.master_addr, MASTER_PORT=str(environment.master_port))
+
+
 def set_local_rank(local_rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
     """Says it in the variable that DeepSpeed reads, where the launcher has its own name for it."""
     environ.setdefault("LOCAL_RANK", str(local_rank))
@@ -218,11 +224,10 @@ def mlflow_settings(environ: MutableMapping[str, str] = os.environ) -> MLflowSet
 
 
 def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment:
-    """The variables of torchrun, which our own agent, accelerate and deepspeed set too."""
+    """Read the variables of torchrun, which accelerate and deepspeed set too."""
     launcher: Launcher
     if "TORCHELASTIC_RUN_ID" in environ:
-        ours = environ.get("ROLE_NAME") == LOCAL_ROLE
-        launcher = "trainer" if ours else "accelerate" if accelerate else "torchrun"
+        launcher = "accelerate" if accelerate else "torchrun"
     elif "LOCAL_SIZE" in environ and "CROSS_SIZE" in environ:
         launcher = "deepspeed"
     else:
@@ -230,12 +235,7 @@ def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, st
     local_size = "LOCAL_SIZE" if launcher == "deepspeed" else "LOCAL_WORLD_SIZE"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", local_size)
     environment = _environment(launcher, environ, names, accelerate)
-    error_file = environ.get("TORCHELASTIC_ERROR_FILE") if launcher == "trainer" else None
-    return replace(
-        environment,
-        error_file=Path(error_file) if error_file else None,
-        has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    return replace(environment, has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def _from_mpi(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment | None:

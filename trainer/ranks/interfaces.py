@@ -28,6 +28,28 @@ def route_to(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def listening_address(host: str, one_machine: bool) -> str:
+    """Return the address of this machine to listen on, so that only the other ranks' network can connect.
+
+    Args:
+        host: name or address that the ranks connect to.
+        one_machine: whether all ranks are on this machine.
+
+    Returns:
+        An address, or an empty string for all interfaces: `host` has no address of this machine, or several.
+    """
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return ""
+    local = {address for own in addresses().values() for address in own}
+    usable = [address for address in found if is_loopback(address) or address in local]
+    if one_machine:
+        return usable[0] if usable else ""
+    # A name that is a loopback address here, as in Debian's /etc/hosts, is another one for the other machines.
+    return usable[0] if len(found) == len(usable) == 1 and not is_loopback(usable[0]) else ""
+
+
 def interface_of(address: str) -> str | None:
     """The name of the interface that has an address; None where none has."""
     return next((name for name, own in addresses().items() if address in own), None)

@@ -6,6 +6,7 @@ how many of how many came, what the network answered. It knows the launcher's fa
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -23,7 +24,14 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError, TrainerError, UsageError
 from trainer.ranks.environment import GLOO_INTERFACE, LaunchEnvironment, gloo_interface, use_gloo_interface
-from trainer.ranks.interfaces import address_of, interface_of, interfaces, is_loopback, route_to
+from trainer.ranks.interfaces import (
+    address_of,
+    interface_of,
+    interfaces,
+    is_loopback,
+    listening_address,
+    route_to,
+)
 from trainer.ranks.roll_call import RollCall, came_true, two_processes
 
 Result = TypeVar("Result")
@@ -32,6 +40,7 @@ _NOTICE_SECONDS = 20.0  # after which one who waits says for what
 _AFTER_TORCH_SECONDS = 10.0
 _ATTEMPT_SECONDS = 5.0  # for one connection
 _RETRY_SECONDS = 0.25
+_BACKLOG = 4096  # all ranks may connect at once
 _LINGER_SECONDS = 5.0  # for the others to read why all end, where this rank has the store
 
 
@@ -137,31 +146,37 @@ class Meeting:
         return result
 
     def gather(self, value: Any, timeout_seconds: float) -> list[Any]:
-        """The `value` of every rank, in order of rank, on every rank; JSON carries it.
+        """Return the `value` of every rank, in order of rank, on every rank.
 
         Raises:
             TrainerError: a rank has gone.
         """
         name = self._next_question()
-        text = json.dumps(value)
-        self.together(lambda: self.store.set(f"{name}/{self._environment.rank}", text), timeout_seconds)
+        message = json.dumps(value)
+        self.together(lambda: self.store.set(f"{name}/{self._environment.rank}", message), timeout_seconds)
         keys = [f"{name}/{rank}" for rank in range(self._size)]
         with _others_may_go():
-            values = [json.loads(text) for text in self.store.multi_get(keys)]
+            values = [json.loads(message) for message in self.store.multi_get(keys)]
             self._linger(name)  # what it holds may make all of them leave
         return values
 
     def check_network(self, timeout_seconds: float) -> None:
-        """Chooses the interface for gloo, and sees that each machine can be reached by the one before it.
+        """Choose the interface for gloo, and check that each machine can connect to the next one.
 
-        Gloo takes the address of the host's name, which is often a loopback one or that of another network; the one
-        that leads to where the ranks met is known to work. `GLOO_SOCKET_IFNAME` overrides it.
+        By default gloo uses the address of the host's name, which is often a loopback address or in another network.
+        On one machine it must use the loopback interface, which no other machine can reach. On several machines the
+        interface that leads to the store is known to work. `GLOO_SOCKET_IFNAME` overrides both.
 
         Raises:
             LaunchError: an interface that is not there, or ranks of a machine that do not follow each other.
             TrainerError: machines do not reach each other.
         """
         own = self._environment
+        if own.num_nodes == 1:
+            loopback = interface_of("127.0.0.1")
+            if gloo_interface() is None and loopback is not None:
+                use_gloo_interface(loopback)
+            return
         addresses = self.gather(self._own_address, timeout_seconds)
         with ExitStack() as stack:
             mine = self.together(lambda: self._listen(stack, addresses), timeout_seconds)
@@ -308,6 +323,10 @@ def _connection_problem(host: str, port: int, timeout_seconds: float) -> tuple[s
 
 
 def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: float) -> Store:
+    """Open the store; rank 0 serves it on a socket of ours, because torch's own would listen on every interface."""
+    listener = None
+    if hosts_store:
+        listener = environment.listen_fd if environment.listen_fd is not None else _listen_for_ranks(environment)
     try:
         return TCPStore(
             environment.master_addr,
@@ -316,14 +335,32 @@ def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: f
             is_master=hosts_store,
             timeout=timedelta(seconds=timeout_seconds),
             wait_for_workers=False,
+            master_listen_fd=listener,
         )
     except dist.DistError as error:
-        if "EADDRINUSE" in str(error):
+        raise TrainerError(_not_met(environment, str(error).splitlines()[0])) from error
+
+
+def _listen_for_ranks(environment: LaunchEnvironment) -> int:
+    """Listen at the address of rank 0; returns the file descriptor.
+
+    Raises:
+        LaunchError: another program has the port.
+    """
+    address = listening_address(environment.master_addr, one_machine=environment.num_nodes == 1)
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+    try:
+        return socket.create_server(
+            (address, environment.master_port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        ).detach()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             raise LaunchError(
                 f"MASTER_PORT is {environment.master_port}, but another program has that port of"
                 f" {socket.gethostname()}; set it to a free port, the same for all ranks"
             ) from error
-        raise TrainerError(_not_met(environment, str(error).splitlines()[0])) from error
+        raise TrainerError(_not_met(environment, error.strerror or str(error))) from error
 
 
 @contextmanager

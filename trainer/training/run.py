@@ -162,8 +162,7 @@ def _met(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvironment
     timeout = plan.recipe.parallel.join_timeout.seconds
     meeting = meet(environment, timeout)
     check_agreement(run_facts(resolved.values, plan, _device_type()), lambda value: meeting.gather(value, timeout))
-    if environment.num_nodes > 1:
-        meeting.check_network(timeout)
+    meeting.check_network(timeout)
     return meeting
 
 
