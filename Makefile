@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# One more than two cores: tests wait for processes and timeouts. One file is tested without: `pytest FILE`.
+WORKERS := --numprocesses 3 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all plant check docs clean
@@ -23,10 +25,11 @@ train: $(INSTALLED)
 	$(BIN)/trainer run recipes/bert_sample.json --processes $$processes
 
 test: $(INSTALLED)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow"
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
+# Few failures are run again alone, and the second run decides: see tests/helpers/second_look.py.
 test-all: $(INSTALLED)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.helpers.second_look $(WORKERS)
 
 plant: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.planted

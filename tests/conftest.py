@@ -1,20 +1,50 @@
-"""Fixtures for every test."""
+"""Fixtures for every test, and the rules of a run: turns, durations, and nothing left for the next test."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers import operations, turns
+from tests.helpers.durations import Durations
 from tests.helpers.ranks import RankPools
 from tests.helpers.recipes import minimal, problems, write
 
 __all__ = ["minimal", "problems", "ranks", "write"]  # fixtures, which pytest finds here
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.hookimpl(trylast=True)  # pytest's own temporary folders come first
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts the tests in the background ignores SIGINT for them, and they for every process they start.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    turns.begin(config)
+    config.pluginmanager.register(turns.Turns())
+    config.pluginmanager.register(Durations())
+    if getattr(config.option, "numprocesses", None):
+        operations.build(config)
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPools]:
-    """`ranks(N).run(function, *args)` calls a function on N gloo ranks; the processes live as long as the session."""
+    """`ranks(N).run(function, *args)` calls a function on N gloo ranks; the processes are kept from test to test."""
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True)
+def _own_interfaces() -> Iterator[None]:
+    """Code under test may choose an interface for its process; the children of a later test would inherit it."""
+    before = {name: os.environ.get(name) for name in INTERFACES}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,92 @@
+"""The slowest tests of a run, and the limit that each test keeps.
+
+A test that takes more than `LIMIT_SECONDS` and is not named in `SLOW` fails. The limit is that of a machine that runs
+`_reference_work` in `REFERENCE_SECONDS`: a busy or slow machine is measured at once, and the seconds are divided by its
+slowness. Waiting for a turn or for another worker in `turns.once` does not count.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.helpers import turns
+
+LIMIT_SECONDS = 60.0
+REFERENCE_SECONDS = 0.2
+NUM_SHOWN = 50
+
+SLOW: dict[str, str] = {}
+"""Tests, without parameters, that may take longer, and why."""
+
+
+def _reference_work() -> int:
+    """CPU work that takes `REFERENCE_SECONDS` on an idle core of the machine on which the limit was chosen."""
+    total = 0
+    for number in range(5_000_000):
+        total += number & 7
+    return total
+
+
+def slowness() -> float:
+    """Return how much longer this machine takes now than the one of the limit; at least 1."""
+    begun = time.perf_counter()
+    for _ in range(5):
+        _reference_work()
+    return max(1.0, (time.perf_counter() - begun) / 5 / REFERENCE_SECONDS)
+
+
+def excess(name: str, seconds: float) -> str | None:
+    """Return the message for a test that took too long; None where it kept the limit.
+
+    Args:
+        name: the test's node id.
+        seconds: its setup, call and teardown, as this machine took them.
+    """
+    if seconds <= LIMIT_SECONDS or name.partition("[")[0] in SLOW:
+        return None
+    factor = slowness()
+    if seconds / factor <= LIMIT_SECONDS:
+        return None
+    return (
+        f"{name} took {seconds:.0f} s on a machine {factor:.1f} times slower than the reference, which makes"
+        f" {seconds / factor:.0f} s; the limit is {LIMIT_SECONDS:.0f} s; make it faster, or name it in {__name__}"
+    )
+
+
+_SECONDS = pytest.StashKey[float]()
+_FAILED = pytest.StashKey[bool]()
+
+
+class Durations:
+    """The plugin: adds up the phases of each test, fails a test beyond the limit, and shows the slowest."""
+
+    def __init__(self) -> None:
+        self._waited_seconds = 0.0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+        report: pytest.TestReport = yield
+        waited = turns.waited_seconds()
+        report.duration -= waited - self._waited_seconds
+        self._waited_seconds = waited
+        seconds = report.duration + (0.0 if call.when == "setup" else item.stash.get(_SECONDS, 0.0))
+        failed = report.failed or (call.when != "setup" and item.stash.get(_FAILED, False))
+        item.stash[_SECONDS], item.stash[_FAILED] = seconds, failed
+        if call.when == "teardown" and not failed and (message := excess(item.nodeid, seconds)):
+            report.outcome, report.longrepr = "failed", message
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        """Shows the slowest tests of a run by several workers."""
+        if not getattr(config.option, "numprocesses", None):
+            return
+        total: dict[str, float] = {}
+        for report in (one for reports in terminalreporter.stats.values() for one in reports):
+            if isinstance(report, pytest.TestReport):
+                total[report.nodeid] = total.get(report.nodeid, 0.0) + report.duration
+        terminalreporter.section(f"slowest {NUM_SHOWN} tests, of {sum(total.values()):.0f} s in all")
+        for name, seconds in sorted(total.items(), key=lambda entry: -entry[1])[:NUM_SHOWN]:
+            terminalreporter.write_line(f"{seconds:7.1f} s  {name}")

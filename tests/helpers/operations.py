@@ -1,0 +1,55 @@
+"""DeepSpeed's compiled operation for the ranks of a run: one folder for all workers, built once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+OPERATION = "deepspeed_shm_comm"  # `deepspeed.init_distributed` loads it wherever there is no GPU
+_FOLDER_VARIABLE = "TORCH_EXTENSIONS_DIR"
+_BUILD = f"from deepspeed.ops.op_builder.all_ops import ALL_OPS; ALL_OPS[{OPERATION!r}].load(verbose=False)"
+_BUILD_SECONDS = 600.0
+
+
+def build(config: pytest.Config) -> None:
+    """Builds the operation in a folder of this run, before its workers start, and makes that folder theirs.
+
+    Torch's lock of a build that was killed ends with the run; in the user's folder it would stop every later run. The
+    user's folder serves as a cache: its build is copied, and ninja builds again only what differs from the sources.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        return
+    folder = Path(config._tmp_path_factory.getbasetemp()) / "extensions"  # type: ignore[attr-defined]
+    cache = _cache()
+    if _is_whole(cache):
+        shutil.copytree(cache, folder / OPERATION)
+    folder.mkdir(exist_ok=True)
+    os.environ[_FOLDER_VARIABLE] = str(folder)
+    nothing = subprocess.DEVNULL
+    # A build that fails is reported by the tests that need it, and by `trainer doctor`.
+    with suppress(subprocess.TimeoutExpired):
+        command = [sys.executable, "-c", _BUILD]
+        subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_BUILD_SECONDS, check=False)
+    if _is_whole(folder / OPERATION) and not _is_whole(cache):
+        with suppress(OSError):  # another build is there or begun, or the cache cannot be written
+            part = cache.with_name(f"{OPERATION}.{os.getpid()}")
+            shutil.copytree(folder / OPERATION, part)
+            part.rename(cache)
+
+
+def _cache() -> Path:
+    """The folder in which torch keeps the operation by itself."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory(OPERATION, verbose=False))
+
+
+def _is_whole(built: Path) -> bool:
+    return (built / f"{OPERATION}.so").exists() and not (built / "lock").exists()

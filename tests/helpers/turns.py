@@ -1,0 +1,94 @@
+"""Turns of the workers of one run of the tests: a test that needs the machine for itself, and artefacts that all share.
+
+A test marked `alone` runs while no other worker runs a test. `once` makes an artefact in the first worker that asks and
+gives it to all others. Without pytest-xdist there is one worker, and neither waits.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+class _State:
+    folder: Path | None = None  # of this run, the same for all workers
+    has_others = False
+    waited_seconds = 0.0
+
+
+def begin(config: pytest.Config) -> None:
+    """Finds the folder of the run; call it once, before the first test."""
+    folder = Path(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+    _State.has_others = hasattr(config, "workerinput")
+    _State.folder = (folder.parent if _State.has_others else folder) / "turns"
+    _State.folder.mkdir(exist_ok=True)
+
+
+def waited_seconds() -> float:
+    """Seconds that this worker has waited in `once` so far, while another worker made an artefact."""
+    return _State.waited_seconds
+
+
+@contextmanager
+def turn(is_alone: bool) -> Iterator[None]:
+    """Holds the machine for one test: alone, or beside the tests of other workers that are not alone."""
+    if not _State.has_others:
+        yield
+        return
+    # Whoever wants the machine holds the gate until it has it, so that a test which waits to be alone comes next.
+    with _file("gate").open("w") as gate, _file("machine").open("w") as machine:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(machine, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
+
+
+def once(name: str, make: Callable[[], T]) -> T:
+    """Return `make()` of the first worker that asks for `name`; the others wait and load it.
+
+    Args:
+        name: of the artefact, unique in the suite.
+        make: gives something that can be pickled: numbers, tensors, or the path of a file under `shared_folder`.
+    """
+    file = _file(hashlib.sha256(name.encode()).hexdigest()[:24])
+    with file.with_suffix(".lock").open("w") as lock:
+        begun = time.monotonic()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _State.waited_seconds += time.monotonic() - begun
+        if not file.exists():
+            made = pickle.dumps(make())
+            file.with_suffix(".part").write_bytes(made)
+            file.with_suffix(".part").rename(file)
+    loaded: T = pickle.loads(file.read_bytes())
+    return loaded
+
+
+def shared_folder(name: str) -> Path:
+    """A folder of the run that all workers see, for the files that `once` makes."""
+    folder = _file(f"shared-{name}")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _file(name: str) -> Path:
+    assert _State.folder is not None, "`begin` was not called"
+    return _State.folder / name
+
+
+class Turns:
+    """The plugin that gives each test its turn."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the timeout of a test, which must not count the wait
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        with turn(item.get_closest_marker("alone") is not None):
+            return (yield)
