@@ -117,9 +117,10 @@ def test_check_draws_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert layout.splitlines() == [
         "layout    pp 2 x dp_shard 2 x tp 2",
         "batch     32 rows a step = 2 data-parallel ranks x 4 microbatches of at most 4 rows",
-        "strategy  fsdp: every rank holds 1/N of everything and gathers each layer when it is needed (fully_shard)",
+        "strategy  fsdp: shards parameters, gradients and optimizer state; gathers each layer when needed"
+        " (fully_shard)",
         "pipeline  1f1b, 2 ranks, 4 microbatches a pass; bubble 20.0%",
-        "          its layers are balanced over the stages when the model is loaded",
+        "          layers are balanced over the stages when the model is loaded",
     ]
 
 
@@ -307,7 +308,7 @@ def test_the_rank_that_deepspeed_adds_is_taken_anywhere(
     [
         (DataError("the column is missing"), 2, "error: the column is missing\n"),
         (NonFiniteError("the loss is nan"), 3, "error: the loss is nan\n"),
-        (RecipeError(["one", "two"]), 2, "error: one\nerror: two\n"),
+        (RecipeError("one", "two"), 2, "error: one\nerror: two\n"),
         (KeyboardInterrupt(), cli.INTERRUPTED, ""),
     ],
 )

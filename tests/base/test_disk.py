@@ -1,4 +1,4 @@
-"""Files that others may read, and folders that take another's place."""
+"""Files that others may read, and folders that replace others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_tensors_have_the_permissions_of_other_files(tmp_path, umask, mode):
 
 
 @pytest.mark.parametrize("was_there", [True, False])
-def test_a_folder_takes_the_place_of_another(tmp_path, was_there):
+def test_a_folder_replaces_another(tmp_path, was_there):
     new, place = tmp_path / "new", tmp_path / "place"
     _write(new, "new")
     if was_there:

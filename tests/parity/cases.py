@@ -166,7 +166,7 @@ def tensor_matrix() -> Iterator[Case]:
         (4, 4, True, False, "none", "fp32"),
     ]
     for strategy in RANK_STRATEGIES:
-        if not STRATEGIES[strategy].tensor:
+        if STRATEGIES[strategy].no_tensor:
             continue
         for index, (world_size, tensor, sequence, accumulates, checkpointing, precision) in enumerate(shapes):
             dropout = 0.1 if (index + RANK_STRATEGIES.index(strategy)) % 2 else 0.0

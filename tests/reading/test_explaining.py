@@ -124,5 +124,5 @@ def test_a_missing_section_is_described(problems: Callable[..., list[str]], mini
     del minimal["data"]
     assert problems(minimal) == [
         'r.json:1:1: `data` is missing; it must be an object with `source` one of "hub", "files", "folder"'
-        " (where the examples come from, and how they are prepared)"
+        " (the source of the examples, and their preparation)"
     ]

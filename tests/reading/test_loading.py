@@ -280,4 +280,4 @@ def test_a_flood_of_problems_is_cut(problems: Callable[..., list[str]], minimal:
 
 
 def test_recipe_errors_are_the_users() -> None:
-    assert RecipeError([]).exit_code is ExitCode.USER
+    assert RecipeError().exit_code is ExitCode.USER

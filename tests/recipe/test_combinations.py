@@ -1,4 +1,4 @@
-"""The table of keys that exclude each other: every row is refused, documented, and not wider than it says."""
+"""The table of keys that exclude each other: every row is refused, documented, and no wider than its words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WORDS: dict[str, list[Any]] = {"above 1": [2, 3], "a number": [2], "any keys": 
 
 
 def values_of(condition: Condition) -> list[Any]:
-    """What the words of a condition stand for, read from them alone."""
+    """Return the values that the words of a condition describe."""
     return _WORDS.get(condition.values) or [json.loads(text) for text in re.findall(r"`([^`]+)`", condition.values)]
 
 
@@ -38,7 +38,7 @@ def override(key: str, value: Any) -> str:
 
 
 def needed(*keys: str) -> list[str]:
-    """A schedule is of a pipeline."""
+    """Return the overrides that these keys require."""
     return ["parallel.pipeline.stages=2"] if any(key.startswith("parallel.pipeline.s") for key in keys) else []
 
 
@@ -52,7 +52,7 @@ def test_every_pair_is_refused_at_its_first_key(row: Exclusion, value: Any, othe
 
 
 def row_says(row: Exclusion, text: str) -> bool:
-    """Whether a message is of this row: it gives the remedy, or else the reason."""
+    """Return whether a message is of this row: it contains the remedy, or else the reason."""
     return (row.remedy in text) if "{remedy}" in row.form else (row.reason in text)
 
 
@@ -101,18 +101,18 @@ def test_only_a_split_backward_pass_refuses_selective_checkpointing(schedule: st
     [
         (
             ["parallel.sequence=true"],
-            "`parallel.sequence` is true, but `parallel.tensor` is 1: there are no tensor ranks to cut sequences over;"
-            " set `parallel.tensor` above 1, or leave it false",
+            "`parallel.sequence` is true, but `parallel.tensor` is 1: sequence parallelism shards positions over tensor"
+            " ranks; set `parallel.tensor` above 1, or leave it false",
         ),
         (
             ["parallel.tensor=2", "training.layout_invariant_dropout=false"],
             "`parallel.tensor` is 2, which needs `training.layout_invariant_dropout`: torch's own dropout would draw"
-            " the same mask for different heads; leave it true",
+            " the same mask on every tensor rank; leave it true",
         ),
         (
             ["parallel.pipeline.stages=2", "parallel.strategy=fsdp", "parallel.offload=parameters"],
-            '`parallel.offload` is "parameters", which a pipeline does not combine with: nobody has tried it; set it to'
-            ' "none"',
+            '`parallel.offload` is "parameters", which a pipeline does not combine with: the combination is not tested;'
+            ' set it to "none"',
         ),
         (
             ["parallel.pipeline.stages=2", "parallel.pipeline.stages_per_rank=2"],
@@ -120,8 +120,8 @@ def test_only_a_split_backward_pass_refuses_selective_checkpointing(schedule: st
         ),
         (
             ["parallel.reshard_after_forward=false"],
-            "`parallel.reshard_after_forward` is of fsdp and hsdp, but `parallel.strategy` is ddp; remove it, or use"
-            " fsdp or hsdp",
+            "`parallel.reshard_after_forward` applies only to fsdp and hsdp, but `parallel.strategy` is ddp; remove"
+            " it, or use fsdp or hsdp",
         ),
     ],
 )

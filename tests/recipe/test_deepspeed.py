@@ -1,4 +1,4 @@
-"""The generated DeepSpeed configuration: whole, explicit, and ours where it decides the training."""
+"""The generated DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class TestConfig:
         assert config["zero_optimization"]["stage"] == STAGES[strategy]
         assert config["fp16"] == config["bf16"] == {"enabled": False}
 
-    def test_no_clipping_is_said_and_not_left_out(self, strategy):
-        """DeepSpeed clips at 1.0 unless told otherwise."""
+    def test_no_clipping_is_explicit(self, strategy):
+        """DeepSpeed's default clips at 1.0."""
         assert config_of(strategy, "training.max_grad_norm=null")["gradient_clipping"] == 0.0
 
     def test_its_batch_is_the_recipes(self, strategy):
         config = config_of(strategy, processes=4)
         assert config["train_batch_size"] == 32
         product = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * 4
-        assert product == 32, "which DeepSpeed checks"
+        assert product == 32, "DeepSpeed checks this"
 
     def test_it_is_plain_json(self, strategy):
         config = config_of(strategy)
@@ -60,7 +60,7 @@ class TestConfig:
         assert config["steps_per_print"] == 7
         zero = config["zero_optimization"]
         assert (zero["reduce_bucket_size"], zero["contiguous_gradients"]) == (1000, False)
-        assert zero["stage"] == STAGES[strategy], "what was there stays"
+        assert zero["stage"] == STAGES[strategy], "other keys stay"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ class TestRefusedKeys:
         assert found == path
         ours = _OWNED[path]
         assert reason == (
-            f"follows from `{ours}`; set it there" if ours else "is set by the trainer and cannot be changed"
+            f"is set from `{ours}`; change it there" if ours else "is set by the trainer and cannot be changed"
         )
 
     def test_the_keys_they_name_are_there(self):
@@ -108,7 +108,7 @@ class TestRefusedKeys:
                 ("zero_optimization", "reduce_bucket"),
                 "did you mean `reduce_bucket_size`?",
             ),
-            ({"xyzzy": 1}, ("xyzzy",), "there are aio, comms_logger"),
+            ({"xyzzy": 1}, ("xyzzy",), "valid keys are aio, comms_logger"),
             ({"zero_optimization": 3}, ("zero_optimization",), "must be an object"),
         ],
     )
@@ -122,12 +122,12 @@ class TestRefusedKeys:
         with pytest.raises(RecipeError) as caught:
             load_recipe("bert_base_mrpc", ["parallel.strategy=zero2", f"parallel.deepspeed={extra}"])
         report = str(caught.value)
-        assert "`parallel.deepspeed.gradient_clipping` follows from `training.max_grad_norm`; set it there" in report
-        assert "`parallel.deepspeed.bf61` is not a key of DeepSpeed" in report
-        assert "`parallel.deepspeed.zero_optimization.stage` follows from `parallel.strategy`; set it there" in report
+        assert "`parallel.deepspeed.gradient_clipping` is set from `training.max_grad_norm`; change it there" in report
+        assert "`parallel.deepspeed.bf61` is not a DeepSpeed key" in report
+        assert "`parallel.deepspeed.zero_optimization.stage` is set from `parallel.strategy`; change it there" in report
 
     def test_free_keys_are_known_to_deepspeed(self):
-        """Names of DeepSpeed that change would otherwise be refused, or ignored in silence."""
+        """A renamed key of DeepSpeed would be refused, or ignored without an error."""
         pytest.importorskip("deepspeed")
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

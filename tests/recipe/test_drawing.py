@@ -1,4 +1,4 @@
-"""The drawing of a layout, beside an independent walk over the ranks."""
+"""The drawing of a layout, compared with independent arithmetic over the ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_rank_may_hold_several_stages():
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (1, 4, 1, 2), (4, 1, 3, 1), (2, 1, 1, 1)])
-def test_each_rank_holds_what_the_mesh_gives_it(sizes: tuple[int, int, int, int]):
+def test_each_rank_has_its_coordinates_in_the_mesh(sizes: tuple[int, int, int, int]):
     """The reference is arithmetic: pp outermost, then replicas, shards, and tensor ranks innermost."""
     stages, replicas, shards, tensor = sizes
     world = stages * replicas * shards * tensor
@@ -69,7 +69,7 @@ def test_many_ranks_are_folded():
         "16-31  0      1        0-7    0-1",
         "32-47  1      0        0-7    0-1",
         "48-63  1      1        0-7    0-1",
-        "(of neighbouring ranks, the rightmost column differs)",
+        "(consecutive ranks differ in the rightmost column)",
     ]
     assert layout_lines(plan(64)) == ["ranks  replica", "0-63   0-63"]
 
@@ -89,24 +89,24 @@ STAGES = [StageContents(("layer.0", "layer.1"), 2**18), StageContents(("layer.2"
     [
         (["strategy=ddp"], ["1.0 MiB a rank", "4.0 MiB a rank"]),
         (["strategy=fsdp"], ["0.5 MiB a rank", "2.0 MiB a rank"]),
-        (["strategy=ddp", "tensor=2"], ["1.0 MiB before tensor cuts", "4.0 MiB before tensor cuts"]),
+        (["strategy=ddp", "tensor=2"], ["1.0 MiB before tensor sharding", "4.0 MiB before tensor sharding"]),
     ],
 )
-def test_stages_are_told_with_the_bytes_of_a_rank(keys: list[str], sizes: list[str]):
+def test_stages_show_the_bytes_of_a_rank(keys: list[str], sizes: list[str]):
     assert stage_lines(plan(4, "pipeline.stages=2", *keys), STAGES) == [
         f"stage 0  layer.0 to layer.1    262,144 parameters  {sizes[0]}",
         f"stage 1  layer.2             1,048,576 parameters  {sizes[1]}",
     ]
 
 
-def test_bytes_of_tensor_and_shard_ranks_together_are_not_promised():
+def test_bytes_with_tensor_ranks_are_those_before_sharding():
     lines = stage_lines(plan(8, "pipeline.stages=2", "tensor=2", "strategy=fsdp"), STAGES)
-    assert all(line.endswith(" MiB before tensor and data-parallel cuts") for line in lines)
+    assert all(line.endswith(" MiB before tensor and data-parallel sharding") for line in lines)
 
 
-def test_stages_of_a_model_that_is_not_at_hand():
+def test_stages_of_a_model_that_is_not_loaded():
     assert stage_lines(plan(2, "pipeline.stages=2"), None) == [
-        "its layers are balanced over the stages when the model is loaded"
+        "layers are balanced over the stages when the model is loaded"
     ]
     assert stage_lines(plan(2), None) == []
 

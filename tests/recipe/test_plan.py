@@ -12,9 +12,9 @@ from trainer.recipe.plan import Layout, RunPlan, plan_run
     [
         (1, 8, (8, 4)),
         (4, 8, (8, 1)),
-        (2, 100, (16, 1)),  # no more rows than a rank has
+        (2, 100, (16, 1)),  # at most the rows of a rank
         (1, 5, (5, 7)),
-        (2, 5, (4, 4)),  # as even as the most rows allow
+        (2, 5, (4, 4)),  # as even as the maximum allows
     ],
 )
 def test_the_batch_follows_from_ranks_and_microbatch(ranks: int, micro: int, expected: tuple[int, int]) -> None:
@@ -81,11 +81,11 @@ def test_a_shard_group_that_does_not_divide_names_those_that_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "local", "why"), [([], 1, "the only rank"), (["parallel.tensor=2"], 2, "whole in one tensor group")]
+    ("keys", "local", "why"), [([], 1, "one rank"), (["parallel.tensor=2"], 2, "one tensor group")]
 )
 def test_nodes_with_nothing_to_shard_over(keys, local, why) -> None:
     recipe = load_recipe("bert_base_mrpc", ["parallel.strategy=hsdp", *keys]).recipe
-    with pytest.raises(RecipeError, match=f"`parallel.shard` auto .* each is {why}.* use fsdp or ddp"):
+    with pytest.raises(RecipeError, match=f"`parallel.shard` auto .* each node has only {why}.* use fsdp or ddp"):
         plan_run(recipe, 4, local)
     assert plan_run(recipe, 4).layout.dp_shard > 1, "on one node there is"
 
@@ -99,8 +99,8 @@ class TestPipeline:
     @pytest.mark.parametrize(
         ("ranks", "keys", "micro", "expected"),  # passes, microbatches of a pass, rows of each
         [
-            (2, [], 24, (1, 4, 12)),  # two for each stage
-            (4, [], 2, (1, 12, 2)),  # as many as the most rows ask for
+            (2, [], 24, (1, 4, 12)),  # two per stage
+            (4, [], 2, (1, 12, 2)),  # as the micro batch size requires
             (2, ["pipeline.microbatches=2"], 24, (1, 2, 24)),
             (2, ["pipeline.microbatches=2"], 8, (3, 2, 8)),
             (2, ["pipeline.schedule=gpipe", "pipeline.microbatches=1"], 24, (2, 1, 24)),

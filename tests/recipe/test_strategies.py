@@ -1,4 +1,4 @@
-"""The table of strategies: rows that make sense, and the rules that follow from them."""
+"""The table of strategies: consistent rows, and the rules that follow from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TestRow:
         assert row.cuts_parameters <= row.cuts_gradients <= row.cuts_optimizer
         assert row.cuts_anything == row.cuts_optimizer
 
-    def test_says_what_it_is_and_what_it_sends(self, row: Strategy):
+    def test_describes_placement_and_communication(self, row: Strategy):
         assert row.summary
         assert "P" in row.communication
         assert STRATEGIES[row.name] is row
@@ -33,7 +33,7 @@ class TestRow:
             return
         with pytest.raises(RecipeError, match=r"`parallel\.offload`") as caught:
             load_recipe("bert_base_mrpc", keys)
-        assert f"which {row.name} does not have; use " in str(caught.value)
+        assert f"which {row.name} does not support; use " in str(caught.value)
         able = [name for name, other in STRATEGIES.items() if offload in other.offloads]
         assert all(name in str(caught.value) for name in able)
 
@@ -49,7 +49,7 @@ class TestRow:
         assert layout.dp_shard == (processes if row.cuts_anything else 1)
 
 
-def test_zero_stages_cut_what_the_paper_says():
+def test_zero_stages_shard_as_in_the_paper():
     by_stage = {row.zero_stage: row for row in STRATEGIES.values() if row.zero_stage}
     cuts = {stage: (row.cuts_optimizer, row.cuts_gradients, row.cuts_parameters) for stage, row in by_stage.items()}
     assert cuts == {1: (True, False, False), 2: (True, True, False), 3: (True, True, True)}
@@ -58,14 +58,17 @@ def test_zero_stages_cut_what_the_paper_says():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["parallel.strategy=ddp", "parallel.shard=2"], "`parallel.shard` is of hsdp, but `parallel.strategy` is ddp"),
+        (
+            ["parallel.strategy=ddp", "parallel.shard=2"],
+            "`parallel.shard` applies only to hsdp, but `parallel.strategy` is ddp",
+        ),
         (
             ["parallel.strategy=zero3", "parallel.reshard_after_forward=false"],
-            "`parallel.reshard_after_forward` is of fsdp and hsdp, but `parallel.strategy` is zero3",
+            "`parallel.reshard_after_forward` applies only to fsdp and hsdp, but `parallel.strategy` is zero3",
         ),
         (
             ["parallel.strategy=fsdp", 'parallel.deepspeed={"steps_per_print": 1}'],
-            "`parallel.deepspeed` is of zero1, zero2 and zero3, but `parallel.strategy` is fsdp",
+            "`parallel.deepspeed` applies only to zero1, zero2 and zero3, but `parallel.strategy` is fsdp",
         ),
     ],
 )

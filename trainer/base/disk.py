@@ -1,4 +1,4 @@
-"""What a file system needs to be told: when to have a file, how to put a file or a folder in the place of another."""
+"""Durable files: waiting for the disk, and replacing a file or a folder atomically."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNFINISHED = ".saving-"
-"""How the name of a file or folder begins that is not whole yet, and so is nobody's."""
+"""Prefix of the name of a file or folder that is still being written; readers ignore it."""
 
 
 def sync(path: Path) -> None:
-    """Waits until the disk has a file, or the names in a folder.
-
-    Raises:
-        OSError: it has not.
-    """
+    """Wait until the disk has stored a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -29,12 +25,12 @@ def sync(path: Path) -> None:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Writes safetensors with the permissions of any other file; by itself the library lets only the owner read.
+    """Write a safetensors file with the permissions that the umask gives; safetensors alone uses 0600.
 
     Raises:
         OSError, SafetensorError: the file cannot be written.
     """
-    from safetensors.torch import save_file  # here, because it brings torch, and text needs none
+    from safetensors.torch import save_file  # imports torch, which the other functions do not need
 
     path.touch()
     mode = path.stat().st_mode
@@ -43,11 +39,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a whole file such that a kill at any moment leaves the old one or the new one.
-
-    Raises:
-        OSError: it cannot be written; the old one stays.
-    """
+    """Write a file atomically: a kill at any moment leaves either the old file or the new one."""
     new = path.with_name(f"{UNFINISHED}{path.name}")
     new.write_text(text, encoding="utf-8", newline="")
     sync(new)
@@ -56,11 +48,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_folder(new: Path, place: Path) -> None:
-    """Puts a folder of files in the place of another, when the disk has all of it.
-
-    Raises:
-        OSError: it cannot.
-    """
+    """Move the folder `new` to `place`, which may exist, once the disk has stored all files of `new`."""
     for path in (*new.iterdir(), new):
         sync(path)
     aside = place.with_name(f".replaced-{place.name}")

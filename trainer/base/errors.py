@@ -1,28 +1,27 @@
-"""The errors that a user meets, and the exit code that each one ends the program with.
+"""Errors that users can fix, and the exit code of each.
 
-This room knows nothing of ours. One grammar for every message: the recipe path, its value, the rule, the remedy:
-"`training.global_batch_size` must be divisible by the data-parallel size 3, but is 32; use 30 or 33". A `TrainerError`
-is the user's to mend and is shown without a traceback; anything else that escapes is our own bug and shows one.
+A message names the recipe path, its value, the rule and the fix: "`training.global_batch_size` must be divisible by
+the data-parallel size 3, but is 32; use 30 or 33". A `TrainerError` is shown without a traceback. Any other exception
+that reaches the user is a bug of the trainer and shows one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the process answers to its caller; part of the public interface."""
+    """Exit code of the process; part of the public interface."""
 
     DONE = 0
     FAILED = 1
     USER = 2
     NON_FINITE = 3
-    STOPPED = 75  # EX_TEMPFAIL of sysexits.h: "try again later", which is what a scheduler should do
+    STOPPED = 75  # EX_TEMPFAIL of sysexits.h, "try again later": a scheduler should start the job again
 
 
 class TrainerError(Exception):
-    """Something that the user can mend; `str(error)` is the whole message, the remedy included."""
+    """An error that the user can fix; `str(error)` is the whole message, with the fix."""
 
     exit_code: ExitCode = ExitCode.FAILED
 
@@ -34,26 +33,26 @@ class UsageError(TrainerError):
 
 
 class RecipeError(UsageError):
-    """Everything that is wrong with a recipe, reported at once."""
+    """All problems of a recipe, reported together."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
 
 
 class DataError(UsageError):
-    """A data set that does not hold what the recipe says it holds; names the column and the row."""
+    """A data set does not match the recipe; the message names the column and the row."""
 
 
 class LaunchError(UsageError):
-    """The ranks that were asked for are not the ranks that started."""
+    """The number of ranks that started differs from the number requested."""
 
 
 class LostPeerError(TrainerError):
-    """Another rank has gone, so that this one cannot go on; why, that rank says."""
+    """Another rank has ended, so this rank cannot continue; that rank reports the cause."""
 
 
 class NonFiniteError(TrainerError):
-    """The loss or the gradient norm is not a number; the step is named, and nothing after it was saved."""
+    """The loss or the gradient norm is not finite; the message names the step, and no later state was saved."""
 
     exit_code = ExitCode.NON_FINITE

@@ -234,7 +234,7 @@ def _refuse_impossible(recipe: dict[str, Any], lines: Sequence[Line]) -> None:
         ]
         problems = [str(problem) for finding in wrong for problem in explain(finding, root)]
         if problems:
-            raise RecipeError(problems) from error
+            raise RecipeError(*problems) from error
 
 
 def _with_origins(value: Any, path: str, lines: Sequence[Line]) -> Node:

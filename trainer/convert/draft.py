@@ -190,7 +190,7 @@ class Draft:
         for item in self.sources.all():
             self._rest(item)
         if self.problems:
-            raise RecipeError(self.problems)
+            raise RecipeError(*self.problems)
         lines = self._proposed_lines() | self._lines
         for item in self.sources.all():
             assert (item.tool, item.key) in lines, f"{item} was swallowed"

@@ -217,7 +217,7 @@ def _read(file: Path) -> Node:
     else:
         node, problems = parse(text, origin)
         if problems:
-            raise RecipeError([str(problem) for problem in problems])
+            raise RecipeError(*map(str, problems))
     if not node.members:
         raise UsageError(f"{name}: must hold an object with keys, but is {shown_value(node.plain())}")
     return node

@@ -110,7 +110,7 @@ def problems_name_the_machine(environ: Mapping[str, str] = os.environ) -> Iterat
         if environment.num_nodes == 1:
             raise
         place = f"rank {environment.rank} on {socket.gethostname()}"
-        raise RecipeError([f"{place}: {problem}" for problem in error.problems]) from error
+        raise RecipeError(*(f"{place}: {problem}" for problem in error.problems)) from error
 
 
 def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: str) -> None:

@@ -55,7 +55,7 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> ResolvedRecipe:
     try:
         os.getcwd()
     except OSError as error:
-        raise RecipeError([f"the current folder cannot be used: {error.strerror}; change to another one"]) from error
+        raise RecipeError(f"the current folder cannot be used: {error.strerror}; change to another one") from error
     file = find_recipe(source, Path())
     root, problems = _read_layers(file)
     layer, override_problems = override_layer(overrides)
@@ -75,9 +75,9 @@ def find_recipe(source: str, folder: Path) -> Path:
     if source.removesuffix(".json") in shipped:
         return shipped[source.removesuffix(".json")]
     if os.path.exists(path):
-        raise RecipeError([f"{shown_path(path)}: is not a recipe file; `trainer recipes` lists the shipped recipes"])
+        raise RecipeError(f"{shown_path(path)}: is not a recipe file; `trainer recipes` lists the shipped recipes")
     raise RecipeError(
-        [f"{shown_path(path)}: no such file, and no shipped recipe has this name; they are {', '.join(shipped)}"]
+        f"{shown_path(path)}: no such file, and no shipped recipe has this name; they are {', '.join(shipped)}"
     )
 
 
@@ -89,7 +89,7 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     chain = (*chain, Path(os.path.realpath(file)))
     node, problems = read_file(file)
     if not isinstance(node.value, dict):
-        raise RecipeError([f"{node.origin}: a recipe is an object {{...}}, but this is {shown_value(node.plain())}"])
+        raise RecipeError(f"{node.origin}: a recipe is an object {{...}}, but this is {shown_value(node.plain())}")
     own = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
     extends = node.members.get("extends")
     if extends is None or extends.value is None:
@@ -97,24 +97,24 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     try:
         base, base_problems = _read_layers(_base_file(extends, chain), chain)
     except RecipeError as error:
-        raise RecipeError([*map(str, problems), *error.problems]) from error
+        raise RecipeError(*map(str, problems), *error.problems) from error
     return merged(base, own), problems + base_problems
 
 
 def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:
     if not isinstance(extends.value, str) or not extends.value:
         raise RecipeError(
-            [f"{extends.origin}: `extends` must be a path or a shipped name, but is {shown_value(extends.plain())}"]
+            f"{extends.origin}: `extends` must be a path or a shipped name, but is {shown_value(extends.plain())}"
         )
     try:
         base = find_recipe(extends.value, extends.origin.folder)
     except RecipeError as error:
-        raise RecipeError([f"{extends.origin}: `extends` {shown_value(extends.value)}: {error}"]) from error
+        raise RecipeError(f"{extends.origin}: `extends` {shown_value(extends.value)}: {error}") from error
     if Path(os.path.realpath(base)) in chain:
         circle = " -> ".join(shown_path(path) for path in (*chain, base))
-        raise RecipeError([f"{extends.origin}: `extends` leads back to a recipe that it comes from: {circle}"])
+        raise RecipeError(f"{extends.origin}: `extends` leads back to a recipe that it comes from: {circle}")
     if len(chain) >= MAX_EXTENDS:
-        raise RecipeError([f"{extends.origin}: `extends` is nested deeper than {MAX_EXTENDS} recipes"])
+        raise RecipeError(f"{extends.origin}: `extends` is nested deeper than {MAX_EXTENDS} recipes")
     return base
 
 
@@ -131,7 +131,7 @@ def _resolved(file: Path, root: Node, problems: list[Problem]) -> ResolvedRecipe
         if broken.isdisjoint(key[:2] for key in contradiction.keys):  # else it may only follow from another problem
             problems.append(Problem(nearest_node(root, contradiction.keys[0]).origin, message(contradiction)))
     if recipe is None or problems:
-        raise RecipeError(_report(problems, shown_path(file), len(found)))
+        raise RecipeError(*_report(problems, shown_path(file), len(found)))
     recipe = _completed(recipe.model_copy(update=sections))
     values = dict(_leaves(recipe.model_dump(mode="json"), ()))
     written = {path: find_node(root, path) for path in values}

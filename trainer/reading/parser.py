@@ -88,7 +88,7 @@ def read_file(path: Path) -> tuple[Node, list[Problem]]:
         text = read_text(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise RecipeError([f"{source}: cannot be read: {reason}"]) from error
+        raise RecipeError(f"{source}: cannot be read: {reason}") from error
     return parse(text, Origin(source, folder=Path(os.path.abspath(path)).parent))
 
 
@@ -291,7 +291,7 @@ class _Parser:
         return Origin(self._origin.source, line, column, self._origin.folder)
 
     def _error(self, position: int, text: str) -> RecipeError:
-        return RecipeError([str(Problem(self._place(position), text))])
+        return RecipeError(str(Problem(self._place(position), text)))
 
     def _expected(self, what: str) -> RecipeError:
         if self._token.kind == "end":

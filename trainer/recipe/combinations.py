@@ -1,7 +1,7 @@
-"""The table of keys that exclude each other: what `trainer check` refuses about how a training is spread, and why.
+"""The table of pairs of keys that exclude each other, with reasons; read by `trainer check` and the documentation.
 
-Rows that follow from a strategy or from a schedule are made of what `strategies.py` and `schedules.py` say, so that a
-new row there is refused, and documented, here. Rules that are more than two conditions are in `rules.py`.
+Rows about a strategy or a schedule derive from the tables in `strategies.py` and `schedules.py`. Rules with more than
+two conditions are in `reading/rules.py`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ _STRATEGY, _STAGES, _TENSOR = "parallel.strategy", "parallel.pipeline.stages", "
 
 @dataclass(frozen=True)
 class Condition:
-    """A key of the recipe that has one of some values."""
+    """A condition on the value of one key."""
 
     key: str  # dotted
-    values: str  # in words, as the documentation shows them
-    holds: Callable[[Any], bool]  # of the key's value
+    values: str  # as the documentation shows them
+    holds: Callable[[Any], bool]
 
     @property
     def section(self) -> str:
-        """The part of a recipe in which the key stands."""
+        """The top-level section of the key."""
         return self.key.partition(".")[0]
 
     def value(self, sections: Mapping[str, Any]) -> Any:
-        """What the key is."""
         value: Any = sections[self.section]
         for name in self.key.split(".")[1:]:
             value = getattr(value, name)
@@ -41,25 +40,21 @@ class Condition:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Two conditions that must not hold together; reported at the key of the first."""
+    """Two conditions that must not hold together; reported at the first key."""
 
     first: Condition
     second: Condition
     reason: str
     remedy: str
-    form: str = _DOES_NOT_COMBINE  # of the message after the first key; `value` and `other` are those of the keys
+    form: str = _DOES_NOT_COMBINE  # of the message after the first key
 
     @property
     def sections(self) -> frozenset[str]:
-        """The parts of a recipe that it looks at."""
+        """The sections that `message` needs."""
         return frozenset((self.first.section, self.second.section))
 
     def message(self, sections: Mapping[str, Any]) -> str | None:
-        """What follows the first key in the message to a user; None: these sections do not do both.
-
-        Args:
-            sections: at least those of `self.sections`.
-        """
+        """Return the error message after the first key, or None if the conditions do not both hold."""
         value, other = self.first.value(sections), self.second.value(sections)
         if not (self.first.holds(value) and self.second.holds(other)):
             return None
@@ -79,39 +74,43 @@ def _strategies(test: Callable[[Strategy], bool]) -> tuple[str, ...]:
     return tuple(name for name, row in STRATEGIES.items() if test(row))
 
 
+def _strategy_not_in(able: tuple[str, ...]) -> Condition:
+    return _is(_STRATEGY, *(name for name in STRATEGIES if name not in able))
+
+
 def _schedules(test: Callable[[PipelineSchedule], bool]) -> tuple[str, ...]:
     return tuple(name for name, row in SCHEDULES.items() if test(row))
 
 
 def _of_strategies(key: str, reason_of: Callable[[Strategy], str]) -> Iterator[Exclusion]:
-    """A key above 1 beside the strategies that give a reason against it: a row for each reason."""
+    """Yield a row for each reason against a key above 1 under some strategies."""
     able = _strategies(lambda row: not reason_of(row))
     for reason in dict.fromkeys(filter(None, map(reason_of, STRATEGIES.values()))):
         unable = _strategies(lambda row, reason=reason: reason_of(row) == reason)  # type: ignore[misc]
         yield Exclusion(_above_one(key), _is(_STRATEGY, *unable), reason, f"use {', '.join(able)}")
 
 
-def _offloads() -> Iterator[Exclusion]:
-    for what in ("optimizer", "parameters"):
-        able = _strategies(lambda row, what=what: what in row.offloads)  # type: ignore[misc]
+def _of_offloads() -> Iterator[Exclusion]:
+    for offload in ("optimizer", "parameters"):
+        able = _strategies(lambda row, offload=offload: offload in row.offloads)  # type: ignore[misc]
         yield Exclusion(
-            _is("parallel.offload", what),
-            _is(_STRATEGY, *(name for name in STRATEGIES if name not in able)),
-            "the strategy has no such offload",
+            _is("parallel.offload", offload),
+            _strategy_not_in(able),
+            "the strategy does not support this offload",
             f'use {", ".join(able)}, or "none"',
-            form="is {value}, which {other} does not have; {remedy}",
+            form="is {value}, which {other} does not support; {remedy}",
         )
 
 
 def _of_others(first: Condition, able: tuple[str, ...]) -> Exclusion:
-    """A key that only the strategies `able` read."""
-    words = f"{', '.join(able[:-1])} and {able[-1]}" if len(able) > 1 else able[0]
+    """Return the row of a key that only the strategies `able` use."""
+    names = f"{', '.join(able[:-1])} and {able[-1]}" if len(able) > 1 else able[0]
     return Exclusion(
         first,
-        _is(_STRATEGY, *(name for name in STRATEGIES if name not in able)),
-        f"the key is of {words}",
+        _strategy_not_in(able),
+        f"the key applies only to {names}",
         f"remove it, or use {' or '.join(able)}",
-        form=f"is of {words}, but `{_STRATEGY}` is {{other}}; {{remedy}}",
+        form=f"applies only to {names}, but `{_STRATEGY}` is {{other}}; {{remedy}}",
     )
 
 
@@ -127,14 +126,14 @@ def _of_schedules() -> Iterator[Exclusion]:
     splitting = _schedules(lambda row: row.splits_backward)
     yield Exclusion(
         _is(schedule, *splitting),
-        _is(_STRATEGY, *_strategies(lambda row: row.pipeline and row.cuts_parameters)),
-        "torch's split backward pass loses gradients of sharded parameters, by our measurement",
+        _is(_STRATEGY, *_strategies(lambda row: not row.no_pipeline and row.cuts_parameters)),
+        "torch's split backward pass loses gradients of sharded parameters (measured)",
         "use ddp, or another schedule",
     )
     yield Exclusion(
         _is("activation_checkpointing", "selective"),
         _is(schedule, *splitting),
-        "it recomputes twice, but what was kept may be read once",
+        "the split backward pass recomputes twice, but the kept activations can be read only once",
         "use none or full",
         form="is {value}, which the schedule {other} does not combine with: {reason}; {remedy}",
     )
@@ -145,7 +144,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         Condition("parallel.offload", '`"optimizer"`, `"parameters"`', lambda value: value != "none"),
         _above_one(_STAGES),
-        "nobody has tried it",
+        "the combination is not tested",
         'set it to "none"',
         form="is {value}, which a pipeline does not combine with: {reason}; {remedy}",
     ),
@@ -154,18 +153,18 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         _above_one(_TENSOR),
         _is("training.layout_invariant_dropout", False),
-        "torch's own dropout would draw the same mask for different heads",
+        "torch's own dropout would draw the same mask on every tensor rank",
         "leave it true",
         form="is {value}, which needs `training.layout_invariant_dropout`: {reason}; {remedy}",
     ),
     Exclusion(
         _is("parallel.sequence", True),
         _is(_TENSOR, 1),
-        "there are no tensor ranks to cut sequences over",
+        "sequence parallelism shards positions over tensor ranks",
         f"set `{_TENSOR}` above 1, or leave it false",
         form=f"is {{value}}, but `{_TENSOR}` is {{other}}: {{reason}}; {{remedy}}",
     ),
-    *_offloads(),
+    *_of_offloads(),
     _of_others(
         Condition("parallel.shard", "a number", lambda value: value != "auto"), _strategies(lambda row: row.groups)
     ),
@@ -175,4 +174,4 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     _of_others(Condition("parallel.deepspeed", "any keys", bool), _strategies(lambda row: bool(row.zero_stage))),
 )
-"""Every pair that is refused, whatever the model, the data and the number of ranks."""
+"""Every pair that is refused for any model, data and number of ranks."""

@@ -1,7 +1,7 @@
-"""The DeepSpeed configuration of a recipe: the whole of it, with every averaging and clipping key written out.
+"""The DeepSpeed configuration of a recipe; `trainer check` prints it.
 
-DeepSpeed fills what is missing with defaults that change the training (it clips at 1.0 unless told otherwise) and
-ignores top-level keys that it does not know, so nothing is left to it here. `trainer check` prints the result.
+Every key for averaging and clipping is explicit, because DeepSpeed's defaults change the training: it clips at 1.0.
+Unknown keys are errors, because DeepSpeed ignores unknown top-level keys.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.recipe.plan import RunPlan
 
-# DeepSpeed's default, 5e8 elements, is a buffer of 2 GB on every rank, whatever the size of the model.
+# DeepSpeed's default of 5e8 elements allocates 2 GB on every rank, for any model.
 _BUCKET_ELEMENTS = 16 * 1024**2
 
-# Keys that follow from the recipe, and the recipe's own key for each (None: there is none, and no need).
+# Keys that the trainer sets, each with the recipe's key for it; None if the recipe has no such key.
 _OWNED: dict[tuple[str, ...], str | None] = {
     ("train_batch_size",): "training.global_batch_size",
     ("train_micro_batch_size_per_gpu",): "training.micro_batch_size",
@@ -41,7 +41,7 @@ _OWNED: dict[tuple[str, ...], str | None] = {
     ("zero_optimization", "cpu_offload_params"): "parallel.offload",
     ("zero_optimization", "memory_efficient_linear"): "activation_checkpointing",
 }
-# Top-level keys that a recipe may add. DeepSpeed knows more, which switch on other engines, optimizers or tools.
+# Top-level keys that a recipe may set. DeepSpeed's other keys enable other engines, optimizers or tools.
 FREE_KEYS = (
     "aio",
     "comms_logger",
@@ -57,7 +57,7 @@ FREE_KEYS = (
     "wall_clock_breakdown",
     "zero_optimization",
 )
-# DeepSpeed checks these itself, by a schema of its own; the list is for the remedy, and to find a slip before a run.
+# DeepSpeed validates these itself; the list finds typos before the run and suggests the right key.
 FREE_ZERO_KEYS = (
     "allgather_bucket_size",
     "allgather_partitions",
@@ -82,7 +82,7 @@ FREE_ZERO_KEYS = (
 
 
 def refused_keys(extra: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The keys of `parallel.deepspeed` that may not stand there, each with what is wrong with it."""
+    """Yield the path of each invalid key of `parallel.deepspeed`, and the reason."""
     for key, value in extra.items():
         if (key,) in _OWNED:
             yield (key,), _owned((key,))
@@ -100,20 +100,21 @@ def refused_keys(extra: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], st
 
 def _owned(path: tuple[str, ...]) -> str:
     ours = _OWNED[path]
-    return f"follows from `{ours}`; set it there" if ours else "is set by the trainer and cannot be changed"
+    return f"is set from `{ours}`; change it there" if ours else "is set by the trainer and cannot be changed"
 
 
 def _unknown(key: str, known: tuple[str, ...]) -> str:
     near = get_close_matches(key, known, n=1)
-    hint = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(known)}"
-    return f"is not a key of DeepSpeed that may be set here; {hint}"
+    hint = f"did you mean `{near[0]}`?" if near else f"valid keys are {', '.join(known)}"
+    return f"is not a DeepSpeed key that can be set here; {hint}"
 
 
 def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
-    """The whole configuration for `deepspeed.initialize`, or {} where the strategy is not DeepSpeed's.
+    """Return the configuration for `deepspeed.initialize`; {} for strategies of the native engine.
 
-    The engine marks the accumulation boundary itself, because a ragged batch holds fewer microbatches: DeepSpeed is
-    told of one. It is told of fp32, because autocast and loss scaling are the trainer's, the same under every strategy.
+    `gradient_accumulation_steps` is 1, because the engine marks the accumulation boundary: the last batch of an epoch
+    may hold fewer microbatches. fp16 and bf16 are off, because the trainer's own autocast and loss scaling serve every
+    strategy.
     """
     stage, parallel = plan.strategy.zero_stage, plan.recipe.parallel
     if not stage:
@@ -129,8 +130,8 @@ def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
     if stage == 3:
         zero["offload_param"] = {"device": "cpu" if parallel.offload == "parameters" else "none"}
         zero["stage3_param_persistence_threshold"] = 0
-        # DeepSpeed's own linear adds the bias to the product in place. Where the product is kept for a recomputation,
-        # it would be added a second time.
+        # DeepSpeed's linear layer adds the bias to the product in place. Selective checkpointing keeps the product, so
+        # the recomputation would add the bias again.
         zero["memory_efficient_linear"] = plan.recipe.activation_checkpointing != "selective"
     extra = dict(parallel.deepspeed)
     zero |= extra.pop("zero_optimization", {})

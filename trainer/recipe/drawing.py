@@ -1,7 +1,4 @@
-"""Draws a layout as text: which rank holds which pipeline stages, replica, shard and tensor part.
-
-It knows numbers and names only; what the stages of a model hold is counted elsewhere.
-"""
+"""A layout as text: the pipeline stages, replica, shard and tensor rank of each rank."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from math import prod
 from trainer.recipe.plan import RunPlan
 
 MAX_LINES = 16
-"""Where there are more ranks, one line stands for several."""
+"""With more ranks, one line stands for several."""
 
 
 @dataclass(frozen=True)
 class StageContents:
-    """What a pipeline stage has of the model, before tensor and data-parallel ranks share it."""
+    """The layers and parameters of a pipeline stage, before tensor and data-parallel sharding."""
 
     layers: tuple[str, ...]
     num_parameters: int
@@ -29,21 +26,20 @@ class _Axis:
     """A column of the drawing."""
 
     title: str
-    cells: tuple[str, ...]  # what the ranks along the axis hold, in order
+    cells: tuple[str, ...]  # one for each rank along the axis
     size: int
 
 
 def layout_lines(plan: RunPlan) -> list[str]:
-    """A table of the ranks; empty for one process.
+    """Return a table of the ranks; empty for one process.
 
-    Up to `MAX_LINES` ranks have a line each. Of more, the inner axes are folded: a line then stands for all ranks that
-    share the outer ones.
+    With more than `MAX_LINES` ranks, one line stands for all ranks with the same coordinates on the outer axes.
     """
     axes = _axes(plan)
     if not axes:
         return []
     fitting = [count for count in range(len(axes) + 1) if prod(axis.size for axis in axes[:count]) <= MAX_LINES]
-    num_open = max(fitting[-1], 1 if plan.pipeline is not None else 0)  # what is on which stage is always said
+    num_open = max(fitting[-1], 1 if plan.pipeline is not None else 0)  # pipeline stages are always shown
     rows = list(_rows(axes[:num_open], axes[num_open:]))
     if len(rows) > MAX_LINES:
         rows = [*rows[: MAX_LINES - 2], ("...", *("" for _ in axes)), rows[-1]]
@@ -51,11 +47,11 @@ def layout_lines(plan: RunPlan) -> list[str]:
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = (zip(row, widths, strict=True) for row in (header, *rows))
     table = ["  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in lines]
-    return table + ["(of neighbouring ranks, the rightmost column differs)"] * (len(axes) - num_open > 1)
+    return table + ["(consecutive ranks differ in the rightmost column)"] * (len(axes) - num_open > 1)
 
 
 def _axes(plan: RunPlan) -> list[_Axis]:
-    """The axes of more than one rank, outermost first: ranks are numbered along the innermost first."""
+    """Return the axes of size above 1, outermost first; consecutive ranks differ along the innermost axis."""
     layout, axes = plan.layout, []
     if plan.pipeline is not None:
         held = [plan.pipeline.stages_of(rank) for rank in range(layout.pp)]
@@ -75,18 +71,22 @@ def _rows(opened: Sequence[_Axis], folded: Sequence[_Axis]) -> Iterator[tuple[st
 
 
 def stage_lines(plan: RunPlan, stages: Sequence[StageContents] | None) -> list[str]:
-    """What each stage of a pipeline holds, in fp32; None: the model is not at hand."""
+    """Return a line for each pipeline stage, with sizes in fp32.
+
+    Args:
+        stages: The contents of each stage; None if the model is not loaded.
+    """
     if plan.pipeline is None:
         return []
     if stages is None:
-        return ["its layers are balanced over the stages when the model is loaded"]
+        return ["layers are balanced over the stages when the model is loaded"]
     layout, cuts = plan.layout, plan.strategy.cuts_parameters
     shards = layout.dp_shard if cuts else 1
     if layout.tp > 1:
-        whose = "before tensor and data-parallel cuts" if shards > 1 else "before tensor cuts"
+        scope = "before tensor and data-parallel sharding" if shards > 1 else "before tensor sharding"
         shards = 1
     else:
-        whose = "a rank"
+        scope = "a rank"
     rows = [
         (
             f"stage {number}",
@@ -98,11 +98,11 @@ def stage_lines(plan: RunPlan, stages: Sequence[StageContents] | None) -> list[s
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        f"{name:<{widths[0]}}  {layers:<{widths[1]}}  {count:>{widths[2]}}  {size:>{widths[3]}} {whose}"
+        f"{name:<{widths[0]}}  {layers:<{widths[1]}}  {count:>{widths[2]}}  {size:>{widths[3]}} {scope}"
         for name, layers, count, size in rows
     ]
 
 
 def layers_text(names: Sequence[str]) -> str:
-    """The layers of a stage in words: `encoder.layer.0 to encoder.layer.5`."""
+    """Return the range of layers of a stage: `encoder.layer.0 to encoder.layer.5`."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

@@ -1,4 +1,4 @@
-"""From recipe and world size to layout and batch arithmetic: every derived number, derived once."""
+"""Layout, batch and pipeline arithmetic: every number that follows from a recipe and its world size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.recipe.strategies import STRATEGIES, Strategy
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the parallel axes; their product is the world size."""
+    """The sizes of the parallel axes; their product is the world size."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -22,7 +22,7 @@ class Layout:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different rows of a global batch."""
+        """Number of ranks that process different rows of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -36,23 +36,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one global batch is cut: over data-parallel ranks, then into microbatches."""
+    """Split of one global batch over data-parallel ranks and into microbatches."""
 
     global_batch_size: int
     data_parallel_size: int
-    micro_batch_size: int  # the most rows in one forward pass: the recipe's, or the rank's whole share if that is less
+    micro_batch_size: int  # maximum rows in one forward pass, at most those of the recipe and of the rank
     num_microbatches: int  # forward and backward passes of one rank in one optimizer step
-    num_passes: int = 1  # through the pipeline, in one optimizer step; each takes equally many of the microbatches
-    equal_widths: bool = False  # whether the microbatches of a step are padded to one length, as stages need them
+    num_passes: int = 1  # through the pipeline in one optimizer step, each with the same number of microbatches
+    equal_widths: bool = False  # pad all microbatches of a step to one length, as pipeline stages require
 
     @property
     def microbatches_per_pass(self) -> int:
-        """Microbatches in one pass through the pipeline; without one, all of a step are alike in one pass."""
+        """Microbatches in one pass through the pipeline; without a pipeline, all of the step."""
         return self.num_microbatches // self.num_passes
 
     @property
     def rank_batch_size(self) -> int:
-        """Rows of one rank in one optimizer step."""
+        """Rows that one rank processes in one optimizer step."""
         return self.global_batch_size // self.data_parallel_size
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ def _counted(count: int, noun: str, plural: str = "s") -> str:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How the layers are spread over the ranks of the pipeline axis, and how well these are kept busy."""
+    """Assignment of stages to the ranks of the pipeline axis, and the resulting bubble."""
 
     schedule: PipelineSchedule
     num_ranks: int
@@ -83,15 +83,15 @@ class PipelinePlan:
 
     @property
     def bubble(self) -> float:
-        """The share of a pass in which a rank must idle, if all stages cost the same."""
+        """The fraction of a pass in which a rank idles, if all stages have equal cost."""
         return self.schedule.bubble(self.num_ranks, self.stages_per_rank, self.num_microbatches)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank of the pipeline axis holds, in order."""
+        """Return the stages on a rank of the pipeline axis, in order."""
         return stages_of_rank(self.num_ranks, self.stages_per_rank, rank, self.schedule.mapping)
 
     def rank_of(self, stage: int) -> int:
-        """The rank of the pipeline axis that holds a stage."""
+        """Return the rank of the pipeline axis that holds a stage."""
         return next(rank for rank in range(self.num_ranks) if stage in self.stages_of(rank))
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The recipe on a known number of ranks."""
+    """A recipe laid out over a known number of ranks."""
 
     recipe: Recipe
     layout: Layout
@@ -113,15 +113,14 @@ class RunPlan:
 
     @property
     def strategy(self) -> Strategy:
-        """The row of the table of strategies."""
         return STRATEGIES[self.recipe.parallel.strategy]
 
     def steps_per_epoch(self, num_rows: int) -> int:
-        """Optimizer steps in one pass over `num_rows` training rows; the last may be ragged."""
+        """Return the optimizer steps in one epoch of `num_rows` rows; the last batch may be smaller."""
         return math.ceil(num_rows / self.batch.global_batch_size)
 
     def total_steps(self, num_rows: int) -> int:
-        """Optimizer steps of the whole training, where the schedule ends."""
+        """Return the optimizer steps of the whole training, at which the schedule ends."""
         return self.recipe.training.max_steps or self.recipe.training.epochs * self.steps_per_epoch(num_rows)
 
 
@@ -131,34 +130,26 @@ def _sizes_near(size: int, divisor: int) -> str:
 
 
 def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layout:
-    """The axes over which the strategy replicates and shards.
-
-    Raises:
-        RecipeError: the strategy does not fit on that many ranks.
-    """
+    """Return the layout of a strategy, or raise `RecipeError` if it does not support this number of ranks."""
     strategy = STRATEGIES[parallel.strategy]
     tensor, stages = parallel.tensor, parallel.pipeline.stages
     processes = _counted(world_size, "process", "es")
     if tensor > 1 and stages == 1 and world_size % tensor:
         raise RecipeError(
-            [
-                f"`parallel.tensor` must divide the {processes}, but is {tensor}; use"
-                f" {tensor} processes or a multiple of it, or `parallel.tensor` 1"
-            ]
+            f"`parallel.tensor` must divide the {processes}, but is {tensor}; use"
+            f" {tensor} processes or a multiple of it, or `parallel.tensor` 1"
         )
     if world_size % (tensor * stages):
         product = f"times `parallel.tensor` {tensor} " if tensor > 1 else ""
         raise RecipeError(
-            [
-                f"`parallel.pipeline.stages` {product}must divide the {processes}, but is {stages}; use"
-                f" {tensor * stages} processes or a multiple of it, or 1 stage"
-            ]
+            f"`parallel.pipeline.stages` {product}must divide the {processes}, but is {stages}; use"
+            f" {tensor * stages} processes or a multiple of it, or 1 stage"
         )
     if strategy.single_process and world_size > 1:
         raise RecipeError(
-            [f"`parallel.strategy` {strategy.name} is one process, but there are {world_size}; use ddp, or one process"]
+            f"`parallel.strategy` {strategy.name} is one process, but there are {world_size}; use ddp, or one process"
         )
-    ranks = world_size // (tensor * stages)  # the data-parallel ones
+    ranks = world_size // (tensor * stages)  # data-parallel ranks
     if not strategy.cuts_anything:
         return Layout(dp_replicate=ranks, tp=tensor, pp=stages)
     shard = ranks
@@ -166,56 +157,56 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
         shard = parallel.shard
     elif strategy.groups:
         shard = max(1, min(local_world_size // tensor, ranks))
-        if shard == 1 < ranks:  # without a word it would be the memory of ddp
-            own = "the only rank of its node" if local_world_size == 1 else "whole in one tensor group"
+        if shard == 1 < ranks:  # would need as much memory as ddp
+            node = "one rank" if local_world_size == 1 else "one tensor group"
             raise RecipeError(
-                [
-                    f"`parallel.shard` auto shards over the ranks of a node, but each is {own}, so nothing would be"
-                    f" sharded; write a number that divides the {ranks} data-parallel ranks, or use fsdp or ddp"
-                ]
+                f"`parallel.shard` auto shards over the ranks of a node, but each node has only {node}, so nothing"
+                f" would be sharded; set a number that divides the {ranks} data-parallel ranks, or use fsdp or ddp"
             )
     if ranks % shard:
         divisors = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
-        what = "processes" if tensor * stages == 1 else "data-parallel ranks"
-        raise RecipeError([f"`parallel.shard` must divide the {ranks} {what}, but is {shard}; use one of {divisors}"])
+        unit = "processes" if tensor * stages == 1 else "data-parallel ranks"
+        raise RecipeError(f"`parallel.shard` must divide the {ranks} {unit}, but is {shard}; use one of {divisors}")
     return Layout(dp_replicate=ranks // shard, dp_shard=shard, tp=tensor, pp=stages)
 
 
 def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = None) -> RunPlan:
-    """Lays the recipe out over `world_size` ranks, `local_world_size` of them on each node (None: all on one).
+    """Compute the layout, batch and pipeline of a recipe.
+
+    Args:
+        world_size: The number of ranks.
+        local_world_size: The number of ranks on each node; None if all are on one node.
 
     Raises:
-        RecipeError: every rule that recipe and world size break together, with the nearest values that fit.
+        RecipeError: the recipe does not support this number of ranks; the message gives the nearest valid values.
     """
     layout = _layout(recipe.parallel, world_size, local_world_size or world_size)
     size, ranks = recipe.training.global_batch_size, layout.data_parallel_size
     if size % ranks:
         raise RecipeError(
-            [
-                f"`training.global_batch_size` must be divisible by the data-parallel size {ranks}, but is {size};"
-                f" use {_sizes_near(size, ranks)}, or a number of processes that divides {size}"
-            ]
+            f"`training.global_batch_size` must be divisible by the data-parallel size {ranks}, but is {size};"
+            f" use {_sizes_near(size, ranks)}, or a number of processes that divides {size}"
         )
     share = size // ranks
-    if layout.pp == 1:
+    num_passes, pipeline = _pipeline(recipe, share) if layout.pp > 1 else (1, None)
+    if pipeline is not None:
+        num_microbatches = num_passes * pipeline.num_microbatches
+    else:
         num_microbatches = math.ceil(share / recipe.training.micro_batch_size)
-        batch = BatchPlan(size, ranks, math.ceil(share / num_microbatches), num_microbatches)
-        return RunPlan(recipe, layout, batch)
-    num_passes, pipeline = _pipeline(recipe, share)
-    num_microbatches = num_passes * pipeline.num_microbatches
-    batch = BatchPlan(size, ranks, math.ceil(share / num_microbatches), num_microbatches, num_passes, equal_widths=True)
+    micro_batch_size = math.ceil(share / num_microbatches)
+    batch = BatchPlan(size, ranks, micro_batch_size, num_microbatches, num_passes, equal_widths=layout.pp > 1)
     return RunPlan(recipe, layout, batch, pipeline)
 
 
 def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:
-    """The passes of one optimizer step through the pipeline, and what each of them is.
+    """Return the number of passes through the pipeline in one optimizer step, and the plan of one pass.
 
     Args:
-        recipe: with a pipeline.
-        share: rows of one rank in one optimizer step.
+        recipe: A recipe with more than one stage.
+        share: The rows of one rank in one optimizer step.
 
     Raises:
-        RecipeError: the schedule does not fit.
+        RecipeError: the schedule does not support this number of microbatches, stages or rows.
     """
     keys, most = recipe.parallel.pipeline, recipe.training.micro_batch_size
     schedule = SCHEDULES[keys.schedule]
@@ -227,7 +218,7 @@ def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:
     else:
         num_passes = 1
         count = max(math.ceil(share / most), min(share, 2 * num_stages))
-        if schedule.several_stages:  # it goes round the ranks, so many at a time
+        if schedule.several_stages:  # needs a multiple of the pipeline ranks
             count = math.ceil(count / keys.stages) * keys.stages
     problems = []
     if schedule.fills and count < num_stages:
@@ -246,5 +237,5 @@ def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:
             f" but is {count}; use more rows in `training.global_batch_size`, or fewer microbatches"
         )
     if problems:
-        raise RecipeError(problems)
+        raise RecipeError(*problems)
     return num_passes, PipelinePlan(schedule, keys.stages, stages_per_rank, count)

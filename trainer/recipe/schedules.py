@@ -1,4 +1,4 @@
-"""The table of pipeline schedules: one row says what a schedule asks for and how long its stages must idle.
+"""The table of pipeline schedules: the requirements and the bubble of each.
 
 To add a schedule of `torch.distributed.pipelining`, add its row here and its class in `parallel/pipeline.py`.
 """
@@ -11,21 +11,21 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """How the microbatches of one pass go through the stages."""
+    """Order in which stages process the microbatches of one pass."""
 
     name: str
     summary: str
     stages_per_rank: int = 1  # by default
-    several_stages: bool = False  # takes more than one stage for each rank
-    fills: bool = False  # needs at least as many microbatches as there are stages
-    splits_backward: bool = False  # gradients of inputs first, of weights when there is nothing else to do
-    mapping: Literal["loop", "v"] = "loop"  # which stages lie on one rank: every P-th, or one down and one back up
+    several_stages: bool = False  # supports and requires more than one stage per rank
+    fills: bool = False  # requires at least as many microbatches as stages
+    splits_backward: bool = False  # computes weight gradients later than input gradients, to fill idle time
+    mapping: Literal["loop", "v"] = "loop"  # stages of rank r of P: r, r + P, ...; or r and 2P - 1 - r
 
     def bubble(self, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> float:
-        """The share of a pass in which a stage idles, where all microbatches and stages cost the same.
+        """Return the fraction of a pass in which a rank idles, if all microbatches and stages have equal cost.
 
-        Huang et al. 2019 (arXiv:1811.06965), Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, and for schedules
-        that split the backward pass Qi et al. 2023 (arXiv:2401.10241), with a backward pass of twice the forward.
+        Sources: Huang et al. 2019 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473), section 2.2. For a
+        split backward pass, Qi et al. 2023 (arXiv:2401.10241); backward takes twice as long as forward.
         """
         if self.mapping == "v" and num_microbatches >= 2 * num_ranks:
             return 0.0
@@ -37,23 +37,23 @@ SCHEDULES: dict[str, PipelineSchedule] = {
     row.name: row
     for row in (
         PipelineSchedule(
-            "gpipe", "all forward passes, then all backward passes; with one microbatch: plain model parallelism"
+            "gpipe", "all forward passes, then all backward passes; with one microbatch, naive model parallelism"
         ),
         PipelineSchedule(
             "1f1b",
-            "one forward, one backward in turn: no more microbatches in memory than there are stages",
+            "alternates forward and backward: at most as many microbatches in memory as stages",
             fills=True,
         ),
         PipelineSchedule(
             "interleaved_1f1b",
-            "as 1f1b, with several stages on each rank: less idling, more messages",
+            "as 1f1b, with several stages on each rank: smaller bubble, more communication",
             stages_per_rank=2,
             several_stages=True,
             fills=True,
         ),
         PipelineSchedule(
             "zero_bubble",
-            "as interleaved_1f1b, with the gradients of weights put off to when a stage would idle",
+            "as interleaved_1f1b, with weight gradients computed while a stage would idle",
             stages_per_rank=2,
             several_stages=True,
             fills=True,
@@ -65,7 +65,7 @@ SCHEDULE_NAMES = tuple(SCHEDULES)
 
 
 def stages_of_rank(num_ranks: int, stages_per_rank: int, rank: int, mapping: Literal["loop", "v"]) -> tuple[int, ...]:
-    """The stages, in order, that one pipeline rank holds."""
+    """Return the stages of one pipeline rank, in order."""
     if mapping == "v":
         return (rank, 2 * num_ranks - 1 - rank)
     return tuple(rank + turn * num_ranks for turn in range(stages_per_rank))

@@ -1,8 +1,7 @@
-"""The recipe as a strict pydantic model: every key, its type, its range and its default, in one place.
+"""The recipe as a strict pydantic model: type, range and default of every key.
 
-The field descriptions are the reference documentation and the hover text of editors (through `trainer schema`). This
-module knows single keys. Rules that span keys are in `rules.py`, those that need the world size in `plan.py`; reading
-files is in `loading.py`.
+Field descriptions are the reference documentation and, through `trainer schema`, the hover text of editors. Rules that
+span keys are in `reading/rules.py`; rules that need the world size are in `plan.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from trainer.recipe.strategies import STRATEGY_NAMES
 
 @dataclass(frozen=True)
 class Interval:
-    """How often something happens: every `count` optimizer steps, or every `count` epochs."""
+    """A period of `count` optimizer steps or epochs."""
 
     count: int
     unit: Literal["steps", "epochs"]
@@ -41,34 +40,19 @@ def _interval(value: object) -> Interval:
     return Interval(int(match[1]), "steps" if match[2] == "step" else "epochs")
 
 
-IntervalField = Annotated[
-    Interval,
-    BeforeValidator(_interval),
-    PlainSerializer(str, return_type=str),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "pattern": f"^{_INTERVAL.pattern}$",
-            "patternErrorMessage": 'an interval such as "100 steps" or "1 epoch"',
-        }
-    ),
-]
-
-
 _DURATION = re.compile(r"([1-9][0-9]{0,8}) (second|minute|hour)s?")
 _SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 
 
 @dataclass(frozen=True)
 class Duration:
-    """A time, in the unit that the user wrote."""
+    """A time, in the unit of the recipe."""
 
     count: int
     unit: Literal["second", "minute", "hour"]
 
     @property
     def seconds(self) -> int:
-        """The same in seconds."""
         return self.count * _SECONDS[self.unit]
 
     def __str__(self) -> str:
@@ -81,118 +65,129 @@ def _duration(value: object) -> Duration:
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError("not a duration")
-    return Duration(int(match[1]), match[2])  # type: ignore[arg-type]  # what the pattern allows
+    return Duration(int(match[1]), match[2])  # type: ignore[arg-type]  # the pattern allows only these units
 
 
+def _text_schema(pattern: re.Pattern[str], rule: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "pattern": f"^{pattern.pattern}$", "patternErrorMessage": rule})
+
+
+IntervalField = Annotated[
+    Interval,
+    BeforeValidator(_interval),
+    PlainSerializer(str, return_type=str),
+    _text_schema(_INTERVAL, 'an interval such as "100 steps" or "1 epoch"'),
+]
 DurationField = Annotated[
     Duration,
     BeforeValidator(_duration),
     PlainSerializer(str, return_type=str),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "pattern": f"^{_DURATION.pattern}$",
-            "patternErrorMessage": 'a time such as "30 seconds" or "10 minutes"',
-        }
-    ),
+    _text_schema(_DURATION, 'a time such as "30 seconds" or "10 minutes"'),
 ]
 
 
-class Place(Enum):
-    """Marks a text that names a place: what a relative one is relative to."""
+def _pattern(pattern: str, rule: str) -> Any:
+    return Field(pattern=pattern, json_schema_extra={"patternErrorMessage": rule})
 
-    RECIPE = auto()  # a file or folder, relative to the recipe file that names it (command line: the current folder)
-    RECIPE_OR_HUB = auto()  # the same where such a folder exists or the text looks like a path; else a hub name
-    RUN = auto()  # a folder, relative to the current folder
+
+class Place(Enum):
+    """The base of relative paths in a key."""
+
+    RECIPE = auto()  # the folder of the recipe file; on the command line, the current folder
+    RECIPE_OR_HUB = auto()  # the same if the folder exists or the text looks like a path; else a name on the hub
+    RUN = auto()  # the current folder
 
 
 PathField = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), Place.RECIPE]
 HubOrPathField = Annotated[str, Field(min_length=1), Place.RECIPE_OR_HUB]
 RunPathField = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), Place.RUN]
+Revision = Annotated[str | None, Field(description="Branch, tag or commit of the hub repository.")]
 
 
 class Section(BaseModel):
-    """A group of keys; unknown keys are errors and nothing is converted in silence."""
+    """A group of keys. Unknown keys are errors, and values are not converted to other types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-TextColumns = str | Annotated[list[str], Field(min_length=1, max_length=2)]
+TextColumns = Annotated[
+    str | Annotated[list[str], Field(min_length=1, max_length=2)],
+    Field(description="The column that holds the text, or the two columns of a pair."),
+]
+ClassColumn = Annotated[str, Field(description="The column that holds the class: a name, or an integer from 0.")]
+ClassNames = Annotated[
+    Annotated[list[str], Field(min_length=2)] | None,
+    Field(
+        description="The class names in order; null: the names in the training split, sorted or as the data set"
+        " declares."
+    ),
+]
+ClassMetrics = Annotated[
+    list[Literal["accuracy", "f1", "f1_macro", "matthews"]],
+    Field(
+        min_length=1,
+        description="`f1` is that of class 1 of two classes; `f1_macro` is the mean over all classes.",
+    ),
+]
 
 
 class SequenceClassification(Section):
-    """Put each text, or pair of texts, into one of several classes."""
+    """Assign each text, or pair of texts, to one of several classes."""
 
     type: Literal["sequence_classification"]
-    text: TextColumns = Field(description="The column that holds the text, or the two columns of a pair.")
-    label: str = Field("label", description="The column that holds the class: a name, or an integer from 0.")
-    labels: Annotated[list[str], Field(min_length=2)] | None = Field(
-        None,
-        description="The class names in order; null takes them from the training split"
-        " (sorted, or as the data set declares).",
-    )
-    metrics: list[Literal["accuracy", "f1", "f1_macro", "matthews"]] = Field(
-        default=["accuracy"],
-        min_length=1,
-        description="`f1` is that of class 1 of two; `f1_macro` is the mean over all classes.",
-    )
+    text: TextColumns
+    label: ClassColumn = "label"
+    labels: ClassNames = None
+    metrics: ClassMetrics = ["accuracy"]
 
 
 class SequenceRegression(Section):
-    """Give each text, or pair of texts, a number."""
+    """Predict a number for each text, or pair of texts."""
 
     type: Literal["sequence_regression"]
-    text: TextColumns = Field(description="The column that holds the text, or the two columns of a pair.")
+    text: TextColumns
     label: str = Field("label", description="The column that holds the number.")
     metrics: list[Literal["pearson", "spearman", "mse"]] = Field(
         default=["pearson", "spearman"],
         min_length=1,
-        description="Correlations of predicted and true numbers, or their mean squared error.",
+        description="Correlation of predicted and true numbers, or their mean squared error.",
     )
 
 
 class MaskedLM(Section):
-    """Guess the tokens that are hidden in each text, or pair of texts, as BERT was pretrained.
+    """Predict masked tokens of each text, or pair of texts, as in the pretraining of BERT.
 
-    Of the chosen tokens 80 % become the mask token, 10 % a random one, 10 % stay. Each epoch chooses anew; for the
-    validation split the choice is the same at every evaluation.
+    Of the selected tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. Each epoch selects other
+    tokens; the validation split has the same selection at every evaluation.
     """
 
     type: Literal["masked_lm"]
-    text: TextColumns = Field(description="The column that holds the text, or the two columns of a pair.")
+    text: TextColumns
     mask_probability: float = Field(
-        0.15, gt=0, lt=1, description="Of each token but the special ones to be chosen for the model to guess."
+        0.15, gt=0, lt=1, description="Probability that a token is selected for prediction; special tokens never are."
     )
     metrics: list[Literal["accuracy", "perplexity"]] = Field(
         default=["accuracy"],
         min_length=1,
-        description="The share of chosen tokens that are guessed right; the exponential of their mean loss.",
+        description="Share of selected tokens that are predicted correctly; exponential of their mean loss.",
     )
 
 
 class ImageClassification(Section):
-    """Put each image into one of several classes."""
+    """Assign each image to one of several classes."""
 
     type: Literal["image_classification"]
     image: str = Field(
         "image",
-        description="The column that holds the image: encoded (PNG, JPEG, ...), or its values from 0 to 255 as lists"
+        description="The column that holds the image: encoded (PNG, JPEG, ...), or values from 0 to 255 as lists"
         " [height][width] or [height][width][channels].",
     )
     shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=3)] | None = Field(
-        None, description="Height, width and, where there are several, channels of images that are flat lists."
+        None, description="Height, width and, if there are several, channels of images that are flat lists."
     )
-    label: str = Field("label", description="The column that holds the class: a name, or an integer from 0.")
-    labels: Annotated[list[str], Field(min_length=2)] | None = Field(
-        None,
-        description="The class names in order; null takes them from the training split"
-        " (sorted, or as the data set declares).",
-    )
-    metrics: list[Literal["accuracy", "f1", "f1_macro", "matthews"]] = Field(
-        default=["accuracy"],
-        min_length=1,
-        description="`f1` is that of class 1 of two; `f1_macro` is the mean over all classes.",
-    )
+    label: ClassColumn = "label"
+    labels: ClassNames = None
+    metrics: ClassMetrics = ["accuracy"]
 
 
 TaskSection = SequenceClassification | SequenceRegression | MaskedLM | ImageClassification
@@ -202,59 +197,61 @@ class Model(Section):
     """The Hugging Face model: pretrained (`name_or_path`) or with random weights (`config`)."""
 
     name_or_path: HubOrPathField | None = Field(None, description="A name on the hub, or a folder.")
-    revision: str | None = Field(None, description="Branch, tag or commit of the hub repository.")
+    revision: Revision = None
     config: dict[str, Any] | None = Field(
-        None, description='The keys of a transformers configuration, with its "model_type": random weights.'
+        None, description='A transformers configuration with its "model_type"; the weights are random.'
     )
     tokenizer: HubOrPathField | None = Field(
-        None, description="A name on the hub, or a folder; null: that of the model."
+        None, description="A name on the hub, or a folder; null: the tokenizer of the model."
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None, description="Every dropout probability of the model; null leaves each as the model's configuration says."
+        None, description="All dropout probabilities of the model; null: those of the model's configuration."
     )
 
 
 class _DataKeys(Section):
     max_length: int = Field(
-        128, ge=1, description="Longest text in tokens; what is longer is cut, and the share that was cut is said."
+        128, ge=1, description="Maximum tokens of a text; longer texts are truncated, and their share is reported."
     )
     group_by_length: bool = Field(
         False,
-        description="Put texts of similar length into one batch: less padding,"
-        " and still a function of (seed, epoch, step) alone.",
+        description="Batch texts of similar length, which needs less padding; the order depends only on (seed, epoch,"
+        " step).",
     )
     num_workers: int = Field(
-        0, ge=0, le=64, description="Processes per rank that prepare batches; 0 prepares them in the rank itself."
+        0, ge=0, le=64, description="Processes per rank that prepare batches; 0: the rank itself prepares them."
     )
     cache: PathField | None = Field(
         None,
-        description="Folder where tokenised texts and resized images are kept; null: the user's cache folder.",
+        description="Folder of the cache of tokenised texts and resized images; null: the user's cache folder.",
     )
 
 
 class HubData(_DataKeys):
-    """A data set by its name on the hub, or a local folder of the same shape."""
+    """A data set on the hub, or a local folder with the same structure."""
 
     source: Literal["hub"]
     name: HubOrPathField = Field(
-        description="Name on the hub, or a local folder that `datasets.load_dataset` can read."
+        description="A name on the hub, or a local folder that `datasets.load_dataset` can read."
     )
     subset: str | None = Field(None, description="The configuration of the data set, such as `mrpc` of GLUE.")
-    revision: str | None = Field(None, description="Branch, tag or commit of the hub repository.")
-    train: str = Field("train", description="Name of the split to learn from.")
-    validation: str | None = Field("validation", description="Name of the split to evaluate on.")
+    revision: Revision = None
+    train: str = Field("train", description="Name of the training split.")
+    validation: str | None = Field("validation", description="Name of the validation split.")
 
 
 class FileData(_DataKeys):
     """JSON Lines, JSON, CSV or Parquet files."""
 
     source: Literal["files"]
-    format: Literal["json", "csv", "parquet"] | None = Field(None, description="null: by the ending of the first file.")
+    format: Literal["json", "csv", "parquet"] | None = Field(
+        None, description="null: from the extension of the first file."
+    )
     train: PathField | Annotated[list[PathField], Field(min_length=1)] = Field(
-        description="File or files to learn from."
+        description="File or files of the training split."
     )
     validation: PathField | Annotated[list[PathField], Field(min_length=1)] | None = Field(
-        None, description="File or files to evaluate on."
+        None, description="File or files of the validation split."
     )
 
 
@@ -263,109 +260,116 @@ class FolderData(_DataKeys):
 
     source: Literal["folder"]
     path: PathField = Field(description="The folder.")
-    train: str = Field("train", description="Name of the split to learn from.")
-    validation: str | None = Field("validation", description="Name of the split to evaluate on.")
+    train: str = Field("train", description="Name of the training split.")
+    validation: str | None = Field("validation", description="Name of the validation split.")
 
 
 class Pipeline(Section):
-    """Layers spread over ranks as stages, which microbatches go through one after the other."""
+    """Pipeline parallelism: groups of ranks hold consecutive layers as stages."""
 
-    stages: Annotated[int, Field(ge=1)] = Field(1, description="Ranks over which the layers are spread.")
-    schedule: Literal[SCHEDULE_NAMES] = Field(  # type: ignore[valid-type]  # the table is the one place that lists them
-        "1f1b", description="In which order the stages work on the microbatches."
+    stages: Annotated[int, Field(ge=1)] = Field(
+        1, description="Pipeline-parallel degree: ranks over which the layers are split."
+    )
+    schedule: Literal[SCHEDULE_NAMES] = Field(  # type: ignore[valid-type]  # from the table
+        "1f1b", description="Order in which the stages process the microbatches."
     )
     microbatches: Annotated[int, Field(ge=1)] | None = Field(
         None,
-        description="Microbatches in one pass through the pipeline; null: all of an optimizer step, at least two for"
-        " each stage where the rows suffice.",
+        description="Microbatches in one pass through the pipeline; null: all of an optimizer step, at least two per"
+        " stage if there are enough rows.",
     )
     stages_per_rank: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Stages that each rank holds; null: as the schedule needs."
+        None, description="Stages on each rank; null: the default of the schedule."
     )
     split: Annotated[list[str], Field(min_length=1)] | None = Field(
         None,
-        description="The first layer of each stage but the first, by its name in the base model; null: balanced by"
-        " cost.",
+        description="Name in the base model of the first layer of each stage except the first; null: balanced by cost.",
     )
 
 
 class Parallel(Section):
-    """How the training is spread over ranks; never what is learned."""
+    """Distribution of the training over ranks; does not change the result."""
 
-    strategy: Literal[STRATEGY_NAMES] = Field(  # type: ignore[valid-type]  # the table is the one place that lists them
-        "ddp", description="How parameters, gradients and optimizer state lie over the data-parallel ranks."
+    strategy: Literal[STRATEGY_NAMES] = Field(  # type: ignore[valid-type]  # from the table
+        "ddp", description="Placement of parameters, gradients and optimizer state over the data-parallel ranks."
     )
     shard: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
-        "auto", description="Ranks of one shard group under hsdp; auto: the ranks of one node."
+        "auto", description="Ranks in one shard group under hsdp; auto: the ranks of one node."
     )
     tensor: Annotated[int, Field(ge=1)] = Field(
-        1, description="Ranks over which every large matrix is cut (Megatron-style); they work on the same rows."
+        1,
+        description="Tensor-parallel degree (as in Megatron-LM): ranks that shard each large matrix and process the"
+        " same rows.",
     )
     sequence: bool = Field(
         False,
-        description="Cut also the positions over tensor ranks, between the matrices of a layer: less memory, the same"
-        " traffic.",
+        description="Sequence parallelism: shard positions over tensor ranks between the matrices of a layer; less"
+        " memory, same communication.",
     )
     pipeline: Pipeline = Field(
         Pipeline(),
-        description="Stages over which the layers are spread, and how microbatches go through them.",
+        description="Pipeline stages and their schedule.",
     )
     reshard_after_forward: bool = Field(
-        True, description="Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again."
+        True,
+        description="Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again for"
+        " backward.",
     )
     offload: Literal["none", "optimizer", "parameters"] = Field(
-        "none", description="Keep the optimizer state, or the parameters with it, in CPU memory."
+        "none", description="Keep the optimizer state, or parameters and optimizer state, in CPU memory."
     )
     stall_timeout: DurationField = Field(
         Duration(10, "minute"),
-        description="How long no rank may make progress before the run ends and says where each rank stands.",
+        description="Maximum time without progress of any rank; then the run ends and reports the state of each rank.",
     )
     join_timeout: DurationField = Field(
         Duration(10, "minute"),
-        description="How long a rank waits for all others to be started and reached, before the run ends; who is"
-        " missing is said after 20 seconds. A folder that they share has as long to be seen by all, at most a minute.",
+        description="Maximum time of the rendezvous; after 20 seconds the missing ranks are reported. Also the maximum"
+        " time, up to one minute, until all ranks see a shared folder.",
     )
     deepspeed: dict[str, Any] = Field(
         default={},
-        description="More keys of a DeepSpeed configuration, for zero1 to zero3; the trainer's own are refused.",
+        description="Additional DeepSpeed configuration keys under zero1 to zero3; keys that the trainer sets are"
+        " errors.",
     )
 
 
 class Training(Section):
-    """What is learned from: amount, batch, clipping, seed."""
+    """Length of the training, batch size, clipping and seed."""
 
     epochs: Annotated[int, Field(ge=1)] = Field(3, description="Passes over the training split.")
     max_steps: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Optimizer steps in all; null: as many as the epochs hold. The schedule ends here."
+        None, description="Total optimizer steps, at which the schedule ends; null: those of all epochs."
     )
     stop_at_step: Annotated[int, Field(ge=1)] | None = Field(
         None,
-        description="Save and leave with exit code 75 after this step, the schedule unchanged (for time-limited jobs).",
+        description="Save and exit with code 75 after this step, without changing the schedule (for time-limited"
+        " jobs).",
     )
     global_batch_size: int = Field(
-        32, ge=1, description="Examples in one optimizer step over all ranks; never changes with the layout."
+        32, ge=1, description="Examples in one optimizer step over all ranks, under every layout."
     )
     micro_batch_size: int = Field(
-        8, ge=1, description="Most examples in one forward pass of one rank; the accumulation follows from it."
+        8, ge=1, description="Maximum examples in one forward pass of one rank; determines the gradient accumulation."
     )
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
-        1.0, description="Clip the global gradient norm to this; null: no clipping."
+        1.0, description="Maximum global gradient norm, by clipping; null: no clipping."
     )
     check_replicas: IntervalField | None = Field(
-        None, description="How often to check that ranks which hold the same weights hold the same bits; null: never."
+        None, description="How often to check that replicas of weights are bitwise equal; null: never."
     )
     max_bad_steps: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="Steps of the whole run that may be skipped because the loss or the gradient is not finite;"
-        " one more ends it. The skips of fp16's loss scale do not count.",
+        description="Maximum steps that the run may skip because the loss or the gradient is not finite. Skips by the"
+        " fp16 loss scale do not count.",
     )
     seed: int = Field(
-        42, ge=0, lt=2**63, description="Seeds initialisation, the order of samples, dropout and masked tokens."
+        42, ge=0, lt=2**63, description="Seed of initialisation, sample order, dropout and masked tokens."
     )
     layout_invariant_dropout: bool = Field(
         True,
-        description="Dropout masks are a function of (seed, step, sample, place in the model),"
-        " the same under every layout; false uses torch's own.",
+        description="Dropout masks depend only on (seed, step, sample, position in the model), so that every layout"
+        " has the same; false: torch's own dropout.",
     )
 
 
@@ -373,72 +377,79 @@ class AdamW(Section):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
     name: Literal["adamw"] = "adamw"
-    learning_rate: float = Field(5e-5, gt=0, description="The highest of the schedule.")
+    learning_rate: float = Field(5e-5, gt=0, description="Peak learning rate of the schedule.")
     weight_decay: float = Field(0.0, ge=0, description="Not applied to biases and norm weights.")
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
-        default=[0.9, 0.999], description="Decay of the running means of the gradient and of its square."
+        default=[0.9, 0.999], description="Decay rates of the running means of the gradient and of its square."
     )
-    epsilon: float = Field(1e-8, gt=0, description="Added to the root of the second mean.")
+    epsilon: float = Field(1e-8, gt=0, description="Added to the square root of the second mean.")
 
 
 class SGD(Section):
     """Stochastic gradient descent."""
 
     name: Literal["sgd"]
-    learning_rate: float = Field(gt=0, description="The highest of the schedule.")
+    learning_rate: float = Field(gt=0, description="Peak learning rate of the schedule.")
     weight_decay: float = Field(0.0, ge=0, description="Not applied to biases and norm weights.")
-    momentum: float = Field(0.0, ge=0, lt=1, description="0 keeps no running gradient.")
+    momentum: float = Field(0.0, ge=0, lt=1, description="0: no momentum.")
 
 
 class Schedule(Section):
-    """The learning rate over the steps: warm up linearly, then decay."""
+    """Learning rate over the steps: linear warmup, then decay."""
 
     name: Literal["linear", "cosine", "constant"] = Field(
-        "linear", description="linear and cosine end at 0 with the last step; constant stays."
+        "linear", description="linear and cosine reach 0 at the last step; constant does not decay."
     )
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = Field(
-        0, description="A whole number of steps (100), or a share of all steps (0.1)."
+        0, description="Steps (an integer such as 100), or a fraction of all steps (such as 0.1)."
     )
 
 
 class Evaluation(Section):
-    """When the validation split is evaluated, and which metric decides."""
+    """When to evaluate the validation split, and which metric selects the best model."""
 
     every: IntervalField | None = Field(
         Interval(1, "epochs"),
-        description="null: never, not at the end either. Without a validation split the default is null.",
+        description="How often to evaluate; null: never, not even at the end. Without a validation split the default"
+        " is null.",
     )
     best: str | None = Field(
-        None, description='The metric that decides which model is best, or "loss"; null: the first of `task.metrics`.'
+        None, description='The metric that selects the best model, or "loss"; null: the first of `task.metrics`.'
     )
     patience: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Stop after this many evaluations without a better one; null: never."
+        None, description="Stop after this many evaluations without improvement; null: never."
     )
-    batch_size: int = Field(32, ge=1, description="Examples in one forward pass of one rank; changes no metric.")
+    batch_size: int = Field(
+        32, ge=1, description="Examples in one forward pass of one rank; metrics do not depend on it."
+    )
 
 
 class Checkpoint(Section):
-    """Where the run lies, how often its state is saved, how it goes on."""
+    """Folder of the run, frequency of checkpoints, and resumption."""
 
     folder: RunPathField = Field(
         "runs/{name}", description="Relative to the current folder; `{name}` is the recipe's name."
     )
-    every: IntervalField | None = Field(None, description="null: only when stopped and at the end.")
+    every: IntervalField | None = Field(
+        None, description="How often to save a checkpoint; null: only at a stop and at the end."
+    )
     keep: int = Field(
-        2, ge=1, description="How many checkpoints are kept, the newest; that of the best evaluation stays too."
+        2, ge=1, description="Number of newest checkpoints to keep; the checkpoint of the best evaluation is kept too."
     )
     asynchronous: bool = Field(
         True,
-        description="Train on while a checkpoint is written, from a copy in CPU memory; false: wait until it is there.",
+        description="Continue training while a checkpoint is written, from a copy in CPU memory; false: wait for the"
+        " write.",
     )
     resume: Literal["auto", "never"] = Field(
         "auto",
-        description="auto: go on from the newest checkpoint in the folder; never: refuse a folder that holds one.",
+        description="auto: resume from the newest checkpoint in the folder; never: a folder with a checkpoint is an"
+        " error.",
     )
 
 
 class Logging(Section):
-    """What is shown and written while training."""
+    """Output during training."""
 
     every: IntervalField = Field(Interval(10, "steps"), description="How often training metrics are shown and written.")
     to: list[Literal["console", "jsonl", "csv", "tensorboard", "wandb", "mlflow"]] = Field(
@@ -447,40 +458,36 @@ class Logging(Section):
     project: (
         Annotated[
             str,
-            Field(
-                pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,127}$",
-                json_schema_extra={
-                    "patternErrorMessage": "1 to 128 letters, digits, spaces, `.`, `_` and `-`, a letter or digit first"
-                },
+            _pattern(
+                r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,127}$",
+                "1 to 128 letters, digits, spaces, `.`, `_` and `-`, a letter or digit first",
             ),
         ]
         | None
     ) = Field(
         default=None,
-        description="The project of W&B and the experiment of MLflow; null: as their own settings say.",
+        description="The project of W&B and the experiment of MLflow; null: the setting of each service.",
     )
 
 
 class Recipe(Section):
-    """What to learn and how to spread it; see RECIPE in the documentation."""
+    """A training: task, model and data, and their distribution over ranks."""
 
     name: Annotated[
         str,
-        Field(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
-            json_schema_extra={
-                "patternErrorMessage": "1 to 100 letters, digits, `.`, `_` and `-`, a letter or digit first"
-            },
+        _pattern(
+            r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+            "1 to 100 letters, digits, `.`, `_` and `-`, a letter or digit first",
         ),
-    ] = Field(description="Names the run and its folder.")
+    ] = Field(description="Name of the run and its folder.")
     task: Annotated[
         TaskSection,
-        Field(discriminator="type", description="What is learned, and from which columns."),
+        Field(discriminator="type", description="The task, its columns and metrics."),
     ]
     model: Model
     data: Annotated[
         HubData | FileData | FolderData,
-        Field(discriminator="source", description="Where the examples come from, and how they are prepared."),
+        Field(discriminator="source", description="The source of the examples, and their preparation."),
     ]
     parallel: Parallel = Parallel()
     precision: Literal["fp32", "bf16", "fp16"] = Field(
@@ -489,8 +496,8 @@ class Recipe(Section):
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none",
-        description="Compute each layer again in the backward pass instead of keeping its activations;"
-        " selective keeps the matrix products.",
+        description="Recompute the activations of each layer in the backward pass; selective keeps the matrix"
+        " products.",
     )
     training: Training = Training()
     optimizer: Annotated[AdamW | SGD, Field(discriminator="name")] = AdamW()
@@ -501,18 +508,18 @@ class Recipe(Section):
 
 
 def file_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a recipe file, for editors.
+    """Return the JSON Schema (draft 2020-12) of a recipe file, for editors.
 
-    A file may leave keys to the recipe that it `extends` and to the command line, the one that says which kind a
-    section is included. So no key is required, and a section may fit several kinds; what is missing in the end,
-    `trainer check` says.
+    No key is required, and a section may match several kinds, because the recipe that a file `extends` and the command
+    line may set the others. `trainer check` reports missing keys.
     """
     schema = _for_parts(Recipe.model_json_schema())
     schema["properties"] = {
-        "$schema": {"type": "string", "description": "Where editors find this schema; the program ignores it."},
+        "$schema": {"type": "string", "description": "The schema, for editors; the trainer ignores it."},
         "extends": {
             "type": ["string", "null"],
-            "description": "Another recipe, by path or shipped name; merged key by key, this file wins.",
+            "description": "Another recipe, by path or shipped name, merged key by key; keys of this file take"
+            " precedence.",
         },
         **schema["properties"],
     }
@@ -521,9 +528,8 @@ def file_schema() -> dict[str, Any]:
 
 def _for_parts(schema: Any) -> Any:
     if isinstance(schema, dict):
-        return {
-            {"oneOf": "anyOf"}.get(key, key): _for_parts(value) for key, value in schema.items() if key != "required"
-        }
+        renamed = {("anyOf" if key == "oneOf" else key): value for key, value in schema.items() if key != "required"}
+        return {key: _for_parts(value) for key, value in renamed.items()}
     if isinstance(schema, list):
         return [_for_parts(item) for item in schema]
     return schema

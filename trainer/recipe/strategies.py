@@ -1,7 +1,7 @@
-"""The table of strategies: one row says what a strategy cuts over the data-parallel ranks and what it combines with.
+"""The table of strategies: what each shards over the data-parallel ranks, and what it combines with.
 
-To add a strategy, add its row here and its builder in `engine/building.py`; the schema, `trainer check`, the start-up
-summary, the documentation and the parity tests read this table, so a new row is validated, shown and tested at once.
+To add a strategy, add its row here and its builder in `engine/building.py`. The schema, `trainer check`, the start-up
+summary, the documentation and the parity tests read this table.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ Offload = Literal["none", "optimizer", "parameters"]
 
 @dataclass(frozen=True)
 class Strategy:
-    """How parameters, gradients and optimizer state lie over N data-parallel ranks; what is not cut is held whole.
+    """Placement of parameters, gradients and optimizer state over N data-parallel ranks; not cut means replicated.
 
-    `communication` is what one rank sends in one optimizer step without accumulation, in units of the model's P
-    parameters, for large N (Rajbhandari et al. 2020, arXiv:1910.02054, section 7).
+    `communication` is the volume that one rank sends in one optimizer step without accumulation, for large N, where P
+    is the number of parameters (Rajbhandari et al. 2020, arXiv:1910.02054, section 7).
     """
 
     name: str
@@ -26,25 +26,15 @@ class Strategy:
     cuts_parameters: bool = False
     cuts_gradients: bool = False
     cuts_optimizer: bool = False
-    groups: bool = False  # cut within groups of `parallel.shard` ranks only, and replicated across them
-    zero_stage: int = 0  # of DeepSpeed, whose engine runs it; 0: our native engine does
-    offloads: tuple[Offload, ...] = ("none",)  # what `parallel.offload` may say
+    groups: bool = False  # shards within groups of `parallel.shard` ranks, and replicates across groups
+    zero_stage: int = 0  # the ZeRO stage of DeepSpeed; 0 for the native engine
+    offloads: tuple[Offload, ...] = ("none",)  # valid values of `parallel.offload`
     single_process: bool = False  # one process drives all GPUs of the machine
-    no_tensor: str = ""  # why it does not combine with `parallel.tensor` above 1
-    no_pipeline: str = ""  # why it does not combine with `parallel.pipeline.stages` above 1
-
-    @property
-    def tensor(self) -> bool:
-        """Whether it combines with `parallel.tensor` above 1."""
-        return not self.no_tensor
-
-    @property
-    def pipeline(self) -> bool:
-        """Whether it combines with `parallel.pipeline.stages` above 1."""
-        return not self.no_pipeline
+    no_tensor: str = ""  # the reason if it does not combine with `parallel.tensor` above 1
+    no_pipeline: str = ""  # the reason if it does not combine with `parallel.pipeline.stages` above 1
 
     def local_ranks(self, num_gpus: int) -> int:
-        """Ranks that `trainer run` starts on a machine by itself: one for each GPU, or one."""
+        """Return the default number of ranks that `trainer run` starts on one machine."""
         return 1 if self.single_process else max(1, num_gpus)
 
     @property
@@ -53,10 +43,10 @@ class Strategy:
 
 
 _DEEPSPEED_OWNS_BACKWARD = (
-    "DeepSpeed's engine scales, reduces and counts in a backward pass of its own, but with a pipeline its schedule"
-    " runs the backward passes"
+    "DeepSpeed's engine scales and reduces gradients in its own backward call, but the pipeline schedule runs the"
+    " backward passes"
 )
-_ONE_PROCESS = "it is one process"
+_ONE_PROCESS = "the strategy uses one process"
 _CUT_ALL: dict[str, Any] = {"cuts_parameters": True, "cuts_gradients": True, "cuts_optimizer": True}
 
 STRATEGIES: dict[str, Strategy] = {
@@ -69,14 +59,14 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             "fsdp",
-            "every rank holds 1/N of everything and gathers each layer when it is needed (fully_shard)",
+            "shards parameters, gradients and optimizer state; gathers each layer when needed (fully_shard)",
             "3P: gather for forward and for backward, reduce-scatter; 2P with `reshard_after_forward` false",
             offloads=("none", "parameters"),
             **_CUT_ALL,
         ),
         Strategy(
             "hsdp",
-            "as fsdp within groups of `shard` ranks, which are copies of each other",
+            "as fsdp within groups of `shard` ranks; the groups are replicas",
             "3P within a group, and 2P/`shard` across groups",
             groups=True,
             offloads=("none", "parameters"),
@@ -84,7 +74,7 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             "zero1",
-            "every rank holds 1/N of the optimizer state (DeepSpeed)",
+            "shards the optimizer state (DeepSpeed)",
             "2P: reduce the gradients, gather the updated parameters",
             cuts_optimizer=True,
             zero_stage=1,
@@ -93,7 +83,7 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             "zero2",
-            "every rank holds 1/N of gradients and optimizer state (DeepSpeed)",
+            "shards gradients and optimizer state (DeepSpeed)",
             "2P: reduce-scatter the gradients in each microbatch, gather the updated parameters",
             cuts_gradients=True,
             cuts_optimizer=True,
@@ -103,7 +93,7 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             "zero3",
-            "every rank holds 1/N of everything and gathers each weight when it is needed (DeepSpeed)",
+            "shards parameters, gradients and optimizer state; gathers each weight when needed (DeepSpeed)",
             "3P: gather for forward and for backward, reduce-scatter",
             zero_stage=3,
             offloads=("none", "optimizer", "parameters"),
@@ -112,8 +102,8 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             "dp",
-            "one process, a copy of the model on every GPU of the machine (DataParallel)",
-            "2P a step from and to the first GPU, which is the bottleneck",
+            "one process with a replica of the model on every GPU of the machine (DataParallel)",
+            "2P a step from and to the first GPU, which limits the speed",
             single_process=True,
             no_tensor=_ONE_PROCESS,
             no_pipeline=_ONE_PROCESS,
