@@ -122,6 +122,8 @@ class TestKeyDropout:
 
 
 QKV = torch.randn(2, 2, 4, 8)
+ATTENTION = nn.MultiheadAttention(8, 2, dropout=0.1)
+IN_EVALUATION = nn.MultiheadAttention(8, 2, dropout=0.1).eval()
 
 
 class TestRefuseUnkeyedDropout:
@@ -144,7 +146,7 @@ class TestRefuseUnkeyedDropout:
             lambda: nn.Dropout(0.1)(QKV),
             lambda: F.scaled_dot_product_attention(QKV, QKV, QKV, None, 0.1),
             lambda: F.scaled_dot_product_attention(QKV, QKV, QKV, dropout_p=0.1),
-            lambda: nn.MultiheadAttention(8, 2, dropout=0.1)(QKV[0], QKV[0], QKV[0]),
+            lambda: ATTENTION(QKV[0], QKV[0], QKV[0]),
         ],
     )
     def test_refuses(self, call):
@@ -162,12 +164,27 @@ class TestRefuseUnkeyedDropout:
             lambda: nn.Dropout(0.5).eval()(QKV),
             lambda: F.scaled_dot_product_attention(QKV, QKV, QKV),
             lambda: F.scaled_dot_product_attention(QKV, QKV, QKV, None, 0.0),
-            lambda: nn.MultiheadAttention(8, 2, dropout=0.1).eval()(QKV[0], QKV[0], QKV[0]),
+            lambda: IN_EVALUATION(QKV[0], QKV[0], QKV[0]),
         ],
     )
     def test_lets_pass_what_drops_nothing(self, call):
         with RefuseUnkeyedDropout():
             call()
+
+    @pytest.mark.parametrize(
+        "draw", [lambda: torch.rand(2), lambda: torch.empty(2).uniform_(), lambda: torch.randint(3, (2,))]
+    )
+    def test_refuses_any_other_draw(self, draw):
+        message = r"^model type 'a' draws random numbers.*layout_invariant_dropout"
+        with pytest.raises(UsageError, match=message), RefuseUnkeyedDropout("model type 'a'"):
+            draw()
+
+    def test_a_scalar_draw_leaves_the_generator_as_it_was(self):
+        """Transformers draws one for each layer even where `layerdrop` is 0."""
+        state = torch.get_rng_state()
+        with RefuseUnkeyedDropout():
+            torch.rand([])
+        assert torch.equal(state, torch.get_rng_state())
 
 
 class TestSetProbabilities:

@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
+from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import CONFIG_NAME
 
 from trainer.base.errors import TrainerError, UsageError
@@ -25,6 +26,7 @@ from trainer.models.cutting import ModelCut
 from trainer.models.dropout import key_dropout, set_probabilities
 from trainer.models.families.table import FAMILIES
 from trainer.models.initialising import Gather, draw_weights, whole_already
+from trainer.models.invariance import check_invariance, sample_of
 from trainer.models.loading import CannotLoadPartsError, load_parts, sizes_differ
 from trainer.models.stages import StagePart
 from trainer.models.statistics import fix_statistics
@@ -229,10 +231,12 @@ def build_model(
     """
     assert cut is None or gather is whole_already, "parameters are either partitioned while they are built, or cut"
     config = load_config(recipe, options)
-    attention = _attention(training)
     keys = DropoutKeys(training.seed) if training.layout_invariant_dropout else None
     auto_class = getattr(transformers, auto_class_name)
     _require_head(recipe, config, auto_class)
+    model_class = _get_model_class(config, auto_class._model_mapping)
+    attention = _attention(model_class, training)
+    in_table = config.model_type in FAMILIES
 
     fixed: list[str] = []
 
@@ -244,15 +248,24 @@ def build_model(
     def build_whole() -> tuple[nn.Module, list[str]]:
         model, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
         prepare(model)  # before it is cut: a cut dropout knows its site
+        if not in_table and gather is whole_already:
+            notes += check_invariance(model, keys)
         return model, notes
+
+    def check_sample() -> list[str]:
+        sample = sample_of(model_class, config, attention)
+        prepare(sample)
+        return check_invariance(sample, keys)
 
     try:
         if cut is None:
+            checked = [] if in_table or gather is whole_already else check_sample()
             model, notes = build_whole()
-            return BuiltModel(model, keys, [*notes, *fixed])
+            return BuiltModel(model, keys, [*notes, *checked, *fixed])
         try:
             parts = load_parts(auto_class, recipe, config, attention, training.seed, prepare, cut)
-            return BuiltModel(parts.model, keys, [*parts.notes, *fixed], parts.cut.placements, parts.cut.part)
+            notes = parts.notes if in_table else [*parts.notes, *check_sample()]
+            return BuiltModel(parts.model, keys, [*notes, *fixed], parts.cut.placements, parts.cut.part)
         except CannotLoadPartsError as reason:
             model, notes = build_whole()
             notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
@@ -269,18 +282,24 @@ def build_on_meta(recipe: Model, training: Training, auto_class_name: str, optio
     config = load_config(recipe, options)
     auto_class = getattr(transformers, auto_class_name)
     _require_head(recipe, config, auto_class)
+    attention = _attention(_get_model_class(config, auto_class._model_mapping), training)
     try:
         with torch.device("meta"):
-            model: nn.Module = auto_class.from_config(
-                config, attn_implementation=_attention(training), dtype=torch.float32
-            )
+            model: nn.Module = auto_class.from_config(config, attn_implementation=attention, dtype=torch.float32)
     except (ValueError, RuntimeError) as error:
         raise _undescribed(recipe, auto_class_name, error) from error
     return model
 
 
-def _attention(training: Training) -> str:
-    return KEYED_ATTENTION if training.layout_invariant_dropout else "sdpa"
+def _attention(model_class: Any, training: Training) -> str:
+    """Return the name of the attention function that a class of transformers can call.
+
+    A class without transformers' attention interface has functions of its own, and adds a mask to its scores: it needs
+    the additive mask that transformers gives under "eager". Its dropout modules are keyed like any others.
+    """
+    if training.layout_invariant_dropout:
+        return KEYED_ATTENTION if model_class._can_set_attn_implementation() else "eager"
+    return "sdpa" if model_class._supports_sdpa else "eager"
 
 
 def _undescribed(recipe: Model, auto_class_name: str, error: Exception) -> UsageError:

@@ -6,24 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from trainer.base.errors import UsageError
 from trainer.models.families.table import is_shared_dropout
-from trainer.parallel.dropout import REMEDY, DropoutKeys, DropoutSite, KeyedDropout
+from trainer.parallel.dropout import REMEDY, DropoutKeys, DropoutSite, KeyedDropout, KeyedDropPath
 
 _SITE = "keyed_dropout_site"
 # Names under which configurations of transformers keep a probability of dropout.
 _PROBABILITY_MARKS = ("dropout", "drop_rate", "pdrop", "drop_prob")
+# Names of the rates at which whole branches or layers are dropped. `model.dropout: 0` turns these off, too.
+_DEPTH_MARKS = ("drop_path", "layerdrop")
 
 
 def key_dropout(model: nn.Module, keys: DropoutKeys) -> int:
-    """Replaces every `nn.Dropout` of `model` by one whose masks come from `keys`, and tells every module its site.
+    """Replace every dropout of `model` by one with masks from `keys`, and give every module its site.
 
     Returns:
-        The number of dropouts that were replaced.
+        The number of dropouts that were replaced, stochastic depth included.
 
     Raises:
         UsageError: a module drops in a way that has no keyed form.
@@ -31,10 +33,9 @@ def key_dropout(model: nn.Module, keys: DropoutKeys) -> int:
     replaced = 0
     for name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
-            if isinstance(child, nn.Dropout):
-                site_name = f"{name}.{child_name}" if name else child_name
-                site = DropoutSite(keys, site_name, shared=is_shared_dropout(model, site_name))
-                setattr(module, child_name, KeyedDropout(site, child.p))
+            site_name = f"{name}.{child_name}" if name else child_name
+            if (keyed := _keyed_form(child, DropoutSite(keys, site_name), model)) is not None:
+                setattr(module, child_name, keyed)
                 replaced += 1
             elif isinstance(child, nn.modules.dropout._DropoutNd):
                 raise UsageError(f"{name}.{child_name} is a {type(child).__name__}, which has no keyed form; {REMEDY}")
@@ -46,14 +47,26 @@ def key_dropout(model: nn.Module, keys: DropoutKeys) -> int:
     return replaced
 
 
+def _keyed_form(module: nn.Module, site: DropoutSite, model: nn.Module) -> nn.Module | None:
+    """Return the keyed form of a dropout or of stochastic depth; None for any other module."""
+    if isinstance(module, nn.Dropout):
+        shared = is_shared_dropout(model, site.name)
+        return KeyedDropout(DropoutSite(site.keys, site.name, shared=shared), module.p)
+    # transformers has a class of stochastic depth for each model (`SwinDropPath`), all of them with one number.
+    probability = getattr(module, "drop_prob", None)
+    if type(module).__name__.endswith("DropPath") and isinstance(probability, int | float):
+        return KeyedDropPath(site, float(probability))
+    return None
+
+
 def site_of(module: nn.Module) -> DropoutSite:
-    """The dropout site of an attention module that `key_dropout` has prepared."""
+    """Return the dropout site of an attention module that `key_dropout` has prepared."""
     site: DropoutSite = getattr(module, _SITE)
     return site
 
 
 def move_site(module: nn.Module, move: Callable[[DropoutSite], DropoutSite]) -> None:
-    """Changes the dropout site of an attention module; one that was never told a site uses torch's own dropout."""
+    """Change the dropout site of an attention module; without a site it uses torch's own dropout."""
     if hasattr(module, _SITE):
         setattr(module, _SITE, move(site_of(module)))
 
@@ -62,7 +75,7 @@ _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, 
 
 
 def _dropped_share(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """What a call of one of torch's functions drops; 0 for a function that is none of those that drop."""
+    """Return the share that a call of a torch function drops; 0 for a function that drops nothing."""
 
     def given(name: str, place: int, default: Any) -> Any:
         return kwargs.get(name, args[place] if len(args) > place else default)
@@ -77,19 +90,67 @@ def _dropped_share(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 class RefuseUnkeyedDropout(TorchFunctionMode):
-    """Inside, a model that drops activations with torch's own generator is an error instead of a silent difference."""
+    """Refuse a forward pass that draws from torch's own generators, instead of a silent difference.
+
+    A dropout function is refused at its call, any other draw at the end of the context.
+
+    Args:
+        model: Subject of the messages, such as "model type 'bart'".
+    """
+
+    def __init__(self, model: str = "this model") -> None:
+        super().__init__()
+        self._model = model
+        self._states: list[Tensor] = []
+
+    def __enter__(self) -> RefuseUnkeyedDropout:
+        self._states = _generator_states()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        super().__exit__(exc_type, exc_value, traceback)  # type: ignore[no-untyped-call]
+        if exc_type is None and not all(map(torch.equal, self._states, _generator_states())):
+            raise UsageError(
+                f"{self._model} draws random numbers in its forward pass (jitter or noise), which cannot be keyed;"
+                f" {REMEDY}"
+            )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if _dropped_share(func, args, kwargs) > 0:
-            raise UsageError(f"this model calls torch's {func.__name__} directly, which cannot be keyed; {REMEDY}")
+            raise UsageError(f"{self._model} calls torch's {func.__name__} directly, which cannot be keyed; {REMEDY}")
+        if func is torch.rand:
+            return _draw(args, kwargs)
         return func(*args, **kwargs)
 
 
+def _draw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return `torch.rand(*args)`; the generator does not advance for a scalar.
+
+    transformers draws one scalar a layer even where `layerdrop` is 0, and `key_dropout` refuses any other.
+    """
+    before = torch.get_rng_state()
+    drawn = torch.rand(*args, **kwargs)
+    if drawn.dim() == 0:
+        torch.set_rng_state(before)
+    return drawn
+
+
+def _generator_states() -> list[Tensor]:
+    """Return the state of the CPU's generator, and of the current GPU's."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
 def set_probabilities(config: Any, probability: float) -> list[str]:
-    """Sets every dropout probability in a transformers configuration.
+    """Set every dropout probability in a transformers configuration, also where it is a list.
+
+    Zero turns off stochastic depth and dropped layers as well; another probability leaves their rates as they are.
 
     Returns:
         The keys that were set.
@@ -97,18 +158,23 @@ def set_probabilities(config: Any, probability: float) -> list[str]:
     Raises:
         UsageError: the configuration has none.
     """
-    keys = [
-        key
+    marks = _PROBABILITY_MARKS if probability else (*_PROBABILITY_MARKS, *_DEPTH_MARKS)
+    found = {
+        key: value
         for key, value in config.to_dict().items()
-        if any(mark in key for mark in _PROBABILITY_MARKS)
-        and isinstance(value, (int, float))
-        and not isinstance(value, bool)
-    ]
-    if not keys:
+        if any(mark in key for mark in marks)
+        and all(_is_number(number) for number in (value if isinstance(value, list | tuple) else [value]))
+    }
+    if not found:
         raise UsageError(
             f"`model.dropout` is {probability}, but a {config.model_type} configuration has no dropout probability; "
             "leave it null"
         )
-    for key in keys:
-        setattr(config, key, probability)
-    return keys
+    for key, value in found.items():
+        is_sequence = isinstance(value, list | tuple)
+        setattr(config, key, type(value)([probability] * len(value)) if is_sequence else probability)
+    return list(found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

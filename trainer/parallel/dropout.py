@@ -161,6 +161,12 @@ class DropoutSite:
         dropped: Tensor = _MaskedScale.apply(x, mask, 1.0 / (1.0 - quantised(probability)))  # type: ignore[no-untyped-call]
         return dropped
 
+    def drop_rows(self, x: Tensor, probability: float) -> Tensor:
+        """Drop whole rows of `x` `[batch, ...]` and scale the kept ones by 1 / (share kept)."""
+        mask = self.keys.mask(self.name, (x.shape[0], 1), probability).view(-1, *[1] * (x.dim() - 1))
+        dropped: Tensor = _MaskedScale.apply(x, mask, 1.0 / (1.0 - quantised(probability)))  # type: ignore[no-untyped-call]
+        return dropped
+
 
 class KeyedDropout(nn.Module):
     """Takes the place of `nn.Dropout` in a model."""
@@ -174,6 +180,26 @@ class KeyedDropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x
         return self.site.drop(x, self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, site={self.site.name}"
+
+
+class KeyedDropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): drops a residual branch `[batch, ...]` row by row.
+
+    One bit for each row, so that ranks with any part of a row's activations drop the same rows.
+    """
+
+    def __init__(self, site: DropoutSite, p: float) -> None:
+        super().__init__()
+        self.site = site
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        return self.site.drop_rows(x, self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, site={self.site.name}"

@@ -1,0 +1,156 @@
+"""Proof that a row's logits depend neither on its padding nor on the other rows of its microbatch.
+
+Families of the table have this proof in their tests. Any other model is tried before it trains: two short rows in one
+forward pass, then the shorter row alone. Masks of dropout are keyed by row, so the proof holds in training mode, too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.base.errors import UsageError
+from trainer.models.dropout import RefuseUnkeyedDropout
+from trainer.parallel.dropout import REMEDY, DropoutKeys, MicrobatchKey
+
+_LENGTHS = (16, 9)  # tokens of the two rows
+_TOLERANCE = 1e-4  # of the largest logit; rounding gives 1e-6
+_MOST_LAYERS = 8  # of a sample; enough for every kind of layer in a model that alternates them
+_DEFAULT_IMAGE = 224  # pixels, where the configuration does not say
+
+
+def check_invariance(model: nn.Module, keys: DropoutKeys | None) -> list[str]:
+    """Compare the logits of a row alone with those of the same row in a padded batch.
+
+    Args:
+        model: A whole model of transformers on the CPU, in fp32, its dropout keyed by `keys`.
+        keys: None with torch's own dropout: the comparison is without dropout then.
+
+    Returns:
+        Notes for the user: with torch's own dropout, a dependence is noted instead of refused.
+
+    Raises:
+        UsageError: the logits depend on the layout, or the forward pass failed.
+    """
+    described: Any = model
+    name = f"model type {described.config.model_type!r}"
+    training = model.training
+    try:
+        model.train(keys is not None)
+        with _padding_decided(described):
+            problem = _dependence(model, keys, name)
+    finally:
+        model.train(training)
+    if problem is None:
+        return []
+    if keys is None:
+        return [f"{name} depends on the layout: {problem}"]
+    raise UsageError(f"{name} cannot be trained independently of the layout: {problem}; use another model, or {REMEDY}")
+
+
+def sample_of(model_class: Any, config: Any, attention: str) -> nn.Module:
+    """Build a small stand-in with random weights, for a model of which each rank has a part only.
+
+    It has the widths of `config`, but at most 8 layers.
+    """
+    config = copy.deepcopy(config)
+    config._attn_implementation = attention
+    layers = getattr(config, "num_hidden_layers", None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if isinstance(layers, int) and layers > _MOST_LAYERS:
+            small = copy.deepcopy(config)
+            try:
+                small.num_hidden_layers = _MOST_LAYERS
+                shallow: nn.Module = model_class(small)
+                return shallow
+            except Exception:  # its configuration counts layers in other keys, too
+                pass
+        sample: nn.Module = model_class(config)
+    return sample
+
+
+@torch.no_grad()
+def _dependence(model: nn.Module, keys: DropoutKeys | None, name: str) -> str | None:
+    """Return how the logits depend on the layout, in words; None: they do not."""
+    try:
+        together = _logits(model, _inputs(model, _LENGTHS), (0, 1), keys, name)
+        alone = _logits(model, _inputs(model, _LENGTHS[1:]), (1,), keys, name)
+    except UsageError:  # a dropout without a keyed form
+        raise
+    except Exception as error:  # a model may raise anything at inputs that it does not expect
+        return f"a forward pass over two short rows failed ({type(error).__name__}: {error})"
+    row = together[1]
+    if alone.dim() > 2:  # [rows, tokens, vocabulary]: padding has logits, which nobody reads
+        row = row[: alone.shape[1]]
+    difference = (row - alone[0]).abs().max() / alone.abs().max().clamp(min=torch.finfo(alone.dtype).tiny)
+    if difference <= _TOLERANCE:
+        return None
+    return f"the logits of a row change by {difference:.1e} when a longer row stands beside it"
+
+
+def _logits(
+    model: nn.Module, inputs: dict[str, Tensor], rows: Sequence[int], keys: DropoutKeys | None, name: str
+) -> Tensor:
+    """Return the logits `[rows, ...]` of one microbatch, by a generator in another state for each."""
+    keyed = keys.use(MicrobatchKey(0, torch.tensor(rows))) if keys else nullcontext()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(len(rows))
+        with RefuseUnkeyedDropout(name) if keys else nullcontext(), keyed:
+            logits: Tensor = model(**inputs).logits
+    return logits
+
+
+def _inputs(model: Any, lengths: Sequence[int]) -> dict[str, Tensor]:
+    """Return rows of tokens `[rows, sequence]`, padded on the right, or images `[rows, channels, height, width]`.
+
+    A row of one length has the same content in every call.
+    """
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.stack([_image(model.config, length) for length in lengths])}
+    config = model.config.get_text_config()
+    padding = _padding_token(config) or 0
+    end = getattr(config, "eos_token_id", None)
+    end = end if isinstance(end, int) and end != padding and 0 <= end < config.vocab_size else None
+    special = {padding, end, *(getattr(config, f"{name}_token_id", None) for name in ("bos", "cls", "sep", "mask"))}
+    ordinary = [token for token in range(min(config.vocab_size, 200)) if token not in special]
+    ids, mask = torch.full((len(lengths), max(lengths)), padding), torch.zeros(len(lengths), max(lengths)).long()
+    for row, length in enumerate(lengths):
+        tokens = [ordinary[(length + 7 * place) % len(ordinary)] for place in range(length)]
+        if end is not None:
+            tokens[-1] = end  # where encoder-decoders read their class
+        ids[row, :length] = torch.tensor(tokens)
+        mask[row, :length] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@contextmanager
+def _padding_decided(model: Any) -> Iterator[None]:
+    """Inside, a model of texts has a padding token: decoders look for the last token before the padding."""
+    config = model.config.get_text_config() if model.main_input_name == "input_ids" else None
+    if config is None or _padding_token(config) is not None:
+        yield
+        return
+    before = getattr(config, "pad_token_id", None)
+    config.pad_token_id = 0
+    try:
+        yield
+    finally:
+        config.pad_token_id = before
+
+
+def _padding_token(config: Any) -> int | None:
+    token = getattr(config, "pad_token_id", None)
+    return token if isinstance(token, int) and token >= 0 else None
+
+
+def _image(config: Any, seed: int) -> Tensor:
+    size = getattr(config, "image_size", None) or _DEFAULT_IMAGE
+    height, width = (size, size) if isinstance(size, int) else tuple(size)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(getattr(config, "num_channels", 3), height, width, generator=generator)
