@@ -12,12 +12,12 @@ WORKERS := --numprocesses 3 --dist worksteal
 
 help:
 	@echo "make train      fine-tune the sample BERT, on the GPUs of this machine or on two CPU processes"
-	@echo "make test       run the tests, without the slow ones"
+	@echo "make test       run the quick tests"
 	@echo "make test-all   run all tests"
 	@echo "make plant      plant defects into copies of the source, and show which test catches each"
-	@echo "make check      ruff, mypy and the floors (import-linter)"
-	@echo "make docs       the documentation as a site, in site/"
-	@echo "make clean      remove what make has built; runs/ stays"
+	@echo "make check      run ruff, mypy and the import contract (import-linter)"
+	@echo "make docs       build the documentation as a site, in site/"
+	@echo "make clean      remove all built files; runs/ stays"
 
 # the largest power of two, because the sample's batch divides by it
 train: $(INSTALLED)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds trainer:cpu where there is no Docker engine: with buildah, in a chroot, on a base made of Debian's packages.
+# Build trainer:cpu without a Docker engine: with buildah, in a chroot, on a base built from Debian's packages.
 #
 #   docker/build_without_daemon.sh FOLDER [ARGUMENT OF buildah build ...]
 #
@@ -28,7 +28,7 @@ if ! with_storage inspect --type image localhost/trainer-base >/dev/null 2>&1; t
     rm "$folder/base.tar"
 fi
 
-# One layer for each stage: without overlayfs, each would be a whole copy. DEVICE has its default once more, because
-# buildah 1.28 does not know a stage by a name that holds a default.
+# One layer for each stage: without overlayfs, each layer is a whole copy. DEVICE repeats its default, because
+# buildah 1.28 does not resolve a stage name that holds a default.
 with_storage build --isolation chroot --layers=false --format docker --file docker/Dockerfile --tag trainer:cpu \
     --build-arg DEVICE=cpu --build-arg CPU_IMAGE=localhost/trainer-base --build-arg CPU_DIGEST= "$@" .

@@ -1,15 +1,15 @@
 #!/bin/sh
-# What a container starts with: says in one line each what would make a run fail or crawl, then becomes `trainer`.
+# Entry point of the images: prints one line for each missing resource, then becomes `trainer`.
 #
-# The first word may also be a launcher, `python` or a shell; everything else is arguments of `trainer`. Advice goes to
-# stderr, and only where something is about to train.
+# The first word may also be a launcher, `python` or a shell; other words are arguments of `trainer`. Advice goes to
+# stderr, and only before a training.
 set -eu
 
 here=$(dirname "$0")
 # shellcheck source=docker/environment.sh
 . "$here/environment.sh"
 
-enough_shared_memory_kib=1048576 # NCCL takes some MiB for each pair of GPUs, and loader workers pass whole batches
+enough_shared_memory_kib=1048576 # NCCL uses some MiB for each pair of GPUs; loader workers pass whole batches
 
 advise() {
     printf 'trainer image: %s\n' "$*" >&2
@@ -40,7 +40,7 @@ advise_on_folders() {
 }
 
 sees_gpu() {
-    for device in /dev/nvidia[0-9]* /dev/dxg; do # a name that matches nothing stays as it is
+    for device in /dev/nvidia[0-9]* /dev/dxg; do # a pattern without a match stays as it is
         if [ -e "$device" ]; then
             return 0
         fi

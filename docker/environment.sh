@@ -1,6 +1,6 @@
-# shellcheck shell=sh disable=SC2034 # the entry point tells of `lost_cache`
-# Sourced by what runs in a container: an arbitrary `--user` has no home and no name, and a read-only root has no cache.
-# A health check does not pass the entry point, so both source this.
+# shellcheck shell=sh disable=SC2034 # the entry point reports `lost_cache`
+# The entry point and the health check source this file: an arbitrary `--user` has no home and no name, and a read-only
+# root has no cache. A health check does not run through the entry point.
 
 if [ -z "${HOME:-}" ] || [ ! -w "$HOME" ]; then
     HOME=${TMPDIR:-/tmp}

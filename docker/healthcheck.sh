@@ -1,5 +1,5 @@
 #!/bin/sh
-# Whether `trainer doctor` finds no problem here. A health check may leave with 0 or 1 and nothing else.
+# Health check: succeeds if `trainer doctor` finds no problem. Only exit codes 0 and 1 are allowed.
 set -eu
 
 # shellcheck source=docker/environment.sh

@@ -1,14 +1,14 @@
 #!/bin/sh
 # Installs trainer and its pinned dependencies into a fresh virtual environment.
 #
-#   docker/install.sh dependencies PREFIX   everything but trainer: the part of an image that seldom changes
+#   docker/install.sh dependencies PREFIX   everything but trainer: the part of an image that rarely changes
 #   docker/install.sh program PREFIX        trainer itself, with the shipped recipes
 #
 # Environment, all of it optional:
 #   DEVICE           cpu (default) or cuda: which build of torch
-#   TORCH_INDEX_URL  where torch comes from; "default": from where pip takes everything else
+#   TORCH_INDEX_URL  the index of torch; "default": pip's index
 #   EXTRAS           optional dependencies of trainer (deepspeed tensorboard)
-#   EXTRA_PACKAGES   further requirements, as pip takes them
+#   EXTRA_PACKAGES   more requirements in pip's syntax
 #   PYTHON           the Python of the environment (python3)
 set -eu
 
@@ -33,7 +33,7 @@ install_dependencies() {
     index=${TORCH_INDEX_URL:-$index}
     "${PYTHON:-python3}" -m venv "$prefix"
     if [ "$index" != default ]; then
-        # alone: that index has few of the versions that torch's own dependencies are pinned to
+        # without dependencies: that index lacks most of their pinned versions
         pip_install --constraint "$root/constraints.txt" --no-deps --index-url "$index" torch
     fi
     requirements=$(mktemp)
@@ -45,7 +45,7 @@ install_dependencies() {
 }
 
 install_program() {
-    # pip has had two names for what pins the tools that build a package
+    # pip has used two names for the constraints of build tools
     PIP_CONSTRAINT=$root/constraints.txt PIP_BUILD_CONSTRAINT=$root/constraints.txt pip_install --no-deps "$root"
     "$prefix/bin/python" -m pip check
 }

@@ -1,8 +1,8 @@
-"""Builds DeepSpeed's operations into the installed package, so that nothing is compiled when a run starts.
+"""Build DeepSpeed's operations into the installed package, so that a run compiles nothing at start.
 
-DeepSpeed can do so while pip installs it, but for the processor of the building machine (`-march=native`), and an image
-goes to others. So the operations are built here, from DeepSpeed's own descriptions, for a processor that is named; then
-DeepSpeed's record of what it was installed with is written anew. At last each operation is loaded where no compiler is.
+DeepSpeed can build them during its installation, but only for the processor of the build machine (`-march=native`). An
+image runs on other machines. This script builds the operations from DeepSpeed's descriptions for a named processor and
+rewrites DeepSpeed's record of its installation. Finally it loads each operation without a compiler.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 OPERATIONS = {"cpu": ("cpu_adam", "deepspeed_shm_comm"), "cuda": ("cpu_adam", "fused_adam")}
-"""What is built for an image, by the accelerator that DeepSpeed finds in it."""
+"""The operations of an image, by the accelerator that DeepSpeed finds in it."""
 
 VECTORS = {"x86-64": "-D__SCALAR__", "x86-64-v3": "-D__AVX256__", "x86-64-v4": "-D__AVX512__", "armv8-a": "-D__NEON__"}
-"""The compiler's name of a processor, and how DeepSpeed's sources call the vectors that it has."""
+"""The compiler's name of a processor, and the macro of DeepSpeed's sources for its vector instructions."""
 
 _LOAD = """
 import sys
@@ -31,7 +31,7 @@ for name in sys.argv[1:]:
 
 
 def build(accelerator: str, processor: str, names: Iterable[str]) -> None:
-    """Compiles the operations `names` and places them in the installed deepspeed, whose record it writes anew."""
+    """Compile the operations `names` into the installed deepspeed and rewrite its record."""
     import deepspeed
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
     from setuptools import Distribution
@@ -57,7 +57,7 @@ def _extension(builder: Any, processor: str) -> Any:
 
 
 def _record(package: Path, accelerator: str, installed: dict[str, bool]) -> None:
-    """Writes the file in which deepspeed looks up whether an operation is there, and for which torch."""
+    """Write the file in which deepspeed looks up its installed operations and their torch version."""
     import torch
     from deepspeed.git_version_info import git_branch, git_hash, version
 
@@ -81,10 +81,10 @@ def _record(package: Path, accelerator: str, installed: dict[str, bool]) -> None
 
 
 def check(names: Iterable[str]) -> None:
-    """Loads each operation in a new process that finds no compiler and may not keep what it would build.
+    """Load each operation in a new process without a compiler and without a writable build folder.
 
     Raises:
-        subprocess.CalledProcessError: one cannot be loaded so.
+        subprocess.CalledProcessError: an operation cannot be loaded.
     """
     with tempfile.TemporaryDirectory() as nothing:
         os.chmod(nothing, 0o555)
@@ -94,9 +94,9 @@ def check(names: Iterable[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("accelerator", choices=OPERATIONS, help="what DeepSpeed is to find in the image")
-    parser.add_argument("--processor", choices=VECTORS, default="x86-64-v3", help="the oldest that the image is for")
-    parser.add_argument("--only", action="append", metavar="NAME", help="build this operation alone; may be repeated")
+    parser.add_argument("accelerator", choices=OPERATIONS, help="the accelerator that DeepSpeed finds in the image")
+    parser.add_argument("--processor", choices=VECTORS, default="x86-64-v3", help="the oldest supported processor")
+    parser.add_argument("--only", action="append", metavar="NAME", help="build only this operation; may be repeated")
     arguments = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = arguments.accelerator  # no GPU can be seen while an image is built
     names = tuple(arguments.only or OPERATIONS[arguments.accelerator])

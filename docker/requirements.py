@@ -1,4 +1,4 @@
-"""Prints the dependencies in `pyproject.toml` with those of the extras that are named: they go in before the source."""
+"""Print the dependencies in `pyproject.toml` with those of the named extras, for installation before the source."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def requirements(extras: list[str]) -> list[str]:
-    """The dependencies and those of `extras`.
+    """Return the dependencies and those of `extras`.
 
     Raises:
-        SystemExit: an extra that is not there.
+        SystemExit: an extra does not exist.
     """
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The system's packages of every stage: Python, what compiles (DeepSpeed does), and a process 1 that reaps.
+# System packages of every stage: Python, a compiler for DeepSpeed, and an init process that reaps orphans.
 set -eu
 
 export DEBIAN_FRONTEND=noninteractive

@@ -4,7 +4,7 @@
 #   NODES=2 PROCESSES=8 NODE_RANK=0 MASTER_ADDR=node0 launchers/accelerate_multi_node.sh bert_base_mrpc
 #   NODES=2 PROCESSES=8 NODE_RANK=1 MASTER_ADDR=node0 launchers/accelerate_multi_node.sh bert_base_mrpc
 #
-# The same as accelerate_multi_node.yaml, as options: the recipe decides precision and strategy. Works without a GPU too.
+# accelerate_multi_node.yaml as options. The recipe sets precision and strategy. Works without a GPU too.
 set -euo pipefail
 
 ARGUMENTS=("$@")

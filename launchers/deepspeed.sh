@@ -5,15 +5,15 @@
 #   NODE_RANK=1 MASTER_ADDR=node0 launchers/deepspeed.sh bert_base_mrpc
 #
 # NODE_RANK is the line of the machine in HOSTFILE, from 0; PROCESSES is the number of ranks on each, if not all slots.
-# With ssh from the first machine to all, drop the two lines of --no_ssh and start it there alone: deepspeed then hands
-# on the variables of a file `.deepspeed_env` in the home folder, one NAME=value a line, such as NCCL_SOCKET_IFNAME=eth0.
+# With ssh from the first machine to all others, remove the two lines of --no_ssh and start it only there. deepspeed
+# then passes on the variables of `.deepspeed_env` in the home folder: one NAME=value per line.
 # One machine needs no hostfile: deepspeed --module trainer run bert_sample
 set -euo pipefail
 
 ARGUMENTS=("$@")
 FOLDER=$PWD # where relative paths begin
 VENV=${VENV:-}
-HOSTS=() # in place of a hostfile
+HOSTS=() # instead of a hostfile
 PROCESSES=${PROCESSES:-}
 MASTER_ADDR=${MASTER_ADDR:?address of machine 0}
 MASTER_PORT=${MASTER_PORT:-29500}
@@ -23,7 +23,7 @@ if [[ -n $VENV ]]; then
     PATH=$VENV/bin:$PATH
 fi
 if ((${#HOSTS[@]})); then
-    HOSTFILE=$(mktemp) # deepspeed wants a file that it can read twice
+    HOSTFILE=$(mktemp) # deepspeed reads the file twice
     printf "%s slots=$PROCESSES\n" "${HOSTS[@]}" >"$HOSTFILE"
 fi
 exec deepspeed \

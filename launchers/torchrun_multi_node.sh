@@ -4,13 +4,13 @@
 #   NODES=2 NODE_RANK=0 MASTER_ADDR=node0 launchers/torchrun_multi_node.sh bert_base_mrpc
 #   NODES=2 NODE_RANK=1 MASTER_ADDR=node0 launchers/torchrun_multi_node.sh bert_base_mrpc
 #
-# MASTER_ADDR is the machine of NODE_RANK 0; MASTER_PORT must be free there and open to the others. Checkpoints go to
-# `checkpoint.folder`, which all machines must share.
+# MASTER_ADDR is the machine of NODE_RANK 0; MASTER_PORT must be free there and open to the others. All machines must
+# share `checkpoint.folder`.
 #
-# RENDEZVOUS=c10d lets torchrun hand out the ranks. ADDRESS is then the address of this machine that leads to the others,
-# if its own name does not. After a failure start the same command on all machines: they go on from the last checkpoint.
-# With c10d and RESTARTS=N they do so by themselves, N times at most, and a machine that was lost may come back alone (but
-# for the one at MASTER_ADDR, which has the rendezvous).
+# RENDEZVOUS=c10d lets torchrun assign the ranks. ADDRESS is then the address of this machine, if its name does not
+# resolve to it. After a failure, start the same command on all machines: they resume from the last checkpoint. With
+# c10d and RESTARTS=N they restart by themselves, N times at most. A lost machine may return alone, except the one at
+# MASTER_ADDR, which hosts the rendezvous.
 set -euo pipefail
 
 ARGUMENTS=("$@")
@@ -26,21 +26,21 @@ cd -- "$FOLDER"
 if [[ -n $VENV ]]; then
     PATH=$VENV/bin:$PATH
 fi
-if [[ $PROCESSES =~ ^[0-9]+$ ]]; then # torchrun itself would set one thread
+if [[ $PROCESSES =~ ^[0-9]+$ ]]; then # torchrun would set one thread
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > PROCESSES ? $(nproc) / PROCESSES : 1))}
 fi
 options=(--nnodes "$NODES" --nproc-per-node "$PROCESSES" --max-restarts "${RESTARTS:-0}")
 if [[ $RENDEZVOUS == c10d ]]; then
-    # A machine that cannot reach the address says so after read_timeout seconds, one that is alone after join_timeout.
+    # A machine without a connection reports it after read_timeout seconds; one that waits alone, after join_timeout.
     options+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${JOB:-trainer}")
-    # A store of torchrun's that is kept tells a machine that comes later nothing of where the ranks meet.
+    # With a kept store, torchrun does not send the address of the rendezvous to late machines.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     options+=(--rdzv-conf "join_timeout=${JOIN_SECONDS:-600},read_timeout=45" ${ADDRESS:+--local-addr "$ADDRESS"})
 else
     options+=(--node-rank "${NODE_RANK:?number of this machine, from 0}")
     options+=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
     options+=(--rdzv-conf "timeout=${JOIN_SECONDS:-600}")
-    # torchrun is silent for as long as nobody answers there, so look before it does.
+    # torchrun is silent while the address does not answer, so try to connect first.
     told=
     while ((NODE_RANK > 0)); do
         # shellcheck disable=SC2016 # the inner shell expands them

@@ -1,4 +1,4 @@
-"""The script form of `trainer run`, for launchers that want a file instead of a module.
+"""Script form of `trainer run`, for launchers that need a file instead of a module.
 
 deepspeed --num_accelerators 2 launchers/train.py bert_sample
 torchrun --standalone --nproc-per-node 2 launchers/train.py bert_sample
