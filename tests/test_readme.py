@@ -36,7 +36,7 @@ BIN = Path(sys.executable).parent
 STEPS = 4  # of each training here
 
 ELSEWHERE = {
-    "make test": 'Makefile::pytest -m "not slow"',
+    "make test": 'Makefile::pytest $(WORKERS) -m "not slow"',
     "make test-all": ".ci/run::make test-all",
     "make check": ".ci/run::make check",
     "make docs": "tests/test_site.py::def test_the_site_builds",
