@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import sys
 
-import pytest
-
 from tests.helpers import processes
 
 NUMBER = r"-?\d+\.\d+"
@@ -19,12 +17,11 @@ def cells(output: str) -> list[list[str]]:
 
 
 def run(*arguments: str) -> list[list[str]]:
-    done = processes.run([sys.executable, "-m", *arguments], timeout_seconds=280)
+    done = processes.run([sys.executable, "-m", *arguments], timeout_seconds=580)
     assert done.returncode == 0, done.stderr
     return cells(done.stdout)
 
 
-@pytest.mark.timeout(300)
 def test_throughput():
     rows = run("tests.benchmarks.throughput", "--processes=2", "--models=small", "--rounds=2", "--steps=2")
     assert [row[0] for row in rows] == ["PyTorch by hand", "ours", "ours, torch's dropout", "transformers' Trainer"]
@@ -35,7 +32,6 @@ def test_throughput():
             assert 0.1 < float(re.match(NUMBER, ratio)[0]) < 10, rows
 
 
-@pytest.mark.timeout(300)
 def test_tensor():
     rows = run("tests.benchmarks.tensor", "--models=small", "--rounds=2", "--steps=1")
     assert [row[0].split(",")[0] for row in rows] == ["our blocks", "DTensor", "transformers"]
@@ -45,7 +41,6 @@ def test_tensor():
         assert float(re.match(NUMBER, peak)[0]) > 0
 
 
-@pytest.mark.timeout(300)
 def test_startup():
     ((processes, imports, whole, *added),) = run("tests.benchmarks.startup", "--processes=1", "--rounds=1")
     assert processes == "1"

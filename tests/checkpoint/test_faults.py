@@ -90,6 +90,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", place], timeout=60, check=True)
 
 
+@pytest.mark.alone
 def test_a_full_disk(tmp_path, small_disk):
     recipe = write_tiny_run(tmp_path, checkpoint={"folder": str(small_disk / "run"), "every": "1 step", "keep": 9})
     started = time.monotonic()
@@ -106,6 +107,7 @@ def test_a_full_disk(tmp_path, small_disk):
     assert not list(store.folder.glob(".saving-*")), "room is made again"
 
 
+@pytest.mark.alone
 def test_a_folder_that_is_deleted(tmp_path):
     """While the run goes on: it is not made anew without a word, since what lay in it is lost."""
     recipe = write_tiny_run(tmp_path, checkpoint={"every": "1 step"}, training={"max_steps": 5000})

@@ -43,6 +43,7 @@ def save_or_resume(recipe: Recipe, folder: Path, resume: bool) -> int:
         return peak_growth(lambda: saver.resume("auto") if resume else saver.save())
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @needs_peak
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)

@@ -82,6 +82,7 @@ def test_images_are_normalised_by_channel():
     assert images[1, 0, 0, 0] == 12, "what is kept is not changed"
 
 
+@pytest.mark.alone
 def test_a_microbatch_takes_well_under_a_millisecond():
     split = split_of(np.random.default_rng(0).integers(5, 128, 5000))
     rows = np.random.default_rng(1).integers(0, 5000, (100, 16))

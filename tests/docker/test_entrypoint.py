@@ -65,7 +65,7 @@ def devices(tmp_path: Path, *names: str, shm: str = "2g") -> str:
 )
 def test_it_becomes_the_program(words: list[str], becomes: str, programs: Path):
     started = start([ENTRYPOINT, *words], PATH=path_with(programs))
-    ended = finish(started, 10)
+    ended = finish(started)
     assert ended.stdout.splitlines()[0] == f"{started.pid} {becomes}", "the same process, no shell in between"
 
 
@@ -75,7 +75,7 @@ def test_a_signal_reaches_the_program_and_its_exit_code_comes_back(programs: Pat
     assert started.stdout is not None
     assert started.stdout.readline() == "ready\n"
     started.send_signal(signal.SIGTERM)
-    assert finish(started, 10).returncode == 75
+    assert finish(started).returncode == 75
 
 
 def test_any_user_has_a_home_and_a_name(programs: Path):

@@ -198,6 +198,7 @@ def test_a_hub_that_is_not_reached_is_no_problem(endpoint: str):
     assert value.endswith("of which the recipe names google-bert/bert-base-uncased and nyu-mll/glue")
 
 
+@pytest.mark.alone
 def test_a_hub_that_keeps_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(network, "HUB_SECONDS", 0.2)
     begun = time.monotonic()

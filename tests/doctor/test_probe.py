@@ -103,7 +103,7 @@ def test_closing_ends_the_process_and_what_it_started(begin):
 
     asked = begin(gpus=start_another)
     asked.facts(GlooFacts)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (children := psutil.Process(asked._process.pid).children()) and time.monotonic() < deadline:
         time.sleep(0.01)
     asked.close()

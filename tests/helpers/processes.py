@@ -43,7 +43,7 @@ def start(command: Sequence[str | Path], **variables: str) -> subprocess.Popen[s
     )
 
 
-def finish(process: subprocess.Popen[str], timeout_seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+def finish(process: subprocess.Popen[str], timeout_seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Waits for a started process; one that does not end in time is killed with its group, and the test fails."""
     try:
         stdout, stderr = process.communicate(timeout=timeout_seconds)
@@ -68,7 +68,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def run(
-    command: Sequence[str | Path], timeout_seconds: float = 120.0, **variables: str
+    command: Sequence[str | Path], timeout_seconds: float = 240.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end."""
     return finish(start(command, **variables), timeout_seconds)

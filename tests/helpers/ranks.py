@@ -34,8 +34,8 @@ from typing import Any
 
 from tests.helpers.forking import forking
 
-START_SECONDS = 120.0  # imports and rendezvous, on a busy machine
-GRACE_SECONDS = 2.0  # what the other ranks get to answer once one has failed
+START_SECONDS = 240.0  # imports and rendezvous, on a busy machine
+GRACE_SECONDS = 4.0  # what the other ranks get to answer once one has failed
 
 
 class RankError(AssertionError):
@@ -78,7 +78,7 @@ class RankPool:
         self._ranks: list[_Rank] = []
 
     def run(
-        self, function: Callable[..., Any], /, *args: Any, timeout_seconds: float = 120.0, **kwargs: Any
+        self, function: Callable[..., Any], /, *args: Any, timeout_seconds: float = 240.0, **kwargs: Any
     ) -> list[Any]:
         """Calls `function(*args, **kwargs)` on every rank and returns the results in the order of the ranks.
 
@@ -176,13 +176,25 @@ class RankPool:
 
 
 class RankPools:
-    """One pool per world size, made on first use."""
+    """One pool per world size, made on first use; the processes of those used last are kept.
 
-    def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
+    Args:
+        most_ranks: so many processes are kept beside those of the pool in use; each worker of a run has its own.
+    """
+
+    def __init__(self, most_ranks: int = 10) -> None:
+        self._most_ranks = most_ranks
+        self._pools: dict[int, RankPool] = {}  # the one used last is the last
 
     def __call__(self, world_size: int) -> RankPool:
-        return self._pools.setdefault(world_size, RankPool(world_size))
+        pool = self._pools.pop(world_size, None) or RankPool(world_size)
+        kept = 0
+        for other in reversed(self._pools.values()):
+            kept += other.world_size
+            if kept > self._most_ranks:
+                other.close()
+        self._pools[world_size] = pool
+        return pool
 
     def close(self) -> None:
         for pool in self._pools.values():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.ranks import RankError, RankPool, RankPools
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def test_every_call_starts_from_one_seed(ranks):
     assert first == second == ranks(2).run(draw)[0]
 
 
+@pytest.mark.alone
 def test_the_failing_ranks_traceback_is_shown_and_waiting_ranks_do_not_hang(pool):
     started = time.monotonic()
     with pytest.raises(RankError) as error:
@@ -112,7 +113,7 @@ def test_a_rank_that_hangs_is_killed_and_named(pool):
 def test_what_a_rank_started_ends_with_it(pool):
     children = pool.run(start_child)
     pool.close()
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in children if psutil.pid_exists(pid)], timeout=10)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in children if psutil.pid_exists(pid)], timeout=60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -133,3 +134,13 @@ def test_ranks_have_the_environment_of_a_shell():
         assert pool.run(variable, "OMP_NUM_THREADS") == ["1"]
     finally:
         pool.close()
+
+
+def test_pools_keep_the_processes_of_those_used_last():
+    pools = RankPools(most_ranks=1)
+    try:
+        (oldest,), (older, _), last = (pools(number).run(process_id) for number in (1, 2, 3))
+        assert [psutil.pid_exists(pid) for pid in (oldest, older, *last)] == [False, False, True, True, True]
+        assert pools(3).run(process_id) == last
+    finally:
+        pools.close()

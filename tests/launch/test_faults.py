@@ -31,7 +31,7 @@ def run(recipe: Path, *arguments: str, fault: tuple[str, int, int] | None = None
     return finish(start(recipe, *arguments, fault=fault, **variables))
 
 
-def finish(process: warm.WarmProcess, timeout_seconds: float = 90) -> subprocess.CompletedProcess[str]:
+def finish(process: warm.WarmProcess, timeout_seconds: float = 240) -> subprocess.CompletedProcess[str]:
     ended = processes.finish(process, timeout_seconds)
     print(ended.stdout, ended.stderr)  # shown where the test fails
     return ended
@@ -46,7 +46,7 @@ def checkpoints(recipe: Path) -> list[int]:
 
 
 def wait_until(process: warm.WarmProcess, happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not happened():
         if process.poll() is not None or time.monotonic() > deadline:
             print(*finish(process, 1).args)
@@ -61,10 +61,9 @@ def is_training(recipe: Path, lines: int = 5) -> bool:
 
 
 class TestRequests:
-    @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-    def test_the_file_save_saves_and_stop_stops(self, tmp_path, workers):
+    def test_the_file_save_saves_and_stop_stops(self, tmp_path):
         recipe, folder = write_tiny_run(tmp_path), tmp_path / "run"
-        process = start(recipe, *ENDLESS, f"data.num_workers={workers}", 'logging.to=["console"]')
+        process = start(recipe, *ENDLESS, 'logging.to=["console"]')
         wait_until(process, lambda: is_training(recipe))
         (folder / "save").touch()
         wait_until(process, lambda: not (folder / "save").exists())
@@ -78,10 +77,9 @@ class TestRequests:
         assert checkpoints(recipe)[:-1] == saved
         assert checkpoints(recipe)[-1] == metrics(recipe).steps[-1].step
 
-    @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-    def test_sigusr1_to_the_launcher(self, tmp_path, workers):
+    def test_sigusr1_to_the_launcher(self, tmp_path):
         recipe = write_tiny_run(tmp_path)
-        process = start(recipe, *ENDLESS, f"data.num_workers={workers}")
+        process = start(recipe, *ENDLESS, "data.num_workers=2")
         wait_until(process, lambda: is_training(recipe))
         process.send_signal(signal.SIGUSR1)
         assert finish(process).returncode == 75
@@ -169,8 +167,9 @@ class TestRestarts:
 
 
 class TestStalls:
-    TIMEOUT = "parallel.stall_timeout=4 seconds"
+    TIMEOUT = "parallel.stall_timeout=8 seconds"
 
+    @pytest.mark.alone
     @pytest.mark.parametrize(("rank", "world_size"), [(0, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
     def test_a_stopped_rank_is_told_of_and_ends_with_the_others(self, tmp_path, rank, world_size):
         recipe = write_tiny_run(tmp_path, training={"global_batch_size": 12})
@@ -179,10 +178,10 @@ class TestStalls:
         )
         wait_until(process, lambda: is_training(recipe, 3))
         ranks, before = forked_ranks(process), time.monotonic()
-        ended = finish(process, 60)
+        ended = finish(process)
         assert ended.returncode == 1
-        assert time.monotonic() - before < 25, "nobody waits for the stopped one"
-        assert "error: no rank has made any progress for 4 seconds" in ended.stderr
+        assert time.monotonic() - before < 60, "nobody waits for the stopped one"
+        assert "error: no rank has made any progress for 8 seconds" in ended.stderr
         told = {int(line.split()[1]): line for line in ended.stderr.splitlines() if " since its last progress" in line}
         assert told.keys() == set(range(world_size))
         for other, line in told.items():

@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers import warm
 from tests.helpers.processes import ROOT, finish, run, start
+from tests.helpers.turns import once
 from trainer.cli import main
 
 BIN = Path(sys.executable).parent
@@ -147,12 +148,16 @@ def losses(folder: Path) -> list[float]:
 @pytest.fixture(scope="session")
 def one_process(tmp_path_factory) -> list[float]:
     """The losses of the recipe on one process."""
-    folder = tmp_path_factory.mktemp("one") / "run"
-    ended = finish(warm.start(["run", RECIPE, *overrides(folder)]))
-    assert ended.returncode == 0, ended.stderr
-    assert metrics(folder)[0]["run"]["world_size"] == 1
-    assert len(losses(folder)) == 3
-    return losses(folder)
+
+    def train() -> list[float]:
+        folder = tmp_path_factory.mktemp("one") / "run"
+        ended = finish(warm.start(["run", RECIPE, *overrides(folder)]))
+        assert ended.returncode == 0, ended.stderr
+        assert metrics(folder)[0]["run"]["world_size"] == 1
+        assert len(losses(folder)) == 3
+        return losses(folder)
+
+    return once("launchers: one process", train)
 
 
 def launch(case: Case, folder: Path, *more: str, path: str, recipe: Path = RECIPE, steps: int = 3) -> list[int]:
@@ -167,13 +172,12 @@ def launch(case: Case, folder: Path, *more: str, path: str, recipe: Path = RECIP
         )
         for command, variables in zip(case.commands, case.variables, strict=True)
     ]
-    ended = [finish(process, 240) for process in started]
+    ended = [finish(process) for process in started]
     for process in ended:
         print(process.stdout, process.stderr, sep="\n")
     return [process.returncode for process in ended]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES if n not in BARE]
 )
@@ -189,7 +193,6 @@ def test_two_ranks_learn_what_one_process_learns(name, one_process, tmp_path):
     assert (folder / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("processes", "words"),
     [
@@ -199,7 +202,7 @@ def test_two_ranks_learn_what_one_process_learns(name, one_process, tmp_path):
 )
 def test_tensor_ranks_run_the_sample(processes, words, one_process, tmp_path):
     folder = tmp_path / "run"
-    ended = finish(warm.start(["run", RECIPE, *overrides(folder, *words), "--processes", processes]), 240)
+    ended = finish(warm.start(["run", RECIPE, *overrides(folder, *words), "--processes", processes]))
     assert ended.returncode == 0, ended.stderr
     assert losses(folder) == pytest.approx(one_process, rel=LOSS_TOLERANCE)
     placements = {group["placement"] for group in metrics(folder)[0]["run"]["parameters"]}
@@ -215,7 +218,6 @@ def test_every_file_of_launchers_is_started_by_a_test():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_batch_job_that_was_stopped_is_queued_again(tmp_path):
     """By the script that `trainer launch-script` writes"""
     file, folder = tmp_path / "job's script", tmp_path / "the run"
@@ -223,13 +225,12 @@ def test_a_batch_job_that_was_stopped_is_queued_again(tmp_path):
     assert main(["launch-script", *words, "--on", "slurm", "--nodes", "1", "--gpus", "2", "-o", str(file)]) == 0
     variables = SLURM_TASK | {"MASTER_PORT": free_port(), "SLURM_TASK_PID": "1", "PROGRAM_FOLDER": str(tmp_path)}
     variables |= {"PATH": programs(tmp_path / "bin"), "SLURM_CPUS_PER_TASK": "1"}
-    assert run(["bash", file], 240, **variables).returncode == 75
+    assert run(["bash", file], **variables).returncode == 75
     assert (tmp_path / "requeued").read_text() == "requeue 1234\n"
     assert [line["step"] for line in metrics(folder) if "loss" in line] == [1, 2]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_flag_of_accelerate_that_contradicts_the_recipe_is_refused(tmp_path):
     flags = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--main_process_port", free_port()]
     ended = run([*ACCELERATE, *flags, *MODULE, RECIPE, *overrides(tmp_path / "run")])
@@ -239,7 +240,6 @@ def test_a_flag_of_accelerate_that_contradicts_the_recipe_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.timeout(300)
 def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(tmp_path):
     ended = run([sys.executable, *MODULE, RECIPE, *overrides(tmp_path / "run"), "--processes", "5"])
     assert ended.returncode == 2
@@ -248,7 +248,6 @@ def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_bare_ranks_end_without_a_crash(tmp_path):
     """Gloo used to abort one interpreter in five at its exit (SIGABRT), after all work was done."""
     case = Case("variables", [[sys.executable, *MODULE]] * 2, [RANK | {"RANK": r, "LOCAL_RANK": r} for r in "01"])

@@ -19,7 +19,6 @@ COLUMNS = {"sst2": ("sentence", "dev"), "trec": ("question", "test")}
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not DATA.is_dir(), reason="SST-2 and TREC are not at hand"),
 ]
 

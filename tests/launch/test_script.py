@@ -312,7 +312,7 @@ def test_the_script_of_a_pod_hands_signals_and_exit_codes_on(fate, signals, code
         time.sleep(0.1)  # the second trap is set
         pod.send_signal(signal.SIGTERM)
     try:
-        assert finish(pod, 30).returncode == code
+        assert finish(pod).returncode == code
     finally:
         kill(pod)  # what it left goes with a container by itself
     expected = {f"{4 + local} {local} 6 2 m:29500 run recipe a b" for local in (0, 1)}

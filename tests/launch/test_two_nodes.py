@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,13 +23,13 @@ import yaml
 from tests.helpers import processes, warm
 from tests.helpers.nodes import Node, closed, problem, two_nodes
 from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.turns import once
 from tests.launch.test_launchers import free_port
 from trainer.observe.heartbeat import read_statuses
 from trainer.observe.metrics_file import Metrics, read_metrics
 
 WHY_NOT = problem()
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "there are nodes"),
 ]
 
@@ -68,7 +69,7 @@ def start(
     ]
 
 
-def finish(ranks: Sequence[warm.WarmProcess], seconds: float = 120.0) -> list[tuple[int | None, str]]:
+def finish(ranks: Sequence[warm.WarmProcess], seconds: float = 240.0) -> list[tuple[int | None, str]]:
     """The exit codes and what was written to stderr."""
     ended = []
     try:
@@ -86,12 +87,17 @@ def numbers(recipe: Path) -> Metrics:
     return read_metrics(recipe.parent / "run" / "metrics.jsonl")
 
 
+def on_one_process(folder: Path, **training: Any) -> Metrics:
+    """Trains on one process."""
+    recipe = write_tiny_run(folder, training=training)
+    assert finish([warm.start(["run", recipe])])[0][0] == 0
+    return numbers(recipe)
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     """What the recipe learns on one process."""
-    recipe = write_tiny_run(tmp_path_factory.mktemp("one"))
-    assert finish([warm.start(["run", recipe])])[0][0] == 0
-    return numbers(recipe)
+    return once("nodes: one process", lambda: on_one_process(tmp_path_factory.mktemp("one")))
 
 
 def assert_same(recipe: Path, whole: Metrics) -> None:
@@ -125,7 +131,7 @@ def two_ranks(
         *start(nodes[0], 0, recipe, *overrides, world_size=2),
         *start(nodes[1], 1, recipe, *overrides, *more, world_size=2, **(variables or {})),
     ]
-    return finish(ranks, 60)
+    return finish(ranks)
 
 
 SHORT = "parallel.join_timeout=4 seconds"
@@ -217,9 +223,7 @@ LONG = 40  # steps: enough to be disturbed
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     """What so many steps learn on one process."""
-    recipe = write_tiny_run(tmp_path_factory.mktemp("undisturbed"), training={"max_steps": LONG})
-    assert finish([warm.start(["run", recipe])])[0][0] == 0
-    return numbers(recipe)
+    return once("nodes: undisturbed", lambda: on_one_process(tmp_path_factory.mktemp("undisturbed"), max_steps=LONG))
 
 
 class TestTorchrunHandsOutTheRanks:
@@ -239,7 +243,7 @@ class TestTorchrunHandsOutTheRanks:
             processes.kill(process)
 
     def finish(self, started: Sequence[subprocess.Popen[str]]) -> None:
-        ended = [processes.finish(process, 150) for process in started]
+        ended = [processes.finish(process) for process in started]
         print(*(process.stdout + process.stderr for process in ended), sep="\n")
         assert [process.returncode for process in ended] == [0, 0]
 
@@ -293,7 +297,7 @@ def test_pods_learn_what_one_process_learns(nodes, one_process, tmp_path):
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240
     while not any(status.step >= step for status in read_statuses(folder).values()):
         assert time.monotonic() < end, "the run has not come that far"
         time.sleep(0.05)

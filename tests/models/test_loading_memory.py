@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, BertForSequenceClassification
@@ -108,6 +109,7 @@ def read_by_rank(folder: str) -> Reading:
     )
 
 
+@pytest.mark.alone
 @needs_peak
 def test_a_rank_of_four_never_holds_the_whole_model(ranks: RankPools, tmp_path):
     model = BertForSequenceClassification(AutoConfig.for_model(**LARGE_BERT, num_labels=3))

@@ -4,6 +4,7 @@ import torch
 from trainer.observe.memory import peak_memory_bytes
 
 
+@pytest.mark.alone
 def test_the_peak_of_a_process_holds_what_it_allocated():
     before = peak_memory_bytes(torch.device("cpu"))
     assert before > 20 << 20  # torch alone is larger: the unit is bytes

@@ -119,6 +119,7 @@ def test_its_process_is_gone_after_the_end(tmp_path):
     core.wait(10)
 
 
+@pytest.mark.alone
 def test_its_process_dies_in_the_middle_and_the_training_goes_on(tmp_path):
     notes: list[str] = []
     tracker = Tracker(WandbService(None), notes.append)
@@ -136,6 +137,7 @@ def test_its_process_dies_in_the_middle_and_the_training_goes_on(tmp_path):
     assert all(note.startswith("W&B") for note in notes)
 
 
+@pytest.mark.alone
 def test_its_process_does_not_outlive_a_run_that_is_killed(tmp_path):
     code = (
         "import os, sys, psutil; from pathlib import Path\n"
@@ -148,10 +150,10 @@ def test_its_process_does_not_outlive_a_run_that_is_killed(tmp_path):
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     variables = environment(WANDB_MODE="offline", HOME=str(tmp_path))
-    done = subprocess.run(command, cwd=ROOT, env=variables, timeout=50, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=variables, timeout=240, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL
     pid = int(done.stdout)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "wandb-core is left behind"
         time.sleep(0.1)

@@ -29,8 +29,7 @@ from trainer.training.exporting import export
 STEPS = 3
 EXTRAS = [
     {},
-    pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
-    pytest.param({"activation_checkpointing": "full"}, marks=pytest.mark.slow),
+    pytest.param({"precision": "bf16", "activation_checkpointing": "full"}, marks=pytest.mark.slow),
 ]
 
 
