@@ -648,7 +648,7 @@ _ENGINE = [
         "engine/native.py",
         "future.value()[0])",
         "future.value()[0] * 2)",
-        _parity("ddp-2ranks-fp32-accumulated"),
+        _parity("ddp-2ranks-fp32-accumulated-dropout"),
     ),
     Defect(
         "sharded_gradient_halved",
@@ -656,7 +656,7 @@ _ENGINE = [
         "engine/sharded.py",
         "module.set_gradient_divide_factor(1.0)",
         "module.set_gradient_divide_factor(2.0)",
-        _parity("fsdp-2ranks-fp32-recompute_selective"),
+        _parity("fsdp-2ranks-fp32-accumulated-dropout"),
     ),
     Defect(
         "zero_gradient_averaged",
@@ -664,7 +664,7 @@ _ENGINE = [
         "engine/zero.py",
         'loss * taint * self._mesh.size("dp")',
         "loss * taint",
-        _parity("zero2-2ranks-fp32-accumulated"),
+        _parity("zero2-3ranks-fp32-accumulated-recompute_full"),
     ),
     Defect(
         "mean_of_means_over_microbatches",
@@ -688,7 +688,7 @@ _ENGINE = [
         "engine/forward.py",
         "MicrobatchKey(self._step, microbatch.rows)",
         'MicrobatchKey(self._step, microbatch.rows + 1000 * self._mesh.index("dp"))',
-        _parity("ddp-2ranks-fp32-recompute_selective-dropout"),
+        _parity("ddp-2ranks-fp32-accumulated-dropout"),
     ),
     Defect(
         "filler_is_trained",
@@ -752,7 +752,7 @@ _ENGINE = [
         "engine/native.py",
         "factor / scale)",
         "factor)",
-        _parity("ddp-2ranks-fp16-accumulated-recompute_full"),
+        _parity("ddp-4ranks-fp16-recompute_full"),
     ),
     Defect(
         "loss_scale_grows_after_an_overflow",
@@ -1028,7 +1028,7 @@ _LAUNCH = [
         "launch/local.py",
         "if error.exit_code != ExitCode.FAILED or stop.signal is not None:",
         "if stop.signal is not None:",
-        ("launch/test_faults.py::TestRestarts::test_what_is_no_crash_is_not_restarted[nan-3]",),
+        ("launch/test_faults.py::TestBadSteps::test_end_the_run_where_none_is_allowed_without_a_restart[ddp]",),
     ),
     Defect(
         "exit_code_of_the_ranks_lost",
