@@ -45,7 +45,8 @@ def properties(index: int) -> Any:
     )
 
 
-def test_gpus_and_which_are_not_peers():
+def test_gpus_and_which_are_not_peers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(asking, "driver_cuda", lambda: (12, 8))
     torch = torch_of(
         cuda="12.8",
         init=lambda: None,
@@ -53,7 +54,7 @@ def test_gpus_and_which_are_not_peers():
         get_device_properties=properties,
         can_device_access_peer=lambda one, other: (one, other) != (0, 2),
     )
-    facts = asking.gpu_facts(torch, (12, 8))
+    facts = asking.gpu_facts(torch)
     assert [gpu.bf16 for gpu in facts.gpus] == [True, False, False]
     assert [gpu.uuid for gpu in facts.gpus] == ["aa-0", "aa-1", "aa-2"]
     assert facts.gpus[0].capability == (9, 0)
@@ -64,16 +65,18 @@ def test_gpus_and_which_are_not_peers():
 
 def test_gpus_of_amd_have_another_name():
     torch = torch_of(hip="6.4", init=lambda: None, device_count=lambda: 1, get_device_properties=properties)
-    (gpu,) = asking.gpu_facts(torch, None).gpus
+    (gpu,) = asking.gpu_facts(torch).gpus
     assert (gpu.architecture, gpu.bf16) == ("gfx942", True)
 
 
-def test_cuda_that_does_not_start():
+def test_cuda_that_does_not_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(asking, "driver_cuda", lambda: None)
+
     def fail() -> None:
         raise RuntimeError("Found no NVIDIA driver on your system.\nPlease check that ...")
 
-    assert asking.gpu_facts(torch_of(), None) == GpuFacts()
-    assert asking.gpu_facts(torch_of(cuda="12.8", init=fail), None) == GpuFacts(
+    assert asking.gpu_facts(torch_of()) == GpuFacts()
+    assert asking.gpu_facts(torch_of(cuda="12.8", init=fail)) == GpuFacts(
         error="RuntimeError: Found no NVIDIA driver on your system."
     )
 

@@ -23,7 +23,7 @@ CHECKS = (building.deepspeed, building.operations, building.build_folder)
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     """Whether the package is installed, to be changed by a test."""
     package = {"is installed": True}
-    monkeypatch.setattr(building, "_is_installed", lambda: package["is installed"])
+    monkeypatch.setattr(building, "installed", lambda name: "0.19.8" if package["is installed"] else None)
     return package
 
 

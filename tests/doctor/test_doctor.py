@@ -66,5 +66,5 @@ def test_this_machine_has_no_problem():
     assert found["torch"].startswith(torch.__version__)
     assert found["deepspeed"] == version("deepspeed")
     assert "built at installation" in found["operations"]
-    assert found["gloo"].startswith("two processes met on ")
+    assert found["gloo"].startswith("two processes connected on ")
     assert found["recipe"].startswith("bert_sample: ddp, ")

@@ -51,8 +51,8 @@ def test_a_package_that_is_missing_is_a_line():
         "print(*showing.lines(examining.examine(at, checks=checks), 200), sep='\\n')"
     )
     shown = run([sys.executable, "-c", code], 60).stdout
-    assert "not looked at: import of psutil halted; None in sys.modules" in shown
-    assert re.search(r"dependencies .*not looked at: .*packaging", shown)
+    assert "not checked: import of psutil halted; None in sys.modules" in shown
+    assert re.search(r"dependencies .*not checked: .*packaging", shown)
 
 
 def test_a_check_that_hangs_is_a_line():
@@ -78,8 +78,8 @@ def test_one_cause_is_one_problem():
     found = {result.name: result for result in examine(without_torch()) if result.group in ("gpus", "deepspeed")}
     (torch,) = (result for result in examine(without_torch()) if result.name == "torch")
     assert (torch.status, torch.value) == ("problem", "ImportError: no torch")
-    assert {result.value for result in found.values()} == {"not looked at"}
-    assert {result.remedy for result in found.values()} == {"see to the line of torch first"}
+    assert {result.value for result in found.values()} == {"not checked"}
+    assert {result.remedy for result in found.values()} == {"fix the check `torch` first"}
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.group}: {check.name}")

@@ -63,7 +63,7 @@ def test_little_room(free: dict[str, int], tmp_path: Path):
     free["bytes"] = GIB // 2
     finding = folders.folder(tmp_path, "set HF_HOME", is_needed=True)
     assert (finding.status, finding.value) == ("warning", f"{tmp_path}, 512 MiB free")
-    assert finding.remedy == "make room, or set HF_HOME"
+    assert finding.remedy == "free some space, or set HF_HOME"
 
 
 def test_the_cache_of_data(tmp_path: Path):

@@ -108,7 +108,7 @@ def test_code_runs_on_the_gpus_that_cuda_says(tmp_path: Path, capability, archit
 def test_a_gpu_that_torch_was_not_compiled_for(tmp_path: Path):
     status, value = answers(gpus.gpus, machine(tmp_path, CUDA, GpuFacts((H100, T4))))
     assert status == "problem"
-    assert value.endswith("; torch holds no code for GPU 1 (sm_75), only for sm_80 sm_90 compute_90")
+    assert value.endswith("; torch has no code for GPU 1 (sm_75), only for sm_80 sm_90 compute_90")
     other = GpuFacts((gpus.Gpu("AMD", "", (11, 0), "gfx1100", 2**34, True),))
     assert answers(gpus.gpus, machine(tmp_path, ROCM, other))[0] == "problem"
 
@@ -188,7 +188,7 @@ def answer_with(folder: Path, script: str) -> None:
     [
         ("echo 'GPU-aa-01, 79000'", "ok", "free: 77.1 GiB on GPU 0"),
         ("echo 'GPU-aa-01, 900'", "warning", "free: 900 MiB on GPU 0"),
-        ("echo 'MIG-bb, 900'", "ok", "not known: nvidia-smi names other GPUs"),
+        ("echo 'MIG-bb, 900'", "ok", "unknown: nvidia-smi names other GPUs"),
         ("echo 'Unable to determine the device handle' >&2; exit 15", "problem", "nvidia-smi failed: Unable to"),
         ("exit 9", "problem", "nvidia-smi failed: exit code 9"),
         ("exec sleep 9", "problem", "nvidia-smi did not answer within 0 s"),
@@ -204,14 +204,14 @@ def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: st
 
 def test_free_memory_is_asked_of_nobody_where_there_is_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(subprocess, "run", None)
-    assert answers(gpus.gpu_memory, machine(tmp_path, CUDA, NEW)) == ("ok", "not known: there is no nvidia-smi")
+    assert answers(gpus.gpu_memory, machine(tmp_path, CUDA, NEW)) == ("ok", "unknown: there is no nvidia-smi")
     assert answers(gpus.gpu_memory, machine(tmp_path)) == ("ok", "no GPU in use")
 
 
 def test_peers(tmp_path: Path):
     pair = GpuFacts((H100, H100))
-    assert answers(gpus.peers, machine(tmp_path)) == ("ok", "no two GPUs")
-    assert answers(gpus.peers, machine(tmp_path, CUDA, pair)) == ("ok", "every GPU reads every other's memory")
+    assert answers(gpus.peers, machine(tmp_path)) == ("ok", "fewer than two GPUs")
+    assert answers(gpus.peers, machine(tmp_path, CUDA, pair)) == ("ok", "between all GPUs")
     apart = GpuFacts((H100, H100), without_peers=((0, 1),))
     assert "not between GPUs 0-1" in answers(gpus.peers, machine(tmp_path, CUDA, apart))[1]
 
@@ -228,7 +228,7 @@ def test_nccl(tmp_path: Path):
 @pytest.mark.parametrize(
     ("facts", "status", "value"),
     [
-        (ExerciseFacts(nccl_seconds=1.234), "ok", "every GPU computes; a sum over all of them by NCCL took 1.23 s"),
+        (ExerciseFacts(nccl_seconds=1.234), "ok", "every GPU computes; a sum over all GPUs by NCCL took 1.23 s"),
         (ExerciseFacts(errors=((1, "RuntimeError: no kernel image"),)), "problem", "GPU 1: RuntimeError: no kernel"),
         (ExerciseFacts(errors=((0, "OutOfMemoryError: CUDA out of memory"),)), "warning", "GPU 0: OutOfMemory"),
         (ExerciseFacts(errors=((0, "E: busy or unavailable"), (1, "E: x"))), "problem", "GPU 0: E: busy"),

@@ -52,12 +52,12 @@ def test_interfaces_that_are_up_are_shown(interfaces):
 
 
 def test_gloo_on_an_address_of_the_network(interfaces):
-    value = "two processes met on 10.0.0.7, by the host's name, node0, in 0.03 s"
+    value = "two processes connected on 10.0.0.7, by the host's name, node0, in 0.03 s"
     assert answers(network.gloo, machine()) == ("ok", value)
-    value = "two processes met on 10.0.0.7, by GLOO_SOCKET_IFNAME=eth0, in 0.03 s"
+    value = "two processes connected on 10.0.0.7, by GLOO_SOCKET_IFNAME=eth0, in 0.03 s"
     assert answers(network.gloo, machine(GLOO_SOCKET_IFNAME="eth0")) == ("ok", value)
     unseen = machine(Path(), GlooFacts(0.03, ()))
-    assert answers(network.gloo, unseen)[1].startswith("two processes met on an address that is not to be seen")
+    assert answers(network.gloo, unseen)[1].startswith("two processes connected on an unknown address")
 
 
 @pytest.mark.parametrize("address", ["127.0.1.1", "::1", "::ffff:127.0.0.1"])
@@ -65,7 +65,7 @@ def test_gloo_on_the_loopback_is_for_this_machine(interfaces, address: str):
     alone = GlooFacts(0.03, (address,))
     status, value = answers(network.gloo, machine(Path(), alone))
     assert status == "ok"
-    assert value.endswith("; of several machines, a run takes the interface that leads to where they meet")
+    assert value.endswith("; on several machines, a run uses the interface with the route to the rendezvous")
     del interfaces["eth0"]
     assert answers(network.gloo, machine(Path(), alone))[0] == "ok", "the line of interfaces says it"
 
@@ -74,7 +74,7 @@ def test_gloo_that_does_not_work(interfaces):
     status, value = answers(network.gloo, machine(GLOO_SOCKET_IFNAME="eth0,ib0"))
     assert (status, value) == ("problem", "GLOO_SOCKET_IFNAME names ib0, but the interfaces are lo, eth0")
     apart = machine(Path(), ProbeError("RuntimeError: timed out", GlooFacts))
-    value = "two processes of this machine did not meet: RuntimeError: timed out"
+    value = "two processes of this machine could not connect: RuntimeError: timed out"
     assert answers(network.gloo, apart) == ("problem", value)
     assert "one of lo, eth0;" in str(network.gloo(apart).remedy)
     interfaces.clear()
@@ -112,7 +112,7 @@ def test_the_interfaces_of_nccl(interfaces):
     assert at(NCCL_SOCKET_IFNAME="lo")[0] == "warning"
     interfaces |= {"br-12": ["172.18.0.1"]}
     interfaces["eth0"] = interfaces.pop("eth0")
-    assert at() == ("warning", "br-12, eth0; br-12 leads to no other machine")
+    assert at() == ("warning", "br-12, eth0; br-12 does not reach other machines")
 
 
 IB = {
@@ -125,7 +125,7 @@ IB = {
 @pytest.mark.parametrize(
     ("files", "environ", "status", "value"),
     [
-        ({}, {}, "ok", "none: several machines talk over sockets"),
+        ({}, {}, "ok", "none: several machines communicate over sockets"),
         (IB, {}, "ok", "mlx5_0 active, mlx5_1 down"),
         (IB, {"NCCL_IB_HCA": "mlx5_0:1,mlx5_2"}, "ok", "mlx5_0 active, mlx5_1 down"),
         (IB, {"NCCL_IB_HCA": "^mlx5_9"}, "ok", "mlx5_0 active, mlx5_1 down"),
@@ -182,7 +182,7 @@ def test_a_hub_that_answers(site):
     finding = answers(network.hub, machine(HF_ENDPOINT=endpoint))
     assert finding == (
         "warning",
-        f"{endpoint} cannot be used (it answers 403): only what is in the cache can be loaded",
+        f"{endpoint} cannot be used (it answers 403): only files in the cache can be loaded",
     )
 
 
@@ -192,10 +192,10 @@ def test_a_hub_that_is_not_reached_is_no_problem(endpoint: str):
     local = machine(HF_ENDPOINT=endpoint, recipe="bert_sample")
     status, value = answers(network.hub, local)
     assert status == "ok"
-    assert value.endswith("; the recipe needs nothing from it")
+    assert value.endswith("; the recipe needs no file from it")
     status, value = answers(network.hub, machine(HF_ENDPOINT=endpoint, recipe="bert_base_mrpc"))
     assert status == "warning"
-    assert value.endswith("of which the recipe names google-bert/bert-base-uncased and nyu-mll/glue")
+    assert value.endswith("; the recipe names google-bert/bert-base-uncased and nyu-mll/glue")
 
 
 @pytest.mark.alone
@@ -213,4 +213,4 @@ def test_a_hub_that_keeps_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 def test_offline_by_choice_asks_nobody(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(network, "_head", None)
     status, value = answers(network.hub, machine(**{name: "1"}))
-    assert (status, value.split(";")[0]) == ("ok", f"not asked: {name} is set")
+    assert (status, value.split(";")[0]) == ("ok", f"not checked: {name} is set")

@@ -29,9 +29,9 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_NTASKS"
         ({"ACCELERATE_USE_CPU": "True"}, "ok", "accelerate launch --cpu, which starts one process"),
         ({"RANK": "0"}, "problem", "RANK set, but LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE not"),
         (RANKS | {"RANK": "9"}, "problem", "RANK must be below WORLD_SIZE, which is 4, but is 9"),
-        (SLURM, "warning", "none, in an allocation of Slurm of 2 machines"),
+        (SLURM, "warning", "none, in a Slurm allocation of 2 machines"),
         (SLURM | {"SLURM_NNODES": "1"}, "ok", "none: `trainer run` starts its own ranks"),
-        (SLURM | {"SLURM_PROCID": "0", "SLURM_TASK_PID": "5"}, "warning", "a batch script of Slurm of 4 tasks"),
+        (SLURM | {"SLURM_PROCID": "0", "SLURM_TASK_PID": "5"}, "warning", "a Slurm batch script of 4 tasks"),
         # two machines: rank 3 is on the second one, where the loopback leads nowhere
         (RANKS | {"LOCAL_WORLD_SIZE": "2"}, "problem", "rank 3 of 4, started by variables, to meet at 127.0.0.1:29500"),
         (RANKS | {"LOCAL_WORLD_SIZE": "2", "RANK": "1"}, "ok", "rank 1 of 4, started by variables"),
@@ -44,26 +44,25 @@ def test_the_launcher(environ: dict[str, str], status: str, value: str):
 
 
 def test_a_meeting_place_that_means_nothing(monkeypatch: pytest.MonkeyPatch):
-    def unknown(host: str) -> bool:
+    def unknown(host: str, port: None) -> None:
         raise OSError(-2, "Name or service not known")
 
-    monkeypatch.setattr(starting, "is_loopback_name", unknown)
+    monkeypatch.setattr(starting.socket, "getaddrinfo", unknown)
     status, value = answers(starting.launcher, machine(**RANKS | {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}))
     assert status == "problem"
-    assert value.endswith("node0:29500, which means no address (Name or service not known)")
+    assert value.endswith("node0:29500, which does not resolve (Name or service not known)")
 
 
 @pytest.mark.parametrize(
     ("text", "recipe", "status", "value"),
     [
-        (None, None, "ok", "none: `accelerate launch` has its defaults"),
+        (None, None, "ok", "none: `accelerate launch` uses its defaults"),
         ("distributed_type: MULTI_GPU\nmixed_precision: 'no'\n", None, "ok", "FILE contradicts no recipe"),
         (
             "distributed_type: FSDP\nmixed_precision: fp16\ndynamo_config: {dynamo_backend: INDUCTOR}\n",
             None,
             "warning",
-            "FILE says mixed_precision fp16, dynamo_backend inductor, use_fsdp true: a recipe that says otherwise is"
-            " refused",
+            "FILE sets mixed_precision fp16, dynamo_backend inductor, use_fsdp true: a recipe that differs is refused",
         ),
         (
             "mixed_precision: fp16",
@@ -78,8 +77,8 @@ def test_a_meeting_place_that_means_nothing(monkeypatch: pytest.MonkeyPatch):
             "warning",
             "`parallel.strategy` is fsdp, but `accelerate launch` was told --use_deepspeed by FILE",
         ),
-        ("- a\n- list", None, "warning", "FILE is not what accelerate writes (AttributeError)"),
-        ("{", None, "warning", "FILE is not what accelerate writes (ParserError)"),
+        ("- a\n- list", None, "warning", "FILE is not a configuration of accelerate (AttributeError)"),
+        ("{", None, "warning", "FILE is not a configuration of accelerate (ParserError)"),
     ],
 )
 def test_the_configuration_of_accelerate(tmp_path: Path, text: str | None, recipe: str | None, status: str, value: str):

@@ -1,6 +1,6 @@
-"""Inside the probe's process: asks torch, CUDA, gloo and deepspeed. No other module of the room imports them.
+"""The questions of the probe to torch, CUDA, gloo and deepspeed. No other module of the package imports them.
 
-Runs in a fork, so that a driver that hangs or a library that aborts ends nothing but this process.
+They run in a forked process, so a driver that hangs or a library that aborts ends only this process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,10 +27,10 @@ _GLOO_SECONDS = 8.0
 
 
 def answer(connection: Connection, kinds: tuple[type[Facts], ...], seconds: float) -> None:
-    """Sends the facts of each kind, or the error that stands for them, as they come; never longer than `seconds`."""
+    """Send the facts of each kind, or its error, one after the other; end after `seconds`."""
     os.setsid()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, seconds)  # also where the parent is killed
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # also if the parent is killed
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
@@ -46,15 +47,8 @@ def _one_line(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip().split("\n")[0]
 
 
-def ask_torch() -> TorchFacts:
-    """The build of torch."""
-    import torch
-
-    return torch_facts(torch)
-
-
 def torch_facts(torch: Any) -> TorchFacts:
-    """The build of a torch that was imported."""
+    """Return the build of the imported torch."""
     is_cuda = torch.version.cuda is not None
     on_gpus = is_cuda or torch.version.hip is not None
     has_nccl = on_gpus and torch.distributed.is_available() and torch.distributed.is_nccl_available()
@@ -68,7 +62,7 @@ def torch_facts(torch: Any) -> TorchFacts:
 
 
 def ask_gloo() -> GlooFacts:
-    """Sums a number over two processes, as a training does; must come before CUDA is used, which survives no fork."""
+    """Sum a number over two processes, as a training does; must run before CUDA starts, which does not allow a fork."""
     import torch
     import torch.distributed as dist
 
@@ -83,13 +77,7 @@ def ask_gloo() -> GlooFacts:
             os.write(write, store.port.to_bytes(2, "big"))
         else:
             store = meet(int.from_bytes(os.read(read, 2), "big"))
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=0 if other else 1,
-            world_size=2,
-            timeout=limit,
-        )
+        dist.init_process_group("gloo", store=store, rank=0 if other else 1, world_size=2, timeout=limit)
         number = torch.tensor([3.0 if other else 4.0])
         dist.all_reduce(number)
         if number.item() != 7.0:
@@ -106,7 +94,7 @@ def ask_gloo() -> GlooFacts:
 
 
 def _addresses(store_port: int) -> tuple[str, ...]:
-    """The local addresses of this process's connections, but for those to the store."""
+    """Return the local addresses of this process's connections, except those to the store."""
     import psutil
 
     found = {
@@ -117,15 +105,8 @@ def _addresses(store_port: int) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def ask_gpus() -> GpuFacts:
-    """The GPUs; takes no memory on them."""
-    import torch
-
-    return gpu_facts(torch, driver_cuda() if torch.version.cuda else None)
-
-
 def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA version that the driver's library runs (cuDriverGetVersion); None where there is no library."""
+    """Return the newest CUDA version of the driver's library (cuDriverGetVersion); None without a library."""
     try:
         driver = ctypes.CDLL("libcuda.so.1" if sys.platform == "linux" else "libcuda.dylib")
     except OSError:
@@ -136,10 +117,11 @@ def driver_cuda() -> tuple[int, int] | None:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def gpu_facts(torch: Any, driver: tuple[int, int] | None) -> GpuFacts:
-    """The GPUs of a torch that was imported."""
+def gpu_facts(torch: Any) -> GpuFacts:
+    """Return the GPUs of the imported torch; uses no GPU memory."""
     if torch.version.cuda is None and torch.version.hip is None:
         return GpuFacts()
+    driver = driver_cuda() if torch.version.cuda else None
     try:
         torch.cuda.init()
     except Exception as error:
@@ -170,15 +152,8 @@ def _gpu(torch: Any, index: int) -> Gpu:
     )
 
 
-def ask_exercise() -> ExerciseFacts:
-    """Computes on every GPU, then sums over all of them by NCCL."""
-    import torch
-
-    return exercise(torch)
-
-
 def exercise(torch: Any) -> ExerciseFacts:
-    """Uses the GPUs of a torch that was imported."""
+    """Compute on every GPU of the imported torch, then sum over all GPUs by NCCL."""
     number = torch.cuda.device_count()
     errors, ones = [], []
     for index in range(number):
@@ -202,15 +177,15 @@ def exercise(torch: Any) -> ExerciseFacts:
 
 
 def ask_deepspeed() -> DeepSpeedFacts:
-    """Imports DeepSpeed, which does not go without saying."""
+    """Import DeepSpeed."""
     package = import_deepspeed()
     return DeepSpeedFacts(package.__version__, tuple(sorted(prebuilt_operations(package))), str(build_root()))
 
 
 _ASKERS: Mapping[type[Facts], Callable[[], Facts]] = {
-    TorchFacts: ask_torch,
+    TorchFacts: lambda: torch_facts(import_module("torch")),
     GlooFacts: ask_gloo,
-    GpuFacts: ask_gpus,
-    ExerciseFacts: ask_exercise,
+    GpuFacts: lambda: gpu_facts(import_module("torch")),
+    ExerciseFacts: lambda: exercise(import_module("torch")),
     DeepSpeedFacts: ask_deepspeed,
 }

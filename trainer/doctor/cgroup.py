@@ -1,4 +1,4 @@
-"""The limits of this process's control group, of version 2 or 1, as a container or a batch system sets them.
+"""Limits of this process's control group, version 2 or 1, as set by a container or a batch system.
 
 Source: the kernel's documentation, admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1.
 """
@@ -14,7 +14,7 @@ _UNLIMITED_BYTES = 1 << 60  # version 1 writes a number near 2**63
 
 
 def num_cores(machine: Machine) -> float | None:
-    """The processor time that it may use, in cores; None without a limit."""
+    """Return the limit of processor time in cores, or None."""
     limits = []
     for text in _values(machine, "cpu.max"):
         quota, _, period = text.partition(" ")
@@ -28,14 +28,14 @@ def num_cores(machine: Machine) -> float | None:
 
 
 def memory_bytes(machine: Machine) -> int | None:
-    """The memory that it may use; None without a limit."""
+    """Return the limit of memory, or None."""
     texts = [*_values(machine, "memory.max"), *_values(machine, "memory.limit_in_bytes", "memory")]
     limits = [int(text) for text in texts if text.isdigit()]
     return min((limit for limit in limits if limit < _UNLIMITED_BYTES), default=None)
 
 
 def num_processes(machine: Machine) -> int | None:
-    """The processes and threads that it may have; None without a limit."""
+    """Return the limit of processes and threads, or None."""
     texts = [*_values(machine, "pids.max"), *_values(machine, "pids.max", "pids")]
     return min((int(text) for text in texts if text.isdigit()), default=None)
 
@@ -47,9 +47,10 @@ def _values(machine: Machine, name: str, controller: str | None = None) -> Itera
 
 
 def _folders(machine: Machine, controller: str | None) -> Iterator[str]:
-    """The group's folder and those above it: each may limit. A controller is of version 1; None is version 2.
+    """Yield the folder of the group and its parents, each of which may set limits.
 
-    In a container the path of its group may lie outside of what is mounted: the mount's own top is then the group.
+    A controller means version 1, None version 2. In a container the path of the group may lie outside of the mount; the
+    top of the mount is then the group.
     """
     for line in (machine.read("/proc/self/cgroup") or "").splitlines():
         number, names, path = line.split(":", 2)

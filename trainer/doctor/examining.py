@@ -1,4 +1,4 @@
-"""Makes the checks, all at once, each within its time; one that fails or hangs is a line like any other."""
+"""Run all checks at once, each with a time limit; a check that fails or hangs gives a line too."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from trainer.recipe.schema import Recipe
 
 _REMEDIES: Mapping[type[Facts], str] = {
-    TorchFacts: "see to what the message names; for a library or a symbol, install torch again",
+    TorchFacts: "fix the error in the message; for a library or a symbol, reinstall torch",
     GpuFacts: "see nvidia-smi and `dmesg | grep -i xid`; restart the driver or the machine",
     ExerciseFacts: "see `dmesg | grep -i xid`; run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1",
 }
-"""What to do where the probe found nothing out, by what it was asked."""
+"""The remedy for a failed question to the probe."""
 
 
 def examine_this_machine(recipe: Recipe | None, processes: int | None, deep: bool) -> list[Result]:
-    """What all checks find here; see `Machine` and `examine`."""
+    """Run all checks on this machine; see `Machine` and `examine`."""
     probe = ProcessProbe(deep)
     try:
         return examine(Machine(os.environ, probe, recipe=recipe, processes=processes), deep)
@@ -35,19 +35,19 @@ def examine_this_machine(recipe: Recipe | None, processes: int | None, deep: boo
 
 
 def examine(machine: Machine, deep: bool = False, checks: Sequence[Check] = CHECKS) -> list[Result]:
-    """What the checks find, in their order.
+    """Run the checks and return their results in order.
 
     Args:
-        machine: to look at.
-        deep: whether those are made, too, that use the GPUs.
-        checks: to make.
+        machine: machine to check.
+        deep: whether to run the checks that use the GPUs.
+        checks: checks to run.
     """
     begun = [_Making(check, machine) for check in checks if deep or not check.deep]
     return [making.result() for making in begun]
 
 
 class _Making:
-    """A check in a thread of its own, which is left behind where it hangs."""
+    """A check in its own thread, which is abandoned if it hangs."""
 
     def __init__(self, check: Check, machine: Machine) -> None:
         self._check = check
@@ -61,16 +61,16 @@ class _Making:
         self._thread.join(max(0.0, self._end - time.monotonic()))
         finding = self._finding or problem(
             f"no answer within {self._check.seconds:.0f} s",
-            "something that it asks the system for hangs: a network drive, a name server, a driver",
+            "a network drive, a name server or a driver hangs: check the system log",
         )
         return Result(self._check.name, self._check.group, finding.status, finding.value, finding.remedy)
 
     def _without_facts(self, error: ProbeError) -> Finding:
-        """One cause is one problem: the check whose question it was has it, the others name that one."""
+        """Report one cause once: the check that asked has the problem, and the others refer to it."""
         if self._check.asks is error.kind:
             return problem(str(error), _REMEDIES[error.kind])
         first = next((check.name for check in CHECKS if check.asks is error.kind), self._check.name)
-        return warning("not looked at", f"see to the line of {first} first")
+        return warning("not checked", f"fix the check `{first}` first")
 
     def _make(self) -> None:
         try:
@@ -78,8 +78,8 @@ class _Making:
         except ProbeError as error:
             self._finding = self._without_facts(error)
         except ImportError as error:
-            self._finding = problem(f"not looked at: {error}", "see to the line of dependencies first")
+            self._finding = problem(f"not checked: {error}", "fix the check `dependencies` first")
         except Exception as error:
             self._finding = problem(
-                f"the check itself failed: {type(error).__name__}: {error}", "this is a fault of trainer: report it"
+                f"the check itself failed: {type(error).__name__}: {error}", "this is a bug of trainer: report it"
             )

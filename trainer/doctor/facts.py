@@ -1,4 +1,4 @@
-"""What the probe finds out: plain records, which are sent from its process and can be made by hand in a test."""
+"""The answers of the probe: plain records, which its process sends and tests build by hand."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ from dataclasses import dataclass
 
 
 class Facts:
-    """What one question to the probe is answered with."""
+    """The answer to one question."""
 
 
 @dataclass(frozen=True)
 class TorchFacts(Facts):
-    """The build of torch; `cuda` and `hip` are versions, None where the build has neither."""
+    """The build of torch; `cuda` and `hip` are versions or None."""
 
     version: str
     cuda: str | None = None
     hip: str | None = None
-    architectures: tuple[str, ...] = ()  # that it was compiled for: sm_90, compute_90, gfx942
+    architectures: tuple[str, ...] = ()  # compiled for: sm_90, compute_90, gfx942
     nccl: str | None = None
 
     @property
     def is_cpu_build(self) -> bool:
-        """Whether it can use no GPU."""
         return self.cuda is None and self.hip is None
 
 
 @dataclass(frozen=True)
 class GlooFacts(Facts):
-    """A sum over two processes of this machine: what it took, and the addresses that gloo listened on."""
+    """The time of a sum over two processes of this machine, and the addresses that gloo used."""
 
     seconds: float
     addresses: tuple[str, ...]
@@ -35,7 +34,7 @@ class GlooFacts(Facts):
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as torch sees it; `architecture` is AMD's name of it (gfx942), None for NVIDIA's."""
+    """One GPU as torch sees it; `architecture` is AMD's name (gfx942) or None."""
 
     name: str
     uuid: str
@@ -47,17 +46,17 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuFacts(Facts):
-    """The GPUs, or why torch cannot use them."""
+    """The GPUs, or the error that torch gives for them."""
 
     gpus: tuple[Gpu, ...] = ()
-    driver_cuda: tuple[int, int] | None = None  # the newest CUDA that the driver can run; None: no driver library
+    driver_cuda: tuple[int, int] | None = None  # newest CUDA of the driver; None: no driver library
     error: str | None = None
-    without_peers: tuple[tuple[int, int], ...] = ()  # pairs that cannot read each other's memory
+    without_peers: tuple[tuple[int, int], ...] = ()  # pairs without peer access
 
 
 @dataclass(frozen=True)
 class ExerciseFacts(Facts):
-    """What came of using the GPUs: an error by GPU, the seconds of a sum over all of them by NCCL, or its error."""
+    """The use of the GPUs: errors by GPU, and the seconds or the error of a sum over all GPUs by NCCL."""
 
     errors: tuple[tuple[int, str], ...] = ()
     nccl_seconds: float | None = None
@@ -66,7 +65,7 @@ class ExerciseFacts(Facts):
 
 @dataclass(frozen=True)
 class DeepSpeedFacts(Facts):
-    """DeepSpeed as it imports here: operations built at its installation, and where others are built."""
+    """The imported DeepSpeed: its prebuilt operations, and the folder that it builds others in."""
 
     version: str
     prebuilt: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What a check answers: one line, and what to do where it is not `ok`."""
+"""The result of a check: one line, and a remedy unless it is `ok`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Finding:
-    """`value` is what was found; `remedy` is None where there is nothing to do."""
+    """The status and the value that a check found; `remedy` is None if the status is `ok`."""
 
     status: Status
     value: str
@@ -22,7 +22,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """A finding with the name and the group of its check: a row of the output, and an object of `--json`."""
+    """A finding with the name and group of its check: a row of the output, and an object of `--json`."""
 
     name: str
     group: str
@@ -32,20 +32,24 @@ class Result:
 
 
 def ok(value: str) -> Finding:
-    """Nothing to do."""
     return Finding("ok", value)
 
 
 def warning(value: str, remedy: str) -> Finding:
-    """Training works, or works for some recipes; something may go wrong or be slow."""
+    """Training works, at least for some recipes, but may fail or be slow."""
     return Finding("warning", value, remedy)
 
 
 def problem(value: str, remedy: str) -> Finding:
-    """Training will fail here, or not do what it was asked for."""
+    """Training fails here, or the recipe cannot run."""
     return Finding("problem", value, remedy)
 
 
+def bad(value: str, remedy: str, is_needed: bool) -> Finding:
+    """A problem if the recipe needs it, else a warning."""
+    return Finding("problem" if is_needed else "warning", value, remedy)
+
+
 def size(num_bytes: float) -> str:
-    """In GiB, or in MiB where that is less than one."""
+    """The size in GiB, or in MiB below 1 GiB."""
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.0f} MiB"

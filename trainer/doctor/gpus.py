@@ -1,4 +1,4 @@
-"""Checks of torch, the driver and the GPUs. A machine without any is in order: it trains on its CPUs."""
+"""Checks of torch, the driver and the GPUs. A machine without a GPU is ok: it trains on its CPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from trainer.doctor.facts import ExerciseFacts, Gpu, GpuFacts, TorchFacts
 from trainer.doctor.finding import Finding, ok, problem, size, warning
@@ -18,12 +18,12 @@ _CPU_ONLY = "none: CPU only"
 
 
 def torch_build(machine: Machine) -> Finding:
-    """The version of torch, and what it was built for: CPU, CUDA or ROCm.
+    """The version of torch and its build: CPU, CUDA or ROCm.
 
-    Warning: the machine has a GPU, but torch is a build for CPUs. Install the build for CUDA or ROCm that
-    https://pytorch.org/get-started/locally names.
+    Warning: the machine has a GPU, but torch is a CPU build. Install the build for CUDA or ROCm from
+    https://pytorch.org/get-started/locally.
 
-    Problem: torch cannot be imported. Install it again.
+    Problem: torch cannot be imported. Reinstall it.
     """
     facts = machine.probe.facts(TorchFacts)
     sign = _sign_of_gpu(machine)
@@ -36,15 +36,14 @@ def torch_build(machine: Machine) -> Finding:
 
 
 def driver(machine: Machine) -> Finding:
-    """NVIDIA's driver, against the CUDA version that torch was built for.
+    """NVIDIA's driver, compared with the CUDA version of torch.
 
-    A driver runs every CUDA of its own major version and of older ones (CUDA Compatibility, "minor version
-    compatibility").
+    A driver supports every CUDA of its own and older major versions ("minor version compatibility").
 
     Problem: it is too old. Update it, or install a torch for an older CUDA.
 
-    Problem: there are GPUs, but no library of the driver. In a container, `NVIDIA_DRIVER_CAPABILITIES` must hold
-    `compute`; elsewhere, install the driver.
+    Problem: there are GPUs, but the library of the driver is missing. In a container,
+    `NVIDIA_DRIVER_CAPABILITIES` must hold `compute`; elsewhere, install the driver.
     """
     torch = machine.probe.facts(TorchFacts)
     if torch.hip is not None:
@@ -58,9 +57,9 @@ def driver(machine: Machine) -> Finding:
             return ok(_CPU_ONLY)
         capabilities = machine.environ.get("NVIDIA_DRIVER_CAPABILITIES")
         if machine.container:
-            said = "not set" if capabilities is None else repr(capabilities)
+            value = "not set" if capabilities is None else repr(capabilities)
             return problem(
-                f"{nodes[0]} is there, but not libcuda.so.1; NVIDIA_DRIVER_CAPABILITIES is {said}",
+                f"{nodes[0]} is there, but not libcuda.so.1; NVIDIA_DRIVER_CAPABILITIES is {value}",
                 "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility and NVIDIA's container toolkit",
             )
         return problem(
@@ -68,7 +67,7 @@ def driver(machine: Machine) -> Finding:
         )
     loaded = re.search(r"Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", machine.read("/proc/driver/nvidia/version") or "")
     named = f"{loaded[1]}, " if loaded else ""
-    wanted = _numbers(torch.cuda)
+    wanted = tuple(map(int, torch.cuda.split(".")[:2]))
     value = f"{named}runs CUDA up to {newest[0]}.{newest[1]}"
     if newest[0] < wanted[0]:
         return problem(
@@ -86,7 +85,7 @@ def gpus(machine: Machine) -> Finding:
     Problem: there are GPUs, but torch cannot use them; torch was not compiled for one of them; or the recipe says
     `bf16` and one has none.
 
-    Warning: some or all are hidden, or a container was started without any (`--gpus all` in Docker, a limit of
+    Warning: some or all are hidden, or a container started without them (`--gpus all` in Docker, a limit of
     `nvidia.com/gpu` in Kubernetes).
     """
     torch = machine.probe.facts(TorchFacts)
@@ -99,7 +98,7 @@ def gpus(machine: Machine) -> Finding:
     for index, gpu in enumerate(facts.gpus):
         if not _is_compiled_for(torch, gpu):
             return problem(
-                f"{value}; torch holds no code for GPU {index} ({_architecture(gpu)}), only for"
+                f"{value}; torch has no code for GPU {index} ({_architecture(gpu)}), only for"
                 f" {' '.join(torch.architectures)}",
                 "install a build of torch that supports the GPU: https://pytorch.org/get-started/locally",
             )
@@ -110,7 +109,7 @@ def gpus(machine: Machine) -> Finding:
         if hidden_by is None:
             return warning(
                 f"{value}; {len(nodes)} devices are there, from {nodes[0]} to {nodes[-1]}",
-                "see what nvidia-smi and dmesg say of the others",
+                "look for the others in the output of nvidia-smi and dmesg",
             )
         value += f"; {hidden_by} hides {len(nodes) - len(facts.gpus)} more"
     return ok(value)
@@ -121,15 +120,15 @@ def gpu_memory(machine: Machine) -> Finding:
 
     Warning: less than half of a GPU's memory is free. End the program that holds it.
 
-    Problem: nvidia-smi fails or does not answer, as where a GPU has fallen off the bus. See `dmesg | grep -i xid`;
-    restart the machine.
+    Problem: nvidia-smi fails or does not answer, for example after a GPU has fallen off the bus. See `dmesg | grep -i
+    xid`; restart the machine.
     """
-    torch = machine.probe.facts(TorchFacts)
-    if torch.is_cpu_build or not (visible := machine.probe.facts(GpuFacts).gpus):
+    visible = machine.gpus
+    if not visible:
         return ok("no GPU in use")
     program = shutil.which("nvidia-smi", path=machine.environ.get("PATH"))
     if program is None:
-        return ok("not known: there is no nvidia-smi")
+        return ok("unknown: there is no nvidia-smi")
     query = [program, "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
     remedy = "see `dmesg | grep -i xid`; restart the machine, or have its GPU replaced"
     try:
@@ -137,35 +136,31 @@ def gpu_memory(machine: Machine) -> Finding:
     except subprocess.TimeoutExpired:
         return problem(f"nvidia-smi did not answer within {_SMI_SECONDS:.0f} s", remedy)
     if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-        return problem(f"nvidia-smi failed: {said[-1]}", remedy)
+        lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+        return problem(f"nvidia-smi failed: {lines[-1]}", remedy)
     free = {uuid.removeprefix("GPU-"): int(mib) * 2**20 for uuid, mib in re.findall(r"(\S+), (\d+)", done.stdout)}
     known = {index: free[gpu.uuid] for index, gpu in enumerate(visible) if gpu.uuid in free}
     if not known:
-        return ok("not known: nvidia-smi names other GPUs")
+        return ok("unknown: nvidia-smi names other GPUs")
     value = "free: " + ", ".join(f"{size(num_bytes)} on GPU {index}" for index, num_bytes in known.items())
     if any(num_bytes < _LITTLE_FREE * visible[index].total_bytes for index, num_bytes in known.items()):
-        return warning(value, "see with nvidia-smi which programs hold the memory, and end them")
+        return warning(value, "end the programs that hold the memory: nvidia-smi lists them")
     return ok(value)
 
 
 def peers(machine: Machine) -> Finding:
-    """Whether GPUs read each other's memory; where they do not, NCCL goes through the host's, in `/dev/shm`."""
-    torch = machine.probe.facts(TorchFacts)
-    facts = GpuFacts() if torch.is_cpu_build else machine.probe.facts(GpuFacts)
-    if len(facts.gpus) < 2:
-        return ok("no two GPUs")
-    if not facts.without_peers:
-        return ok("every GPU reads every other's memory")
-    pairs = ", ".join(f"{one}-{other}" for one, other in facts.without_peers)
-    return ok(f"not between GPUs {pairs}: NCCL goes through /dev/shm there")
+    """Peer access between GPUs; without it, NCCL uses host memory in `/dev/shm`."""
+    if len(machine.gpus) < 2:
+        return ok("fewer than two GPUs")
+    pairs = ", ".join(f"{one}-{other}" for one, other in machine.probe.facts(GpuFacts).without_peers)
+    return ok(f"not between GPUs {pairs}: NCCL uses /dev/shm there" if pairs else "between all GPUs")
 
 
 def nccl(machine: Machine) -> Finding:
-    """The version of NCCL, and the variables that turn parts of it off.
+    """The version of NCCL, and the variables that disable parts of it.
 
-    Warning: `NCCL_P2P_DISABLE` or `NCCL_SHM_DISABLE` is set, which slows every step down. Unset it, unless a fault of
-    the machine needs it.
+    Warning: `NCCL_P2P_DISABLE` or `NCCL_SHM_DISABLE` is set, which slows every step. Unset it, unless a hardware fault
+    requires it.
     """
     torch = machine.probe.facts(TorchFacts)
     if torch.nccl is None:
@@ -173,31 +168,33 @@ def nccl(machine: Machine) -> Finding:
     names = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
     off = [name for name in names if machine.environ.get(name, "0") not in ("0", "")]
     if off:
-        return warning(f"{torch.nccl}, with {' and '.join(off)} set", f"unset {' '.join(off)}, unless a fault needs it")
+        return warning(
+            f"{torch.nccl}, with {' and '.join(off)} set", f"unset {' '.join(off)}, unless a hardware fault requires it"
+        )
     return ok(torch.nccl)
 
 
 def gpu_use(machine: Machine) -> Finding:
-    """With `--deep`: a product of matrices on every GPU, and a sum over all of them by NCCL.
+    """With `--deep`: a matrix product on every GPU, and a sum over all GPUs by NCCL.
 
-    Problem: one of them failed. The line holds the error.
+    Problem: one of them failed. The line shows the error.
 
     Warning: a GPU is full or held by another program.
     """
-    if machine.probe.facts(TorchFacts).is_cpu_build or not machine.probe.facts(GpuFacts).gpus:
+    if not machine.gpus:
         return ok("no GPU in use")
     facts = machine.probe.facts(ExerciseFacts)
     if facts.errors:
         value = "; ".join(f"GPU {index}: {error}" for index, error in facts.errors)
         if all(re.search(r"out of memory|busy or unavailable", error) for _, error in facts.errors):
-            return warning(value, "see with nvidia-smi which programs hold the GPU")
+            return warning(value, "end the programs that hold the GPU: nvidia-smi lists them")
         return problem(value, "see `dmesg | grep -i xid`, and try the GPU with another program")
     if facts.nccl_error is not None:
         return problem(
             f"every GPU computes, but the sum by NCCL failed: {facts.nccl_error}",
-            "run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1 to see whether it is the link between GPUs",
+            "run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1 to test the link between GPUs",
         )
-    return ok(f"every GPU computes; a sum over all of them by NCCL took {facts.nccl_seconds:.2f} s with its start")
+    return ok(f"every GPU computes; a sum over all GPUs by NCCL took {facts.nccl_seconds:.2f} s with its start")
 
 
 def _build(torch: TorchFacts) -> str:
@@ -206,18 +203,13 @@ def _build(torch: TorchFacts) -> str:
     return "CPU" if torch.hip is None else f"ROCm {torch.hip}"
 
 
-def _numbers(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
-
-
 def _nvidia_nodes(machine: Machine) -> list[str]:
     found = machine.path("/dev").glob("nvidia[0-9]*")
     return [f"/dev/{path.name}" for path in sorted(found, key=lambda path: int(re.sub(r"\D", "", path.name)))]
 
 
 def _sign_of_gpu(machine: Machine) -> str | None:
-    """What shows that there is a GPU, whatever torch can use."""
+    """Return a sign of a GPU, even of one that torch cannot use; None without a sign."""
     if nodes := _nvidia_nodes(machine):
         return nodes[0]
     for device in ("/dev/kfd", "/dev/dxg"):  # AMD's; NVIDIA's under WSL
@@ -227,7 +219,7 @@ def _sign_of_gpu(machine: Machine) -> str | None:
 
 
 def _hiding(machine: Machine) -> str | None:
-    """The variable that chooses among the GPUs, with its value."""
+    """Return the variable that selects GPUs, with its value."""
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in machine.environ:
             return f"{name}={machine.environ[name]!r}"
@@ -256,17 +248,15 @@ def _no_gpus(machine: Machine, facts: GpuFacts) -> Finding:
         )
     return problem(
         f"torch cannot use the GPU ({sign}): {why}",
-        "see the line of the driver; start a container with `--gpus all`; else restart the driver or the machine",
+        "see the check `driver`; start a container with `--gpus all`; else restart the driver or the machine",
     )
 
 
 def _can_open(machine: Machine, node: str) -> bool:
     try:
         machine.path(node).open("r+b", buffering=0).close()
-    except PermissionError:
-        return False
-    except OSError:
-        return True  # another fault than that of permissions
+    except OSError as error:
+        return not isinstance(error, PermissionError)
     return True
 
 
@@ -275,7 +265,6 @@ def _architecture(gpu: Gpu) -> str:
 
 
 def _described(found: Sequence[Gpu]) -> str:
-    """Each kind of GPU once."""
     kinds = Counter(
         f"{gpu.name}, {size(gpu.total_bytes)}, {_architecture(gpu)}, {'bf16' if gpu.bf16 else 'no bf16'}"
         for gpu in found
@@ -288,19 +277,17 @@ def _is_compiled_for(torch: TorchFacts, gpu: Gpu) -> bool:
         return True
     if gpu.architecture is not None:
         return gpu.architecture in torch.architectures
-    return any(_runs(*code, gpu.capability) for code in _codes(torch.architectures))
+    return any(_runs(name, gpu.capability) for name in torch.architectures)
 
 
-def _codes(architectures: Sequence[str]) -> Iterator[tuple[str, tuple[int, int], str]]:
-    for name in architectures:
-        if match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name):
-            yield match[1], (int(match[2]), int(match[3])), match[4]
-
-
-def _runs(kind: str, code: tuple[int, int], suffix: str, capability: tuple[int, int]) -> bool:
-    """CUDA C++ Programming Guide, "Application Compatibility" and "Feature Availability"."""
-    if suffix == "a":  # of one architecture alone
+def _runs(architecture: str, capability: tuple[int, int]) -> bool:
+    """Source: CUDA C++ Programming Guide, "Application Compatibility" and "Feature Availability"."""
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+    if match is None:
+        return False
+    code = int(match[2]), int(match[3])
+    if match[4] == "a":  # one architecture only
         return code == capability
-    if kind == "compute" and not suffix:  # PTX, which any later one compiles
+    if match[1] == "compute" and not match[4]:  # PTX, which any later GPU compiles
         return code <= capability
     return code[0] == capability[0] and code[1] <= capability[1]

@@ -1,4 +1,4 @@
-"""What a check may look at: the environment, the files of the system, the recipe, and the probe."""
+"""The inputs of a check: environment variables, system files, the recipe and the probe."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.doctor.facts import Gpu, GpuFacts, TorchFacts
 from trainer.doctor.probe import Probe
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine as seen by this process.
+    """This machine, as this process sees it.
 
     Args:
-        environ: the environment variables.
-        probe: what is found out in another process.
-        root: where `/proc`, `/sys` and `/dev` are looked for.
-        recipe: the one that is to be run; None where nobody said.
-        processes: the ranks that it is to be run on; None: as many as `trainer run` would start.
+        environ: environment variables.
+        probe: answers from another process.
+        root: folder of `/proc`, `/sys` and `/dev`.
+        recipe: recipe to run, if any.
+        processes: number of ranks; None means the default of `trainer run`.
     """
 
     environ: Mapping[str, str]
@@ -34,20 +35,25 @@ class Machine:
 
     @property
     def strategy(self) -> Strategy | None:
-        """Of the recipe."""
+        """The strategy of the recipe."""
         return STRATEGIES[self.recipe.parallel.strategy] if self.recipe else None
 
     @property
     def needs_deepspeed(self) -> bool:
-        """Whether the recipe does."""
+        """Whether the recipe needs DeepSpeed."""
         return self.strategy is not None and self.strategy.zero_stage > 0
 
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs that torch can use."""
+        return () if self.probe.facts(TorchFacts).is_cpu_build else self.probe.facts(GpuFacts).gpus
+
     def path(self, absolute: str) -> Path:
-        """A path of the system."""
+        """Return the path of a system file."""
         return self.root / absolute.lstrip("/")
 
     def read(self, absolute: str) -> str | None:
-        """A small text file of the system; None where it is not there or may not be read."""
+        """Return the text of a system file; None if it cannot be read."""
         try:
             return self.path(absolute).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
@@ -55,7 +61,7 @@ class Machine:
 
     @property
     def container(self) -> str | None:
-        """What kind of container this is, None where it seems to be none."""
+        """The kind of container, or None."""
         if "KUBERNETES_SERVICE_HOST" in self.environ:
             return "Kubernetes"
         if self.path("/.dockerenv").exists():

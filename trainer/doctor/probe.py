@@ -1,4 +1,4 @@
-"""The probe: a process that is asked what may hang or crash, and a time limit for each answer."""
+"""The probe: a process for questions that may hang or crash, with a time limit for each answer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SECONDS: Mapping[type[Facts], float] = {
     DeepSpeedFacts: 60.0,
     ExerciseFacts: 60.0,
 }
-"""How long each kind of facts may take; the order is that in which they are asked."""
+"""The time limit of each kind of facts, in the order of the questions."""
 
 _NAMES: Mapping[type[Facts], str] = {
     TorchFacts: "the import of torch",
-    GlooFacts: "the meeting of two processes",
+    GlooFacts: "the sum over two processes",
     GpuFacts: "the start of CUDA",
     DeepSpeedFacts: "the import of deepspeed",
     ExerciseFacts: "the use of the GPUs",
@@ -35,7 +35,7 @@ _NAMES: Mapping[type[Facts], str] = {
 
 
 class ProbeError(Exception):
-    """There are no such facts, because those of `kind` could not be found out; says why."""
+    """The facts of `kind` are not available, for the reason in the message."""
 
     def __init__(self, message: str, kind: type[Facts]) -> None:
         super().__init__(message)
@@ -43,20 +43,20 @@ class ProbeError(Exception):
 
 
 class Probe(Protocol):
-    """Gives facts by their kind, each when it is there.
+    """Return facts by their kind; wait until they arrive.
 
     Raises:
-        ProbeError: they could not be found out.
+        ProbeError: they are not available.
     """
 
     def facts(self, kind: type[Kind]) -> Kind: ...
 
 
 class ProcessProbe:
-    """A fork of this process that asks one kind after the other; begin it before there are threads.
+    """A fork of this process that asks one kind after the other; start it before any thread.
 
     Args:
-        deep: whether the GPUs are used, too.
+        deep: whether to use the GPUs.
     """
 
     def __init__(self, deep: bool) -> None:
@@ -80,10 +80,10 @@ class ProcessProbe:
         return known
 
     def close(self) -> None:
-        """Ends the process, with what it started."""
+        """End the process and its children."""
         pid = self._process.pid
         with suppress(ProcessLookupError, PermissionError):
-            if pid is not None and os.getpgid(pid) == pid:  # it leads a group of its own by now
+            if pid is not None and os.getpgid(pid) == pid:  # it already leads its own group
                 os.killpg(pid, signal.SIGKILL)
         self._process.kill()
         self._process.join(1)
@@ -98,17 +98,17 @@ class ProcessProbe:
                 self._put(kind, answer if isinstance(answer, Facts) else ProbeError(answer, kind))
                 if isinstance(answer, Facts) or kind is not TorchFacts:
                     continue
-                missed, error = self._kinds[1:], ProbeError(answer, kind)  # nothing goes without torch
+                missed, error = self._kinds[1:], ProbeError(answer, kind)  # all other questions need torch
             self.close()
             for other in missed:
                 self._put(other, error)
             return
 
     def _receive(self, connection: Connection, kind: type[Facts]) -> Facts | str:
-        """The next answer, or the error in its place.
+        """Return the next answer or error.
 
         Raises:
-            ProbeError: none will come any more.
+            ProbeError: no more answers will come.
         """
         try:
             if connection.poll(SECONDS[kind]):

@@ -17,7 +17,7 @@ _LEAST_WIDTH = 60
 
 
 def lines(results: Sequence[Result], width: int) -> Iterator[str]:
-    """A line for each finding under the name of its group, its remedy below it, and a summary at the end."""
+    """Yield a line for each finding under the name of its group, its remedy below, and a summary at the end."""
     of_status, of_name = max(map(len, _COLOURS)), max(len(result.name) for result in results)
     indent = " " * (of_status + of_name + 6)
     group = None
@@ -34,7 +34,7 @@ def lines(results: Sequence[Result], width: int) -> Iterator[str]:
 
 
 def as_object(results: Sequence[Result]) -> dict[str, Any]:
-    """The object of `--json`."""
+    """Return the object of `--json`."""
     return {
         "trainer": __version__,
         "problems": _count(results, "problem"),

@@ -1,4 +1,4 @@
-"""Checks of what is installed."""
+"""Checks of the installed packages."""
 
 from __future__ import annotations
 
@@ -27,55 +27,56 @@ def python(machine: Machine) -> Finding:
 
 
 def trainer_itself(machine: Machine) -> Finding:
-    """The version of `trainer`, and from where it was imported.
+    """The version of `trainer`, and the folder that it was imported from.
 
-    Warning: the code is of another version than the package that is installed, or none is installed, so that the ranges
-    of its dependencies are not known. Install it again: `pip install -e .` in a clone.
+    Warning: the installed package is missing or has another version, so the ranges of its dependencies are unknown.
+    Install it again: `pip install -e .` in a clone.
     """
     folder = Path(trainer.__file__).parent
     value = f"{trainer.__version__} from {folder}"
     remedy = f"pip install -e {folder.parent}"
-    try:
-        installed = version("trainer")
-    except PackageNotFoundError:
-        return warning(f"{value}, not installed as a package, so that no ranges are known", remedy)
-    if installed != trainer.__version__:
-        return warning(f"{value}, but {installed} is installed", remedy)
+    found = installed("trainer")
+    if found is None:
+        return warning(f"{value}, not installed as a package, so the ranges of its dependencies are unknown", remedy)
+    if found != trainer.__version__:
+        return warning(f"{value}, but {found} is installed", remedy)
     return ok(value)
 
 
 def dependencies(machine: Machine) -> Finding:
-    """What `trainer` depends on, against the ranges of its metadata.
+    """The dependencies of `trainer`, compared with the ranges of its metadata.
 
-    Problem: a package is missing, or outside of its range. Install what the line names.
+    Problem: a package is missing, or outside of its range. Install the packages that the line names.
     """
     needed = list(_requirements(None))
-    wrong = [why for requirement in needed if (why := _wrong(requirement))]
+    wrong = {requirement: why for requirement in needed if (why := _wrong(requirement))}
     if wrong:
-        return problem(", ".join(wrong), f"pip install {_quoted(needed)}")
+        return problem(
+            ", ".join(wrong.values()), "pip install " + " ".join(f'"{one.name}{one.specifier}"' for one in wrong)
+        )
     return ok(", ".join(f"{requirement.name} {version(requirement.name)}" for requirement in needed))
 
 
 def extras(machine: Machine) -> Finding:
-    """Packages that some recipes need: DeepSpeed, and those to log to.
+    """Packages that some recipes need: DeepSpeed, and the clients of logging targets.
 
-    Warning: one that is installed is outside of its range.
+    Warning: an installed package is outside of its range.
 
-    Problem: the recipe needs one that is missing or outside of its range. Install what the line names: `pip install
-    "trainer[tensorboard]"`.
+    Problem: the recipe needs a package that is missing or outside of its range. Install the extra that the line names:
+    `pip install "trainer[tensorboard]"`.
     """
     present, absent, wrong, needed = [], [], [], False
     for extra in _extras():
         requirements = list(_requirements(extra))
-        installed = [requirement for requirement in requirements if _installed(requirement.name)]
+        here = [requirement for requirement in requirements if installed(requirement.name)]
         is_needed = extra in _needed_extras(machine)
-        if not installed and not is_needed:
+        if not here and not is_needed:
             absent.append(extra)
         elif whys := [why for requirement in requirements if (why := _wrong(requirement))]:
             wrong.append((extra, ", ".join(whys)))
             needed |= is_needed
         else:
-            present += [f"{requirement.name} {version(requirement.name)}" for requirement in installed]
+            present += [f"{requirement.name} {version(requirement.name)}" for requirement in here]
     if wrong:
         value = "; ".join(why for _, why in wrong)
         remedy = f'pip install "trainer[{",".join(extra for extra, _ in wrong)}]"'
@@ -84,24 +85,25 @@ def extras(machine: Machine) -> Finding:
     return ok("; ".join(filter(None, parts)) or "none")
 
 
+def installed(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 def _needed_extras(machine: Machine) -> set[str]:
     if machine.recipe is None:
         return set()
     return {*machine.recipe.logging.to, *(["deepspeed"] if machine.needs_deepspeed else [])}
 
 
-def _all_requirements() -> list[Requirement]:
+def _requirements(extra: str | None) -> Iterator[Requirement]:
+    """The requirements of the package itself, or the additional ones of an extra."""
     from packaging.requirements import Requirement
 
-    try:
-        return [Requirement(line) for line in requires("trainer") or []]
-    except PackageNotFoundError:
-        return []
-
-
-def _requirements(extra: str | None) -> Iterator[Requirement]:
-    """Those of the package itself, or those that one of its extras adds."""
-    for requirement in _all_requirements():
+    for requirement in map(Requirement, (requires("trainer") or []) if installed("trainer") else []):
         marker = requirement.marker
         is_always = marker is None or marker.evaluate({"extra": ""})
         if is_always if extra is None else marker is not None and not is_always and marker.evaluate({"extra": extra}):
@@ -109,32 +111,17 @@ def _requirements(extra: str | None) -> Iterator[Requirement]:
 
 
 def _extras() -> list[str]:
-    try:
-        named = metadata("trainer").get_all("Provides-Extra") or []
-    except PackageNotFoundError:
-        return []
+    named = (metadata("trainer").get_all("Provides-Extra") or []) if installed("trainer") else []
     return [extra for extra in named if extra not in _FOR_DEVELOPERS]
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def _wrong(requirement: Requirement) -> str | None:
-    """What is wrong with the installed package; a vendor's pre-release counts as its release."""
+    """Return the error of an installed package, or None; a vendor's pre-release counts as its release."""
     from packaging.version import Version
 
-    installed = _installed(requirement.name)
-    if installed is None:
+    found = installed(requirement.name)
+    if found is None:
         return f"{requirement.name} is not installed"
-    if not requirement.specifier.contains(Version(installed).base_version):
-        return f"{requirement.name} {installed} is not {requirement.specifier}"
+    if not requirement.specifier.contains(Version(found).base_version):
+        return f"{requirement.name} {found} is not {requirement.specifier}"
     return None
-
-
-def _quoted(requirements: list[Requirement]) -> str:
-    wrong = [requirement for requirement in requirements if _wrong(requirement)]
-    return " ".join(f'"{requirement.name}{requirement.specifier}"' for requirement in wrong)

@@ -1,73 +1,74 @@
-"""Checks of how a run would be started: the launcher, accelerate's configuration, and whether the recipe fits."""
+"""Checks of the start of a run: the launcher, accelerate's configuration, and the layout of the recipe."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from typing import Any
 
 from trainer.base.errors import RecipeError, TrainerError, UsageError
-from trainer.doctor.facts import GpuFacts, TorchFacts
 from trainer.doctor.finding import Finding, ok, problem, warning
 from trainer.doctor.folders import hugging_face_home
 from trainer.doctor.machine import Machine
-from trainer.doctor.network import is_loopback_name, on_several_machines
 from trainer.ranks.environment import ACCELERATE_ENGINES, LaunchEnvironment, check_agrees, detect
+from trainer.ranks.interfaces import is_loopback
 
 
 def launcher(machine: Machine) -> Finding:
     """The launcher that started this process, by its variables.
 
-    Problem: variables are missing or contradict each other, or several machines are to meet at a loopback address
-    or at a name that means nothing. The line says which.
+    Problem: variables are missing or contradict each other, or the rendezvous of several machines is a loopback
+    address or a name that does not resolve. The line names them.
 
-    Warning: an allocation of Slurm of several machines or tasks, but no `srun`: a run would train on this one
-    alone. Start it with `srun`.
+    Warning: a Slurm allocation has several machines or tasks, but `srun` did not start this process: a run would train
+    on this machine alone. Start it with `srun`.
     """
     try:
         environment = detect(machine.environ)
     except TrainerError as error:
         value, _, remedy = str(error).partition("; ")
-        return problem(value, remedy or "start the ranks with one launcher, or unset what another one left")
+        return problem(value, remedy or "start the ranks with one launcher, or unset the variables of another one")
     if environment.has_ranks:
         return _joined(environment)
     if environment.launcher == "sbatch":
-        return warning(f"a batch script of Slurm of {environment.world_size} tasks", "start the run with srun")
+        return warning(f"a Slurm batch script of {environment.world_size} tasks", "start the run with srun")
     if environment.launcher == "accelerate-single":
         return ok("accelerate launch --cpu, which starts one process: `trainer run` starts the others")
     nodes = machine.environ.get("SLURM_NNODES", "1")
     if nodes != "1":
         return warning(
-            f"none, in an allocation of Slurm of {nodes} machines", "start the run with srun, or it trains on this one"
+            f"none, in a Slurm allocation of {nodes} machines",
+            "start the run with srun; it would train on this one alone",
         )
     return ok("none: `trainer run` starts its own ranks")
 
 
 def accelerate_configuration(machine: Machine) -> Finding:
-    """What `accelerate launch` is told by its `default_config.yaml`, which no recipe is asked about.
+    """The settings of `accelerate launch` in its `default_config.yaml`, which may contradict a recipe.
 
-    Warning: it asks for a precision, an engine or a compiler, which is refused where the recipe says otherwise.
-    Pass `--config_file launchers/accelerate_multi_gpu.yaml`, or run `accelerate config` again.
+    Warning: it sets a precision, an engine or a compiler; a recipe that differs is refused. Pass `--config_file
+    launchers/accelerate_multi_gpu.yaml`, or run `accelerate config` again.
     """
     try:
         file = hugging_face_home(machine) / "accelerate" / "default_config.yaml"
         text = file.read_text(encoding="utf-8")
     except (OSError, UsageError):
-        return ok("none: `accelerate launch` has its defaults")
+        return ok("none: `accelerate launch` uses its defaults")
     remedy = "pass --config_file launchers/accelerate_multi_gpu.yaml to `accelerate launch`, or run `accelerate config`"
     import yaml
 
     try:
-        said = _variables(yaml.safe_load(text))
+        variables = _variables(yaml.safe_load(text))
     except (yaml.YAMLError, AttributeError, TypeError) as error:
-        return warning(f"{file} is not what accelerate writes ({type(error).__name__})", remedy)
+        return warning(f"{file} is not a configuration of accelerate ({type(error).__name__})", remedy)
     if machine.recipe is None:
-        asked = [f"{name.removeprefix('ACCELERATE_').lower()} {value}" for name, value in said.items()]
+        asked = [f"{name.removeprefix('ACCELERATE_').lower()} {value}" for name, value in variables.items()]
         if asked:
-            return warning(f"{file} says {', '.join(asked)}: a recipe that says otherwise is refused", remedy)
+            return warning(f"{file} sets {', '.join(asked)}: a recipe that differs is refused", remedy)
         return ok(f"{file} contradicts no recipe")
     try:
         check_agrees(
-            LaunchEnvironment("accelerate", accelerate=said),
+            LaunchEnvironment("accelerate", accelerate=variables),
             precision=machine.recipe.precision,
             strategy=machine.recipe.parallel.strategy,
         )
@@ -77,12 +78,12 @@ def accelerate_configuration(machine: Machine) -> Finding:
 
 
 def recipe(machine: Machine) -> Finding:
-    """With a recipe: its layout on the ranks that are here, or that `--processes` says.
+    """With a recipe: its layout on the ranks of this machine, or on the number that `--processes` sets.
 
-    Problem: it does not fit on them. The line says which numbers do.
+    Problem: it does not fit on them. The line names numbers that fit.
     """
     if machine.recipe is None:
-        return ok("none named: `trainer doctor RECIPE` looks at what it needs, too")
+        return ok("none named: `trainer doctor RECIPE` also checks its needs")
     from trainer.recipe.plan import plan_run
 
     number, local = _ranks(machine)
@@ -95,42 +96,42 @@ def recipe(machine: Machine) -> Finding:
 
 
 def _ranks(machine: Machine) -> tuple[int, int]:
-    """Of the run, and of it those on this machine."""
+    """Return the number of ranks of the run, and of this machine."""
     assert machine.strategy is not None
     if machine.processes is not None:
         return machine.processes, machine.processes
     environment = detect(machine.environ)
     if environment.has_ranks:
         return environment.world_size, environment.local_world_size
-    has_gpus = not machine.probe.facts(TorchFacts).is_cpu_build
-    number = machine.strategy.local_ranks(len(machine.probe.facts(GpuFacts).gpus) if has_gpus else 0)
+    number = machine.strategy.local_ranks(len(machine.gpus))
     return number, number
 
 
 def _joined(environment: LaunchEnvironment) -> Finding:
     value = f"{environment}, to meet at {environment.master_addr}:{environment.master_port}"
-    if not on_several_machines(environment):
+    if environment.world_size == environment.local_world_size:
         return ok(value)
-    remedy = "set MASTER_ADDR to an address of the machine of rank 0 that the others reach"
+    remedy = "set MASTER_ADDR to an address of rank 0's machine that the others can reach"
     try:
-        alone = is_loopback_name(environment.master_addr)
+        found = socket.getaddrinfo(environment.master_addr, None)
     except OSError as error:
-        return problem(f"{value}, which means no address ({error.strerror})", remedy)
-    if alone and environment.rank >= environment.local_world_size:  # on rank 0's own machine the name may mean that
+        return problem(f"{value}, which does not resolve ({error.strerror})", remedy)
+    alone = all(is_loopback(str(entry[4][0])) for entry in found)
+    if alone and environment.rank >= environment.local_world_size:  # on rank 0's machine it may be
         return problem(f"{value}, which is this machine itself", remedy)
     return ok(value)
 
 
 def _variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """What `accelerate launch` would set by this configuration, of what a recipe may contradict."""
-    said = {}
+    """Return the variables that `accelerate launch` sets by this configuration and that a recipe may contradict."""
+    variables = {}
     precision = str(config.get("mixed_precision") or "no").lower()
     if precision != "no":
-        said["ACCELERATE_MIXED_PRECISION"] = precision
+        variables["ACCELERATE_MIXED_PRECISION"] = precision
     dynamo = str((config.get("dynamo_config") or {}).get("dynamo_backend") or "no").lower()
     if dynamo != "no":
-        said["ACCELERATE_DYNAMO_BACKEND"] = dynamo
+        variables["ACCELERATE_DYNAMO_BACKEND"] = dynamo
     engine = str(config.get("distributed_type") or "").upper()
     if engine in ACCELERATE_ENGINES:
-        said[f"ACCELERATE_USE_{engine}"] = "true"
-    return said
+        variables[f"ACCELERATE_USE_{engine}"] = "true"
+    return variables

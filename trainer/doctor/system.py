@@ -1,9 +1,8 @@
-"""Checks of what the system gives: cores, memory, shared memory, limits, a name for the user."""
+"""Checks of system resources: cores, memory, shared memory and limits."""
 
 from __future__ import annotations
 
 import os
-import pwd
 import resource
 
 from trainer.doctor import cgroup
@@ -19,10 +18,10 @@ _LEAST_PROCESSES = 1024
 
 
 def cores(machine: Machine) -> Finding:
-    """The cores that this process may use, against the processor time that its control group gives.
+    """The cores of this process, and the processor time that its control group allows.
 
-    Warning: more cores are seen than may be used (`docker run --cpus`, a limit of Kubernetes), so that too many
-    threads wait for each other. Set `OMP_NUM_THREADS` to the cores of each rank.
+    Warning: the control group allows fewer cores (`docker run --cpus`, a limit of Kubernetes), so too many threads
+    compete. Set `OMP_NUM_THREADS` to the cores of each rank.
     """
     seen = available_cores()
     value = f"{seen} of {os.cpu_count()}"
@@ -31,14 +30,14 @@ def cores(machine: Machine) -> Finding:
     given = cgroup.num_cores(machine)
     if given is None or given >= seen:
         return ok(value)
-    value += f", but the control group gives the time of {given:.3g}"
+    value += f", but the control group allows {given:.3g}"
     if threads_per_rank(1, machine.environ) is None:
         return ok(value)
-    return warning(value, f"set OMP_NUM_THREADS to {max(1, int(given))} over the number of ranks on this machine")
+    return warning(value, f"set OMP_NUM_THREADS to {max(1, int(given))} divided by the number of ranks on this machine")
 
 
 def memory(machine: Machine) -> Finding:
-    """The memory of the machine, and what the control group leaves of it.
+    """The memory of the machine, and the limit of the control group.
 
     Warning: less than 2 GiB are free or allowed. End other programs, or raise the limit.
     """
@@ -48,16 +47,16 @@ def memory(machine: Machine) -> Finding:
     limit = cgroup.memory_bytes(machine)
     value = f"{size(of_machine.total)}, {size(of_machine.available)} free"
     if limit is not None and limit < of_machine.total:
-        value += f", of which the control group allows {size(limit)}"
+        value += f", but the control group allows {size(limit)}"
     if min(of_machine.available, limit or of_machine.available) < _LEAST_MEMORY_BYTES:
         return warning(value, "end other programs, or raise the limit of the container (`--memory`) or of the job")
     return ok(value)
 
 
 def shared_memory(machine: Machine) -> Finding:
-    """`/dev/shm`, through which data loaders hand over batches and NCCL talks between processes.
+    """`/dev/shm`, which data loaders and NCCL use between processes.
 
-    Warning: it is smaller than 1 GiB, as the 64 MB that Docker gives, or nearly full. Start the container with
+    Warning: it is smaller than 1 GiB (Docker's default is 64 MB) or nearly full. Start the container with
     `--shm-size=8g` or `--ipc=host`; in Kubernetes, mount an `emptyDir` of medium `Memory` there.
 
     Problem: it cannot be written.
@@ -74,15 +73,15 @@ def shared_memory(machine: Machine) -> Finding:
     if total < _LEAST_SHARED_BYTES:
         return warning(value, more)
     if free < _LEAST_FREE_SHARED_BYTES:
-        return warning(value, "see `ls -l /dev/shm` for what programs that died have left, and delete it")
+        return warning(value, "delete the files of dead programs: see `ls -l /dev/shm`")
     return ok(value)
 
 
 def open_files(machine: Machine) -> Finding:
     """The limit of open files of a process.
 
-    Warning: it is below 1,024, which data loaders and many ranks use up ("Too many open files"). `ulimit -n 65536`,
-    or `--ulimit nofile=65536` in Docker.
+    Warning: it is below 1,024, too few for data loaders and many ranks ("Too many open files"). Run `ulimit -n
+    65536`, or start Docker with `--ulimit nofile=65536`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{_limit(soft)} (can be raised to {_limit(hard)})"
@@ -94,8 +93,8 @@ def open_files(machine: Machine) -> Finding:
 def processes(machine: Machine) -> Finding:
     """The limit of processes and threads, of the user and of the control group.
 
-    Warning: it is below 1,024, which a few ranks with their threads and data loaders use up. `ulimit -u 65536`, or
-    `--pids-limit -1` in Docker.
+    Warning: it is below 1,024, too few for some ranks with their threads and data loaders. Run `ulimit -u 65536`, or
+    start Docker with `--pids-limit -1`.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     of_group = cgroup.num_processes(machine)
@@ -106,10 +105,10 @@ def processes(machine: Machine) -> Finding:
 
 
 def locked_memory(machine: Machine) -> Finding:
-    """The limit of locked memory, which InfiniBand registers for its transfers; without InfiniBand it is no matter.
+    """The limit of locked memory, which InfiniBand uses for its transfers.
 
-    Warning: there is InfiniBand, and the limit is not `unlimited`. `ulimit -l unlimited`, or `--ulimit memlock=-1`
-    in Docker.
+    Warning: the machine has InfiniBand, but the limit is not `unlimited`. Run `ulimit -l unlimited`, or start Docker
+    with `--ulimit memlock=-1`.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     value = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
@@ -117,24 +116,6 @@ def locked_memory(machine: Machine) -> Finding:
     if has_infiniband and soft != resource.RLIM_INFINITY:
         return warning(f"{value}, with InfiniBand", "ulimit -l unlimited, or `--ulimit memlock=-1` in Docker")
     return ok(value)
-
-
-def core_files(machine: Machine) -> Finding:
-    """The limit of core files; where it is not 0, a crash can write the memory of each rank to disk."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_CORE)
-    if soft == 0:
-        return ok("off")
-    pattern = machine.read("/proc/sys/kernel/core_pattern") or "core"
-    return ok(f"{'unlimited' if soft == resource.RLIM_INFINITY else size(soft)}, to {pattern.split(' ')[0]}")
-
-
-def user(machine: Machine) -> Finding:
-    """The user that runs this, who need not have a name."""
-    number = os.getuid()
-    try:
-        return ok(f"{pwd.getpwuid(number).pw_name} ({number})")
-    except KeyError:
-        return ok(f"{number}, without a name")
 
 
 def _limit(value: int) -> str:

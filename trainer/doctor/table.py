@@ -1,4 +1,4 @@
-"""The table of checks, in the order in which they are shown. To add one, write its function and add its row."""
+"""The table of checks, in the order of the output. To add a check, write its function and add its row."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from trainer.doctor.finding import Finding
 from trainer.doctor.machine import Machine
 from trainer.doctor.probe import SECONDS
 
-_PROBE_SECONDS = sum(SECONDS.values()) + 5  # the probe has its own limits, and says more where one is passed
+_PROBE_SECONDS = sum(SECONDS.values()) + 5  # the probe has its own limits, with a better message
 
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table; the names are part of the interface, as `--json` has them.
+    """A row of the table; `--json` contains the names, so they are part of the interface.
 
     Args:
-        examine: its first sentence says what it looks at, its paragraphs "Warning" and "Problem" when, and the remedy.
-        seconds: what it may take.
-        deep: whether it is made with `--deep` only.
-        asks: what it asks the probe first of all checks: it is the one to say that there is no answer.
+        examine: function of the check; its docstring has paragraphs "Warning" and "Problem" with causes and remedies.
+        seconds: time limit.
+        deep: whether only `--deep` runs it.
+        asks: facts whose failure this check reports; other checks then refer to this one.
     """
 
     group: str
@@ -54,8 +54,6 @@ CHECKS: tuple[Check, ...] = (
     Check("system", "open files", system.open_files),
     Check("system", "processes", system.processes),
     Check("system", "locked memory", system.locked_memory),
-    Check("system", "core files", system.core_files),
-    Check("system", "user", system.user),
     Check("network", "interfaces", network.interfaces),
     Check("network", "gloo", network.gloo, _PROBE_SECONDS, asks=GlooFacts),
     Check("network", "nccl interfaces", network.nccl_interfaces, _PROBE_SECONDS),
