@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -294,6 +295,17 @@ class TestRanks:
     def test_all_go_on_from_the_same_step(self, ranks: RankPools, tmp_path):
         saved(tmp_path)
         assert ranks(2).run(resume_on_ranks, tmp_path, tmp_path) == ["step 4"] * 2
+
+    def test_damage_that_one_rank_finds_is_passed_over_by_all(self, ranks: RankPools, tmp_path):
+        saved(tmp_path, step=2)
+        saved(tmp_path, step=4)
+        newest = tmp_path / "checkpoints" / "step-00000004"
+        second = sorted(json.loads((newest / "state.json").read_text())["files"])[
+            1
+        ]  # of two ranks, the second reads it
+        content = (newest / second).read_bytes()
+        (newest / second).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert ranks(2).run(resume_on_ranks, tmp_path, tmp_path) == ["step 2"] * 2
 
     def test_a_folder_that_is_not_shared_is_refused_on_every_rank(self, ranks: RankPools, tmp_path):
         saved(tmp_path / "shared")

@@ -1,4 +1,4 @@
-"""Keys that only have another name: their values go over as they are, each to its own key."""
+"""Keys that only have another name, and values that do: each goes to the key or the value of its meaning."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from trainer.convert.convert import convert
 from trainer.foreign.spellings import counterpart
+from trainer.recipe.schema import Schedule
 
 
 def test_deepspeeds_numbers_of_the_optimizer(write):
@@ -52,3 +53,21 @@ def test_degrees_of_megatron_in_an_accelerate_file(write):
 )
 def test_a_spelling_leads_to_the_key_of_its_meaning(spelling, key):
     assert str(counterpart(spelling)).startswith(f"is `{key}` here")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("linear", "linear"), ("cosine", "cosine"), ("constant", "constant"), ("constant_with_warmup", "constant")],
+)
+def test_schedules_of_training_arguments(write, theirs, ours):
+    recipe = convert([write({"output_dir": "x", "lr_scheduler_type": theirs})], None, 1).recipe
+    assert recipe.get("schedule", {}).get("name", Schedule().name) == ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("WarmupLR", "constant"), ("WarmupDecayLR", "linear"), ("WarmupCosineLR", "cosine")]
+)
+def test_schedules_of_deepspeed(write, theirs, ours):
+    params = {"warmup_num_steps": 10, "total_num_steps": 100}
+    file = write({"train_batch_size": 8, "scheduler": {"type": theirs, "params": params}}, "ds.json")
+    assert convert([file], None, 1).recipe.get("schedule", {}).get("name", Schedule().name) == ours

@@ -355,7 +355,7 @@ class TokenTask:
 def train_with_ignored_labels(ignored: Callable[[int], bool]) -> tuple[float, float, dict[str, Tensor]]:
     """One step in which the rows (by their place in the global batch) that `ignored` names have no label."""
     training = build_tiny(_sgd(micro_batch_size=3, max_grad_norm=None))
-    training.engine._task = TokenTask()
+    training.engine._forward._task = TokenTask()
     batch = next(iter(training.loader))
     microbatches = [_without_labels(microbatch, ignored) for microbatch in batch.microbatches]
     result = training.engine.train_step(RankBatch(microbatches, batch.num_rows, batch.num_tokens))

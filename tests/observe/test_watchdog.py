@@ -73,6 +73,7 @@ def test_a_rank_that_waits_for_one_that_beats_is_left_alone(tmp_path, left):
         other.doing(step, "saving a checkpoint")
     dog.close()
     assert (told, left) == ([], [])
+    assert not (tmp_path / "ranks" / "rank-00001.stack").exists(), "it asked no other rank for a stack"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `leave` ends the thread alone
