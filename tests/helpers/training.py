@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.checkpoint.progress import Progress
 from trainer.data.collate import Batching, Normalisation, Padding
 from trainer.data.loader import TrainLoader
-from trainer.data.order import GlobalOrder
 from trainer.data.split import EncodedSplit
-from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import MODEL_PREFIX, Engine, StepResult
-from trainer.models.building import build_model
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.parts import Box, TensorPart, own_share
 from trainer.recipe.plan import Layout, plan_run
@@ -32,6 +31,8 @@ from trainer.tasks.classes import RowClasses
 from trainer.tasks.masking import Masking
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
+from trainer.training.assembly import Assembly, PreparedData, assemble
+from trainer.training.process_group import open_mesh
 
 # What was imported stays; looked at by every collection, it would cost a training here as much as its steps do.
 gc.freeze()
@@ -84,7 +85,7 @@ def tiny_recipe(**sections: Any) -> Recipe:
         "name": "tiny",
         "task": tiny.keys,
         "model": tiny.model,
-        "data": {"source": "files", "train": "none"},
+        "data": {"source": "files", "train": "none", "group_by_length": True},
         "training": {"max_steps": 20, "global_batch_size": 12, "micro_batch_size": 12},
         "optimizer": {"name": "adamw", "learning_rate": 1e-3, "weight_decay": 0.01},
         "schedule": {"warmup": 0.1},
@@ -234,15 +235,40 @@ def weights_of(engine: Engine, mesh: ParallelMesh) -> dict[str, Tensor]:
     }
 
 
+@dataclass(frozen=True)
+class TinyPreparation:
+    """Of rows that are prepared already; there is nothing to save beside the model."""
+
+    batching: Batching
+
+    normalisation = None
+
+    def save(self, folder: Path) -> None:
+        pass
+
+
 @dataclass
 class TinyTraining:
-    """All that a loop needs, on this rank."""
+    """All that a loop needs, on this rank: the parts that `trainer run` assembles."""
 
-    engine: Engine
-    model: nn.Module
+    parts: Assembly
     loader: TrainLoader
-    mesh: ParallelMesh
-    total_steps: int
+
+    @property
+    def engine(self) -> Engine:
+        return self.parts.engine
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parts.models[0]
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        return self.parts.mesh
+
+    @property
+    def total_steps(self) -> int:
+        return self.parts.total_steps
 
     def steps(self, number: int) -> list[StepResult]:
         """Takes the first steps."""
@@ -262,7 +288,7 @@ class TinyTraining:
 @cache
 def _mesh(layout: Layout, device: torch.device) -> ParallelMesh:
     """One for all trainings of a process, because process groups are never given back."""
-    return ParallelMesh(device, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp, pp=layout.pp)
+    return open_mesh(layout, device)
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -286,31 +312,14 @@ def build_tiny(
     plan = plan_run(recipe, world_size)
     mesh = _mesh(plan.layout, torch.device(device))
     tiny, task = TINY_TASKS[recipe.task.type], tiny_task(recipe)
-    with partitioned_loading(plan, mesh.device) as gather:
-        built = [
-            build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
-            for cut in planned_cuts(plan, mesh)
-        ]
-    if dtype != torch.float32:
-        for one in built:
-            _compute_in(one.model, dtype)
     split = tiny.split(num_rows)
     if recipe.model.config and recipe.model.config["model_type"] == "t5":  # it classifies at the end of a sequence
         split.tokens["input_ids"][split.offsets[1:] - 1] = T5_END
-    order = GlobalOrder(len(split), split.lengths, recipe.training.global_batch_size, recipe.training.seed)
-    total_steps = plan.total_steps(len(split))
-    loader = TrainLoader(
-        split,
-        order,
-        plan.batch,
-        mesh.index("dp"),
-        tiny.batching,
-        total_steps,
-        start_sample,
-        masking=tiny_masking(recipe),
-    )
-    engine = build_engine(built, task, mesh, plan, total_steps)
-    return TinyTraining(engine, built[0].model, loader, mesh, total_steps)
+    data = PreparedData(task, tiny_masking(recipe), TinyPreparation(tiny.batching), split, None)
+    adapt = None if dtype == torch.float32 else partial(_compute_in, dtype=dtype)
+    parts = assemble(plan, mesh, data, adapt)
+    parts.progress = Progress(samples=start_sample)
+    return TinyTraining(parts, parts.train_loader)
 
 
 @contextmanager

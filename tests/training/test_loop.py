@@ -6,9 +6,10 @@ import itertools
 import math
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +26,18 @@ from trainer.observe.records import BadStepRecord, BestMetric, EvaluationRecord,
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.stopping import StopRequest
+from trainer.tasks.metrics import METRICS
 from trainer.training.loop import Loop
+
+
+class Batches(list[RankBatch]):
+    """So many global batches of 12 rows."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__([RankBatch([], num_rows=12, num_tokens=100)] * number)
+
+    def row_ids(self, step: int) -> range:
+        return range(12 * step, 12 * step + 12)
 
 
 @dataclass
@@ -42,6 +54,7 @@ class World(Observer):
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     step_done: int = 0
+    progress: Progress = field(default_factory=Progress)
     is_saved: bool = False  # whether the end waited for what was being written
 
     def train_step(self, batch: RankBatch) -> StepResult:
@@ -91,31 +104,23 @@ def loop(
     steps_per_epoch: int = 3,
     progress: Progress | None = None,
     evaluated: bool = True,
-    best_metric: str = "accuracy",
-    greater_is_better: bool = True,
     world_size: int = 1,
     **recipe: Any,
 ) -> Loop:
     sections = {"evaluation": {"every": None}, "logging": {"every": "100 steps"}} | recipe
     progress = progress or Progress()
-    world.step_done = progress.step
+    world.step_done, world.progress = progress.step, progress
     return Loop(
         recipe=tiny_recipe(**sections),
         engine=world,
-        batches=[RankBatch([], num_rows=12, num_tokens=100)] * (total_steps - progress.step),
+        loader=Batches(total_steps - progress.step),
         evaluator=world if evaluated else None,
-        best_metric=best_metric,
-        greater_is_better=greater_is_better,
         mesh=ParallelMesh(torch.device("cpu"), dp_replicate=world_size),
         observers=world,
         meter=Meter(),
-        progress=progress,
         steps_per_epoch=steps_per_epoch,
-        total_steps=total_steps,
-        row_ids=lambda step: range(12 * step, 12 * step + 12),
         saver=world,
         keep_best=world.keep_best,
-        peak_memory=lambda: 1000 + world.step_done,
         stop=world.stop,
     )
 
@@ -189,8 +194,9 @@ class TestProgress:
         assert loop(world, progress=Progress(6, 72, 600)).run() == "finished"
         assert world.events == []
 
-    def test_records(self):
+    def test_records(self, monkeypatch):
         world = World()
+        monkeypatch.setattr("trainer.training.loop.peak_memory_bytes", lambda device: 1000 + world.step_done)
         loop(world, logging={"every": "2 steps"}).run()
         last = world.records[-1]
         assert [record.step for record in world.records] == [2, 4, 6]
@@ -228,9 +234,10 @@ class TestBest:
     @pytest.mark.parametrize(
         ("greater_is_better", "best", "value", "kept"), [(True, 4, 0.9, [1, 4]), (False, 6, 0.1, [1, 2, 6])]
     )
-    def test_the_first_of_the_best_is_kept(self, greater_is_better, best, value, kept):
+    def test_the_first_of_the_best_is_kept(self, monkeypatch, greater_is_better, best, value, kept):
+        monkeypatch.setitem(METRICS, "accuracy", replace(METRICS["accuracy"], greater_is_better=greater_is_better))
         world = World([0.5, 0.4, 0.5, 0.9, 0.9, 0.1])
-        run = loop(world, evaluation={"every": "1 step"}, greater_is_better=greater_is_better)
+        run = loop(world, evaluation={"every": "1 step"})
         run.run()
         assert run.progress.best == BestMetric("accuracy", value, best)
         assert after(world, "best") == kept
@@ -247,9 +254,7 @@ class TestBest:
         """0.6 was an accuracy; a loss of 0.5 is neither better nor worse."""
         world = World([0.1, 0.1])
         progress = Progress(4, best=BestMetric("accuracy", 0.2, 2), evaluations_since_best=3)
-        run = loop(
-            world, progress=progress, evaluation={"every": "1 step"}, best_metric="loss", greater_is_better=False
-        )
+        run = loop(world, progress=progress, evaluation={"every": "1 step", "best": "loss"})
         run.run()
         assert run.progress.best == BestMetric("loss", 0.5, 5)
         assert run.progress.evaluations_since_best == 1
@@ -343,6 +348,6 @@ def run_with_a_signal_on_the_last_rank() -> tuple[str, int, list[str]]:
 def peak_memory_of_two() -> int:
     world = World()
     run = loop(world, world_size=2)
-    run.peak_memory = lambda: 5000 + dist.get_rank()
-    run.run()
+    with patch("trainer.training.loop.peak_memory_bytes", lambda device: 5000 + dist.get_rank()):
+        run.run()
     return world.records[-1].peak_memory_bytes

@@ -1,6 +1,6 @@
-"""Ranks that would not train the same thing find out before the first step: recipe, layout, versions, source.
+"""The check that all ranks run the same recipe with the same layout, versions and source.
 
-It knows the plan and the launcher's facts, and no model or data; the ranks have met, and have no process group yet.
+It runs before the first step, when the ranks have met but have no process group yet.
 """
 
 from __future__ import annotations
@@ -10,43 +10,43 @@ import json
 import platform
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import trainer
 from trainer.base.errors import UsageError
+from trainer.base.text import listed
 from trainer.recipe.plan import RunPlan
+from trainer.training.versions import COMPARED, installed
 
-_PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "safetensors")
 _SHOWN_DIFFERENCES = 10
 _ABSENT = "missing"
 
 
 def run_facts(values: Mapping[str, Any], plan: RunPlan, device_type: str) -> dict[str, str]:
-    """What must be the same on every rank, by a name that a user knows.
+    """Return the facts that must be the same on every rank, by names that a user knows.
 
     Args:
-        values: the resolved recipe by dotted key paths.
-        plan: as this rank resolved it.
-        device_type: of this rank, cpu or cuda.
+        values: The resolved recipe by dotted key paths.
+        plan: The plan as this rank resolved it.
+        device_type: The type of this rank's device, cpu or cuda.
     """
     facts = {f"`{key}`": json.dumps(value, sort_keys=True, ensure_ascii=False) for key, value in values.items()}
     facts |= {"the layout": str(plan.layout), "the batch": str(plan.batch), "the type of device": device_type}
     facts |= {"trainer": trainer.__version__, "trainer's source": _source_digest(), "python": platform.python_version()}
-    packages = (*_PACKAGES, "deepspeed") if plan.strategy.zero_stage else _PACKAGES
-    return facts | {package: _version(package) for package in packages}
+    packages = (*COMPARED, "deepspeed") if plan.strategy.zero_stage else COMPARED
+    return facts | {package: installed(package) or _ABSENT for package in packages}
 
 
 def check_agreement(facts: Mapping[str, str], gather: Callable[[Any], list[Any]]) -> None:
-    """Refuses ranks whose facts differ; all ranks must call it, and all refuse alike.
+    """Compare the facts of all ranks. All ranks must call it.
 
     Args:
-        facts: of this rank.
-        gather: gives the value of every rank, on every rank.
+        facts: The facts of this rank.
+        gather: A function that returns the values of all ranks, on every rank.
 
     Raises:
-        UsageError: what differs, on which ranks and hosts.
+        UsageError: Facts differ; the message names them with their ranks and hosts. Every rank raises it.
     """
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
     if len(set(gather(digest))) == 1:
@@ -62,7 +62,7 @@ def check_agreement(facts: Mapping[str, str], gather: Callable[[Any], list[Any]]
 
 
 def _differences(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[str]:
-    """One line for each fact that is not the same everywhere, with the ranks of each of its values."""
+    """Iterate over the facts that differ: one line for each, with the ranks of each value."""
     names = dict.fromkeys(name for _, facts in ranks for name in facts)
     for name in names:
         holders: dict[str, list[int]] = {}
@@ -75,19 +75,11 @@ def _differences(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[str
 
 def _named(members: Sequence[int], ranks: Sequence[tuple[str, Mapping[str, str]]]) -> str:
     hosts = dict.fromkeys(ranks[rank][0] for rank in members)
-    shown = ", ".join(map(str, members[:8])) + (f" and {len(members) - 8} more" if len(members) > 8 else "")
-    return f"rank{'s' if len(members) > 1 else ''} {shown} ({', '.join([*hosts][:8])})"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return _ABSENT
+    return f"rank{'s' if len(members) > 1 else ''} {listed(members, 8)} ({', '.join([*hosts][:8])})"
 
 
 def _source_digest() -> str:
-    """Of our own source files, since a version number stays the same while somebody works on them."""
+    """Return a digest of trainer's source files, since a version number stays the same during development."""
     root = Path(trainer.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):

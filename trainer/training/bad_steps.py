@@ -1,10 +1,11 @@
-"""Steps whose loss or gradient is not finite: which rows of the training split gave it, and on which ranks."""
+"""Steps with a non-finite loss or gradient: the rows of the training split behind it, and their ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from trainer.base.text import listed
 from trainer.engine.engine import Engine, StepResult
 from trainer.observe.records import BadStepRecord
 from trainer.parallel.mesh import ParallelMesh
@@ -16,18 +17,18 @@ _SHOWN_ROWS = 32
 def examine(
     step: int, result: StepResult, batch: RankBatch, row_ids: Sequence[int], engine: Engine, mesh: ParallelMesh
 ) -> BadStepRecord:
-    """Computes the losses of a batch again, without dropout, to find those that are not finite.
+    """Compute the losses of a batch again, without dropout, to find the non-finite ones.
 
-    All ranks must call it, with their parts of the batch; all get the same record. Rows that went through the model
-    together are told together.
+    All ranks must call it with their parts of the batch, and get the same record. A non-finite loss blames all rows of
+    its microbatch.
 
     Args:
-        step: number of the step, from 1.
-        result: of the step; weights and optimizer are as before it.
-        batch: of the step.
-        row_ids: places in the training split of the rows of the whole global batch.
-        engine: holds the model.
-        mesh: the ranks.
+        step: The number of the step, from 1.
+        result: The result of the step, which left weights and optimizer as they were.
+        batch: The batch of the step.
+        row_ids: The indices in the training split of the rows of the whole global batch.
+        engine: The engine that holds the model.
+        mesh: The mesh of all ranks.
     """
     bad: list[int] = []
     for microbatch in batch.microbatches:
@@ -44,12 +45,11 @@ def examine(
 
 
 def describe(record: BadStepRecord) -> str:
-    """What happened in the step, as the user reads it."""
+    """Return the sentence that the user reads."""
     if record.rows:
-        shown = ", ".join(map(str, record.rows[:_SHOWN_ROWS]))
-        more = f" and {len(record.rows) - _SHOWN_ROWS} more" if len(record.rows) > _SHOWN_ROWS else ""
         ranks = f"rank{'s' if len(record.ranks) > 1 else ''} {', '.join(map(str, record.ranks))}"
-        where = f"it is not finite on {ranks}, among the rows {shown}{more} of the training split (the first is 0)"
+        rows = listed(record.rows, _SHOWN_ROWS)
+        where = f"it is not finite on {ranks}, among the rows {rows} of the training split (the first is 0)"
     elif math.isfinite(record.loss):
         where = "the loss of each row is finite, the gradient is not"
     else:

@@ -1,4 +1,4 @@
-"""Metrics over a whole split, exact at every world size: each row counts once, wherever it was computed."""
+"""Metrics over a whole split: each row counts once at every world size."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Evaluator:
     """Evaluates the engine's model on one split.
 
     Args:
-        engine: holds the model.
-        loader: this rank's part of the split.
-        num_rows: rows of the split over all ranks.
-        task: gives the metrics.
-        mesh: the ranks.
-        observers: are told how far it is.
+        engine: The engine that holds the model.
+        loader: This rank's part of the split.
+        num_rows: The number of rows of the split over all ranks.
+        task: The task that computes the metrics.
+        mesh: The mesh of all ranks.
+        observers: The observers that show the progress.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Evaluator:
         self._observers = observers
 
     def evaluate(self) -> dict[str, float]:
-        """The task's metrics and the mean `loss`, the same on every rank."""
+        """Return the task's metrics and the mean `loss`, the same on every rank. All ranks must call it."""
         loss_sum, num_valid = 0.0, 0
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for done, microbatch in enumerate(self._loader, start=1):
@@ -49,7 +49,7 @@ class Evaluator:
                 parts[name].append(tensor)
             self._observers.evaluation_progress(done, len(self._loader))
         here = {name: torch.cat(tensors) for name, tensors in parts.items()}
-        # Ranks that share a model replica have the same rows: one of them counts.
+        # Ranks that share a model replica have the same rows, so one of them counts.
         gathered = self._mesh.gather((loss_sum, num_valid, here) if self._mesh.index("tp") == 0 else (0.0, 0, {}))
         metrics: dict[str, float] = self._mesh.share(self._combine(gathered) if gathered else None)
         return metrics

@@ -1,7 +1,7 @@
-"""`trainer export`: from a checkpoint to a Hugging Face folder, on one machine, without what the run was made from.
+"""`trainer export`: from a checkpoint to a Hugging Face folder, on one machine.
 
-Everything is in the checkpoint: the weights, the configuration and the tokenizer. It is read tensor by tensor, and
-nothing of it is unpickled, imported or run.
+The checkpoint holds the weights, the configuration and the tokenizer. It is read tensor by tensor; nothing in it is
+unpickled, imported or run.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import CONFIG_NAME
 
-from trainer.base.disk import UNFINISHED, replace_folder
+from trainer.base.disk import UNFINISHED
 from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint.files import FACTS, MODEL_FOLDER, SavedState, open_verified
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
 from trainer.models.writing import LARGEST_FILE_BYTES, UnknownModelError, described_model, write_weights
-from trainer.training.model_card import write_card
+from trainer.training.model_card import complete_folder
 
-# What is copied is not read here, but by whoever opens the folder: so nothing that is weights, a pickle or code.
+# Copied files are not checked here, so weights, pickles and code are refused by name.
 _NEVER_BEGINS = ("model.", "model-", "pytorch_model", "adapter_")
 _NEVER_ENDS = (".bin", ".ckpt", ".h5", ".msgpack", ".pickle", ".pkl", ".pt", ".pth", ".py", ".safetensors")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: from which checkpoint, the files of weights, and what a user should know of the way there."""
+    """The result of an export: its checkpoint, its files of weights, and notes for the user."""
 
     checkpoint: Path
     step: int
@@ -47,17 +47,17 @@ class Exported:
 def export(
     checkpoint: Path, folder: Path, dtype: PrecisionName = "fp32", largest_file_bytes: int = LARGEST_FILE_BYTES
 ) -> Exported:
-    """Writes the model of a checkpoint as a Hugging Face folder, whole or not at all.
+    """Write the model of a checkpoint as a Hugging Face folder, whole or not at all.
 
     Args:
-        checkpoint: its folder, or that of a run: then the newest that is whole.
-        folder: empty, or not there.
-        dtype: of the weights.
-        largest_file_bytes: see `write_weights`, which never holds more than that of the model.
+        checkpoint: The folder of a checkpoint, or of a run, whose newest whole checkpoint is taken.
+        folder: An empty or missing folder.
+        dtype: The type of the weights.
+        largest_file_bytes: The most bytes of one file of weights, and of the memory for them.
 
     Raises:
-        UsageError: the checkpoint is not whole or not of a model, or the folder is in use.
-        TrainerError: it cannot be written.
+        UsageError: The checkpoint is broken or holds no model, or the folder is in use.
+        TrainerError: The folder cannot be written.
     """
     place = _free_place(folder)
     state, notes = _open(checkpoint)
@@ -82,8 +82,7 @@ def export(
         weights = write_weights(
             described_model(config), shapes, lambda name: _read(state, keys[name]), temporary, type_, largest_file_bytes
         )
-        write_card(temporary, state.facts.origin, state.facts.progress)
-        replace_folder(temporary, place)
+        complete_folder(temporary, place, state.facts.origin, state.facts.progress)
     except UnknownModelError as error:
         raise UsageError(
             f"`CHECKPOINT` must hold a model of transformers, but {state.folder / MODEL_FOLDER / CONFIG_NAME} describes"
@@ -112,7 +111,7 @@ def _free_place(folder: Path) -> Path:
 
 
 def _open(checkpoint: Path) -> tuple[SavedState, list[str]]:
-    """The checkpoint verified, and notes on those that were passed over."""
+    """Return the verified checkpoint, and notes on those that were passed over."""
     store = CheckpointStore(checkpoint, keep=1)
     if (checkpoint / FACTS).exists() or not store.folder.is_dir():
         return _verified(checkpoint), []
@@ -155,7 +154,7 @@ def _read(state: SavedState, key: str) -> Tensor:
 
 
 def _beside_weights(folder: Path, names: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The model's configuration, and the names of the files to copy, its own included."""
+    """Return the model's configuration, and the names of the files to copy, its own included."""
     beside = [Path(name).name for name in names if name.startswith(f"{MODEL_FOLDER}/")]
     for name in beside:
         if name.startswith(_NEVER_BEGINS) or name.endswith(_NEVER_ENDS):
@@ -182,7 +181,7 @@ def _beside_weights(folder: Path, names: list[str]) -> tuple[dict[str, Any], lis
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A configuration whose weights are of this type, and those of the models that it is made of."""
+    """Return the configuration with this type of weights, in the models inside it too."""
     return {
         key: _with_dtype(value, dtype) if isinstance(value, Mapping) and "model_type" in value else value
         for key, value in config.items()

@@ -1,15 +1,15 @@
-"""The training loop: epochs and steps, when to log, evaluate, save and stop. No strategy has a name here."""
+"""The training loop: when to log, evaluate, save and stop. It does not depend on the strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from trainer.base.errors import NonFiniteError, TrainerError
-from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import Saver
 from trainer.engine.engine import Engine, StepResult
+from trainer.observe.memory import peak_memory_bytes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
 from trainer.observe.records import BestMetric, EvaluationRecord, StepRecord
@@ -18,59 +18,84 @@ from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.replicas import check_replicas
 from trainer.ranks.stopping import SAVE, STOP, StopRequest
 from trainer.recipe.schema import Interval, Recipe
+from trainer.tasks.metrics import greater_is_better
 from trainer.training.bad_steps import describe, examine
 from trainer.training.evaluation import Evaluator
 
-_FAILING = STOP + 1  # what rank 0 writes can no longer be written
+_FAILING = STOP + 1  # an observer of rank 0 can no longer write
 Ending = Literal["finished", "patience", "stop_at_step", "signal", "stop_file"]
+
+
+class Batches(Protocol):
+    """The batches that are still to be trained on."""
+
+    def __len__(self) -> int:
+        """Return the number of optimizer steps that are left."""
+        ...
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        """Iterate over this rank's part of each global batch."""
+        ...
+
+    def row_ids(self, step: int) -> Sequence[int]:
+        """Return the indices in the training split of the rows of the global batch of `step` (from 0)."""
+        ...
 
 
 @dataclass
 class Loop:
-    """Trains until the last step, or until something says stop.
+    """Train until the last step, or until a signal, a file or the patience stops the run.
 
-    `row_ids` gives the rows of the training split in the global batch of a step (from 0), `saver` writes checkpoints
-    of the state after the step just done, `keep_best` exports the model that the evaluation just found to be the best,
-    `peak_memory` gives the most bytes that this rank has used.
+    Args:
+        recipe: The recipe.
+        engine: The engine that takes the steps.
+        loader: The batches that are left; they begin at `saver.progress`.
+        evaluator: The evaluator; None: nothing is evaluated.
+        mesh: The mesh of all ranks.
+        observers: The observers of the run.
+        meter: The meter of rows and tokens per second.
+        saver: The saver of checkpoints, which holds the progress of the run.
+        keep_best: A function that exports the model after the best evaluation so far.
+        steps_per_epoch: Optimizer steps of one pass over the training split.
+        stop: The requests to save or to stop.
     """
 
     recipe: Recipe
     engine: Engine
-    batches: Iterable[RankBatch]
+    loader: Batches
     evaluator: Evaluator | None
-    best_metric: str
-    greater_is_better: bool
     mesh: ParallelMesh
     observers: Observer
     meter: Meter
-    progress: Progress
-    steps_per_epoch: int
-    total_steps: int
-    row_ids: Callable[[int], Sequence[int]]
     saver: Saver
     keep_best: Callable[[], None]
-    peak_memory: Callable[[], int]
+    steps_per_epoch: int
     stop: StopRequest
     _failure: TrainerError | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self.progress = self.saver.progress
+        self.total_steps = self.progress.step + len(self.loader)
+        self.best_metric = self.recipe.evaluation.best or self.recipe.task.metrics[0]
+
     def run(self) -> Ending:
-        """Runs the steps that are left.
+        """Run the steps that are left.
 
         Raises:
-            NonFiniteError: the loss or the gradient norm was not finite once too often.
-            TrainerError: ranks that must hold the same weights do not, or an observer cannot write.
+            NonFiniteError: More steps than allowed were not finite.
+            TrainerError: Replicas differ, or an observer cannot write.
         """
         try:
             return self._run()
         except NonFiniteError:
-            self.saver.finish()  # what was begun before is good
+            self.saver.finish()  # the checkpoint that was begun before is good
             raise
 
     def _run(self) -> Ending:
         self._doing("waiting for rows")
-        for batch in self.batches:
+        for batch in self.loader:
             self._doing(f"in step {self.progress.step + 1}")
-            # Asked before the step and heard after it: no rank waits only to learn that nobody was told to stop.
+            # Asked before the step and answered after it, so that no rank waits for the answer alone.
             asked = self.mesh.begin_agree_max(_FAILING if self._failure else self.stop.asked())
             settle_saving = self.saver.begin_poll()
             result = self.engine.train_step(batch)
@@ -97,14 +122,14 @@ class Loop:
                 self.stop.obeyed(SAVE, STOP)
                 return ending
             if request == SAVE:
-                self.saver.finish()  # whoever asked sees it by the file that goes
+                self.saver.finish()  # the file `save` goes when the checkpoint is complete
                 self.stop.obeyed(SAVE)
             self._doing("waiting for rows")
         return "finished"
 
     def _bear(self, result: StepResult, batch: RankBatch) -> None:
-        """Tells of a step that was not taken; ends the run where there were too many."""
-        rows = self.row_ids(self.progress.step)
+        """Report a step that was not taken, and end the run after too many of them."""
+        rows = self.loader.row_ids(self.progress.step)
         record = examine(self.progress.step + 1, result, batch, rows, self.engine, self.mesh)
         self.progress.bad_steps += 1
         self._tell(lambda: self.observers.bad_step(record))
@@ -118,14 +143,14 @@ class Loop:
         self.observers.note(f"{describe(record)}; skipped, {self.progress.bad_steps} of at most {allowed} bad steps")
 
     def _tell(self, observers: Callable[[], None]) -> None:
-        """Keeps an observer's error until the ranks next agree: rank 0 would leave alone, and others wait for it."""
+        """Call the observers, and keep an error until the ranks next agree, so that rank 0 does not leave alone."""
         try:
             observers()
         except TrainerError as error:
             self._failure = self._failure or error
 
     def _settle(self) -> None:
-        """Raises the error of an observer, if one could not write."""
+        """Raise the error of an observer that could not write."""
         if self._failure is not None:
             raise self._failure
         self.observers.flush()
@@ -140,7 +165,7 @@ class Loop:
         self.meter.add(batch.num_rows, batch.num_tokens)
 
     def _due(self, every: Interval | None) -> bool:
-        """Whether something is due after this step: at each interval, and at the very end."""
+        """Return whether an interval ends with this step; the last step ends every interval."""
         if every is None:
             return False
         steps = every.count * (self.steps_per_epoch if every.unit == "epochs" else 1)
@@ -159,7 +184,7 @@ class Loop:
             step_seconds=rates.step_seconds,
             samples_per_second=rates.samples_per_second,
             tokens_per_second=rates.tokens_per_second,
-            peak_memory_bytes=self.mesh.agree_max(self.peak_memory()),
+            peak_memory_bytes=self.mesh.agree_max(peak_memory_bytes(self.mesh.device)),
             skipped_steps=result.skipped_steps,
             loss_scale=result.loss_scale,
             mfu=rates.mfu,
@@ -167,7 +192,7 @@ class Loop:
         self._tell(lambda: self.observers.step(record))
 
     def _evaluate(self) -> bool:
-        """Evaluates; says whether patience has run out."""
+        """Evaluate, and return whether patience has run out."""
         if self.evaluator is None:
             return False
         self._doing("in an evaluation")
@@ -188,7 +213,7 @@ class Loop:
         best = self.progress.best
         if best is None or best.name != self.best_metric:  # a resumed run may ask for another metric
             return True
-        return value > best.value if self.greater_is_better else value < best.value
+        return value > best.value if greater_is_better(self.best_metric) else value < best.value
 
     def _ending(self, out_of_patience: bool, request: int) -> Ending | None:
         if self.progress.step >= self.total_steps:

@@ -1,6 +1,6 @@
 """The model card: the `README.md` of an exported folder, for people and, in its head, for the hub.
 
-Written from what a checkpoint says of itself, so that the run and `trainer export` write the same.
+It is written from the facts of a checkpoint, so that a run and `trainer export` write the same.
 """
 
 from __future__ import annotations
@@ -16,23 +16,31 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, though not in its `__all__`
 from transformers.utils import CONFIG_NAME
 
+from trainer.base.disk import replace_folder
 from trainer.checkpoint.progress import Progress
 from trainer.tasks.registry import PIPELINE_TAGS
 
 CARD_NAME = "README.md"
 
 
-def write_card(folder: Path, origin: Mapping[str, Any], progress: Progress) -> None:
-    """Writes the card of a Hugging Face folder, beside its configuration.
+def complete_folder(temporary: Path, place: Path, origin: Mapping[str, Any], progress: Progress) -> None:
+    """Add the card to a new Hugging Face folder, and put the folder in its place.
 
     Args:
-        folder: that the model is in.
-        origin: of the checkpoint's facts.
-        progress: when the weights were what they are.
+        temporary: The folder with the model, beside `place`.
+        place: The final folder, which is replaced as a whole.
+        origin: The origin in a checkpoint's facts.
+        progress: The progress of the training when it had these weights.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: It cannot be written.
     """
+    write_card(temporary, origin, progress)
+    replace_folder(temporary, place)
+
+
+def write_card(folder: Path, origin: Mapping[str, Any], progress: Progress) -> None:
+    """Write the card of a Hugging Face folder; arguments and errors are those of `complete_folder`."""
     config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     (folder / CARD_NAME).write_text(_card(config, origin, progress), encoding="utf-8")
 
@@ -79,13 +87,13 @@ def _card(config: Mapping[str, Any], origin: Mapping[str, Any], progress: Progre
 
 
 def _part(values: Any, key: str) -> Mapping[str, Any]:
-    """A group of values; empty where a checkpoint does not tell it."""
+    """Return a group of values; empty where a checkpoint lacks it."""
     part = values.get(key) if isinstance(values, Mapping) else None
     return part if isinstance(part, Mapping) else {}
 
 
 def _head(recipe: Mapping[str, Any], task_type: str, tag: str | None) -> ModelCardData:
-    """What the hub reads; keys that are None are left out."""
+    """Return the metadata for the hub; it leaves out keys that are None."""
     data = _part(recipe, "data")
     dataset = _hub_name(data.get("name")) if data.get("source") == "hub" else None
     return ModelCardData(
@@ -98,7 +106,7 @@ def _head(recipe: Mapping[str, Any], task_type: str, tag: str | None) -> ModelCa
 
 
 def _hub_name(name: Any) -> str | None:
-    """A name that the hub can look up; a folder, which a recipe holds with its whole path, has none."""
+    """Return a name that the hub can look up; None for a folder, which a recipe holds by its absolute path."""
     if not isinstance(name, str) or os.path.isabs(name):
         return None
     try:

@@ -1,6 +1,6 @@
-"""What prepares rows for the model, and goes with it when it is exported: its tokenizer, or its image processor.
+"""Preparation of rows for the model, by its tokenizer or its image processor, which an export includes.
 
-The one place that joins a kind of task, of data and of model; everything else is told of one of them only.
+This is the only module that joins a kind of task, of data and of model.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from trainer.tasks.task import ImageTask, Task, TextTask
 
 
 class Preparation(Protocol):
-    """Makes rows what the model reads."""
+    """Turns rows into inputs of the model."""
 
     @property
     def batching(self) -> Batching:
-        """How prepared rows become the tensors of a microbatch."""
+        """The way from prepared rows to the tensors of a microbatch."""
         ...
 
     @property
     def normalisation(self) -> str | None:
-        """What `batching` does to the values of prepared rows, in words; None: they stay as they are."""
+        """How `batching` changes the values of prepared rows, in words; None: not at all."""
         ...
 
     def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
-        """The split as it is kept; `task` is resolved, and of the recipe.
+        """Return the prepared split; `task` is the resolved task of the recipe.
 
         Raises:
-            TrainerError: the rows do not fit, or the cache cannot be written.
+            TrainerError: The rows do not fit, or the cache cannot be written.
         """
         ...
 
     def masking(self, task: Task, seed: int) -> TokenMasking | None:
-        """What makes the labels of prepared rows while they become microbatches; None: prepared rows have labels.
+        """Return the masking that makes labels while rows become microbatches; None: prepared rows have labels.
 
         Args:
-            task: of the recipe.
-            seed: the recipe's.
+            task: The task of the recipe.
+            seed: The seed of the recipe.
 
         Raises:
-            UsageError: the task hides tokens, and there is no token to hide them with.
+            UsageError: The task hides tokens, but the tokenizer has no mask token.
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes what a user of the exported model needs to prepare rows in the same way.
+        """Write the files with which users of the exported model prepare rows in the same way.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: They cannot be written.
         """
         ...
 
 
 def load_preparation(recipe: Recipe) -> Preparation:
-    """What the recipe's task and model need.
+    """Return the preparation for the recipe's task and model.
 
     Raises:
-        UsageError: the model has none, or it cannot be reached.
+        UsageError: The model has no tokenizer or image processor, or it cannot be reached.
     """
     if isinstance(recipe.task, ImageClassification):
         return ImagePreparation(load_image_processor(recipe.model))
@@ -78,7 +78,7 @@ def load_preparation(recipe: Recipe) -> Preparation:
 class TextPreparation:
     """Tokenises texts, cut at `max_length` tokens, for a model with embeddings for `vocab_size` (None: any) tokens.
 
-    A token without an embedding is refused here, by its name: on a GPU it ends the process in the midst of a kernel.
+    It refuses a token without an embedding by name, because on a GPU such a token kills the process in a kernel.
     """
 
     tokenizer: Any

@@ -1,4 +1,4 @@
-"""What each pipeline stage of a recipe will hold, told before a run: the model is built without memory."""
+"""The contents of pipeline stages before a run; the model is built without memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from trainer.tasks.registry import build_task
 
 
 def preview_stages(plan: RunPlan) -> list[StageContents]:
-    """The stages of a plan with a pipeline.
+    """Return the contents of each stage of a plan with a pipeline.
 
     Raises:
-        UsageError: there is no such model, or it cannot be cut so.
+        UsageError: The model cannot be found, or cannot be cut like this.
     """
     assert plan.pipeline is not None, "there are no stages"
     recipe = plan.recipe
     task = build_task(recipe.task)
-    # Where the labels stand in the data alone, transformers' default number stands for theirs.
+    # Without `task.labels` the data decides the classes; transformers' default number stands in.
     unknown = isinstance(task, RowClasses) and task.class_names is None
     options = {} if unknown else task.model_options()
     model = build_on_meta(recipe.model, recipe.training, task.auto_class_name, options)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer import __version__
 from trainer.data.split import EncodedSplit
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
@@ -29,19 +26,7 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import AdamW, Recipe
 from trainer.tasks.task import Task
-
-_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "safetensors", "numpy")
-
-
-def versions() -> dict[str, str]:
-    """Of what a training depends on, by package."""
-    found = {"trainer": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+from trainer.training.versions import versions
 
 
 def device_name(device: torch.device) -> str:

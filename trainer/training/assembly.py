@@ -1,0 +1,301 @@
+"""The parts of a training, built from plan, mesh and data: model, engine, loaders, task.
+
+`trainer run`, the Python interface and the parity tests all build them here.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from trainer.base.disk import UNFINISHED
+from trainer.base.errors import TrainerError
+from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.saving import Saved, Saver, identity
+from trainer.checkpoint.store import FOLDER_SECONDS, CheckpointStore
+from trainer.data.collate import TokenMasking
+from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.order import GlobalOrder
+from trainer.data.sources import load_splits
+from trainer.data.split import EncodedSplit
+from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
+from trainer.engine.engine import Engine
+from trainer.models.building import BuiltModel, build_model, save_configuration
+from trainer.models.statistics import buffers_hash
+from trainer.observe.observer import Observer
+from trainer.observe.records import Idling, RunInfo
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import Placements
+from trainer.ranks.environment import LaunchEnvironment, cache_folder
+from trainer.recipe.drawing import layers_text
+from trainer.recipe.plan import RunPlan
+from trainer.recipe.schema import Recipe
+from trainer.tasks.registry import build_task
+from trainer.tasks.task import Task
+from trainer.training.evaluation import Evaluator
+from trainer.training.model_card import complete_folder
+from trainer.training.preparing import Preparation, load_preparation
+from trainer.training.run_info import run_info
+from trainer.training.versions import versions
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The encoded splits, the task that knows their labels, and the preparation that encoded them.
+
+    `masking` makes the labels of a task that hides tokens; None: the splits hold labels.
+    """
+
+    task: Task
+    masking: TokenMasking | None
+    preparation: Preparation
+    train: EncodedSplit
+    validation: EncodedSplit | None
+
+    def notes(self, max_length: int) -> list[str]:
+        """Return a note on each split whose rows were cut to `max_length` tokens."""
+        return [
+            f"cut to `data.max_length` ({max_length} tokens): {split.num_cut:,} of {len(split):,} {name} rows"
+            for name, split in (("training", self.train), ("validation", self.validation))
+            if split is not None and split.num_cut
+        ]
+
+
+def prepare_data(recipe: Recipe) -> PreparedData:
+    """Load and encode the splits of a recipe; ranks share the cache through file locks.
+
+    Raises:
+        TrainerError: model or data cannot be reached, or do not fit each other.
+    """
+    preparation = load_preparation(recipe)
+    splits = load_splits(recipe.data)
+    task = build_task(recipe.task).resolve(splits.train.rows, splits.train.where)
+    masking = preparation.masking(task, recipe.training.seed)
+    cache = Path(recipe.data.cache) if recipe.data.cache else cache_folder()
+    train = preparation.encode(splits.train, task, cache)
+    validation = None
+    if splits.validation is not None:
+        validation = preparation.encode(splits.validation, task, cache)
+    return PreparedData(task, masking, preparation, train, validation)
+
+
+@dataclass
+class Assembly:
+    """All parts of a training on this rank.
+
+    `built` holds the model, or this rank's pipeline stages of it. `progress` is where the training stands; the loader
+    of the training split starts there.
+    """
+
+    plan: RunPlan
+    mesh: ParallelMesh
+    data: PreparedData
+    built: list[BuiltModel]
+    engine: Engine
+    saved: Saved
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe."""
+        return self.plan.recipe
+
+    @property
+    def task(self) -> Task:
+        """The task, whose labels are known."""
+        return self.data.task
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The model, or this rank's stages of it, as the engine placed them."""
+        return [part.model for part in self.built]
+
+    @property
+    def placements(self) -> Placements:
+        """How each parameter lies over the mesh."""
+        return self.engine.placements
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one pass over the training split."""
+        return self.plan.steps_per_epoch(len(self.data.train))
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole training."""
+        return self.plan.total_steps(len(self.data.train))
+
+    @property
+    def train_loader(self) -> TrainLoader:
+        """This rank's part of each global batch that `progress` has not passed yet; new at each access."""
+        lengths = self.data.train.lengths if self.recipe.data.group_by_length else None
+        seed = self.recipe.training.seed
+        return TrainLoader(
+            self.data.train,
+            GlobalOrder(len(self.data.train), lengths, self.plan.batch.global_batch_size, seed),
+            self.plan.batch,
+            self.mesh.index("dp"),
+            self.data.preparation.batching,
+            self.total_steps,
+            start_sample=self.progress.samples,
+            num_workers=self.recipe.data.num_workers,
+            pin_memory=self.mesh.device.type == "cuda",
+            masking=self.data.masking,
+        )
+
+    @property
+    def eval_loaders(self) -> dict[str, EvalLoader]:
+        """This rank's part of each split to evaluate on, by name: `validation`, or none."""
+        if self.data.validation is None:
+            return {}
+        return {
+            "validation": EvalLoader(
+                self.data.validation,
+                self.recipe.evaluation.batch_size,
+                self.mesh.index("dp"),
+                self.mesh.size("dp"),
+                self.data.preparation.batching,
+                num_workers=self.recipe.data.num_workers,
+                pin_memory=self.mesh.device.type == "cuda",
+                masking=self.data.masking,
+            )
+        }
+
+    def evaluator(self, observers: Observer) -> Evaluator | None:
+        """Return the evaluator of the validation split; None without such a split."""
+        loader = self.eval_loaders.get("validation")
+        if loader is None or self.data.validation is None:
+            return None
+        return Evaluator(self.engine, loader, len(self.data.validation), self.task, self.mesh, observers)
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the loss and the task's metrics over the validation split. All ranks must call it.
+
+        Raises:
+            TrainerError: the data has no validation split.
+        """
+        evaluator = self.evaluator(Observer())
+        if evaluator is None:
+            raise TrainerError("`data.validation` is null, so there is nothing to evaluate on; name a split")
+        return evaluator.evaluate()
+
+    def saver(self) -> Saver:
+        """Return what saves the state to the run's folder and resumes from it."""
+        checkpoint = self.recipe.checkpoint
+        patience = min(FOLDER_SECONDS, self.recipe.parallel.join_timeout.seconds)
+        store = CheckpointStore(Path(checkpoint.folder), checkpoint.keep, patience)
+        return Saver(store, self.engine, self.mesh, self.saved, checkpoint.asynchronous)
+
+    def info(self, environment: LaunchEnvironment) -> RunInfo:
+        """Return the facts for the start-up summary. All ranks must call it."""
+        return run_info(
+            self.plan,
+            environment,
+            self.task,
+            self.data.train,
+            self.data.validation,
+            self.models,
+            self.placements,
+            self.mesh,
+            self.progress.step or None,
+            self._stage_texts(),
+        )
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder with its model card, whole or not at all. All ranks must call it.
+
+        Raises:
+            TrainerError: it cannot be written; on every rank.
+        """
+        temporary = folder.with_name(f"{UNFINISHED}{folder.name}")
+
+        def complete() -> None:
+            try:
+                self.data.preparation.save(temporary)
+                complete_folder(temporary, folder, self.saved.origin, self.progress)
+            except OSError as error:
+                raise TrainerError(f"the model could not be written to {folder}: {error}") from error
+
+        if self.mesh.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed here
+        self.engine.export(temporary)
+        self.mesh.on_rank_zero(complete)
+
+    def idling(self) -> Idling | None:
+        """Return how long the pipeline ranks waited, on rank 0. All ranks must call it."""
+        if self.plan.pipeline is None:
+            return None
+        gathered = self.mesh.gather((self.mesh.index("pp"), self.engine.idle_share()))
+        measured: dict[int, list[float]] = {}
+        for rank, share in gathered or []:
+            if share is not None:
+                measured.setdefault(rank, []).append(share)
+        if not measured:
+            return None
+        means = tuple(sum(measured[rank]) / len(measured[rank]) for rank in sorted(measured))
+        return Idling(means, self.plan.pipeline.bubble)
+
+    def _stage_texts(self) -> tuple[str, ...]:
+        """Return how the pipeline runs and what each stage holds, on rank 0; empty without one."""
+        pipeline = self.plan.pipeline
+        if pipeline is None:
+            return ()
+        stages = pipeline.stages_of(self.mesh.index("pp"))
+        sizes = [sum(p.numel() for p in model.parameters()) for model in self.models]
+        layers = [part.part.layers if part.part else () for part in self.built]
+        own = list(zip(stages, layers, sizes, strict=True)) if self.mesh.is_first_replica else []
+        gathered = self.mesh.gather(own)
+        texts = [str(pipeline)]
+        for stage, names, size in sorted(part for parts in gathered or [] for part in parts):
+            rank = pipeline.rank_of(stage)
+            texts.append(f"stage {stage} on pipeline rank {rank}: {layers_text(names)}; {size:,} parameters a rank")
+        return tuple(texts)
+
+
+def assemble(
+    plan: RunPlan, mesh: ParallelMesh, data: PreparedData, adapt: Callable[[nn.Module], None] | None = None
+) -> Assembly:
+    """Build the model and the engine. All ranks must call it.
+
+    Args:
+        plan: the recipe and its layout.
+        mesh: of the plan's layout.
+        data: of the recipe.
+        adapt: changes a built model in place before the engine takes it, for example to freeze parameters. It gets
+            each pipeline stage by itself, and must do the same on every rank.
+
+    Raises:
+        UsageError: the model cannot be reached, or cannot be laid out like this.
+    """
+    recipe, task = plan.recipe, data.task
+    with partitioned_loading(plan, mesh.device) as gather:
+        built = [
+            build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
+            for cut in planned_cuts(plan, mesh)
+        ]
+    models = [part.model for part in built]
+    for model in models:
+        if adapt is not None:
+            adapt(model)
+    model_files = _files_beside_weights(models[0], data.preparation) if mesh.rank == 0 else {}
+    beside = {"buffers": buffers_hash(models, mesh), "normalisation": data.preparation.normalisation}
+    saved = Saved(
+        identity(recipe, data.train.content_hash, beside),
+        {"recipe": recipe.model_dump(mode="json"), "layout": asdict(plan.layout), "versions": versions()},
+        model_files,
+    )
+    engine = build_engine(built, task, mesh, plan, plan.total_steps(len(data.train)))
+    return Assembly(plan, mesh, data, built, engine, saved)
+
+
+def _files_beside_weights(model: nn.Module, preparation: Preparation) -> dict[str, bytes]:
+    """Return the other files of a Hugging Face folder by name: configurations, tokenizer or image processor."""
+    with tempfile.TemporaryDirectory(prefix="trainer-") as name:
+        save_configuration(model, Path(name))
+        preparation.save(Path(name))
+        return {file.name: file.read_bytes() for file in sorted(Path(name).iterdir())}

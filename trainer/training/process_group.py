@@ -1,0 +1,120 @@
+"""The ranks of a run: how they meet, agree and join a process group, and how they leave it."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from trainer.base.errors import LostPeerError
+from trainer.parallel.mesh import ParallelMesh, init_process_group
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.ranks.joining import Meeting, meet
+from trainer.recipe.plan import Layout, RunPlan
+from trainer.recipe.schema import Recipe
+from trainer.training.agreement import check_agreement, run_facts
+
+if TYPE_CHECKING:
+    from trainer.reading.loading import ResolvedRecipe
+
+Result = TypeVar("Result")
+
+_LEAST_COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # before the first step, ranks may wait for one that still reads
+_AFTER_WATCHDOG = timedelta(minutes=1)  # the watchdog reports more than a collective does, so it goes first
+
+
+def meet_ranks(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvironment) -> Meeting | None:
+    """Meet the other ranks, and check that all run the same and reach each other; None without others.
+
+    This stands before everything slow, so that a mistake in the cluster shows at once.
+
+    Raises:
+        UsageError: recipes, versions or sources differ between ranks.
+        TrainerError: ranks are missing, or cannot reach each other.
+    """
+    if environment.world_size == 1:
+        return None
+    timeout = plan.recipe.parallel.join_timeout.seconds
+    meeting = meet(environment, timeout)
+    check_agreement(run_facts(resolved.values, plan, device_type()), lambda value: meeting.gather(value, timeout))
+    meeting.check_network(timeout)
+    return meeting
+
+
+def together(meeting: Meeting | None, recipe: Recipe, action: Callable[[], Result]) -> Result:
+    """Return the result of `action`, which all ranks run; an error on one rank ends all of them.
+
+    Raises:
+        TrainerError: the error of any rank, on every rank.
+    """
+    return action() if meeting is None else meeting.together(action, _collective_timeout(recipe).total_seconds())
+
+
+def device_type() -> str:
+    """Return "cuda" on a machine with GPUs, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def open_device(environment: LaunchEnvironment) -> torch.device:
+    """Return the device of this rank, and make it torch's current one."""
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", environment.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def open_mesh(layout: Layout, device: torch.device) -> ParallelMesh:
+    """Return the mesh of a layout. All ranks of the process group must call it."""
+    return ParallelMesh(device, pp=layout.pp, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp)
+
+
+def _collective_timeout(recipe: Recipe) -> timedelta:
+    stall = timedelta(seconds=recipe.parallel.stall_timeout.seconds)
+    return max(stall, _LEAST_COLLECTIVE_TIMEOUT) + _AFTER_WATCHDOG
+
+
+@contextmanager
+def process_group(
+    plan: RunPlan, environment: LaunchEnvironment, device: torch.device, meeting: Meeting | None
+) -> Iterator[None]:
+    """Join the other ranks inside the block.
+
+    Raises:
+        LostPeerError: another rank has gone.
+    """
+    if meeting is None and not plan.strategy.cuts_anything:
+        yield
+        return
+    store = dist.HashStore() if meeting is None else meeting.store  # type: ignore[attr-defined]
+    init_process_group(device, environment.rank, environment.world_size, store, _collective_timeout(plan.recipe))
+    try:
+        yield
+        _let_go()
+        dist.barrier()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # their variables hold model and engine
+        _let_go()
+        if _is_lost_peer(error):
+            raise LostPeerError(
+                "another rank failed or was killed, so this one cannot go on; what that rank says tells why"
+            ) from error
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Return whether another rank made a collective fail; gloo raises a plain `RuntimeError` of its transport."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def _let_go() -> None:
+    """Free all that still holds the process group: with gloo, the interpreter would abort at exit."""
+    gc.collect()

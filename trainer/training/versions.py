@@ -1,0 +1,29 @@
+"""Versions of the packages that a training depends on."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from trainer import __version__
+
+COMPARED = ("torch", "transformers", "datasets", "tokenizers", "safetensors")
+"""Packages of which all ranks must have the same version."""
+
+RECORDED = (*COMPARED, "accelerate", "deepspeed", "numpy")
+"""Packages that a run names in its summary, its checkpoints and its model card."""
+
+
+def installed(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of trainer, Python and each installed package of `RECORDED`."""
+    found = {package: installed(package) for package in RECORDED}
+    own = {"trainer": __version__, "python": platform.python_version()}
+    return own | {package: number for package, number in found.items() if number is not None}
