@@ -1,6 +1,74 @@
 """`trainer`: one JSON recipe, any layout, the same training.
 
-Importing this package imports nothing heavy: the command line answers without torch (see `docs/`).
+Importing the package imports no torch: each name below is imported at its first use. See `docs/python.md`.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from trainer.base.errors import (
+        DataError,
+        LaunchError,
+        LostPeerError,
+        NonFiniteError,
+        RecipeError,
+        TrainerError,
+        UsageError,
+    )
+    from trainer.interface import (
+        RunResult,
+        assemble,
+        load_recipe,
+        register_family,
+        register_metric,
+        register_recipes,
+        register_task,
+        run,
+    )
+    from trainer.reading.loading import ResolvedRecipe
+    from trainer.recipe.schema import ClassificationKeys, ImageKeys, TextKeys
+
+__all__ = [
+    "ClassificationKeys",
+    "DataError",
+    "ImageKeys",
+    "LaunchError",
+    "LostPeerError",
+    "NonFiniteError",
+    "RecipeError",
+    "ResolvedRecipe",
+    "RunResult",
+    "TextKeys",
+    "TrainerError",
+    "UsageError",
+    "__version__",
+    "assemble",
+    "load_recipe",
+    "register_family",
+    "register_metric",
+    "register_recipes",
+    "register_task",
+    "run",
+]
+
+_HOMES = {"ResolvedRecipe": "reading.loading"} | dict.fromkeys(
+    ("ClassificationKeys", "ImageKeys", "TextKeys"), "recipe.schema"
+)
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES.get(name, "base.errors" if name.endswith("Error") else "interface")
+    value: object = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

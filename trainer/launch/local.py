@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from trainer.base import extensions
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError, TrainerError
 from trainer.launch.processes import Ended, LocalRanks, StartMethod, Stop, stop_signals
 from trainer.observe.heartbeat import Status, read_statuses
@@ -54,6 +55,18 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
         LaunchError: ranks and request, or ranks and devices, contradict each other.
         RankError: a rank failed.
     """
+    environment, number = plan_start(resolved, processes, max_restarts)
+    return join(resolved, environment) if number is None else _start(resolved, number, max_restarts)
+
+
+def plan_start(
+    resolved: ResolvedRecipe, processes: int | None, max_restarts: int
+) -> tuple[LaunchEnvironment, int | None]:
+    """Return the place of this process, and the number of ranks to start; None: it is a rank itself.
+
+    Raises:
+        RecipeError, LaunchError: as for `run_or_join`.
+    """
     environment = detect()
     recipe = resolved.recipe
     check_agrees(environment, precision=recipe.precision, strategy=recipe.parallel.strategy)
@@ -70,12 +83,11 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
             )
         plan_run(recipe, environment.world_size, environment.local_world_size)
         _check_devices(environment.local_world_size)
-        return _join(resolved, environment)
+        return environment, None
     number = _number_of_processes(environment, processes, STRATEGIES[recipe.parallel.strategy])
     plan_run(recipe, number)
     _check_devices(number)
-    alone = number == 1 and not max_restarts
-    return _join(resolved, environment) if alone else _start(resolved, number, max_restarts)
+    return environment, None if number == 1 and not max_restarts else number
 
 
 def _number_of_processes(environment: LaunchEnvironment, processes: int | None, strategy: Strategy) -> int:
@@ -155,15 +167,20 @@ def _arguments_of_accelerate() -> list[str] | None:
     return None
 
 
-def _join(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
-    """Runs this process's rank."""
-    import torch
-
+def join(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+    """Run this process's rank, and return its exit code."""
     from trainer.training.run import run
+
+    set_threads(environment)
+    return run(resolved, environment)
+
+
+def set_threads(environment: LaunchEnvironment) -> None:
+    """Share the cores of this machine among its ranks."""
+    import torch
 
     if environment.world_size > 1 and (threads := threads_per_rank(environment.local_world_size)) is not None:
         torch.set_num_threads(threads)
-    return run(resolved, environment)
 
 
 def _start(resolved: ResolvedRecipe, number: int, max_restarts: int) -> int:
@@ -228,7 +245,8 @@ def _live(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
     """Run one of our own ranks; returns its exit code and leaves an error in the rank's error file."""
     kind: Kind = "error"
     try:
-        return _join(resolved, environment)
+        extensions.load()  # a spawned rank has not loaded the recipe itself
+        return join(resolved, environment)
     except TrainerError as error:
         code, message = error.exit_code, str(error)
         kind = "consequence" if isinstance(error, LostPeerError) else "error"

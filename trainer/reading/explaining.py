@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from trainer.base.extensions import consume
 from trainer.reading.keys import kinds, nearest_node, section_models
 from trainer.reading.parser import KeyPath, Node, Problem, dotted, shown_value
 from trainer.reading.suggesting import unknown_key
@@ -155,6 +156,9 @@ def _item_count(schema: Schema) -> str:
 @cache
 def _schema_of(section: type[Section]) -> Schema:
     return section.model_json_schema()
+
+
+consume("metric", lambda _: _schema_of.cache_clear())
 
 
 def _schema_at(finding: Finding) -> Schema:

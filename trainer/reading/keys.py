@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
+from trainer.base.extensions import consume
 from trainer.reading.parser import KeyPath, Node
 from trainer.recipe.schema import Place, Recipe, Section
 
@@ -79,6 +80,9 @@ def _type_parts(annotation: object) -> Iterator[object]:
 def known_keys() -> tuple[str, ...]:
     """Every key path of the schema, over all kinds of every section, in the schema's order."""
     return tuple(dict.fromkeys(_keys_below(Recipe, "")))
+
+
+consume("task", lambda _: known_keys.cache_clear())
 
 
 def _keys_below(model: type[Section], prefix: str) -> Iterator[str]:

@@ -16,6 +16,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+import trainer.recipe.extending  # noqa: F401  # puts registered tasks into the schema
+from trainer.base import extensions
 from trainer.base.errors import RecipeError
 from trainer.reading.explaining import Finding, explain, findings
 from trainer.reading.keys import find_node, nearest_node, place_of, section_model
@@ -47,11 +49,15 @@ class ResolvedRecipe:
 
 
 def load_recipe(source: str, overrides: Sequence[str] = ()) -> ResolvedRecipe:
-    """Loads a recipe from a file, or a shipped one by its name (`bert_sample`), and applies `key=value` overrides.
+    """Load a recipe from a file, or a shipped one by its name (`bert_sample`), and apply `key=value` overrides.
+
+    The extensions of installed packages are loaded first.
 
     Raises:
-        RecipeError: everything that is wrong with it.
+        RecipeError: The recipe is wrong; the error holds all its problems.
+        UsageError: An extension cannot be loaded.
     """
+    extensions.load()
     try:
         os.getcwd()
     except OSError as error:

@@ -19,17 +19,16 @@ from trainer.recipe.deepspeed import refused_keys
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.schema import (
     Checkpoint,
+    ClassificationKeys,
     Evaluation,
     FileData,
     FolderData,
     HubData,
-    ImageClassification,
+    ImageKeys,
     Logging,
-    MaskedLM,
     Model,
     Parallel,
     Schedule,
-    SequenceClassification,
     TaskSection,
     Training,
 )
@@ -80,7 +79,7 @@ def _random_weights(model: Model, config: dict[str, Any]) -> Iterator[Contradict
 
 
 def _tokenizer(task: TaskSection, model: Model) -> Iterator[Contradiction]:
-    reads_text = not isinstance(task, ImageClassification)
+    reads_text = not isinstance(task, ImageKeys)
     if reads_text and model.config is not None and model.tokenizer is None:
         yield _clash(
             "is missing; random weights (`model.config`) bring no tokenizer, so name one",
@@ -95,7 +94,7 @@ def _tokenizer(task: TaskSection, model: Model) -> Iterator[Contradiction]:
 
 def _text_lengths(task: TaskSection, data: Data) -> Iterator[Contradiction]:
     """Refuses what counts tokens where there are none."""
-    if not isinstance(task, ImageClassification):
+    if not isinstance(task, ImageKeys):
         return
     for key, written in (
         ("max_length", "max_length" in data.model_fields_set),
@@ -140,22 +139,21 @@ def _files(split: str, places: str | list[str] | None) -> Iterator[Contradiction
 
 
 def _columns(task: TaskSection) -> Iterator[Contradiction]:
-    if isinstance(task, ImageClassification):
-        if task.label == task.image:
-            yield _clash(
-                f"is {shown_value(task.label)}, which `task.image` names as the image", "task.label", "task.image"
-            )
+    label = getattr(task, "label", None)
+    if isinstance(task, ImageKeys):
+        if label == task.image:
+            yield _clash(f"is {shown_value(label)}, which `task.image` names as the image", "task.label", "task.image")
         return
     text = [task.text] if isinstance(task.text, str) else task.text
     if len(set(text)) < len(text):
         yield _clash(f"names the column {shown_value(text[0])} twice; a pair is two columns", "task.text")
-    if not isinstance(task, MaskedLM) and task.label in text:
-        yield _clash(f"is {shown_value(task.label)}, which `task.text` names as a text", "task.label", "task.text")
+    if label in text:
+        yield _clash(f"is {shown_value(label)}, which `task.text` names as a text", "task.label", "task.text")
 
 
 def _labels(task: TaskSection) -> Iterator[Contradiction]:
     yield from _repeated("task.metrics", task.metrics)
-    if not isinstance(task, SequenceClassification | ImageClassification) or task.labels is None:
+    if not isinstance(task, ClassificationKeys) or task.labels is None:
         return
     yield from _repeated("task.labels", task.labels)
     if "f1" in task.metrics and len(task.labels) != 2:

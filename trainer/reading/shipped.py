@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import trainer
+from trainer.base.extensions import registered
 from trainer.reading.parser import read_file
 
 _PACKAGE = Path(trainer.__file__).resolve().parent
@@ -18,8 +19,12 @@ def shipped_folder(name: str = "recipes") -> Path:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The files by name (`bert_sample`), bases that other recipes extend included."""
-    return {path.stem: path for path in sorted(shipped_folder().glob("*.json"))}
+    """Return the files by name (`bert_sample`), with bases that other recipes extend, and with registered folders.
+
+    A shipped name goes before a registered one.
+    """
+    folders = [*(Path(row.value) for row in reversed(registered("recipes"))), shipped_folder()]
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.json"))}
 
 
 def is_base(path: Path) -> bool:

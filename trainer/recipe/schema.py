@@ -114,38 +114,55 @@ TextColumns = Annotated[
     str | Annotated[list[str], Field(min_length=1, max_length=2)],
     Field(description="The column that holds the text, or the two columns of a pair."),
 ]
-ClassColumn = Annotated[str, Field(description="The column that holds the class: a name, or an integer from 0.")]
-ClassNames = Annotated[
-    Annotated[list[str], Field(min_length=2)] | None,
-    Field(
+
+
+class TextKeys(Section):
+    """Keys that all tasks on texts share."""
+
+    type: str
+    text: TextColumns
+
+
+class ImageKeys(Section):
+    """Keys that all tasks on images share."""
+
+    type: str
+    image: str = Field(
+        "image",
+        description="The column that holds the image: encoded (PNG, JPEG, ...), or values from 0 to 255 as lists"
+        " [height][width] or [height][width][channels].",
+    )
+    shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=3)] | None = Field(
+        None, description="Height, width and, if there are several, channels of images that are flat lists."
+    )
+
+
+class ClassificationKeys(Section):
+    """Keys that all classifications share."""
+
+    label: str = Field("label", description="The column that holds the class: a name, or an integer from 0.")
+    labels: Annotated[list[str], Field(min_length=2)] | None = Field(
+        None,
         description="The class names in order; null: the names in the training split, sorted or as the data set"
-        " declares."
-    ),
-]
-ClassMetrics = Annotated[
-    list[Literal["accuracy", "f1", "f1_macro", "matthews"]],
-    Field(
+        " declares.",
+    )
+    metrics: list[Literal["accuracy", "f1", "f1_macro", "matthews"]] = Field(
+        default=["accuracy"],
         min_length=1,
         description="`f1` is that of class 1 of two classes; `f1_macro` is the mean over all classes.",
-    ),
-]
+    )
 
 
-class SequenceClassification(Section):
+class SequenceClassification(ClassificationKeys, TextKeys):
     """Assign each text, or pair of texts, to one of several classes."""
 
     type: Literal["sequence_classification"]
-    text: TextColumns
-    label: ClassColumn = "label"
-    labels: ClassNames = None
-    metrics: ClassMetrics = ["accuracy"]
 
 
-class SequenceRegression(Section):
+class SequenceRegression(TextKeys):
     """Predict a number for each text, or pair of texts."""
 
     type: Literal["sequence_regression"]
-    text: TextColumns
     label: str = Field("label", description="The column that holds the number.")
     metrics: list[Literal["pearson", "spearman", "mse"]] = Field(
         default=["pearson", "spearman"],
@@ -154,7 +171,7 @@ class SequenceRegression(Section):
     )
 
 
-class MaskedLM(Section):
+class MaskedLM(TextKeys):
     """Predict masked tokens of each text, or pair of texts, as in the pretraining of BERT.
 
     Of the selected tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. Each epoch selects other
@@ -162,7 +179,6 @@ class MaskedLM(Section):
     """
 
     type: Literal["masked_lm"]
-    text: TextColumns
     mask_probability: float = Field(
         0.15, gt=0, lt=1, description="Probability that a token is selected for prediction; special tokens never are."
     )
@@ -173,21 +189,10 @@ class MaskedLM(Section):
     )
 
 
-class ImageClassification(Section):
+class ImageClassification(ClassificationKeys, ImageKeys):
     """Assign each image to one of several classes."""
 
     type: Literal["image_classification"]
-    image: str = Field(
-        "image",
-        description="The column that holds the image: encoded (PNG, JPEG, ...), or values from 0 to 255 as lists"
-        " [height][width] or [height][width][channels].",
-    )
-    shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=3)] | None = Field(
-        None, description="Height, width and, if there are several, channels of images that are flat lists."
-    )
-    label: ClassColumn = "label"
-    labels: ClassNames = None
-    metrics: ClassMetrics = ["accuracy"]
 
 
 TaskSection = SequenceClassification | SequenceRegression | MaskedLM | ImageClassification

@@ -10,6 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.base.errors import UsageError
+from trainer.base.extensions import Registration, consume, resolved
+
 Values: TypeAlias = NDArray[Any]
 
 
@@ -96,6 +99,16 @@ METRICS: dict[str, Metric] = {
     "token_accuracy": Metric(_token_accuracy),
     "perplexity": Metric(_perplexity, greater_is_better=False),
 }
+
+
+def _add(row: Registration) -> None:
+    if row.name in _SHIPPED:
+        raise UsageError(f"the metric {row.name!r} ships with trainer; register yours under another name")
+    METRICS[row.name] = Metric(resolved(row.value.compute), row.value.greater_is_better)
+
+
+_SHIPPED = frozenset(METRICS)
+consume("metric", _add)
 
 
 def greater_is_better(metric: str) -> bool:

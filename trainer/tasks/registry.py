@@ -1,7 +1,12 @@
-"""The closed table of tasks: a recipe names one of these, and can name nothing else."""
+"""The table of tasks: a recipe names one of these, or a registered one, and never code."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import trainer.recipe.extending  # noqa: F401  # checks registered tasks
+from trainer.base.extensions import Registration, consume, resolved
 from trainer.recipe.schema import (
     ImageClassification,
     MaskedLM,
@@ -21,11 +26,25 @@ PIPELINE_TAGS = {
     "masked_lm": "fill-mask",
     "image_classification": "image-classification",
 }
-"""What the hub, and the pipelines of transformers, call each type of task."""
+"""The names of the tasks on the hub, and of their pipelines in transformers."""
+
+_REGISTERED: dict[str, Callable[[Any], TextTask | ImageTask]] = {}
+"""The builders of registered tasks."""
+
+
+def _add(row: Registration) -> None:
+    _REGISTERED[row.name] = resolved(row.value.build)
+    if row.value.pipeline_tag is not None:
+        PIPELINE_TAGS[row.name] = row.value.pipeline_tag
+
+
+consume("task", _add)
 
 
 def build_task(recipe: TaskSection) -> TextTask | ImageTask:
-    """The task of `recipe.task`, its labels not yet known."""
+    """Return the task of `recipe.task`, which does not know its labels yet."""
+    if recipe.type in _REGISTERED:
+        return _REGISTERED[recipe.type](recipe)
     metrics = tuple(recipe.metrics)
     match recipe:
         case SequenceClassification():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import trainer
+from trainer.base import extensions
 from trainer.base.errors import UsageError
 from trainer.base.text import listed
 from trainer.recipe.plan import RunPlan
@@ -34,6 +35,7 @@ def run_facts(values: Mapping[str, Any], plan: RunPlan, device_type: str) -> dic
     facts = {f"`{key}`": json.dumps(value, sort_keys=True, ensure_ascii=False) for key, value in values.items()}
     facts |= {"the layout": str(plan.layout), "the batch": str(plan.batch), "the type of device": device_type}
     facts |= {"trainer": trainer.__version__, "trainer's source": _source_digest(), "python": platform.python_version()}
+    facts |= {f"the extension {name}": package for name, package in extensions.packages().items()}
     packages = (*COMPARED, "deepspeed") if plan.strategy.zero_stage else COMPARED
     return facts | {package: installed(package) or _ABSENT for package in packages}
 

@@ -240,6 +240,10 @@ class Assembly:
         means = tuple(sum(measured[rank]) / len(measured[rank]) for rank in sorted(measured))
         return Idling(means, self.plan.pipeline.bubble)
 
+    def close(self) -> None:
+        """Let go of all parts, so that the process group can end."""
+        vars(self).clear()
+
     def _stage_texts(self) -> tuple[str, ...]:
         """Return how the pipeline runs and what each stage holds, on rank 0; empty without one."""
         pipeline = self.plan.pipeline

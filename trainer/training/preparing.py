@@ -17,7 +17,7 @@ from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import encode_split
 from trainer.models.building import load_tokenizer, vocabulary_size
 from trainer.models.images import ImageProcessor, load_image_processor
-from trainer.recipe.schema import ImageClassification, Recipe
+from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.task import ImageTask, Task, TextTask
 
 
@@ -69,7 +69,7 @@ def load_preparation(recipe: Recipe) -> Preparation:
     Raises:
         UsageError: The model has no tokenizer or image processor, or it cannot be reached.
     """
-    if isinstance(recipe.task, ImageClassification):
+    if isinstance(recipe.task, ImageKeys):
         return ImagePreparation(load_image_processor(recipe.model))
     return TextPreparation(load_tokenizer(recipe.model), recipe.data.max_length, vocabulary_size(recipe.model))
 

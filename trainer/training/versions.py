@@ -6,6 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from trainer import __version__
+from trainer.base.extensions import packages
 
 COMPARED = ("torch", "transformers", "datasets", "tokenizers", "safetensors")
 """Packages of which all ranks must have the same version."""
@@ -23,7 +24,8 @@ def installed(package: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of trainer, Python and each installed package of `RECORDED`."""
+    """Return the versions of trainer, Python, each installed package of `RECORDED` and each package that extends it."""
     found = {package: installed(package) for package in RECORDED}
     own = {"trainer": __version__, "python": platform.python_version()}
-    return own | {package: number for package, number in found.items() if number is not None}
+    extensions = dict(package.rsplit(" ", 1) for package in packages().values())
+    return own | {package: number for package, number in found.items() if number is not None} | extensions

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from trainer.base.errors import UsageError
+from trainer.base.extensions import Registration, consume, resolved
 from trainer.models.families.albert import ALBERT
 from trainer.models.families.bert import BERT, ELECTRA, ROBERTA, XLM_ROBERTA
 from trainer.models.families.deberta import DEBERTA_V2
@@ -28,6 +29,20 @@ FAMILIES: dict[str, ModelFamily] = {
         QWEN3, T5, VIT, RESNET,
     )
 }  # fmt: skip
+
+_SHIPPED = frozenset(FAMILIES)
+
+
+def _add(row: Registration) -> None:
+    if row.name in _SHIPPED:
+        raise UsageError(f"the model family {row.name!r} ships with trainer; register another model type")
+    family: ModelFamily = resolved(row.value)
+    if family.model_type != row.name:
+        raise UsageError(f"the model family {row.name!r} must be of that model type, but is of {family.model_type!r}")
+    FAMILIES[row.name] = family
+
+
+consume("family", _add)
 
 
 def family_of(model: nn.Module) -> ModelFamily:

@@ -1,0 +1,151 @@
+"""Tasks, metrics, model families and recipe folders that other packages register.
+
+A package names its registering function as an entry point of the group `trainer.extensions`. A recipe holds registered
+names only, so that it can never name code.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal
+
+from trainer.base.errors import UsageError
+
+GROUP = "trainer.extensions"
+
+Kind = Literal["task", "metric", "family", "recipes"]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A registered name.
+
+    `module` is the module that registered it; None: an entry point did, which every process loads by itself.
+    """
+
+    kind: Kind
+    name: str
+    value: Any
+    module: str | None
+
+
+Consumer = Callable[[Registration], None]
+
+_registered: dict[tuple[Kind, str], Registration] = {}
+_consumers: dict[Kind, list[Consumer]] = {}
+_packages: dict[str, str] = {}  # of loaded entry points, by name
+_loading: list[str] = []  # the entry point that is being loaded
+
+
+def register(kind: Kind, name: str, value: Any, module: str) -> None:
+    """Add a row to a table, or replace a row that was registered before.
+
+    Args:
+        kind: The table.
+        name: The name in recipes.
+        value: The row; its meaning depends on the table.
+        module: The module that registers it.
+
+    Raises:
+        UsageError: A table cannot take the row.
+    """
+    registration = Registration(kind, name, value, None if _loading else module)
+    for consumer in _consumers.get(kind, ()):
+        consumer(registration)
+    _registered[kind, name] = registration
+
+
+def consume(kind: Kind, consumer: Consumer) -> None:
+    """Call `consumer` with each registration of a kind, earlier ones and later ones.
+
+    Raises:
+        UsageError: The consumer refuses an earlier registration.
+    """
+    for registration in registered(kind):
+        consumer(registration)
+    _consumers.setdefault(kind, []).append(consumer)
+
+
+def registered(kind: Kind | None = None) -> list[Registration]:
+    """Return the registrations of a kind, or all of them."""
+    return [row for row in _registered.values() if kind in (None, row.kind)]
+
+
+def packages() -> dict[str, str]:
+    """Return the name and version of the package behind each loaded entry point, by the entry point's name."""
+    return dict(_packages)
+
+
+def resolved(value: Any) -> Any:
+    """Return the object that the text "module:name" names; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    module, _, name = value.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def load(points: Iterable[EntryPoint] | None = None) -> None:
+    """Load the entry points of installed packages, each once in a process.
+
+    Raises:
+        UsageError: An entry point cannot be loaded, or its registrations are refused.
+    """
+    for point in sorted(entry_points(group=GROUP) if points is None else points, key=lambda point: point.name):
+        if point.name in _packages:
+            continue
+        package = f"{point.dist.name} {point.dist.version}" if point.dist else "a package without a name"
+        _loading.append(point.name)
+        try:
+            loaded = point.load()
+            if callable(loaded):
+                loaded()
+        except Exception as error:
+            raise UsageError(
+                f"the extension `{point.name}` of {package} could not be loaded: {type(error).__name__}: {error};"
+                " mend the package, or uninstall it"
+            ) from error
+        finally:
+            _loading.pop()
+        _packages[point.name] = package
+
+
+def needed_elsewhere() -> list[tuple[str, str, str]]:
+    """Return kind, name and module of each registration that another process must repeat.
+
+    Raises:
+        UsageError: A registration was made in a script or notebook, which another process cannot import.
+    """
+    rows: list[tuple[str, str, str]] = [
+        (row.kind, row.name, row.module) for row in registered() if row.module is not None
+    ]
+    local = [f"{kind} {name!r}" for kind, name, module in rows if module == "__main__"]
+    if local:
+        raise UsageError(
+            f"this script or notebook registered {', '.join(local)}, which the processes of `processes` cannot see;"
+            " move the registration into a module and import that, or start the script itself with torchrun"
+        )
+    return rows
+
+
+def repeat(rows: Iterable[tuple[str, str, str]]) -> None:
+    """Import the modules of `needed_elsewhere` in another process.
+
+    Raises:
+        UsageError: A module cannot be imported, or does not register while it is imported.
+    """
+    for kind, name, module in rows:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise UsageError(
+                f"the module `{module}`, which registers the {kind} {name!r}, could not be imported:"
+                f" {type(error).__name__}: {error}; make it importable in every process"
+            ) from error
+        if (kind, name) not in _registered:
+            raise UsageError(
+                f"the module `{module}` must register the {kind} {name!r} while it is imported, but does not;"
+                " call the function at the top level of the module"
+            )

@@ -1,0 +1,134 @@
+"""A run in a process of its own, for a caller that is no command line: a script, a notebook, a thread.
+
+The process gets the recipe as a file and starts the ranks as `trainer run` does. It reports an error in a file, so that
+the caller raises the same exception.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.base import errors, extensions
+from trainer.base.errors import ExitCode, RecipeError, TrainerError
+
+if TYPE_CHECKING:
+    from trainer.reading.loading import ResolvedRecipe
+
+
+def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int) -> int:
+    """Run a recipe on local ranks below a new process, and return the exit code.
+
+    An interrupt asks the run to save and stop, and this waits for that.
+
+    Raises:
+        TrainerError: The error that ended the run.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainer-") as name:
+        folder = Path(name)
+        recipe = resolved.recipe.model_dump(mode="json", exclude_unset=True)
+        (folder / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
+        job = {
+            "processes": processes,
+            "max_restarts": max_restarts,
+            "registered": extensions.needed_elsewhere(),
+            "path": sys.path,
+            "argv": sys.orig_argv,
+        }
+        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        shown = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
+        child = subprocess.Popen(
+            [sys.executable, "-m", "trainer.launch.apart", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=None if shown else subprocess.PIPE,
+            stderr=None if shown else subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
+        )
+        _wait(child)
+        return _outcome(folder, child.returncode)
+
+
+def _wait(child: subprocess.Popen[bytes]) -> None:
+    """Wait for the process, show its output where this process redirects its own, and forward interrupts."""
+    while child.poll() is None:
+        try:
+            if child.stdout is not None:
+                for line in child.stdout:
+                    sys.stdout.write(line.decode("utf-8", "replace"))
+            child.wait()
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)
+        except BaseException:
+            child.kill()
+            raise
+    if child.stdout is not None:
+        sys.stdout.write(child.stdout.read().decode("utf-8", "replace"))
+        child.stdout.close()
+
+
+def _outcome(folder: Path, code: int) -> int:
+    """Return the exit code, or raise the error that the process left."""
+    file = folder / "error.json"
+    if file.exists():
+        raise _error(json.loads(file.read_text(encoding="utf-8")))
+    if code not in (ExitCode.DONE, ExitCode.STOPPED):
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        raise TrainerError(f"the process that ran the recipe {how}; its output tells why")
+    return code
+
+
+def _error(left: dict[str, Any]) -> TrainerError:
+    """Return the exception that another process wrote with `_written`."""
+    if left["problems"] is not None:
+        return RecipeError(left["problems"])
+    kind = getattr(errors, left["type"], None)
+    if kind is None:  # the launcher's error for a rank; its exit code tells the kind
+        codes = {ExitCode.USER: errors.UsageError, ExitCode.NON_FINITE: errors.NonFiniteError}
+        kind = codes.get(ExitCode(left["exit_code"]), TrainerError)
+    error: TrainerError = kind(left["message"])
+    error.exit_code = ExitCode(left["exit_code"])
+    return error
+
+
+def _written(error: TrainerError) -> str:
+    problems = list(error.problems) if isinstance(error, RecipeError) else None
+    kind = type(error).__name__
+    return json.dumps({"type": kind, "message": str(error), "problems": problems, "exit_code": int(error.exit_code)})
+
+
+def main(folder: Path) -> int:
+    """Run the recipe in `folder`, and return the exit code."""
+    from trainer.launch.local import run_or_join
+    from trainer.reading.loading import load_recipe
+
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    sys.path[:] = job["path"]
+    sys.orig_argv[:] = job["argv"]  # the command to resume with is the caller's
+    threading.Thread(target=_stop_without, args=(os.getppid(),), daemon=True).start()
+    try:
+        extensions.load()
+        extensions.repeat(job["registered"])
+        return run_or_join(load_recipe(str(folder / "recipe.json")), job["processes"], job["max_restarts"])
+    except TrainerError as error:
+        (folder / "error.json").write_text(_written(error), encoding="utf-8")
+        return error.exit_code
+
+
+def _stop_without(caller: int) -> None:
+    """Ask this process to save and stop when its caller has died."""
+    while os.getppid() == caller:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

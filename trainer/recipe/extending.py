@@ -1,0 +1,65 @@
+"""Registered tasks and metrics in the schema of recipes."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import getitem, or_
+from typing import Any, Literal, get_args
+
+from trainer.base.errors import UsageError
+from trainer.base.extensions import Registration, consume
+from trainer.recipe.schema import ImageKeys, Recipe, Section, TextKeys
+
+
+def task_name(keys: type[Section]) -> str:
+    """Return the `task.type` of a task's keys.
+
+    Raises:
+        UsageError: The keys do not follow the rules for tasks.
+    """
+    if not (isinstance(keys, type) and issubclass(keys, TextKeys | ImageKeys)):
+        raise UsageError(f"the keys of a task must be a class below TextKeys or ImageKeys, but are {keys!r}")
+    names = get_args(keys.model_fields["type"].annotation)
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise UsageError(f'`type` of {keys.__name__} must be Literal["NAME"], with the name of the task')
+    metrics = keys.model_fields.get("metrics")
+    if metrics is None or not metrics.get_default(call_default_factory=True):
+        raise UsageError(f"{keys.__name__} must have the key `metrics`, a list whose default names at least one metric")
+    return names[0]
+
+
+def _task_sections() -> dict[str, type[Section]]:
+    sections = get_args(Recipe.model_fields["task"].annotation)
+    return {get_args(section.model_fields["type"].annotation)[0]: section for section in sections}
+
+
+_SHIPPED = tuple(_task_sections())
+
+
+def _add_task(registration: Registration) -> None:
+    if registration.name in _SHIPPED:
+        raise UsageError(f"the task {registration.name!r} ships with trainer; register yours under another name")
+    sections = {**_task_sections(), registration.name: registration.value.keys}
+    Recipe.model_fields["task"].annotation = reduce(or_, sections.values())
+    Recipe.model_rebuild(force=True)
+
+
+def _add_metric(registration: Registration) -> None:
+    sections = _task_sections()
+    for name in registration.value.tasks:
+        if name not in sections:
+            raise UsageError(
+                f"the metric {registration.name!r} is for the task {name!r}, which is unknown; tasks are"
+                f" {', '.join(sections)}"
+            )
+        field = sections[name].model_fields["metrics"]
+        (literal,) = get_args(field.annotation)
+        if registration.name not in get_args(literal):
+            item: Any = getitem(Literal, (*get_args(literal), registration.name))
+            field.annotation = list[item]
+            sections[name].model_rebuild(force=True)
+    Recipe.model_rebuild(force=True)
+
+
+consume("task", _add_task)
+consume("metric", _add_metric)
