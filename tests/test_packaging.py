@@ -23,7 +23,11 @@ def test_the_wheel_holds_the_recipes_with_their_data(tmp_path):
     shipped = {f"trainer/shipped_recipes/{path}" for path in recipes if path.suffix in (".json", ".jsonl", ".parquet")}
     assert len(shipped) > 5
     assert shipped <= held
-    assert {path for path in held if Path(path).parts[0] == "trainer"} >= {"trainer/cli.py", "trainer/training/run.py"}
+    assert {path for path in held if Path(path).parts[0] == "trainer"} >= {
+        "trainer/cli.py",
+        "trainer/py.typed",
+        "trainer/training/run.py",
+    }
     assert not {path for path in held if path.startswith("tests/")}
 
 

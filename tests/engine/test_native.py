@@ -321,7 +321,7 @@ class TestUnusedParameters:
 
 
 def train_with_an_unused_parameter() -> str:
-    from tests.helpers import training as helper
+    from trainer.training import assembly as helper
 
     build_model = helper.build_model
 

@@ -206,12 +206,13 @@ class Assembly:
             self._stage_texts(),
         )
 
-    def export(self, folder: Path) -> None:
+    def export(self, place: Path | str) -> None:
         """Write a Hugging Face folder with its model card, whole or not at all. All ranks must call it.
 
         Raises:
-            TrainerError: it cannot be written; on every rank.
+            TrainerError: It cannot be written; on every rank.
         """
+        folder = Path(place)
         temporary = folder.with_name(f"{UNFINISHED}{folder.name}")
 
         def complete() -> None:

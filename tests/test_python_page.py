@@ -1,0 +1,89 @@
+"""The code of `docs/python.md` runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import ROOT, environment, kill
+from tests.helpers.processes import finish as finished
+
+PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+SCRIPTS = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the scripts of the page, which is the current one."""
+    for name, text in SCRIPTS.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def start(folder: Path, *command: str) -> str:
+    """What a program writes, which must end well."""
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        ended = finished(process, 240)
+    finally:
+        kill(process)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_every_block_is_run_here():
+    assert list(SCRIPTS) == ["train.py", "errors.py", "two_ranks.py", "own_loop.py", "smooth.py", "train_smooth.py"]
+    assert PAGE.count("```python") == len(SCRIPTS)
+
+
+def test_a_run(scripts: Path, capsys: pytest.CaptureFixture[str]):
+    runpy.run_path("train.py")
+    outcome, accuracy, model = capsys.readouterr().out.splitlines()[-1].split()
+    assert outcome == "finished"
+    assert 0 < float(accuracy) < 1
+    assert Path(model) == scripts / "runs" / "python" / "model"
+    assert (Path(model) / "model.safetensors").exists()
+
+
+def test_errors(scripts: Path, capsys: pytest.CaptureFixture[str]):
+    runpy.run_path("errors.py")
+    first, second = capsys.readouterr().out.splitlines()
+    assert "did you mean `training.epochs`" in first + second
+    assert "`precision` must be one of" in first + second
+
+
+def test_two_ranks(scripts: Path, capsys: pytest.CaptureFixture[str]):
+    runpy.run_path("two_ranks.py")
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1] == "finished 1", shown
+    assert "2 ranks on cpu" in shown, "the output of the ranks is shown, too"
+
+
+def test_an_own_loop_on_two_ranks(scripts: Path):
+    assert len(SCRIPTS["own_loop.py"].splitlines()) <= 60
+    shown = start(scripts, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "own_loop.py")
+    assert re.findall(r"^step (\d): loss \d\.\d+, gradient norm \d", shown, re.MULTILINE) == list("123456")
+    assert len(re.findall(r"^accuracy 0\.\d+", shown, re.MULTILINE)) == 2
+    assert (scripts / "runs" / "own_loop" / "model" / "model.safetensors").exists()
+
+
+def test_a_registered_task_and_metric_on_two_ranks(scripts: Path):
+    shown = start(scripts, "train_smooth.py")
+    assert re.search(r"BestMetric\(name='error_rate', value=0\.\d+, step=4\)", shown), shown
