@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from trainer.recipe.plan import PipelinePlan, RunPlan
 
 Target = Literal["slurm", "kubernetes", "pytorchjob", "torchrun", "deepspeed", "accelerate"]
-"""What `launch-script` writes for: the keys of its table, which a test compares."""
+"""The targets of `launch-script`; a test compares them with its table."""
 
 INTERRUPTED = 130
-"""128 + SIGINT, as shells report it: stopped by Ctrl-C before there was anything to save."""
+"""128 + SIGINT, as shells report it: Ctrl-C came before there was anything to save."""
 
 app = typer.Typer(
     help="Fine-tunes Hugging Face models from one JSON recipe, on one process or many.",
     add_completion=False,
     no_args_is_help=True,
-    rich_markup_mode=None,  # plain help: the styled one takes longer to import than all else together
+    rich_markup_mode=None,  # plain help; the styled one takes longer to import than all else together
 )
 recipes_app = typer.Typer(help="List the shipped recipes.")
 app.add_typer(recipes_app, name="recipes")
 
-# An unknown option is taken as an override, so that `--learning_rate 2e-5` is answered with the key to write.
+# An unknown option counts as an override, so that the error for `--learning_rate 2e-5` names the key to write.
 OVERRIDES = {"ignore_unknown_options": True}
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.", show_default=False)
@@ -55,7 +55,7 @@ OverridesArgument = Annotated[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code; `argv` is what follows the program's name."""
+    """Run the command line, and return its exit code; `argv` holds the arguments after the program's name."""
     forbid_telemetry()
     arguments = _without_local_rank(sys.argv[1:] if argv is None else argv)
     try:
@@ -69,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has seen enough, as in `trainer schema | head`
+    except BrokenPipeError:  # the reader of the output has closed it, as in `trainer schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return ExitCode.DONE
 
 
 def _without_local_rank(argv: Sequence[str]) -> Iterator[str]:
-    """Drops the `--local_rank=N` that the deepspeed launcher puts anywhere; its environment variables say the same."""
+    """Drop the `--local_rank=N` of the deepspeed launcher; its environment variables hold the same number."""
     arguments = iter(argv)
     for argument in arguments:
         if argument in ("--local_rank", "--local-rank"):
@@ -304,14 +304,19 @@ def convert(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of recipes, for editors."""
-    from trainer.recipe.schema import file_schema
+    from trainer.base import extensions
+    from trainer.recipe.extending import file_schema
 
+    extensions.load()
     typer.echo(json.dumps(file_schema(), indent=2))
 
 
 @recipes_app.callback(invoke_without_command=True)
 def recipes(context: typer.Context) -> None:
     """List the shipped recipes."""
+    from trainer.base import extensions
+
+    extensions.load()
     if context.invoked_subcommand is not None:
         return
     from trainer.reading.shipped import is_base, shipped_recipes, summary
@@ -337,10 +342,10 @@ def show(name: Annotated[str, typer.Argument(help="As `trainer recipes` lists it
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Writes a file that is not there yet.
+    """Write a new file.
 
     Raises:
-        UsageError: it is there, or cannot be written.
+        UsageError: The file exists, or cannot be written.
     """
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -352,7 +357,7 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _stages(plan: RunPlan) -> list[StageContents] | None:
-    """What the stages of a pipeline hold; None: there is none, or the model is not at hand."""
+    """Return the contents of the pipeline stages; None: there are no stages, or the model is not on this machine."""
     model = plan.recipe.model
     at_hand = model.config is not None or os.path.isabs(model.name_or_path or "")  # else a name on the hub
     if plan.pipeline is None or not at_hand:

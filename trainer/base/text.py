@@ -22,3 +22,8 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
             yield from leaves(inner, (*path, key))
     else:
         yield path, value
+
+
+def dotted_leaves(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of nested mappings by their dotted keys, "training.epochs", without empty mappings."""
+    return {".".join(path): leaf for path, leaf in leaves(value) if not isinstance(leaf, Mapping)}

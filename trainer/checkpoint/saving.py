@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainer.base.errors import TrainerError, UsageError
+from trainer.base.text import dotted_leaves
 from trainer.checkpoint.files import (
     MODEL_FOLDER,
     Facts,
@@ -28,7 +29,6 @@ from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import MODEL_PREFIX, Engine
 from trainer.parallel.mesh import ParallelMesh
-from trainer.reading.keys import leaves
 from trainer.recipe.schema import Recipe
 
 # What says how, not what is learned: a run may go on with other values.
@@ -300,7 +300,7 @@ class Saver:
                 )
 
     def _refuse_another_training(self, state: SavedState) -> None:
-        was, now = dict(leaves(state.facts.identity)), dict(leaves(self._saved.identity))
+        was, now = dotted_leaves(state.facts.identity), dotted_leaves(self._saved.identity)
         differences = [
             f"`{key}` was {was.get(key)!r} and is {now.get(key)!r}"
             for key in sorted(was.keys() | now.keys())

@@ -26,6 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from trainer.base.disk import save_tensors
 from trainer.base.errors import UsageError
+from trainer.base.text import listed
 from trainer.models.names import aliases
 from trainer.models.statistics import persistent_buffers
 
@@ -170,7 +171,7 @@ def _refuse_other_shapes(model: Any, shapes: Mapping[str, Sequence[int]]) -> Non
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" (and {len(names) - 3} more)" if len(names) > 3 else "")
+    return listed(names, 3)
 
 
 def _types(model: Any, names: Collection[str], dtype: torch.dtype) -> dict[str, torch.dtype]:

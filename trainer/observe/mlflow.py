@@ -10,11 +10,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.base.errors import UsageError
+from trainer.base.text import dotted_leaves
 from trainer.observe.observer import packages_of
 from trainer.observe.records import EndRecord, RunInfo
 from trainer.observe.tracking import Point, best_values, tracked_config, without_secrets
 from trainer.ranks.environment import forbid_telemetry, mlflow_settings
-from trainer.reading.keys import leaves
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -120,7 +120,7 @@ class MLflowService:
 
 def _flat(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Dotted names of the letters that MLflow takes, and values as text."""
-    for key, value in leaves(config):
+    for key, value in dotted_leaves(config).items():
         yield re.sub(r"[^\w.\-/ ]", "_", key), value if isinstance(value, str) else json.dumps(value)
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError, TrainerError, UsageError
+from trainer.base.text import listed
 from trainer.ranks.environment import GLOO_INTERFACE, LaunchEnvironment, gloo_interface, use_gloo_interface
 from trainer.ranks.interfaces import (
     address_of,
@@ -454,7 +455,7 @@ def _place(environment: LaunchEnvironment) -> str:
 def _missing_text(missing: list[int] | None, size: int) -> str:
     if missing is None:
         return "rank 0, which calls the others, has not come"
-    ranks = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    ranks = listed(missing, 8)
     return f"only {size - len(missing)} of {size} ranks have come, not rank{'s' * (len(missing) > 1)} {ranks}"
 
 

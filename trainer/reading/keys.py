@@ -5,9 +5,9 @@ Everything is read off the pydantic models, so that a new key or kind needs no s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic.fields import FieldInfo
 
@@ -90,12 +90,3 @@ def _keys_below(model: type[Section], prefix: str) -> Iterator[str]:
         yield prefix + name
         for section in section_models(field.annotation):
             yield from _keys_below(section, f"{prefix}{name}.")
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value below a section that is not one itself, by its dotted key; lists are not taken apart."""
-    if isinstance(value, Mapping):
-        for key, child in value.items():
-            yield from leaves(child, f"{path}.{key}" if path else key)
-    else:
-        yield path, value

@@ -9,7 +9,7 @@ Nothing is reported until everything was looked at: a `RecipeError` holds all pr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pydantic import ValidationError
 import trainer.recipe.extending  # noqa: F401  # puts registered tasks into the schema
 from trainer.base import extensions
 from trainer.base.errors import RecipeError
+from trainer.base.text import leaves
 from trainer.reading.explaining import Finding, explain, findings
 from trainer.reading.keys import find_node, nearest_node, place_of, section_model
 from trainer.reading.merging import merged, with_default_kinds
@@ -139,7 +140,7 @@ def _resolved(file: Path, root: Node, problems: list[Problem]) -> ResolvedRecipe
     if recipe is None or problems:
         raise RecipeError(*_report(problems, shown_path(file), len(found)))
     recipe = _completed(recipe.model_copy(update=sections))
-    values = dict(_leaves(recipe.model_dump(mode="json"), ()))
+    values = dict(leaves(recipe.model_dump(mode="json")))
     written = {path: find_node(root, path) for path in values}
     origins = {dotted(path): node.origin if node else DEFAULT for path, node in written.items()}
     return ResolvedRecipe(recipe, origins, {dotted(path): value for path, value in values.items()}, file)
@@ -223,12 +224,3 @@ def _completed(recipe: Recipe) -> Recipe:
     if recipe.data.validation is None:
         updates["evaluation"] = recipe.evaluation.model_copy(update={"every": None})
     return recipe.model_copy(update=updates)
-
-
-def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Every value with the way to it; lists are not taken apart."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, (*path, key))
-    else:
-        yield path, value

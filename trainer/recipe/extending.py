@@ -8,7 +8,9 @@ from typing import Any, Literal, get_args
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import Registration, consume
-from trainer.recipe.schema import ImageKeys, Recipe, Section, TextKeys
+from trainer.recipe.schema import ImageKeys, Recipe, Section, TextKeys, file_schema
+
+__all__ = ["file_schema", "task_name"]
 
 
 def task_name(keys: type[Section]) -> str:
@@ -33,7 +35,13 @@ def _task_sections() -> dict[str, type[Section]]:
     return {get_args(section.model_fields["type"].annotation)[0]: section for section in sections}
 
 
+def _metric_names(section: type[Section]) -> tuple[str, ...]:
+    (literal,) = get_args(section.model_fields["metrics"].annotation)
+    return get_args(literal)
+
+
 _SHIPPED = tuple(_task_sections())
+_SHIPPED_METRICS = frozenset(name for section in _task_sections().values() for name in _metric_names(section))
 
 
 def _add_task(registration: Registration) -> None:
@@ -46,16 +54,17 @@ def _add_task(registration: Registration) -> None:
 
 def _add_metric(registration: Registration) -> None:
     sections = _task_sections()
+    if registration.name in _SHIPPED_METRICS:
+        raise UsageError(f"the metric {registration.name!r} ships with trainer; register yours under another name")
     for name in registration.value.tasks:
         if name not in sections:
             raise UsageError(
                 f"the metric {registration.name!r} is for the task {name!r}, which is unknown; tasks are"
                 f" {', '.join(sections)}"
             )
-        field = sections[name].model_fields["metrics"]
-        (literal,) = get_args(field.annotation)
-        if registration.name not in get_args(literal):
-            item: Any = getitem(Literal, (*get_args(literal), registration.name))
+        field, names = sections[name].model_fields["metrics"], _metric_names(sections[name])
+        if registration.name not in names:
+            item: Any = getitem(Literal, (*names, registration.name))
             field.annotation = list[item]
             sections[name].model_rebuild(force=True)
     Recipe.model_rebuild(force=True)

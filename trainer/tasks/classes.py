@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
+from trainer.base.text import listed
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import STRING_TYPES, cell, require_columns, type_name
@@ -183,5 +184,4 @@ def _kind(names: bool) -> str:
 
 
 def _shown(values: Sequence[Any]) -> str:
-    shown = ", ".join(str(value) for value in values[:_NAMES_SHOWN])
-    return shown + (f", and {len(values) - _NAMES_SHOWN} more" if len(values) > _NAMES_SHOWN else "")
+    return listed(values, _NAMES_SHOWN)

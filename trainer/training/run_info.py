@@ -30,7 +30,7 @@ from trainer.training.versions import versions
 
 
 def device_name(device: torch.device) -> str:
-    """As the vendor calls it, or "cpu"."""
+    """Return the vendor's name of a GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -62,7 +62,7 @@ def _own_parameter_groups(
 
 
 def _parameter_groups(own: tuple[ParameterGroup, ...], mesh: ParallelMesh) -> tuple[ParameterGroup, ...]:
-    """Those of all pipeline stages together, with the bytes of the one that holds the most; on rank 0."""
+    """Return the groups of all pipeline stages together, with the bytes of the largest stage, on rank 0."""
     if mesh.size("pp") == 1:
         return own
     gathered = mesh.gather(own if mesh.is_first_replica else ())
@@ -82,7 +82,7 @@ def _parameter_groups(own: tuple[ParameterGroup, ...], mesh: ParallelMesh) -> tu
 
 
 def planned_state_bytes(plan: RunPlan, placements: Placements, mesh: ParallelMesh) -> StateBytes:
-    """What the rank that holds the most holds of this run's training state, by formula. All ranks must call it."""
+    """Return the bytes of the training state on the rank that holds the most, by formula. All ranks must call it."""
     optimizer, strategy = plan.recipe.optimizer, plan.strategy
     tensors = 2 if isinstance(optimizer, AdamW) else int(optimizer.momentum > 0)
     master_copies = int(strategy.zero_stage > 0)  # DeepSpeed keeps one beside the parameters, in fp32 too
@@ -110,7 +110,7 @@ def _weights_of(models: Sequence[nn.Module], *kinds: type[nn.Module]) -> set[int
 
 
 def model_size(models: Sequence[nn.Module], placements: Placements, mesh: ParallelMesh) -> ModelSize | None:
-    """What the FLOPs of a transformer follow from, however it lies; None where its configuration does not say."""
+    """Return the sizes that give the FLOPs of a transformer; None if its configuration lacks them."""
     config: Any = getattr(models[0], "config", None)
     layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if layers is None or hidden is None:
@@ -128,7 +128,7 @@ def model_size(models: Sequence[nn.Module], placements: Placements, mesh: Parall
 
 
 def total_peak_flops(recipe: Recipe, mesh: ParallelMesh) -> float | None:
-    """Dense peak of all ranks together in FLOP/s, or None where it is not known."""
+    """Return the dense peak of all ranks together in FLOP/s; None if it is unknown."""
     peak = peak_flops(device_name(mesh.device), recipe.precision)
     return None if peak is None else peak * mesh.world_size
 
@@ -145,7 +145,7 @@ def run_info(
     resumed_from: int | None,
     stages: tuple[str, ...] = (),
 ) -> RunInfo:
-    """Gathers the facts from their owners; those of other pipeline stages on rank 0. All ranks must call it."""
+    """Collect the facts; those of other pipeline stages reach rank 0 only. All ranks must call it."""
     recipe = plan.recipe
     resolved = recipe.model_dump(mode="json")
     return RunInfo(
