@@ -6,14 +6,13 @@ the caller raises the same exception.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,8 @@ from trainer.base.errors import ExitCode, RecipeError, TrainerError
 
 if TYPE_CHECKING:
     from trainer.reading.loading import ResolvedRecipe
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int) -> int:
@@ -42,6 +43,7 @@ def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int) -> in
             "registered": extensions.needed_elsewhere(),
             "path": sys.path,
             "argv": sys.orig_argv,
+            "caller": os.getpid(),
         }
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         shown = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
@@ -113,7 +115,7 @@ def main(folder: Path) -> int:
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     sys.path[:] = job["path"]
     sys.orig_argv[:] = job["argv"]  # the command to resume with is the caller's
-    threading.Thread(target=_stop_without, args=(os.getppid(),), daemon=True).start()
+    _stop_with(int(job["caller"]))
     try:
         extensions.load()
         extensions.repeat(job["registered"])
@@ -123,11 +125,15 @@ def main(folder: Path) -> int:
         return error.exit_code
 
 
-def _stop_without(caller: int) -> None:
-    """Ask this process to save and stop when its caller has died."""
-    while os.getppid() == caller:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)
+def _stop_with(caller: int) -> None:
+    """Let the system ask this process to save and stop when its caller dies.
+
+    The process may start no thread, because its ranks are forks.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != caller:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
