@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from trainer.doctor.facts import DeepSpeedFacts
@@ -43,8 +42,7 @@ def operations(machine: Machine) -> Finding:
     facts = machine.probe.facts(DeepSpeedFacts)
     built = f"built at installation: {', '.join(facts.prebuilt)}" if facts.prebuilt else "none built at installation"
     if machine.gpus:
-        nvcc = "" if shutil.which("nvcc", path=machine.environ.get("PATH")) else "; no nvcc to compile others"
-        return ok(f"none needed on GPUs; {built}{nvcc}")
+        return ok(f"none needed on GPUs; {built}")
     if CPU_OPERATION in facts.prebuilt:
         return ok(built)
     missing = missing_tools(machine.environ.get("PATH"))
