@@ -10,7 +10,7 @@ import pytest
 from trainer.base.errors import RecipeError
 from trainer.reading.keys import known_keys
 from trainer.reading.loading import load_recipe
-from trainer.recipe.deepspeed import _OWNED, FREE_KEYS, FREE_ZERO_KEYS, deepspeed_config, refused_keys
+from trainer.recipe.deepspeed import _OWNED, _REFUSED, FREE_KEYS, FREE_ZERO_KEYS, deepspeed_config, refused_keys
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES
 
@@ -108,7 +108,7 @@ class TestRefusedKeys:
                 ("zero_optimization", "reduce_bucket"),
                 "did you mean `reduce_bucket_size`?",
             ),
-            ({"xyzzy": 1}, ("xyzzy",), "valid keys are aio, comms_logger"),
+            ({"xyzzy": 1}, ("xyzzy",), "valid keys are comms_logger, dump_state"),
             ({"zero_optimization": 3}, ("zero_optimization",), "must be an object"),
         ],
     )
@@ -116,6 +116,14 @@ class TestRefusedKeys:
         ((found, reason),) = refused_keys(extra)
         assert found == path
         assert words in reason
+
+    @pytest.mark.parametrize("path", _REFUSED, ids=".".join)
+    def test_keys_that_would_give_wrong_numbers_or_nothing(self, path):
+        extra: Any = False
+        for key in reversed(path):
+            extra = {key: extra}
+        assert list(refused_keys(extra)) == [(path, _REFUSED[path])]
+        assert not {*path} & {*FREE_KEYS, *FREE_ZERO_KEYS} - {"zero_optimization"}
 
     def test_in_a_recipe_all_are_reported_at_once_with_their_paths(self):
         extra = json.dumps({"gradient_clipping": 1.0, "bf61": {}, "zero_optimization": {"stage": "auto"}})

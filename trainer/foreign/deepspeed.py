@@ -27,6 +27,10 @@ def _passed_on(prefix: str, names: tuple[str, ...]) -> dict[str, Counterpart]:
 
 _ZERO: dict[str, Counterpart] = {
     **_passed_on("zero_optimization.", FREE_ZERO_KEYS),
+    "zero_optimization.round_robin_gradients": none("DeepSpeed's partitions keep the order of the parameters", False),
+    "zero_optimization.stage3_module_granularity_threshold": none("DeepSpeed's own default stays", 0),
+    "zero_optimization.zero_hpz_partition_size": none(_NO_ZERO_PLUS.note, 1),
+    "zero_optimization.load_from_fp32_weights": none(say.OWN_CHECKPOINTS, True),
     "zero_optimization.stage": mapped("parallel.strategy", 0, note=say.STRATEGIES),
     "zero_optimization.offload_optimizer": mapped("parallel.offload", None, note=say.OFFLOAD),
     "zero_optimization.offload_optimizer.device": mapped("parallel.offload", "none", None, note=say.OFFLOAD),
@@ -175,6 +179,9 @@ DEEPSPEED: dict[str, Counterpart] = {
     "prescale_gradients": none(say.ONE_DENOMINATOR, False),
     "gradient_predivide_factor": none(say.ONE_DENOMINATOR, 1.0),
     "gradient_allreduce_op": none(say.ONE_DENOMINATOR, "mean"),
+    "aio": none(say.NO_NVME, None),
+    "data_types": none("gradients are summed in fp32", None),
+    "disable_allgather": none("DeepSpeed does not read it", False),
     "communication_data_type": none("gradients travel in fp32", None, "fp32"),
     "seq_parallel_communication_data_type": none("DeepSpeed's sequence parallelism is not used", "fp32"),
     "sequence_parallel_size": none(say.NO_CONTEXT_PARALLEL, 1),

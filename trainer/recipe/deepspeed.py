@@ -41,17 +41,31 @@ _OWNED: dict[tuple[str, ...], str | None] = {
     ("zero_optimization", "cpu_offload_params"): "parallel.offload",
     ("zero_optimization", "memory_efficient_linear"): "activation_checkpointing",
 }
+_UNREAD = "has no effect here: {}; remove it"
+# Keys that DeepSpeed knows and that are refused, each with the reason.
+_REFUSED: dict[tuple[str, ...], str] = {
+    ("communication_data_type",): "changes what is learned, since gradients travel in fp32; remove it",
+    ("data_types",): "changes what is learned, since gradients are summed in fp32; remove it",
+    ("aio",): _UNREAD.format("nothing is offloaded to NVMe"),
+    ("disable_allgather",): _UNREAD.format("DeepSpeed does not read it"),
+    ("seq_parallel_communication_data_type",): _UNREAD.format("DeepSpeed's sequence parallelism is not used"),
+    ("zero_optimization", "load_from_fp32_weights"): _UNREAD.format("DeepSpeed's checkpoints are not used"),
+    # DeepSpeed 0.19 computes the map from parameters to partitions without the new order.
+    ("zero_optimization", "round_robin_gradients"): (
+        "would mix up the tensors of checkpoints and exported models, by a defect of DeepSpeed; remove it"
+    ),
+    # DeepSpeed 0.19 calls `record_stream` on CPU gradients.
+    ("zero_optimization", "stage3_module_granularity_threshold"): (
+        "is not supported: by a defect of DeepSpeed, a step on CPUs fails; remove it"
+    ),
+    ("zero_optimization", "zero_hpz_partition_size"): "is not supported, like the rest of ZeRO++; remove it",
+}
 # Top-level keys that a recipe may set. DeepSpeed's other keys enable other engines, optimizers or tools.
 FREE_KEYS = (
-    "aio",
     "comms_logger",
-    "communication_data_type",
-    "data_types",
-    "disable_allgather",
     "dump_state",
     "flops_profiler",
     "memory_breakdown",
-    "seq_parallel_communication_data_type",
     "steps_per_print",
     "timers",
     "wall_clock_breakdown",
@@ -62,22 +76,18 @@ FREE_ZERO_KEYS = (
     "allgather_bucket_size",
     "allgather_partitions",
     "contiguous_gradients",
-    "load_from_fp32_weights",
     "log_trace_cache_warnings",
     "overlap_comm",
     "reduce_bucket_size",
     "reduce_scatter",
-    "round_robin_gradients",
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
     "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold",
     "stage3_param_persistence_threshold",
     "stage3_prefetch_bucket_size",
     "sub_group_size",
     "use_all_reduce_for_fetch_params",
     "use_multi_rank_bucket_allreduce",
-    "zero_hpz_partition_size",
 )
 
 
@@ -86,12 +96,16 @@ def refused_keys(extra: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], st
     for key, value in extra.items():
         if (key,) in _OWNED:
             yield (key,), _owned((key,))
+        elif (key,) in _REFUSED:
+            yield (key,), _REFUSED[key,]
         elif key not in FREE_KEYS:
             yield (key,), _unknown(key, FREE_KEYS)
         elif key == "zero_optimization" and isinstance(value, Mapping):
             for inner in value:
                 if (key, inner) in _OWNED:
                     yield (key, inner), _owned((key, inner))
+                elif (key, inner) in _REFUSED:
+                    yield (key, inner), _REFUSED[key, inner]
                 elif inner not in FREE_ZERO_KEYS:
                     yield (key, inner), _unknown(inner, FREE_ZERO_KEYS)
         elif key == "zero_optimization":
