@@ -1,4 +1,4 @@
-"""Machines that are not there: files of the system in a folder, variables in a dictionary, facts made by hand."""
+"""Fake machines: system files in a folder, variables in a dictionary, handmade facts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ T4 = Gpu("Tesla T4", "aa-02", (7, 5), None, 16 * 2**30, bf16=False)
 MI300 = Gpu("AMD Instinct MI300X", "aa-03", (9, 4), "gfx942", 192 * 2**30, bf16=True)
 
 
-class Told:
-    """A probe that knows what it was told: by default, a machine without GPUs."""
+class FakeProbe:
+    """A probe with the given facts; the default is a machine without GPUs."""
 
     def __init__(self, *facts: Facts | ProbeError) -> None:
         defaults: tuple[Facts, ...] = (
@@ -40,16 +40,16 @@ class Told:
         return known
 
 
-class Mute:
-    """A probe that could not import torch, and so knows nothing."""
+class ProbeWithoutTorch:
+    """A probe that could not import torch, so every question fails."""
 
     def facts(self, kind: type[Any]) -> Any:
         raise ProbeError("ImportError: no torch", TorchFacts)
 
 
 def without_torch() -> Machine:
-    """A machine where torch cannot be imported."""
-    return Machine({"PATH": "/nowhere"}, Mute(), Path("/nowhere"))
+    """Return a machine that cannot import torch."""
+    return Machine({"PATH": "/nowhere"}, ProbeWithoutTorch(), Path("/nowhere"))
 
 
 def machine(
@@ -61,18 +61,18 @@ def machine(
     processes: int | None = None,
     **environ: str,
 ) -> Machine:
-    """A machine with these facts, files (a path that ends with a slash is a folder) and variables."""
+    """Return a machine with these facts, files (a path that ends with a slash is a folder) and variables."""
     for path, text in (files or {}).items():
         place = root / path.lstrip("/")
         (place if path.endswith("/") else place.parent).mkdir(parents=True, exist_ok=True)
         if not path.endswith("/"):
             place.write_text(text)
     resolved = load_recipe(recipe, overrides).recipe if recipe else None
-    return Machine({"PATH": "/nowhere"} | environ, Told(*facts), root, resolved, processes)
+    return Machine({"PATH": "/nowhere"} | environ, FakeProbe(*facts), root, resolved, processes)
 
 
 def answers(check: Callable[[Machine], Finding], at: Machine) -> tuple[str, str]:
-    """The status and the value; a remedy is there exactly where it is needed."""
+    """Return status and value; check that there is a remedy if and only if the status is not ok."""
     finding = check(at)
     assert (finding.remedy is None) == (finding.status == "ok")
     return finding.status, finding.value

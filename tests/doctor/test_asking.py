@@ -1,4 +1,4 @@
-"""What is asked of torch is asked of stand-ins here; the real torch is asked by `test_doctor.py`."""
+"""The questions of the probe, with stand-ins for torch; `test_doctor.py` uses the real torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.doctor.facts import ExerciseFacts, GpuFacts, TorchFacts
 
 
 def torch_of(cuda: str | None = None, hip: str | None = None, **of_cuda: Any) -> Any:
-    """A torch that was built for this, whose `torch.cuda` holds these functions."""
+    """Return a stand-in for torch with this build and these functions of `torch.cuda`."""
     return SimpleNamespace(
         __version__="2.13.0",
         version=SimpleNamespace(cuda=cuda, hip=hip),
@@ -34,7 +34,7 @@ def test_the_build():
 
 
 def properties(index: int) -> Any:
-    """Of a GPU: the first is an H100, the others are older."""
+    """Return the properties of a GPU: the first is an H100, the others are older."""
     return SimpleNamespace(
         name=f"GPU {index}",
         uuid=f"aa-{index}",
@@ -102,7 +102,7 @@ def test_no_library_of_the_driver(monkeypatch: pytest.MonkeyPatch):
 
 
 class Matrix:
-    """A square matrix that is the same everywhere, by its sum."""
+    """A square matrix of equal elements, represented by its sum."""
 
     def __init__(self, total: float) -> None:
         self.total = total
@@ -118,7 +118,7 @@ class Matrix:
 
 
 def used(number: int, ones: Any = None, all_reduce: Any = None) -> ExerciseFacts:
-    """What comes of using so many GPUs."""
+    """Return the facts from using this number of GPUs."""
 
     def add(matrices: list[Matrix]) -> None:
         for matrix in matrices:

@@ -21,14 +21,14 @@ CHECKS = (building.deepspeed, building.operations, building.build_folder)
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """Whether the package is installed, to be changed by a test."""
+    """Whether the package is installed; a test may change it."""
     package = {"is installed": True}
     monkeypatch.setattr(building, "installed", lambda name: "0.19.8" if package["is installed"] else None)
     return package
 
 
 def tools(folder: Path, *names: str) -> str:
-    """A PATH with programs of these names."""
+    """Return a PATH with programs of these names."""
     for name in names:
         (folder / name).write_text("#!/bin/sh\n")
         (folder / name).chmod(stat.S_IRWXU)

@@ -1,4 +1,4 @@
-"""The verb: its exit codes with findings put in, and one real look at this machine."""
+"""The verb: exit codes for given findings, and one real examination of this machine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_recipe_is_resolved_first(finds, capsys: pytest.CaptureFixture[str]):
 
 
 def test_this_machine_has_no_problem():
-    """Everything for real: torch and deepspeed imported, two processes that meet; nothing is downloaded."""
+    """A real run: imports torch and deepspeed, connects two processes, downloads nothing."""
     done = run([sys.executable, "-m", "trainer", "doctor", "bert_sample", "--json"], 120)
     answer = json.loads(done.stdout)
     assert [check["value"] for check in answer["checks"] if check["status"] == "problem"] == []

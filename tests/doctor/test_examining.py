@@ -41,7 +41,7 @@ def test_a_check_that_fails_is_a_line():
 
 
 def test_a_package_that_is_missing_is_a_line():
-    """None but Python's own and typer is imported before the checks begin."""
+    """Before the checks start, only the standard library and typer are imported."""
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('packaging', 'psutil', 'yaml', 'pydantic', 'torch'), None))\n"
         "from pathlib import Path\n"
@@ -74,7 +74,7 @@ def test_what_uses_the_gpus_is_asked_for():
 
 
 def test_one_cause_is_one_problem():
-    """Without torch, the line of torch is the problem; those that need it name that line."""
+    """Without torch, the check of torch has the problem; the checks that need torch refer to it."""
     found = {result.name: result for result in examine(without_torch()) if result.group in ("gpus", "deepspeed")}
     (torch,) = (result for result in examine(without_torch()) if result.name == "torch")
     assert (torch.status, torch.value) == ("problem", "ImportError: no torch")
@@ -84,7 +84,7 @@ def test_one_cause_is_one_problem():
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.group}: {check.name}")
 def test_every_check_is_documented(check: Check):
-    """The page is made of these: what is looked at in one sentence, then when it warns, and the remedy."""
+    """The page is generated from the docstrings: one sentence, then the causes of warnings with remedies."""
     text = str(check.examine.__doc__)
     first, *others = (" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n"))
     assert first.endswith(".")

@@ -16,7 +16,7 @@ CLOSED = "/proc/closed"  # where nobody can write, root included
 
 @pytest.fixture(autouse=True)
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """The free bytes of every disk, to be changed by a test."""
+    """The free bytes of every disk; a test may change them."""
     values = {"bytes": 50 * GIB}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=values["bytes"]))
     return values

@@ -163,7 +163,7 @@ def test_no_gpu_to_use(tmp_path: Path, files: dict[str, str], environ: dict[str,
 
 
 def test_a_device_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Root may open anything, so that the system's answer is put in."""
+    """Root may open any file, so the test replaces the answer of the system."""
 
     def refuse(self: Path, *args: object, **keywords: object) -> None:
         raise PermissionError
@@ -177,7 +177,7 @@ def test_a_device_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def answer_with(folder: Path, script: str) -> None:
-    """Puts a program that is called nvidia-smi there."""
+    """Write a program named nvidia-smi."""
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(stat.S_IRWXU)

@@ -24,7 +24,7 @@ GPU = GpuFacts((H100,))
 
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """The interfaces that are up, to be changed by a test; beside them there is one that is down."""
+    """The interfaces that are up, which a test may change; another one is down."""
     up = dict(OFTEN)
 
     def addresses() -> dict[str, list[Address]]:
@@ -151,7 +151,7 @@ def test_infiniband(tmp_path: Path, files: dict[str, str], environ: dict[str, st
 
 @pytest.fixture
 def site() -> Iterator[tuple[str, list[int]]]:
-    """A web site of this machine, and the status that it answers, to be changed by a test."""
+    """A local web server, and its HTTP status, which a test may change."""
     status = [200]
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The probe's process is a fork of this one, so that it asks what a test puts in the place of the real questions."""
+"""The probe forks this process, so it asks the questions that a test sets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hang() -> Facts:
 
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessProbe]]:
-    """Begins a probe that has these answers, and this limit for that of the GPUs."""
+    """Start a probe with these answers and this time limit for the GPUs."""
     begun: list[ProcessProbe] = []
 
     def start(deep: bool = False, seconds: float = 30.0, **askers: Callable[[], Facts]) -> ProcessProbe:

@@ -23,7 +23,7 @@ DEEPSPEED = {"deepspeed": "0.19.8", "ninja": "1.13.2"}
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The packages that are installed, to be changed by a test."""
+    """The installed packages; a test may change them."""
     packages = dict(GOOD)
 
     class Metadata:

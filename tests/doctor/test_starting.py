@@ -92,7 +92,7 @@ def test_the_configuration_of_accelerate(tmp_path: Path, text: str | None, recip
 
 
 def test_the_names_are_those_that_accelerate_sets():
-    """Its launcher's own function turns a configuration into variables; ours must say the same of them."""
+    """Our variables must be those that accelerate's launcher sets from a configuration."""
     variables = starting._variables(
         {"distributed_type": "FSDP", "mixed_precision": "bf16", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
     )

@@ -117,7 +117,7 @@ def test_shared_memory_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
-    """The limits of this process, to be changed by a test."""
+    """The limits of this process; a test may change them."""
     values: dict[int, tuple[int, int]] = {}
     monkeypatch.setattr(resource, "getrlimit", values.__getitem__)
     return values
