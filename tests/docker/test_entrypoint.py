@@ -79,13 +79,13 @@ def test_a_signal_reaches_the_program_and_its_exit_code_comes_back(programs: Pat
 
 
 def test_any_user_has_a_home_and_a_name(programs: Path):
-    ended = run(as_any_user(ENTRYPOINT, "recipes"), 10, PATH=path_with(programs), TMPDIR="/tmp", XDG_CACHE_HOME="/tmp")
+    ended = run(as_any_user(ENTRYPOINT, "recipes"), PATH=path_with(programs), TMPDIR="/tmp", XDG_CACHE_HOME="/tmp")
     assert f"HOME=/tmp LOGNAME=uid{UID} CACHE=/tmp" in ended.stdout
     assert ended.stderr == ""
 
 
 def test_a_home_that_may_be_written_is_kept(programs: Path, tmp_path: Path):
-    ended = run([ENTRYPOINT, "recipes"], 10, PATH=path_with(programs), HOME=str(tmp_path))
+    ended = run([ENTRYPOINT, "recipes"], PATH=path_with(programs), HOME=str(tmp_path))
     assert f"HOME={tmp_path} " in ended.stdout
 
 
@@ -93,21 +93,21 @@ def test_a_read_only_root_is_told_and_worked_around(programs: Path, tmp_path: Pa
     writable = tmp_path / "writable"
     writable.mkdir()
     command = in_own_mounts(read_only_root(writable), *as_any_user(ENTRYPOINT, "run", "bert_sample"))
-    ended = run(command, 10, PATH=path_with(programs), TMPDIR=str(writable), XDG_CACHE_HOME="/cache")
+    ended = run(command, PATH=path_with(programs), TMPDIR=str(writable), XDG_CACHE_HOME="/cache")
     assert f"HOME={writable} LOGNAME=uid{UID} CACHE={writable}/cache" in ended.stdout
     assert "/cache is not writable" in ended.stderr
     assert "runs are saved below it" in ended.stderr
 
 
 def test_a_temporary_folder_that_is_not_there_is_told(programs: Path, tmp_path: Path):
-    ended = run([ENTRYPOINT, "run", "r"], 10, PATH=path_with(programs), TMPDIR=f"{tmp_path}/none", HOME=str(tmp_path))
+    ended = run([ENTRYPOINT, "run", "r"], PATH=path_with(programs), TMPDIR=f"{tmp_path}/none", HOME=str(tmp_path))
     assert "add --tmpfs /tmp" in ended.stderr
 
 
 @pytest.mark.parametrize(("size", "is_told"), [("64m", True), ("1g", False)])
 def test_small_shared_memory_is_told(size: str, is_told: bool, programs: Path, tmp_path: Path):
     command = in_own_mounts(devices(tmp_path, shm=size), ENTRYPOINT, "run", "bert_sample")
-    ended = run(command, 10, PATH=path_with(programs))
+    ended = run(command, PATH=path_with(programs))
     assert ("/dev/shm has 64 MiB" in ended.stderr) == is_told
     assert ended.stdout.splitlines()[0].endswith("trainer run bert_sample")
 
@@ -115,10 +115,10 @@ def test_small_shared_memory_is_told(size: str, is_told: bool, programs: Path, t
 @pytest.mark.parametrize("names", [[], ["nvidiactl"]], ids=["nothing", "a-driver-alone"])
 def test_the_cuda_image_misses_gpus(names: list[str], programs: Path, tmp_path: Path):
     command = in_own_mounts(devices(tmp_path, *names), ENTRYPOINT, "run", "bert_sample")
-    ended = run(command, 10, PATH=path_with(programs), TRAINER_IMAGE="cuda")
+    ended = run(command, PATH=path_with(programs), TRAINER_IMAGE="cuda")
     assert "no GPU is visible" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
-    on_cpu = run(command, 10, PATH=path_with(programs), TRAINER_IMAGE="cpu")
+    on_cpu = run(command, PATH=path_with(programs), TRAINER_IMAGE="cpu")
     assert on_cpu.stderr == ""
 
 
@@ -128,7 +128,7 @@ def test_little_lockable_memory_is_told_where_a_gpu_is(lockable: str, programs: 
         pytest.skip("lockable memory is limited here")
     setup = f"ulimit -l {lockable}\n{devices(tmp_path, 'nvidia0')}"
     command = in_own_mounts(setup, ENTRYPOINT, "run", "bert_sample")
-    ended = run(command, 10, PATH=path_with(programs), TRAINER_IMAGE="cuda")
+    ended = run(command, PATH=path_with(programs), TRAINER_IMAGE="cuda")
     assert ("only 64 KiB of memory may be locked" in ended.stderr) == (lockable == "64")
     assert "no GPU" not in ended.stderr
     assert len(ended.stderr.splitlines()) == (lockable == "64")
@@ -136,7 +136,7 @@ def test_little_lockable_memory_is_told_where_a_gpu_is(lockable: str, programs: 
 
 def test_what_does_not_train_gets_no_advice(programs: Path, tmp_path: Path):
     command = in_own_mounts(devices(tmp_path, shm="64m"), ENTRYPOINT, "schema")
-    ended = run(command, 10, PATH=path_with(programs), TRAINER_IMAGE="cuda")
+    ended = run(command, PATH=path_with(programs), TRAINER_IMAGE="cuda")
     assert ended.stderr == ""
 
 
@@ -148,6 +148,6 @@ def test_any_user_trains_on_a_read_only_root(programs: Path, tmp_path: Path):
     words = ["run", "bert_sample", "training.max_steps=1", "evaluation.every=null", f"checkpoint.folder={writable}/run"]
     script = ["sh", "-c", f'"$@" && cat {writable}/run/metrics.jsonl', "sh", ENTRYPOINT, *words]
     command = in_own_mounts(read_only_root(writable), *as_any_user(*script))
-    ended = run(command, 100, PATH=path_with(programs), TMPDIR=str(writable), XDG_CACHE_HOME="/cache")
+    ended = run(command, PATH=path_with(programs), TMPDIR=str(writable), XDG_CACHE_HOME="/cache")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert '"step": 1' in ended.stdout

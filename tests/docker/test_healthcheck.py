@@ -25,14 +25,14 @@ def doctor(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("code", "health"), [(0, 0), (1, 1), (2, 1), (75, 1)])
 def test_health_is_0_or_1_whatever_is_wrong(code: int, health: int, doctor: Path):
     (doctor / "code").write_text(str(code))
-    ended = run([HEALTHCHECK], 10, PATH=f"{doctor}:/usr/bin:/bin")
+    ended = run([HEALTHCHECK], PATH=f"{doctor}:/usr/bin:/bin")
     assert ended.returncode == health
     assert ended.stdout.startswith("doctor ")
 
 
 def test_any_user_is_examined(doctor: Path):
     (doctor / "code").write_text("0")
-    ended = run(as_any_user(HEALTHCHECK), 10, PATH=f"{doctor}:/usr/bin:/bin", TMPDIR="/tmp")
+    ended = run(as_any_user(HEALTHCHECK), PATH=f"{doctor}:/usr/bin:/bin", TMPDIR="/tmp")
     assert f"HOME=/tmp LOGNAME=uid{UID}" in ended.stdout
 
 

@@ -18,8 +18,21 @@ LIMIT_SECONDS = 60.0
 REFERENCE_SECONDS = 0.2
 NUM_SHOWN = 50
 
-SLOW: dict[str, str] = {}
-"""Tests, without parameters, that may take longer, and why."""
+SLOW = {
+    "tests/benchmarks/test_benchmarks.py::test_throughput": "trains with four programs, two processes each",
+    "tests/benchmarks/test_benchmarks.py::test_tensor": "trains with three programs, two processes each",
+    "tests/docker/test_install.py::test_a_fresh_prefix_holds_the_pinned_versions_and_the_recipes": "installs by pip",
+    "tests/launch/test_kills.py::test_a_rank_is_killed_at_ten_random_moments": "starts a dozen runs without a fork",
+    "tests/launch/test_launchers.py::test_two_ranks_learn_what_one_process_learns": "up to four programs",
+    "tests/launch/test_real_data.py::test_each_launcher_gives_the_same_curve": "trains on files of thousands of rows",
+    "tests/launch/test_two_nodes.py::TestTorchrunHandsOutTheRanks::test_a_node_that_was_killed_joins_again": (
+        "torchrun waits for the lost node, then both start again"
+    ),
+    "tests/launch/test_two_nodes.py::TestTorchrunHandsOutTheRanks::test_a_rank_that_was_killed": "it starts twice",
+    "tests/observe/test_telemetry.py::test_a_run_asks_nothing_of_the_network": "two runs with all trackers, not forked",
+    "tests/test_readme.py::test_a_page_can_be_followed": "each training of a page, one after the other",
+}
+"""Tests, without parameters, that take more than 30 s on the reference, and why."""
 
 
 def _reference_work() -> int:

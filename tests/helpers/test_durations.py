@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import durations
+from tests.helpers.processes import ROOT
 
 
 @pytest.fixture
@@ -32,3 +33,10 @@ def test_a_test_of_the_list_may_take_longer(machine, monkeypatch):
 def test_a_machine_is_never_counted_as_faster_than_the_reference(monkeypatch):
     monkeypatch.setattr(durations, "_reference_work", lambda: 0)
     assert durations.slowness() == 1.0
+
+
+def test_every_test_of_the_list_is_there():
+    for name, reason in durations.SLOW.items():
+        file, *_, function = name.split("::")
+        assert f"def {function}(" in (ROOT / file).read_text(), name
+        assert reason, name

@@ -25,7 +25,7 @@ MARKS_OF_TESTS = ("CI", "PYTEST_CURRENT_TEST", "GITHUB_ACTIONS", "GITLAB_CI", "B
 def no_network() -> list[str]:
     """What starts a program in a network namespace of its own; empty where that is not permitted."""
     try:
-        permitted = subprocess.run([*IN_NO_NETWORK, "true"], capture_output=True, timeout=10).returncode == 0
+        permitted = subprocess.run([*IN_NO_NETWORK, "true"], capture_output=True, timeout=60).returncode == 0
     except FileNotFoundError:
         permitted = False
     return IN_NO_NETWORK if permitted else []
@@ -53,7 +53,7 @@ def watched(tmp_path_factory):
         [*prefix, sys.executable, str(program), str(folder / "report.json"), *runs],
         cwd=folder / "elsewhere",
         env=variables,
-        timeout=240,
+        timeout=500,
         capture_output=True,
         text=True,
     )
@@ -65,8 +65,8 @@ def watched(tmp_path_factory):
     return folder, report | {"counted": bool(prefix)}
 
 
+@pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_run_asks_nothing_of_the_network(watched):
     folder, report = watched
     assert report["codes"] == [75, 0]
@@ -75,8 +75,8 @@ def test_a_run_asks_nothing_of_the_network(watched):
     assert list((folder / "elsewhere").iterdir()) == []
 
 
+@pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_kernel_saw_no_attempt_of_any_of_its_processes(watched):
     _, report = watched
     if not report["counted"]:
@@ -89,8 +89,8 @@ def expected(metrics: Metrics, name: str) -> dict[int, float]:
     return {record.step: getattr(record, name) for record in metrics.steps}
 
 
+@pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_every_tracker_has_the_numbers_of_metrics_jsonl_over_both_parts(watched):
     from mlflow.tracking import MlflowClient
 
