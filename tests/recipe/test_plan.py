@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from trainer.base.errors import RecipeError
@@ -135,6 +137,23 @@ class TestPipeline:
         assert plan.pipeline is not None
         assert plan.pipeline.bubble == pytest.approx(3 / 4)
 
+    def test_every_count_that_a_message_names_fits(self):
+        """And a count of the plan's own is one that fits, where there is one."""
+        for stages, per_rank, count in itertools.product((2, 4), (2, 3), (None, *range(1, 8), 47, 49)):
+            keys = [f"pipeline.stages={stages}", f"pipeline.stages_per_rank={per_rank}"]
+            keys += ["pipeline.schedule=interleaved_1f1b"]
+            try:
+                pipeline_plan(stages, *keys, *([f"pipeline.microbatches={count}"] if count else []))
+            except RecipeError as error:
+                assert count is not None
+                remedy = str(error).rpartition("use ")[2].split(" or ")
+                for named in remedy:
+                    pipeline_plan(stages, *keys, f"pipeline.microbatches={int(named)}")
+
+    def test_no_count_fits(self):
+        with pytest.raises(RecipeError, match=r"at least the 64 stages.*at most the 48 rows.*; use gpipe, more rows"):
+            pipeline_plan(64, "pipeline.stages=64")
+
     @pytest.mark.parametrize(
         ("ranks", "keys", "words"),
         [
@@ -158,7 +177,20 @@ class TestPipeline:
                 ["pipeline.stages=2", "pipeline.schedule=interleaved_1f1b", "pipeline.microbatches=5"],
                 "multiple of the 2 ranks of the pipeline for the schedule interleaved_1f1b, but is 5; use 4 or 6",
             ),
-            (2, ["pipeline.stages=2", "pipeline.microbatches=49"], "must be at most the 48 rows that a rank has"),
+            (
+                2,
+                [
+                    *("pipeline.stages=2", "pipeline.stages_per_rank=3"),
+                    *("pipeline.schedule=interleaved_1f1b", "pipeline.microbatches=3"),
+                ],
+                "must be at least the 6 stages and a multiple of the 2 ranks of the pipeline for the schedule"
+                " interleaved_1f1b, but is 3; use 6",
+            ),
+            (
+                2,
+                ["pipeline.stages=2", "pipeline.microbatches=49"],
+                "must be at most the 48 rows that a rank has in one optimizer step, but is 49; use 48",
+            ),
         ],
     )
     def test_what_does_not_fit_is_refused(self, ranks, keys, words):

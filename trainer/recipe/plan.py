@@ -212,30 +212,20 @@ def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:
     schedule = SCHEDULES[keys.schedule]
     stages_per_rank = keys.stages_per_rank or schedule.stages_per_rank
     num_stages = keys.stages * stages_per_rank
-    if keys.microbatches is not None:
-        count = keys.microbatches
-        num_passes = math.ceil(share / (count * most))
-    else:
-        num_passes = 1
-        count = max(math.ceil(share / most), min(share, 2 * num_stages))
-        if schedule.several_stages:  # needs a multiple of the pipeline ranks
-            count = math.ceil(count / keys.stages) * keys.stages
-    problems = []
-    if schedule.fills and count < num_stages:
-        problems.append(
-            f"`parallel.pipeline.microbatches` must be at least the {num_stages} stages for the schedule"
-            f" {schedule.name}, but is {count}; use gpipe, more rows in `training.global_batch_size`, or fewer stages"
+    least, multiple = num_stages if schedule.fills else 1, keys.stages if schedule.several_stages else 1
+    fitting = [count for count in range(multiple, share + 1, multiple) if count >= least]
+    wanted = keys.microbatches or max(math.ceil(share / most), min(share, 2 * num_stages))
+    below, above = [count for count in fitting if count <= wanted], [count for count in fitting if count >= wanted]
+    near = below[-1:] + above[:1]
+    count = wanted if keys.microbatches else max(near, default=wanted)
+    if count not in fitting:
+        rules = [f"at least the {num_stages} stages"] * (count < least or not fitting)
+        rules += [f"a multiple of the {multiple} ranks of the pipeline"] * (count % multiple > 0)
+        rules = [f"{' and '.join(rules)} for the schedule {schedule.name}"] if rules else []
+        rules += [f"at most the {share} rows that a rank has in one optimizer step"] * (count > share or not fitting)
+        remedy = " or ".join(map(str, near)) or "gpipe, more rows in `training.global_batch_size`, or fewer stages"
+        raise RecipeError(
+            f"`parallel.pipeline.microbatches` must be {' and '.join(rules)}, but is {count}; use {remedy}"
         )
-    if schedule.several_stages and count % keys.stages:
-        problems.append(
-            f"`parallel.pipeline.microbatches` must be a multiple of the {keys.stages} ranks of the pipeline for the"
-            f" schedule {schedule.name}, but is {count}; use {_sizes_near(count, keys.stages)}"
-        )
-    if count > share:
-        problems.append(
-            f"`parallel.pipeline.microbatches` must be at most the {share} rows that a rank has in one optimizer step,"
-            f" but is {count}; use more rows in `training.global_batch_size`, or fewer microbatches"
-        )
-    if problems:
-        raise RecipeError(*problems)
+    num_passes = math.ceil(share / (count * most))
     return num_passes, PipelinePlan(schedule, keys.stages, stages_per_rank, count)
