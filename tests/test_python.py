@@ -79,7 +79,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         "error",
         [
-            trainer.RecipeError(["one", "two"]),
+            trainer.RecipeError("one", "two"),
             trainer.DataError("no column"),
             trainer.NonFiniteError("step 3"),
             trainer.TrainerError("the disk is full"),

@@ -91,7 +91,7 @@ def _outcome(folder: Path, code: int) -> int:
 def _error(left: dict[str, Any]) -> TrainerError:
     """Return the exception that another process wrote with `_written`."""
     if left["problems"] is not None:
-        return RecipeError(left["problems"])
+        return RecipeError(*left["problems"])
     kind = getattr(errors, left["type"], None)
     if kind is None:  # the launcher's error for a rank; its exit code tells the kind
         codes = {ExitCode.USER: errors.UsageError, ExitCode.NON_FINITE: errors.NonFiniteError}
