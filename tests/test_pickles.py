@@ -1,20 +1,30 @@
-"""Nothing that a run reads is unpickled: a pickle in the place of each file is refused, or made anew, and never run."""
+"""Nothing that a run reads or receives is unpickled.
+
+A pickle in the place of each file is refused, or made anew, and never run; ranks send each other no pickles.
+"""
 
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from transformers import BertConfig, BertForSequenceClassification
 
+import trainer
 from tests.helpers.hostile import Trap
+from tests.helpers.ranks import RankPools
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
 from trainer.base.errors import ExitCode
 from trainer.cli import main
+from trainer.parallel.mesh import ParallelMesh
 
 
 def test_the_pickle_would_be_seen(tmp_path):
@@ -36,6 +46,35 @@ def _with_model(folder: Path) -> dict[str, Any]:
 def _only_a_pickle_of_weights(folder: Path) -> Path:
     (folder / "model" / "model.safetensors").unlink()
     return folder / "model" / "pytorch_model.bin"
+
+
+def _messages_without_pickle() -> list[object]:
+    """Every kind of message of the mesh, while pickle cannot be used."""
+    mesh = ParallelMesh(torch.device("cpu"), dp_replicate=dist.get_world_size())
+
+    def refuse(*arguments: object, **keys: object) -> None:
+        raise AssertionError("a pickle")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("dumps", "loads", "dump", "load", "Pickler", "Unpickler"):
+            patch.setattr(pickle, name, refuse)
+        patch.setattr(distributed_c10d, "_pickler", refuse)
+        patch.setattr(distributed_c10d, "_unpickler", refuse)
+        gathered = mesh.gather({"rank": mesh.rank, "rows": torch.tensor([mesh.rank])})
+        rows = torch.cat([part["rows"] for part in gathered]).tolist() if gathered else None
+        return [mesh.share(rows), mesh.on_rank_zero(lambda: (1.5, None))]
+
+
+def test_between_ranks(ranks: RankPools):
+    assert ranks(2).run(_messages_without_pickle) == [[[0, 1], (1.5, None)]] * 2
+
+
+def test_no_source_sends_an_object_or_reads_a_pickle():
+    """torch's collectives of objects are pickles; so are the states of its c10d rendezvous."""
+    forbidden = re.compile(r"_object_list\(|gather_object\(|import pickle|torch\.load\(|c10d|distributed\.elastic")
+    files = sorted((Path(trainer.__file__).parent).rglob("*.py"))
+    found = [f"{file.name}: {match[0]}" for file in files for match in forbidden.finditer(file.read_text())]
+    assert found == []
 
 
 ROLES: dict[str, Callable[[Path], Path]] = {

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
 
 from tests.helpers import processes
 from tests.launch.test_launchers import free_port
 from trainer.base.errors import DataError, ExitCode, LaunchError, LostPeerError, TrainerError, UsageError
-from trainer.ranks import joining
+from trainer.ranks import interfaces, joining
 from trainer.ranks.environment import LaunchEnvironment
+from trainer.ranks.interfaces import is_loopback, listening_address
 from trainer.ranks.joining import Meeting, meet
 from trainer.recipe.schema import Parallel
 
@@ -148,6 +150,21 @@ def test_a_store_that_goes_while_ranks_meet():
     del store
     thread.join(15)
     assert [type(error) for error in raised] == [LostPeerError]
+
+
+def test_the_store_of_one_machine_listens_on_the_loopback_address():
+    place = replace(RANK, master_addr="localhost", master_port=int(free_port()))
+    store = joining._store(place, True, 5)
+    found = [place.laddr for place in psutil.Process().net_connections() if place.status == psutil.CONN_LISTEN]
+    assert [is_loopback(address.ip) for address in found if address.port == place.master_port] == [True]
+    del store
+
+
+def test_the_store_of_several_machines_listens_where_they_connect(monkeypatch):
+    monkeypatch.setattr(interfaces, "addresses", lambda: {"lo": ["127.0.0.1"], "eth0": ["192.0.2.1"]})
+    assert listening_address("192.0.2.1", one_machine=False) == "192.0.2.1"
+    for elsewhere in ("127.0.1.1", "192.0.2.2", "name.invalid"):
+        assert listening_address(elsewhere, one_machine=False) == ""
 
 
 def test_a_taken_port_is_the_users_error():

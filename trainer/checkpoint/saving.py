@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -218,10 +218,10 @@ class Saver:
             failure = f"rank {self._mesh.rank}: {share.error}" if share.error else None
             failures = [told for told in self._mesh.gather(failure) or [] if told]
             self._mesh.on_rank_zero(lambda: self._fail(step, failures[0], share.error))
-        gathered = self._mesh.gather((share.files, facts.shapes))
+        gathered = self._mesh.gather(([asdict(file) for file in share.files], dict(facts.shapes)))
 
         def complete() -> None:
-            files = [file for files, _ in gathered or [] for file in files]
+            files = [WrittenFile(**file) for files, _ in gathered or [] for file in files]
             shapes = {name: shape for _, shapes in gathered or [] for name, shape in shapes.items()}
             self._store.complete(replace(facts, shapes=shapes), files)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.base.errors import TrainerError
+from trainer.ranks.messages import decode, decode_error, encode, encode_error
 
 Result = TypeVar("Result")
 
@@ -96,13 +97,13 @@ class ParallelMesh:
         return mine
 
     def to_rank_zero(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the first replicas of all pipeline stages have, on rank 0 and its CPU; a collective.
+        """Return the tensors of the first replicas of all pipeline stages, on rank 0 and its CPU; a collective.
 
-        One tensor travels after the other, so that nobody holds more than rank 0 does in the end.
+        Tensors travel one after the other, so that no rank holds more than rank 0 at the end.
         """
         if self.size("pp") == 1:
             return tensors
-        described = self.gather({name: (t.shape, t.dtype) for name, t in tensors.items()})
+        described = self.gather({name: (tuple(t.shape), _name(t.dtype)) for name, t in tensors.items()})
         if not self.is_first_replica:
             return tensors
         if self.rank != 0:
@@ -112,7 +113,7 @@ class ParallelMesh:
         collected = dict(tensors)
         for rank, names in enumerate(described or []):
             for name, (shape, dtype) in names.items() if rank else ():
-                collected[name] = torch.empty(shape, dtype=dtype)
+                collected[name] = torch.empty(shape, dtype=getattr(torch, dtype))
                 dist.recv(collected[name], src=rank, group=self._control)
         return collected
 
@@ -138,28 +139,40 @@ class ParallelMesh:
         return lambda: int(agreed())
 
     def gather(self, value: Any) -> list[Any] | None:
-        """The `value` of every rank, in order of rank, on rank 0; None on the others."""
+        """Return the `value` of every rank, in order of rank, on rank 0; None on the others.
+
+        Args:
+            value: of the types that `trainer.ranks.messages.encode` takes.
+        """
         if self.world_size == 1:
             return [value]
-        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, gathered, group=self._control)
-        return gathered
+        message = _as_tensor(encode(value))
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._control)
+        longest = int(max(sizes))  # gloo gathers tensors of one size
+        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
+        padded = torch.cat([message, message.new_zeros(longest - len(message))])
+        dist.gather(padded, gathered, group=self._control)
+        return gathered and [_decoded(part[: int(size)]) for part, size in zip(gathered, sizes, strict=True)]
 
     def share(self, value: Any) -> Any:
-        """Rank 0's `value`, on every rank."""
+        """Return rank 0's `value`, of the types that `gather` takes, on every rank."""
         if self.world_size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, group=self._control)
-        return box[0]
+        message = _as_tensor(encode(value) if self.rank == 0 else b"")
+        size = torch.tensor([len(message)])
+        dist.broadcast(size, src=0, group=self._control)
+        message = message if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(message, src=0, group=self._control)
+        return value if self.rank == 0 else _decoded(message)
 
     def on_rank_zero(self, action: Callable[[], Result]) -> Result:
-        """What `action` gives on rank 0, the only rank that runs it, on every rank.
+        """Run `action` on rank 0 alone; returns its result on every rank.
 
-        Ranks so leave together where, say, a file cannot be written, instead of waiting for one that has left.
+        If it fails, all ranks leave together, and none waits for a rank that has left.
 
         Raises:
-            TrainerError: the one that `action` raised, on every rank.
+            TrainerError: the error of `action`, on every rank.
         """
         result: Result | None = None
         error: TrainerError | None = None
@@ -168,15 +181,27 @@ class ParallelMesh:
                 result = action()
             except TrainerError as raised:
                 error = raised
-        result, error = self.share((result, error))
-        if error is not None:
-            raise error
-        return result
+        result, values = self.share((result, encode_error(error) if error else None))
+        if values is not None:
+            raise error or decode_error(values)
+        return cast(Result, result)
 
     def barrier(self) -> None:
         """Waits for all ranks."""
         if self.world_size > 1:
             dist.barrier(group=self._control)
+
+
+def _as_tensor(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
+
+
+def _decoded(message: Tensor) -> Any:
+    return decode(message.numpy().tobytes())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _begin_all_reduce(

@@ -7,7 +7,6 @@ how many of how many came, what the network answered. It knows the launcher's fa
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 import sys
@@ -33,6 +32,7 @@ from trainer.ranks.interfaces import (
     listening_address,
     route_to,
 )
+from trainer.ranks.messages import decode, encode
 from trainer.ranks.roll_call import RollCall, came_true, two_processes
 
 Result = TypeVar("Result")
@@ -126,7 +126,7 @@ class Meeting:
             code = error.exit_code if isinstance(error, TrainerError) else ExitCode.FAILED
             text = str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
             with suppress(dist.DistError):  # one that has gone needs no telling
-                self.store.set(f"{name}/problem", json.dumps([int(code), self._signed(text)]))
+                self._put(f"{name}/problem", [int(code), self._signed(text)])
                 self.store.set(f"{name}/all", "")
                 self._linger(name)
             if isinstance(error, TrainerError) and self._environment.num_nodes > 1:
@@ -141,7 +141,7 @@ class Meeting:
                     " or let all machines share `data.cache`"
                 )
             if self.store.check([f"{name}/problem"]):
-                code, text = json.loads(self.store.get(f"{name}/problem"))
+                code, text = decode(self.store.get(f"{name}/problem"))
                 self._linger(name)
                 raise _error(ExitCode(code), text)
         return result
@@ -153,11 +153,10 @@ class Meeting:
             TrainerError: a rank has gone.
         """
         name = self._next_question()
-        message = json.dumps(value)
-        self.together(lambda: self.store.set(f"{name}/{self._environment.rank}", message), timeout_seconds)
+        self.together(lambda: self._put(f"{name}/{self._environment.rank}", value), timeout_seconds)
         keys = [f"{name}/{rank}" for rank in range(self._size)]
         with _others_may_go():
-            values = [json.loads(message) for message in self.store.multi_get(keys)]
+            values = [decode(message) for message in self.store.multi_get(keys)]
             self._linger(name)  # what it holds may make all of them leave
         return values
 
@@ -214,6 +213,9 @@ class Meeting:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             port = stack.enter_context(socket.create_server((address, 0), family=family)).getsockname()[1]
         return [socket.gethostname(), own.local_rank, name, address, port, interfaces()]
+
+    def _put(self, key: str, value: Any) -> None:
+        self.store.set(key, encode(value))  # type: ignore[arg-type]  # torch's stub omits bytes
 
     def _next_question(self) -> str:
         self._questions += 1

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, get_args
@@ -65,9 +66,9 @@ def _parameter_groups(own: tuple[ParameterGroup, ...], mesh: ParallelMesh) -> tu
     """Return the groups of all pipeline stages together, with the bytes of the largest stage, on rank 0."""
     if mesh.size("pp") == 1:
         return own
-    gathered = mesh.gather(own if mesh.is_first_replica else ())
+    gathered = mesh.gather([asdict(group) for group in own] if mesh.is_first_replica else [])
     by_kind: dict[str, list[ParameterGroup]] = {}
-    for group in (group for groups in gathered or [] for group in groups):
+    for group in (ParameterGroup(**values) for groups in gathered or [] for values in groups):
         by_kind.setdefault(group.placement, []).append(group)
     return tuple(
         ParameterGroup(
@@ -93,8 +94,8 @@ def planned_state_bytes(plan: RunPlan, placements: Placements, mesh: ParallelMes
         cut_optimizer=strategy.cuts_optimizer,
         optimizer_tensors=tensors + master_copies,
     )
-    gathered = mesh.gather(own) if mesh.size("pp") > 1 else None
-    return max(gathered, key=lambda stage: stage.total) if gathered else own
+    gathered = mesh.gather(asdict(own)) if mesh.size("pp") > 1 else None
+    return max((StateBytes(**values) for values in gathered), key=lambda stage: stage.total) if gathered else own
 
 
 def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:
