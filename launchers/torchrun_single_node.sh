@@ -4,5 +4,9 @@
 #   PROCESSES=2 launchers/torchrun_single_node.sh bert_sample training.epochs=1
 #
 # torchrun exits with 1 for every failure; `trainer run` alone exits with the run's code (75: stopped and saved).
+# The rendezvous is static, because `--standalone` reads pickles from a port that every network can reach.
 set -euo pipefail
-exec torchrun --standalone --nproc-per-node "${PROCESSES:-gpu}" -m trainer run "$@"
+free_port='import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+MASTER_PORT=${MASTER_PORT:-$(python3 -c "$free_port")}
+exec torchrun --nproc-per-node "${PROCESSES:-gpu}" --master-addr 127.0.0.1 --master-port "$MASTER_PORT" \
+    -m trainer run "$@"

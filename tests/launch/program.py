@@ -1,6 +1,6 @@
 """A program as `trainer run` is one, but whose run is a few lines: what `test_local.py` starts.
 
-`python program.py BEHAVIOUR [--processes N] [--spawn]`. Importing it puts that run in the place of
+`python program.py BEHAVIOUR [--processes N] [--spawn] [--starts N]`. Importing it puts that run in the place of
 `trainer.training.run`, for a spawned rank too, which imports this file.
 """
 
@@ -71,6 +71,13 @@ def run(resolved: SimpleNamespace, environment: LaunchEnvironment) -> int:
     elif behaviour == "die":
         time.sleep(1)
         raise RuntimeError("connection closed by peer")
+    elif behaviour == "meet":
+        from trainer.ranks.joining import meet
+
+        assert meet(environment, 60).gather(rank, 60) == list(range(environment.world_size))
+    elif behaviour == "prepare":
+        (folder / f"ready{rank}").touch()
+        time.sleep(600)
     elif behaviour == "stop":
         return stop_when_told(folder, rank)
     elif behaviour == "deaf":
@@ -87,8 +94,14 @@ def main() -> int:
     if "--spawn" in argv:
         local._start_method = lambda: "spawn"
     processes = int(argv[argv.index("--processes") + 1]) if "--processes" in argv else None
+    threads: list[int] = []
+    os.register_at_fork(before=lambda: threads.append(len(os.listdir("/proc/self/task"))))
     try:
-        return local.run_or_join(SimpleNamespace(recipe=recipe(32), behaviour=argv[0]), processes)
+        for _ in range(int(argv[argv.index("--starts") + 1]) if "--starts" in argv else 1):
+            code = local.run_or_join(SimpleNamespace(recipe=recipe(32), behaviour=argv[0]), processes)
+        if "--starts" in argv:
+            print(f"threads at the forks: {threads}")
+        return code
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.exit_code)

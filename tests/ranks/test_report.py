@@ -15,7 +15,5 @@ CONSEQUENCE = Report(2, ExitCode.FAILED, "a lost peer", "consequence", time_ns=2
 @pytest.mark.parametrize("written", [(ERROR, LATER, CONSEQUENCE), (CONSEQUENCE, LATER, ERROR)])
 def test_a_lost_peer_is_read_after_every_failure(tmp_path, written):
     for report in written:
-        folder = tmp_path / f"attempt_0/{report.rank}"
-        folder.mkdir(parents=True)
-        report.write(folder / "error.json")
+        report.write(tmp_path / f"error-{report.rank}.json")
     assert read_reports(tmp_path) == [ERROR, LATER, CONSEQUENCE]
