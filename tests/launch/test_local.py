@@ -142,6 +142,17 @@ def test_a_second_interrupt_kills(tmp_path):
     assert not any(psutil.pid_exists(int((tmp_path / f"ready{rank}").read_text())) for rank in range(2))
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_first_step_loses_nothing(processes, number, tmp_path):
+    process = start([*PROGRAM, "prepare", "--processes", processes], PROGRAM_FOLDER=str(tmp_path))
+    wait_for(*(tmp_path / f"ready{rank}" for rank in range(int(processes))))
+    process.send_signal(number)
+    ended = finish(process, 60)
+    assert ended.returncode == 75, ended.stderr
+    assert f"stopped by {number.name} before the first step; nothing was lost" in ended.stderr
+
+
 def test_ranks_stop_when_their_parent_is_killed(tmp_path):
     process = start([*PROGRAM, "stop", "--processes", "2"], PROGRAM_FOLDER=str(tmp_path))
     wait_for(tmp_path / "ready0", tmp_path / "ready1")

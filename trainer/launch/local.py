@@ -27,6 +27,7 @@ from trainer.launch.processes import Ended, LocalRanks, StartMethod, Stop, stop_
 from trainer.observe.heartbeat import Status, read_statuses
 from trainer.ranks.environment import LaunchEnvironment, check_agrees, detect, threads_per_rank
 from trainer.ranks.report import Kind, Report, read_reports
+from trainer.ranks.stopping import stop_before_training
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
@@ -45,18 +46,25 @@ class RankError(TrainerError):
 
 
 def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: int = 0) -> int:
-    """Runs a recipe on `processes` ranks, or on those of the launcher that started this process; returns the exit code.
+    """Run a recipe on `processes` ranks, or as a rank of the launcher that started this process.
 
-    Alone and without a number, it takes every GPU, or one process where there is none. Ranks that it starts, and that
-    fail, it starts again from the last checkpoint, `max_restarts` times at most.
+    Args:
+        resolved: the recipe.
+        processes: number of ranks; None: one for each GPU, or one process without GPUs.
+        max_restarts: how often ranks that fail start again from the last checkpoint.
+
+    Returns:
+        The exit code.
 
     Raises:
         RecipeError: the recipe does not fit on that many ranks.
         LaunchError: ranks and request, or ranks and devices, contradict each other.
         RankError: a rank failed.
+        SystemExit: a signal asked to stop before the first step.
     """
-    environment, number = plan_start(resolved, processes, max_restarts)
-    return join(resolved, environment) if number is None else _start(resolved, number, max_restarts)
+    with stop_before_training():
+        environment, number = plan_start(resolved, processes, max_restarts)
+        return join(resolved, environment) if number is None else _start(resolved, number, max_restarts)
 
 
 def plan_start(
@@ -261,7 +269,7 @@ def _live(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
 
 
 def _stopped_early(number: signal.Signals) -> RankError:
-    return RankError(f"stopped by {number.name} before training had begun; nothing was saved", ExitCode.FAILED)
+    return RankError(f"stopped by {number.name} before the first step; nothing was lost", ExitCode.STOPPED)
 
 
 def _error_of(

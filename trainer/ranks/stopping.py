@@ -1,32 +1,58 @@
-"""What asks a run to save, or to save and leave, instead of dying in the middle of a step: signals and files."""
+"""Signals and files that ask a run to save, or to save and stop, between two steps."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
+
+from trainer.base.errors import ExitCode
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: Slurm's usual warning before the time limit
 
 SAVE = 1
-"""Asks for a checkpoint: below the number of every stop signal, so that of both the stop wins."""
+"""Request for a checkpoint; below the number of every stop signal, so that a stop wins over it."""
 STOP = 1000
-"""Asks for a checkpoint and to leave, by a file: above the number of every signal."""
+"""Request by a file for a checkpoint and a stop; above the number of every signal."""
 
 _FILES = {STOP: "stop", SAVE: "save"}
 _LOOK_SECONDS = 0.25
 
 
+@contextmanager
+def stop_before_training() -> Iterator[None]:
+    """End this process with exit code 75 on SIGTERM and SIGUSR1, until `StopRequest.listen` takes over.
+
+    Nothing is lost before the first step, so a batch system may start the run again.
+
+    Raises:
+        SystemExit: a signal came.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.stderr.write(f"stopped by {signal.Signals(number).name} before the first step; nothing was lost\n")
+        sys.exit(ExitCode.STOPPED)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 class StopRequest:
-    """From `listen` until it is left, SIGTERM, SIGINT and SIGUSR1 set `received`; a second SIGINT interrupts at once.
+    """Requests to save, or to save and stop, from signals and files.
 
-    The loop asks all ranks at each step, so that they stop at the same one whichever got the signal. Where a rank
-    fails, its launcher sends SIGTERM to the others: they too must come to tell their end.
+    Between `listen` and the exit, SIGTERM, SIGINT and SIGUSR1 set `received`; a second SIGINT interrupts at once. The
+    loop asks all ranks at each step, so that all stop at the same step. A launcher also sends SIGTERM to the other
+    ranks when one rank fails, and they must still show their end.
 
-    From `watch` on, a file `stop` or `save` in the run's folder asks as well; rank 0 alone watches.
+    After `watch`, rank 0 also looks for files `stop` and `save` in the folder of the run.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,18 +67,18 @@ class StopRequest:
         return self
 
     def listen(self) -> None:
-        """Takes the signals from whoever had them."""
+        """Install the signal handlers."""
         for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._receive)
 
     def watch(self, folder: Path) -> None:
-        """Looks for the files in `folder` from now on."""
+        """Look for the files in `folder` from now on."""
         self._folder = folder
 
     def asked(self) -> int:
-        """What this rank is asked for: the number of a signal, `STOP`, `SAVE` or 0. A larger one goes before.
+        """Return the request: `STOP`, the number of a signal, `SAVE` or 0; the largest wins.
 
-        The file system is asked a few times a second at most, however short the steps are.
+        It looks for the files a few times a second at most, however short the steps are.
         """
         if self._folder is not None and self._clock() >= self._next_look:
             self._next_look = self._clock() + _LOOK_SECONDS
@@ -60,7 +86,7 @@ class StopRequest:
         return max(self.received, self._found)
 
     def obeyed(self, *numbers: int) -> None:
-        """Removes the files that asked for `numbers`, now that it is done."""
+        """Remove the files of the requests `numbers`, which are done."""
         if self._folder is not None:
             for number in numbers:
                 with suppress(OSError):
