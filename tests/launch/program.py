@@ -72,9 +72,9 @@ def run(resolved: SimpleNamespace, environment: LaunchEnvironment) -> int:
         time.sleep(1)
         raise RuntimeError("connection closed by peer")
     elif behaviour == "meet":
-        from trainer.ranks.joining import meet
+        from trainer.ranks.joining import join_ranks
 
-        assert meet(environment, 60).gather(rank, 60) == list(range(environment.world_size))
+        assert join_ranks(environment, 60).gather(rank, 60) == list(range(environment.world_size))
     elif behaviour == "prepare":
         (folder / f"ready{rank}").touch()
         time.sleep(600)

@@ -1,4 +1,4 @@
-"""Ranks that cannot meet say so in words; what one of them cannot do, all are told."""
+"""The rendezvous: errors of ranks that cannot meet, and errors of one rank on all ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trainer.base.errors import DataError, ExitCode, LaunchError, LostPeerError,
 from trainer.ranks import interfaces, joining
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.interfaces import is_loopback, listening_address
-from trainer.ranks.joining import Meeting, meet
+from trainer.ranks.joining import Rendezvous, join_ranks
 from trainer.recipe.schema import Parallel
 
 ALONE = LaunchEnvironment("torchrun", has_agent_store=True)
 RANK = LaunchEnvironment("variables", 0, 0, 2, 2, "127.0.0.1", 29500)
 
 
-def on_ranks(action: Callable[[Meeting], Any], size: int = 2, nodes: int = 1) -> list[Any]:
+def on_ranks(action: Callable[[Rendezvous], Any], size: int = 2, nodes: int = 1) -> list[Any]:
     """What `action` gives, or raises, for each of several ranks that have met, each in a thread."""
     store, results = HashStore(), [None] * size
 
@@ -35,7 +35,7 @@ def on_ranks(action: Callable[[Meeting], Any], size: int = 2, nodes: int = 1) ->
         local_size = size // nodes
         own = replace(RANK, rank=rank, local_rank=rank % local_size, world_size=size, local_world_size=local_size)
         try:
-            results[rank] = action(Meeting(store, own))
+            results[rank] = action(Rendezvous(store, own))
         except Exception as error:
             results[rank] = error
 
@@ -47,27 +47,29 @@ def on_ranks(action: Callable[[Meeting], Any], size: int = 2, nodes: int = 1) ->
     return results
 
 
-def rank_of(meeting: Meeting) -> int:
-    return meeting._environment.rank
+def rank_of(rendezvous: Rendezvous) -> int:
+    return rendezvous._environment.rank
 
 
 def test_ranks_gather_and_do_things_together():
-    def act(meeting: Meeting) -> Any:
-        meeting.arrive(time.monotonic() + 5)
-        return meeting.gather({"rank": rank_of(meeting)}, 5), meeting.together(lambda: rank_of(meeting) * 2, 5)
+    def act(rendezvous: Rendezvous) -> Any:
+        rendezvous.arrive(time.monotonic() + 5)
+        return rendezvous.gather({"rank": rank_of(rendezvous)}, 5), rendezvous.together(
+            lambda: rank_of(rendezvous) * 2, 5
+        )
 
     everyone = [{"rank": rank} for rank in range(3)]
     assert on_ranks(act, 3) == [(everyone, 0), (everyone, 2), (everyone, 4)]
 
 
 def test_what_one_cannot_do_all_are_told():
-    def act(meeting: Meeting) -> Any:
+    def act(rendezvous: Rendezvous) -> Any:
         def prepare() -> str:
-            if rank_of(meeting) == 1:
+            if rank_of(rendezvous) == 1:
                 raise DataError("`data.train` must hold json")
             return "data"
 
-        return meeting.together(prepare, 5)
+        return rendezvous.together(prepare, 5)
 
     first, second = on_ranks(act)
     assert (type(first), str(first)) == (UsageError, "`data.train` must hold json")
@@ -77,8 +79,8 @@ def test_what_one_cannot_do_all_are_told():
 
 
 def test_a_bug_of_one_does_not_leave_the_others_waiting():
-    def act(meeting: Meeting) -> Any:
-        return meeting.together(lambda: 1 // rank_of(meeting), 5)
+    def act(rendezvous: Rendezvous) -> Any:
+        return rendezvous.together(lambda: 1 // rank_of(rendezvous), 5)
 
     first, second = on_ranks(act)
     assert isinstance(first, ZeroDivisionError)
@@ -88,9 +90,9 @@ def test_a_bug_of_one_does_not_leave_the_others_waiting():
 
 
 def test_one_that_does_not_come_is_named():
-    def act(meeting: Meeting) -> Any:
-        if rank_of(meeting) != 1:
-            meeting.arrive(time.monotonic() + 0.3)
+    def act(rendezvous: Rendezvous) -> Any:
+        if rank_of(rendezvous) != 1:
+            rendezvous.arrive(time.monotonic() + 0.3)
 
     first, _, third = on_ranks(act, 3)
     for error in (first, third):
@@ -101,24 +103,24 @@ def test_two_processes_of_one_rank():
     store = HashStore()
     store.add("here/0", 1)
     with pytest.raises(TrainerError, match=r"two processes were started as rank 0, .*NODE_RANK"):
-        Meeting(store, RANK).arrive(time.monotonic() + 1)
+        Rendezvous(store, RANK).arrive(time.monotonic() + 1)
 
 
 def test_ranks_that_were_told_other_numbers():
     store = HashStore()
     store.set("size", "4")
     with pytest.raises(LaunchError, match=r"rank 0 on .* was started as one of 2, .* as one of 4"):
-        Meeting(store, RANK).arrive(time.monotonic() + 1)
+        Rendezvous(store, RANK).arrive(time.monotonic() + 1)
 
 
 def test_ranks_of_a_machine_must_follow_each_other(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
-    def act(meeting: Meeting) -> Any:
-        own = meeting._environment  # in the order that `srun --distribution=cyclic` gives
-        meeting._environment = replace(own, local_rank=own.rank // 2)
-        meeting.arrive(time.monotonic() + 5)
-        meeting.check_network(5)
+    def act(rendezvous: Rendezvous) -> Any:
+        own = rendezvous._environment  # in the order that `srun --distribution=cyclic` gives
+        rendezvous._environment = replace(own, local_rank=own.rank // 2)
+        rendezvous.arrive(time.monotonic() + 5)
+        rendezvous.check_network(5)
 
     for error in on_ranks(act, 4, nodes=2):
         assert isinstance(error, UsageError)
@@ -129,7 +131,7 @@ def test_ranks_that_an_agent_starts_again_meet_in_the_store_of_before():
     """torchrun --max-restarts: its store, and what the first ranks left there, outlives them."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for start in (0, 1):
-        assert meet(replace(ALONE, master_port=store.port), 5).gather(start, 5) == [start]
+        assert join_ranks(replace(ALONE, master_port=store.port), 5).gather(start, 5) == [start]
 
 
 def test_a_store_that_goes_while_ranks_meet():
@@ -140,7 +142,7 @@ def test_a_store_that_goes_while_ranks_meet():
 
     def come() -> None:
         try:
-            meet(rank, 20)
+            join_ranks(rank, 20)
         except Exception as error:
             raised.append(error)
 
@@ -173,13 +175,13 @@ def test_a_taken_port_is_the_users_error():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"MASTER_PORT is {port}, but another program"):
-            meet(replace(RANK, master_port=port), 5)
+            join_ranks(replace(RANK, master_port=port), 5)
 
 
 def test_a_port_where_nobody_listens():
     port = int(free_port())
     with pytest.raises(TrainerError, match=rf"rank 1 on .* could not meet .* 127.0.0.1:{port} \(refused") as error:
-        meet(replace(RANK, rank=1, local_rank=1, master_port=port), 0.5)
+        join_ranks(replace(RANK, rank=1, local_rank=1, master_port=port), 0.5)
     assert error.value.exit_code is ExitCode.FAILED
 
 
@@ -190,7 +192,8 @@ def test_a_program_that_keeps_silent_does_not_hold_a_rank():
         code = (
             "from trainer.ranks import joining; from trainer.ranks.environment import LaunchEnvironment\n"
             "joining._AFTER_TORCH_SECONDS = 0.1\n"
-            f"joining.meet(LaunchEnvironment('variables', 1, 1, 2, 2, '127.0.0.1', {silent.getsockname()[1]}), 0.5)"
+            f"place = '127.0.0.1', {silent.getsockname()[1]}\n"
+            "joining.join_ranks(LaunchEnvironment('variables', 1, 1, 2, 2, *place), 0.5)"
         )
         ended = processes.run([sys.executable, "-c", code])
     assert ended.returncode == 1

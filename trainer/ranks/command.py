@@ -1,4 +1,4 @@
-"""The command that started this run, as a user can paste it into a shell to go on."""
+"""The command that started this run, for a shell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAUNCHERS = ("torchrun", "accelerate", "accelerate-launch", "deepspeed", "train
 
 
 def command_line(environment: LaunchEnvironment) -> str:
-    """What was typed: the command line of the launcher on this machine, or our own where there is none."""
+    """Return the command line of the launcher on this machine, or that of this process."""
     own = sys.orig_argv
     for process in [*psutil.Process().parents()][:3] if environment.has_ranks else []:
         with suppress(psutil.Error):
@@ -27,14 +27,14 @@ def command_line(environment: LaunchEnvironment) -> str:
 
 
 def _readable(words: list[str]) -> list[str]:
-    """Without the interpreter, where a console script was started by it."""
+    """Leave out the interpreter of a console script."""
     if len(words) > 1 and Path(words[1]).name in _LAUNCHERS:
         return [_shortest(words[1]), *words[2:]]
     return words
 
 
 def _shortest(script: str) -> str:
-    """Its bare name, where that is what the shell would find; else its path, as in `.venv/bin/trainer`."""
+    """Return the bare name if the shell finds this script by it, else the path, as in `.venv/bin/trainer`."""
     name = Path(script).name
     found = shutil.which(name)
     return name if found and Path(found).resolve() == Path(script).resolve() else script

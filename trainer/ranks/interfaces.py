@@ -1,4 +1,4 @@
-"""The network interfaces of this machine: which one leads to another machine, and what they are called in messages."""
+"""The network interfaces of this machine and the routes to other machines."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import socket
 from trainer.base.errors import LaunchError
 from trainer.ranks.environment import GLOO_INTERFACE
 
-_ANY_PORT = 9  # for a route, which no port changes; nothing is sent
+_ANY_PORT = 9  # the route does not depend on it; nothing is sent
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine itself can reach it."""
+    """Whether only this machine can reach the address."""
     return ipaddress.ip_address(address.split("%")[0].removeprefix("::ffff:")).is_loopback
 
 
 def route_to(address: str) -> str:
-    """The address of this machine from which packets to `address` leave.
+    """Return the address of this machine from which packets to `address` leave.
 
     Raises:
         OSError: no route leads there.
@@ -51,15 +51,15 @@ def listening_address(host: str, one_machine: bool) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address; None where none has."""
+    """Return the name of the interface with that address, or None."""
     return next((name for name, own in addresses().items() if address in own), None)
 
 
 def address_of(interface: str) -> str:
-    """The first address of the interface that `GLOO_SOCKET_IFNAME` names, as gloo takes it.
+    """Return the first address of the interface in `GLOO_SOCKET_IFNAME`, as gloo chooses it.
 
     Args:
-        interface: its name, the first of a list with commas.
+        interface: name, or a list with commas, of which gloo takes the first.
 
     Raises:
         LaunchError: this machine has no such interface.
@@ -73,13 +73,13 @@ def address_of(interface: str) -> str:
 
 
 def interfaces() -> str:
-    """All interfaces that are up with their addresses, for messages, without those that lead nowhere else."""
+    """Return the interfaces that are up with their addresses, for messages, without loopback addresses."""
     shown = [f"{name} ({address})" for name, own in addresses().items() for address in own if not is_loopback(address)]
-    return ", ".join(shown) or "loopback interfaces alone"
+    return ", ".join(shown) or "only loopback interfaces"
 
 
 def addresses() -> dict[str, list[str]]:
-    """The addresses of each interface that is up, version 4 first; those that hold on one link alone are left out."""
+    """Return the addresses of each interface that is up, IPv4 first, without link-local ones."""
     import psutil  # here, because `trainer doctor` must be able to say that it is missing
 
     states, found = psutil.net_if_stats(), psutil.net_if_addrs()

@@ -1,7 +1,7 @@
-"""Where the ranks of a run meet before there is a process group: one store, at the address that the launcher gave.
+"""Rendezvous of the ranks before they have a process group: one store, at the address that the launcher gave.
 
-Ranks that cannot meet, or cannot reach each other, are told so in words and in bounded time: which address and port,
-how many of how many came, what the network answered. It knows the launcher's facts and no recipe.
+If the rendezvous fails, every rank ends in bounded time. Its error names address and port, the ranks that have come,
+and the answer of the network. The module knows the launcher's variables and no recipe.
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ from trainer.ranks.interfaces import (
     route_to,
 )
 from trainer.ranks.messages import decode, encode
-from trainer.ranks.roll_call import RollCall, came_true, two_processes
+from trainer.ranks.roll_call import RollCall, two_processes, wait_until
 
 Result = TypeVar("Result")
 
-_NOTICE_SECONDS = 20.0  # after which one who waits says for what
+_NOTICE_SECONDS = 20.0  # until a waiting rank shows a notice
 _AFTER_TORCH_SECONDS = 10.0
 _ATTEMPT_SECONDS = 5.0  # for one connection
 _RETRY_SECONDS = 0.25
 _BACKLOG = 4096  # all ranks may connect at once
-_LINGER_SECONDS = 5.0  # for the others to read why all end, where this rank has the store
+_LINGER_SECONDS = 5.0  # for the other ranks to read an error, if this rank serves the store
 
 
-def meet(environment: LaunchEnvironment, timeout_seconds: float) -> Meeting:
-    """Waits for all ranks and gives the meeting with them.
+def join_ranks(environment: LaunchEnvironment, timeout_seconds: float) -> Rendezvous:
+    """Wait for all ranks.
 
     Args:
         environment: of this rank, one of several.
-        timeout_seconds: until all must have come; one rank may start later than another.
+        timeout_seconds: limit until the last rank has come.
 
     Raises:
-        LaunchError: the port is taken, or ranks or their number contradict each other.
-        TrainerError: rank 0 is not to be reached, or ranks did not come.
+        LaunchError: the port is taken, or the ranks or their number contradict each other.
+        TrainerError: rank 0 cannot be reached, or ranks did not come.
     """
     deadline = time.monotonic() + timeout_seconds
     with _bounded(environment, timeout_seconds + _AFTER_TORCH_SECONDS):
         hosts_store = environment.rank == 0 and not environment.has_agent_store
         own_address = None if hosts_store else _reach(environment, deadline)
         store = _store(environment, hosts_store, max(1.0, deadline - time.monotonic()))
-        with _others_may_go():
+        with _lost_store():
             if environment.has_agent_store:
                 store = PrefixStore(_this_start(store, environment, deadline), store)
-            meeting = Meeting(store, environment, hosts_store)
-            meeting.arrive(deadline, own_address)
-    return meeting
+            rendezvous = Rendezvous(store, environment, hosts_store)
+            rendezvous.arrive(deadline, own_address)
+    return rendezvous
 
 
-class Meeting:
-    """What ranks tell each other before they have a process group. All ranks must call the same, in the same order.
+class Rendezvous:
+    """Communication of ranks without a process group. All ranks must call the same methods in the same order.
 
     Args:
-        store: that all ranks share.
+        store: store of all ranks.
         environment: of this rank.
         hosts_store: whether the store ends with this process.
     """
@@ -87,21 +87,21 @@ class Meeting:
         self._questions = 0
 
     def arrive(self, deadline: float, own_address: str | None = None) -> None:
-        """Waits for all ranks.
+        """Wait for all ranks.
 
         Args:
             deadline: of the monotonic clock.
-            own_address: of this machine, from which the store was reached.
+            own_address: address of this machine in its connection to the store.
 
         Raises:
-            LaunchError: the ranks were told different numbers of ranks.
+            LaunchError: the ranks were started with different world sizes.
             TrainerError: two processes are the same rank, or not all came.
         """
         own, self._own_address = self._environment, own_address
         size = self.store.compare_set("size", "", str(self._size)).decode()
         if size != str(self._size):
             raise LaunchError(
-                f"all ranks must be told the same number of ranks, but rank {own.rank} on {socket.gethostname()} was"
+                f"all ranks must have the same world size, but rank {own.rank} on {socket.gethostname()} was"
                 f" started as one of {self._size}, and the first one at {_place(own)} as one of {size}"
             )
         if self.store.add(f"here/{own.rank}", 1) > 1:
@@ -110,14 +110,14 @@ class Meeting:
         _await_all(own, deadline, lambda until: self._came("arrived", until - time.monotonic()) or None, self._missing)
 
     def together(self, action: Callable[[], Result], timeout_seconds: float) -> Result:
-        """What `action` gives, once it is done on all ranks; where one cannot do it, all end with that rank's error.
+        """Run `action` on all ranks; returns this rank's result when all have finished.
 
         Args:
-            action: of this rank.
-            timeout_seconds: that others may take longer than this rank.
+            action: function of this rank.
+            timeout_seconds: limit for the other ranks after this rank has finished.
 
         Raises:
-            TrainerError: of the rank that could not, which it names.
+            TrainerError: the error of the rank that failed, on all ranks.
         """
         name = self._next_question()
         try:
@@ -125,19 +125,19 @@ class Meeting:
         except Exception as error:
             code = error.exit_code if isinstance(error, TrainerError) else ExitCode.FAILED
             text = str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
-            with suppress(dist.DistError):  # one that has gone needs no telling
+            with suppress(dist.DistError):  # the store has gone with its rank
                 self._put(f"{name}/problem", [int(code), self._signed(text)])
                 self.store.set(f"{name}/all", "")
                 self._linger(name)
             if isinstance(error, TrainerError) and self._environment.num_nodes > 1:
                 raise _error(code, self._signed(text)) from error
             raise
-        with _others_may_go():
+        with _lost_store():
             self._count_in(name)
             if not self._came(name, timeout_seconds):
                 raise TrainerError(
                     f"rank {self._environment.rank} waited {timeout_seconds:g} seconds for the others, which have"
-                    " neither finished nor failed; where they still prepare the data, raise `parallel.stall_timeout`,"
+                    " neither finished nor failed; if they still prepare the data, raise `parallel.stall_timeout`,"
                     " or let all machines share `data.cache`"
                 )
             if self.store.check([f"{name}/problem"]):
@@ -155,9 +155,9 @@ class Meeting:
         name = self._next_question()
         self.together(lambda: self._put(f"{name}/{self._environment.rank}", value), timeout_seconds)
         keys = [f"{name}/{rank}" for rank in range(self._size)]
-        with _others_may_go():
+        with _lost_store():
             values = [decode(message) for message in self.store.multi_get(keys)]
-            self._linger(name)  # what it holds may make all of them leave
+            self._linger(name)  # the values may make all ranks leave
         return values
 
     def check_network(self, timeout_seconds: float) -> None:
@@ -192,12 +192,12 @@ class Meeting:
             self.together(reach_next, timeout_seconds)
 
     def _listen(self, stack: ExitStack, addresses: list[str | None]) -> list[Any]:
-        """Listens where gloo will, on a port of the system's choice as gloo's is, and says where that is."""
+        """Listen on the interface for gloo, on a port that the system chooses; returns the fields of `_Peer`."""
         own = self._environment
         name = gloo_interface()
         if name is None:
             address = self._own_address
-            if address is None or is_loopback(address):  # the host that all others reach: by the way back to one
+            if address is None or is_loopback(address):  # rank 0's machine: use the route to another
                 outside = next((other for other in addresses if other and not is_loopback(other)), None)
                 address = route_to(outside) if outside else "127.0.0.1"
             name = interface_of(address)
@@ -226,14 +226,14 @@ class Meeting:
             self.store.set(f"{name}/all", "")
 
     def _came(self, name: str, seconds: float) -> bool:
-        """Waits until all were counted in, or one has said that it cannot be."""
-        return came_true(lambda: self.store.check([f"{name}/all"]), time.monotonic() + seconds)
+        """Wait until all ranks were counted, or one has failed."""
+        return wait_until(lambda: self.store.check([f"{name}/all"]), time.monotonic() + seconds)
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self._size) if not self.store.check([f"here/{rank}"])]
 
     def _linger(self, name: str) -> None:
-        """Counts the ranks that have read it, and waits for them, where the store would go with this process."""
+        """Count the ranks that have read the values; wait for all of them if the store ends with this process."""
         known = self.store.add(f"{name}/known", 1)
         end = time.monotonic() + _LINGER_SECONDS
         while self._hosts_store and known < self._size and time.monotonic() < end:
@@ -241,7 +241,7 @@ class Meeting:
             known = self.store.add(f"{name}/known", 0)
 
     def _signed(self, text: str) -> str:
-        """With the machine's name, where there are several."""
+        """Name rank and machine, if there are several machines."""
         own = self._environment
         return text if own.num_nodes == 1 else f"rank {own.rank} on {socket.gethostname()}: {text}"
 
@@ -257,7 +257,7 @@ class _Peer:
 
 
 def _check_order(peers: list[_Peer]) -> None:
-    """Refuses ranks of one machine that do not follow each other: shard and tensor groups would cross machines."""
+    """Refuse ranks of one machine that do not follow each other: shard and tensor groups would cross machines."""
     for rank, peer in enumerate(peers):
         before = peers[rank - 1] if rank else None
         place = (peer.host, peer.local_rank - 1)
@@ -271,7 +271,7 @@ def _check_order(peers: list[_Peer]) -> None:
 
 
 def _check_reachable(own: _Peer, other: _Peer, rank: int) -> None:
-    """Connects to where another machine listens.
+    """Connect to the socket of another machine.
 
     Raises:
         TrainerError: it does not answer.
@@ -288,10 +288,10 @@ def _check_reachable(own: _Peer, other: _Peer, rank: int) -> None:
 
 
 def _reach(environment: LaunchEnvironment, deadline: float) -> str:
-    """Waits until somebody listens where the ranks meet; gives the address of this machine that leads there.
+    """Wait until the store accepts connections; returns the address of this machine in the connection.
 
     Raises:
-        TrainerError: nobody did, and what the network answered.
+        TrainerError: no connection before the deadline; it gives the answer of the network.
     """
     notice = time.monotonic() + _NOTICE_SECONDS
     while True:
@@ -311,7 +311,7 @@ def _reach(environment: LaunchEnvironment, deadline: float) -> str:
 
 
 def _connection_problem(host: str, port: int, timeout_seconds: float) -> tuple[str | None, str]:
-    """This machine's address in a connection to there, or None and what is wrong."""
+    """Try to connect; returns the address of this machine in the connection, or None and the problem."""
     try:
         with socket.create_connection((host, port), timeout_seconds) as connection:
             return str(connection.getsockname()[0]), ""
@@ -367,20 +367,20 @@ def _listen_for_ranks(environment: LaunchEnvironment) -> int:
 
 
 @contextmanager
-def _others_may_go() -> Iterator[None]:
-    """Inside, the store is spoken to, which goes with the rank or the agent that has it.
+def _lost_store() -> Iterator[None]:
+    """Convert errors of a store that has gone with its rank or agent.
 
     Raises:
-        LostPeerError: it has gone.
+        LostPeerError: the store has gone.
     """
     try:
         yield
     except dist.DistError as error:
-        raise LostPeerError("another rank has gone before all were ready; what that rank says tells why") from error
+        raise LostPeerError("another rank has gone before all were ready; its message gives the reason") from error
 
 
 def _this_start(store: Store, environment: LaunchEnvironment, deadline: float) -> str:
-    """What names this start of the ranks alone, in a store that may hold what those before them said.
+    """Return a name of this start of the ranks, for a store that may hold values of earlier starts.
 
     Raises:
         TrainerError: two processes are the same rank, or not all came.
@@ -395,13 +395,13 @@ def _await_all(
     wait: Callable[[float], Result | None],
     missing: Callable[[], list[int] | None],
 ) -> Result:
-    """Waits for all ranks, and says after a while for whom.
+    """Wait for all ranks, with a notice after some time that names the missing ones.
 
     Args:
         environment: of this rank.
         deadline: of the monotonic clock.
-        wait: until that time; gives something where all have come.
-        missing: the ranks that have not; None: rank 0 at least.
+        wait: function that waits until a time; it returns None if ranks are missing.
+        missing: function that returns the missing ranks; None: rank 0 and possibly others.
 
     Raises:
         TrainerError: not all came.
@@ -411,7 +411,7 @@ def _await_all(
         if found is not None:
             return found
         absent = missing()
-        if absent is None:  # one for each machine: nobody knows whether the others are there
+        if absent is None:  # one notice for each machine: the other ranks are unknown
             speaks = environment.local_rank == 0
         else:
             speaks = environment.rank == min(set(range(environment.world_size)) - set(absent), default=0)
@@ -427,7 +427,7 @@ def _await_all(
 
 @contextmanager
 def _bounded(environment: LaunchEnvironment, seconds: float) -> Iterator[None]:
-    """Ends this process after that time: a program that has the port and keeps silent holds torch's store for ever."""
+    """End this process after that time: torch's store waits forever for a program that never answers on the port."""
     timer = threading.Timer(seconds, _give_up, (environment,))
     timer.daemon = True
     timer.start()
@@ -456,7 +456,7 @@ def _place(environment: LaunchEnvironment) -> str:
 
 def _missing_text(missing: list[int] | None, size: int) -> str:
     if missing is None:
-        return "rank 0, which calls the others, has not come"
+        return "rank 0, which lists the ranks, has not come"
     ranks = listed(missing, 8)
     return f"only {size - len(missing)} of {size} ranks have come, not rank{'s' * (len(missing) > 1)} {ranks}"
 
@@ -467,5 +467,5 @@ def _say(text: str) -> None:
 
 
 def _error(code: ExitCode, text: str) -> TrainerError:
-    """Another rank's error, as this one raises it: that of a user, or a consequence of what that one tells."""
+    """Return another rank's error as this rank raises it: the user's, or a consequence."""
     return UsageError(text) if code == ExitCode.USER else LostPeerError(text)

@@ -1,8 +1,8 @@
-"""Which processes are the ranks now, where the store that they share has seen others before them.
+"""The current processes of the ranks, in a store that may hold values of earlier processes.
 
-torch's elastic agent keeps its store when it starts ranks again, and what the earlier ones said is still in it. How
-often they were started cannot tell one start from the next: agents of several machines count each for itself. So each
-process has a name of its own, and rank 0 reads out the names until every one of them has answered.
+torch's elastic agent keeps its store when it starts ranks again. The number of restarts cannot identify a start,
+because the agents of several machines count separately. So each process has a random name, and rank 0 publishes the
+names until every process has answered.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _LONGEST_PAUSE_SECONDS = 0.25  # between two questions to the store
 
 
 class RollCall:
-    """The search for the processes that are the ranks now.
+    """The search for the current processes of the ranks.
 
     Args:
-        store: that the ranks share, and perhaps shared with those before them.
+        store: store of the ranks, possibly with values of earlier processes.
         rank: of this process.
-        size: how many ranks there are.
+        size: number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -39,21 +39,18 @@ class RollCall:
         store.set(_process(rank), self._own)
 
     def wait(self, until: float) -> str | None:
-        """What names this start alone, the same on all ranks; None: not all have answered.
+        """Return the name of this start, the same on all ranks; None: not all have answered.
 
         Args:
-            until: of the monotonic clock.
+            until: time of the monotonic clock.
 
         Raises:
             TrainerError: another process has come as this rank.
         """
-        return self._roll if came_true(self._is_complete, until) else None
+        return self._roll if wait_until(self._is_complete, until) else None
 
     def missing(self) -> list[int] | None:
-        """The ranks that have not come, or of which only an earlier process did.
-
-        None: rank 0 is one of them, and so nobody can tell of the others; it would have read out the name of this one.
-        """
+        """Return the ranks that have not come, or None if rank 0 is missing: then the others are unknown."""
         absent = [rank for rank in range(self._size) if not self._store.check([_process(rank)])]
         if absent:
             return absent
@@ -65,13 +62,13 @@ class RollCall:
         if self._store.get(_process(self._rank)).decode() != self._own:
             raise two_processes(self._rank)
         if self._rank == 0:
-            self._read_out_names()
+            self._publish_names()
         else:
             self._answer()
         return self._roll != "" and self._store.check([f"{self._roll}/complete"])
 
-    def _read_out_names(self) -> None:
-        """Does so where all have come, again where a name has changed, and ends the roll call when all answered."""
+    def _publish_names(self) -> None:
+        """Publish the names when all have come or a name has changed; mark the roll call complete when all answered."""
         keys = [_process(rank) for rank in range(self._size)]
         if not self._store.check(keys):
             return
@@ -92,13 +89,13 @@ class RollCall:
             self._store.set(f"{roll}/{self._rank}", "")
 
 
-def came_true(is_so: Callable[[], bool], until: float) -> bool:
-    """Waits until the store says so, or for that time of the monotonic clock.
+def wait_until(condition: Callable[[], bool], until: float) -> bool:
+    """Poll a condition until that time of the monotonic clock; returns whether it held.
 
-    By asking again and again: torch's own wait takes twice its time to end, and logs that it did.
+    torch's own wait takes twice its timeout and logs a warning.
     """
     pause = 0.002
-    while not is_so():
+    while not condition():
         if time.monotonic() >= until:
             return False
         time.sleep(pause)
@@ -107,7 +104,7 @@ def came_true(is_so: Callable[[], bool], until: float) -> bool:
 
 
 def two_processes(rank: int) -> TrainerError:
-    """The error of one of them; no user's for sure: where the run before has to end, another start helps."""
+    """Return the error of a rank that exists twice; not a user's error, because an earlier run may only have to end."""
     return TrainerError(
         f"two processes were started as rank {rank}, one of them on {socket.gethostname()}; give each machine a number"
         " of its own (NODE_RANK, --node-rank or --machine_rank), and each run a port, or start again when the run"

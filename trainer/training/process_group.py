@@ -15,7 +15,7 @@ import torch.distributed as dist
 from trainer.base.errors import LostPeerError
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.ranks.joining import Meeting, meet
+from trainer.ranks.joining import Rendezvous, join_ranks
 from trainer.recipe.plan import Layout, RunPlan
 from trainer.recipe.schema import Recipe
 from trainer.training.agreement import check_agreement, run_facts
@@ -29,7 +29,7 @@ _LEAST_COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # before the first step, rank
 _AFTER_WATCHDOG = timedelta(minutes=1)  # the watchdog reports more than a collective does, so it goes first
 
 
-def meet_ranks(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvironment) -> Meeting | None:
+def meet_ranks(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvironment) -> Rendezvous | None:
     """Meet the other ranks, and check that all run the same and reach each other; None without others.
 
     This stands before everything slow, so that a mistake in the cluster shows at once.
@@ -41,19 +41,19 @@ def meet_ranks(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvir
     if environment.world_size == 1:
         return None
     timeout = plan.recipe.parallel.join_timeout.seconds
-    meeting = meet(environment, timeout)
-    check_agreement(run_facts(resolved.values, plan, device_type()), lambda value: meeting.gather(value, timeout))
-    meeting.check_network(timeout)
-    return meeting
+    rendezvous = join_ranks(environment, timeout)
+    check_agreement(run_facts(resolved.values, plan, device_type()), lambda value: rendezvous.gather(value, timeout))
+    rendezvous.check_network(timeout)
+    return rendezvous
 
 
-def together(meeting: Meeting | None, recipe: Recipe, action: Callable[[], Result]) -> Result:
+def together(rendezvous: Rendezvous | None, recipe: Recipe, action: Callable[[], Result]) -> Result:
     """Return the result of `action`, which all ranks run; an error on one rank ends all of them.
 
     Raises:
         TrainerError: the error of any rank, on every rank.
     """
-    return action() if meeting is None else meeting.together(action, _collective_timeout(recipe).total_seconds())
+    return action() if rendezvous is None else rendezvous.together(action, _collective_timeout(recipe).total_seconds())
 
 
 def device_type() -> str:
@@ -82,17 +82,17 @@ def _collective_timeout(recipe: Recipe) -> timedelta:
 
 @contextmanager
 def process_group(
-    plan: RunPlan, environment: LaunchEnvironment, device: torch.device, meeting: Meeting | None
+    plan: RunPlan, environment: LaunchEnvironment, device: torch.device, rendezvous: Rendezvous | None
 ) -> Iterator[None]:
     """Join the other ranks inside the block.
 
     Raises:
         LostPeerError: another rank has gone.
     """
-    if meeting is None and not plan.strategy.cuts_anything:
+    if rendezvous is None and not plan.strategy.cuts_anything:
         yield
         return
-    store = dist.HashStore() if meeting is None else meeting.store  # type: ignore[attr-defined]
+    store = dist.HashStore() if rendezvous is None else rendezvous.store  # type: ignore[attr-defined]
     init_process_group(device, environment.rank, environment.world_size, store, _collective_timeout(plan.recipe))
     try:
         yield
