@@ -38,7 +38,7 @@ _RESTART_SECONDS = 1.0  # between two attempts, for resources that the old ranks
 
 
 class RankError(TrainerError):
-    """A rank that we started failed; holds its message, and the exit code that it left with."""
+    """A rank that `trainer run` started has failed; with its message and exit code."""
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
@@ -120,7 +120,7 @@ def _num_gpus() -> int:
 
 
 def _check_devices(local_ranks: int) -> None:
-    """One GPU per rank where there are GPUs; ranks that share one would only wait for each other."""
+    """Require a GPU for each rank if the machine has GPUs; ranks that share one would wait for each other."""
     gpus = _num_gpus()
     if 0 < gpus < local_ranks:
         raise LaunchError(
@@ -130,12 +130,12 @@ def _check_devices(local_ranks: int) -> None:
 
 
 def _asked_of_accelerate() -> int:
-    """The number of processes that `accelerate launch --cpu` was asked for, read as accelerate itself reads it.
+    """Return the number of processes that `accelerate launch --cpu` was asked for.
 
-    It starts a single one and passes the number on to nobody, so it is taken from its command line and its file.
+    accelerate starts a single process and passes the number to none, so it is read from its command line and its file.
 
     Raises:
-        LaunchError: the command line is not to be seen, or asks for several machines.
+        LaunchError: the command line cannot be read, or asks for several machines.
     """
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
@@ -149,7 +149,7 @@ def _asked_of_accelerate() -> int:
     asked = launch_command_parser().parse_args(arguments)
     number, machines = asked.num_processes, asked.num_machines
     if asked.config_file is not None or not asked.cpu:
-        with suppress(FileNotFoundError):  # no file: what accelerate was not told has its default
+        with suppress(FileNotFoundError):  # no file: accelerate uses its defaults
             config = load_config_from_file(asked.config_file)
             number, machines = number or config.num_processes, machines or config.num_machines
     if (machines or 1) > 1:
@@ -162,7 +162,7 @@ def _asked_of_accelerate() -> int:
 
 
 def _arguments_of_accelerate() -> list[str] | None:
-    """What follows `accelerate launch` on the command line of the nearest ancestor that is one."""
+    """Return the arguments of the nearest ancestor that is `accelerate launch`."""
     names = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
     for ancestor in psutil.Process().parents():
         with suppress(psutil.Error):
@@ -176,7 +176,7 @@ def _arguments_of_accelerate() -> list[str] | None:
 
 
 def join(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
-    """Run this process's rank, and return its exit code."""
+    """Run the rank of this process; returns its exit code."""
     from trainer.training.run import run
 
     set_threads(environment)
@@ -212,12 +212,12 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int) -> int:
                     f"stopped by {stop.signal.name} before the restart; the last checkpoint is as it was",
                     ExitCode.STOPPED,
                 )
-            resolved = _going_on(resolved)
+            resolved = _resuming(resolved)
         return _attempt(resolved, number, method, stop)
 
 
-def _going_on(resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """The recipe of a restart: what lies in the folder by now is this run's own, so `never` has had its say."""
+def _resuming(resolved: ResolvedRecipe) -> ResolvedRecipe:
+    """Return the recipe of a restart, which resumes: the checkpoints in the folder are of this run."""
     recipe = resolved.recipe
     if recipe.checkpoint.resume == "auto":
         return resolved
@@ -299,14 +299,14 @@ def _signal_name(number: int) -> str:
 
 
 def _described(rank: int, pid: int, statuses: Mapping[int, Status]) -> str:
-    """Which rank it was and how far it had come, where it had begun to train."""
+    """Describe a rank, with its progress if it had begun to train."""
     status = statuses.get(rank)
     how_far = f", {status}," if status is not None and status.pid == pid else ""
     return f"rank {rank} (process {pid} on {socket.gethostname()}){how_far}"
 
 
 def _first_error(reports: Sequence[Report], statuses: Mapping[int, Status], number: int) -> RankError:
-    """The error nearest to the cause; a bug's with its traceback, and with the ranks that may have died before it."""
+    """Return the error of the earliest report, with the ranks that left none and may have been killed before it."""
     first = reports[0]
     code = ExitCode(first.exit_code)
     if code is not ExitCode.FAILED or first.kind == "stall":

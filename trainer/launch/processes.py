@@ -163,7 +163,7 @@ class LocalRanks:
         self._ranks: list[_Rank] = []
         self._ended: list[Ended] = []
         self._kill_at: float | None = None
-        self._was_told = False
+        self._was_asked = False
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the rank has its own handlers
         try:
             with socket.create_server((_LOOPBACK, 0)) as listener:
@@ -246,13 +246,13 @@ class LocalRanks:
 
     def _obey(self, stop: Stop) -> None:
         running = [rank for rank in self._ranks if rank.ended is None]
-        if stop.signal is not None and not self._was_told:
-            self._was_told = True
+        if stop.signal is not None and not self._was_asked:
+            self._was_asked = True
             self._terminate(running, GRACE_SECONDS)
         if any(ended.has_failed for ended in self._ended) and self._kill_at is None:
             self._terminate(running, _AFTER_FAILURE_SECONDS)
         if running and (stop.is_urgent or (self._kill_at is not None and time.monotonic() >= self._kill_at)):
-            self.was_killed = self.was_killed or self._was_told
+            self.was_killed = self.was_killed or self._was_asked
             self.kill()
         elif self._ended:
             for rank in running:

@@ -1,7 +1,7 @@
-"""Writes the launch script of one job: a file of `launchers/` with this job's numbers, recipe and overrides filled in.
+"""Writes the launch script of one job: a file of `launchers/` with the job's numbers, recipe and overrides.
 
-The text of the scripts stands in those files alone. A shell script has its values in assignments (`NODES=...`) and in
-`#SBATCH` lines; a manifest has them on lines that end with a mark (`# set: nodes`).
+The text of the scripts is in those files alone, and they run as they are. In a shell script the values are assignments
+(`NODES=...`) and `#SBATCH` lines; in a manifest they are on lines that end with a mark (`# set: nodes`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from trainer.reading.shipped import shipped_folder, shipped_recipes
 from trainer.recipe.plan import plan_run
 
 RUNS = "/runs"
-"""Where the manifests mount the claim that the pods share."""
+"""The folder of the pods where the manifests mount the shared claim."""
 
 _POD_JOIN_TIMEOUT = "parallel.join_timeout=15 minutes"  # one node may have to fetch the image first
 _FOLDER_KEY = "checkpoint.folder"
 _MEMORY_PER_GPU_GIB = 32
 _POD_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
 _BY_HAND = "NODE_RANK=0 bash {file}  # on each node, with its own number"
-_PLAIN = re.compile(r"[\w.:+,@/=-]+")  # what an #SBATCH line takes without quotes
+_PLAIN = re.compile(r"[\w.:+,@/=-]+")  # values that an #SBATCH line takes without quotes
 _SLURM_TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says of the job beside its recipe; None where it says nothing."""
+    """Options of the job on the command line, beside its recipe; None: not given."""
 
     name: str | None = None
     cpus: int | None = None  # for each GPU
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(frozen=True)
 class _Kind:
-    """One way to start several nodes: its file, the options that it uses, what fills the file, how it is started."""
+    """One target: its file, the options that it uses, the function that fills the file, the command that starts it."""
 
     file: str
     options: frozenset[str]
@@ -60,9 +60,9 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Job:
-    """What is filled in."""
+    """The values of one job."""
 
-    source: str  # the recipe as the user named it
+    source: str  # the recipe on the command line
     overrides: Sequence[str]
     resolved: ResolvedRecipe
     nodes: int
@@ -71,7 +71,7 @@ class _Job:
 
     @property
     def recipe(self) -> str:
-        """The recipe as any machine that shares this one's folders finds it."""
+        """The recipe, for a machine that shares the folders of this one."""
         return self.source if self.is_shipped else os.path.abspath(self.resolved.file)
 
     @property
@@ -89,7 +89,7 @@ class _Job:
 
     @property
     def paths(self) -> dict[str, str]:
-        """The files and folders that the recipe reads, by their keys (`data.train`), but those that come with us."""
+        """The files and folders of the recipe by their keys (`data.train`), without those shipped with trainer."""
         shipped = f"{shipped_folder()}{os.sep}"
         found = {}
         for key, value in self.resolved.values.items():
@@ -103,19 +103,19 @@ class _Job:
 def write_launch_script(
     source: str, overrides: Sequence[str], target: str, nodes: int, gpus: int, options: Options
 ) -> tuple[str, str]:
-    """The script or manifest, and the command that starts it (`{file}` stands for where it was written).
+    """Return the script or manifest, and the command that starts it, with `{file}` for the path of the script.
 
     Args:
         source: a recipe file, or the name of a shipped one.
         overrides: `key=value`.
-        target: what starts the ranks.
-        nodes: how many machines.
-        gpus: of each, with a rank for each.
-        options: more about the job.
+        target: launcher, a key of `KINDS`.
+        nodes: number of machines.
+        gpus: number of GPUs, and ranks, of each machine.
+        options: further options of the job.
 
     Raises:
         RecipeError: the recipe is not valid, or does not fit on that many ranks.
-        UsageError: an option that the target has no use for, or with a value that it cannot take.
+        UsageError: an option that the target does not use, or a value that it does not accept.
     """
     kind = KINDS[target]
     given = {field.name: getattr(options, field.name) for field in fields(options)}
@@ -132,17 +132,17 @@ def write_launch_script(
 
 
 class _File:
-    """The text of a launcher, in which places are found by name; one that is not there is our own mistake."""
+    """The text of a launcher file, with places that are found by name; a missing place is a bug."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def assign(self, name: str, value: str) -> None:
-        """Replaces the value of a shell variable by a text that is quoted already."""
+        """Replace the value of a shell variable by a quoted text."""
         self._replace(rf"^{name}=.*$", f"{name}={value}")
 
     def directive(self, name: str, value: object, before: str | None = None) -> None:
-        """Sets an `#SBATCH` option; one that the file does not have goes before another."""
+        """Set an `#SBATCH` option; an option that the file lacks is inserted before another."""
         line = f"#SBATCH --{name}={value}"
         if before is None:
             self._replace(rf"^#SBATCH --{name}=.*$", line)
@@ -150,16 +150,16 @@ class _File:
             self._replace(rf"^(?=#SBATCH --{before}=)", f"{line}\n")
 
     def mark(self, name: str, value: str) -> None:
-        """Replaces what stands before each mark of that name, after a key or a dash; the mark goes."""
+        """Replace the value, after a key or a dash, on each line with the mark, and remove the mark."""
         self._replace(rf"^( *(?:- |[^\s#]+: )+).*? # set: {name}$", lambda match: f"{match[1]}{value}", several=True)
 
     def mark_lines(self, name: str, values: Sequence[str]) -> None:
-        """Replaces all lines of a list that have the mark."""
+        """Replace all lines of a list that have the mark."""
         pattern = rf"(?:^( *- ).* # set: {name}\n)+"
         self._replace(pattern, lambda match: "".join(f"{match[1]}{value}\n" for value in values))
 
     def mark_block(self, name: str, text: str) -> None:
-        """Replaces the text of a literal block (`|`)."""
+        """Replace the text of a literal block (`|`)."""
 
         def filled(match: re.Match[str]) -> str:
             return f"{match[1]}\n" + "".join(f"{match[2]}{line}\n" for line in text.splitlines())
@@ -167,14 +167,14 @@ class _File:
         self._replace(rf"^(.*\|) # set: {name}\n( +).*\n(?:\2.*\n)*", filled)
 
     def usage(self, lines: Sequence[str]) -> None:
-        """Replaces the comment at the top, which tells how to use the file for any job."""
+        """Replace the comment at the top, which describes the use of the file for any job."""
         comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
         self._replace(r"\A(#!.*\n)?(?:#(?!SBATCH).*\n)+", lambda match: f"{match[1] or ''}{comment}")
 
     def _replace(self, pattern: str, value: str | Callable[[re.Match[str]], str], several: bool = False) -> None:
         replacement = value if callable(value) else lambda match: value
         self.text, number = re.subn(pattern, replacement, self.text, flags=re.MULTILINE)
-        assert number == 1 or (several and number), f"{pattern} is there {number} times"
+        assert number == 1 or (several and number), f"{pattern} occurs {number} times"
 
 
 # Shell scripts
@@ -183,7 +183,7 @@ class _File:
 def _fill_slurm(file: _File, job: _Job) -> None:
     options = job.options
     if options.venv and options.container:
-        raise UsageError("--venv and --container are two places to find trainer in; drop one")
+        raise UsageError("--venv and --container exclude each other; drop one")
     if options.time and not _SLURM_TIME.fullmatch(options.time):
         raise UsageError(f"--time must be a time of Slurm, such as 04:00:00 or 2-00:00:00, but is {options.time}")
     file.directive("job-name", _plain("name", options.name) or _shortened(job, r"[^\w.-]+"))
@@ -234,7 +234,7 @@ def _fill_shell(file: _File, job: _Job) -> None:
 
 
 def _fill_first_host(file: _File, job: _Job) -> list[str]:
-    """Where the ranks meet, if the hosts were named."""
+    """Set the address of the rendezvous, if the hosts are given; returns the hosts."""
     if job.options.hosts is None:
         return []
     hosts = job.options.hosts.split(",")
@@ -263,7 +263,7 @@ def _fill_pytorchjob(file: _File, job: _Job) -> None:
 
 
 def _fill_pod(file: _File, job: _Job) -> str:
-    """What both manifests have in common; gives the name of the job."""
+    """Fill the parts that both manifests have in common; returns the name of the job."""
     options, name = job.options, job.options.name or _shortened(job, r"[^a-z0-9]+")
     for option, value in (("name", name), ("claim", options.claim)):
         if value is not None and not _POD_NAME.fullmatch(value):
@@ -289,7 +289,7 @@ def _fill_pod(file: _File, job: _Job) -> str:
 
 
 def _recipe_for_pods(job: _Job, maps: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The recipe as text, and what follows it on the command line: pods share no folder with this machine."""
+    """Return the recipe as text and the overrides for pods, which share no folder with this machine."""
     mapped = {key: _mapped(key, path, maps) for key, path in job.paths.items()}
     folder = _shared_folder(job.resolved.recipe.checkpoint.folder)
     added = [f"{_FOLDER_KEY}={folder}"]
@@ -315,7 +315,7 @@ def _recipe_for_pods(job: _Job, maps: Mapping[str, str]) -> tuple[str, list[str]
 
 
 def _shared_folder(folder: str) -> str:
-    """The folder of the run in the claim, which stands for the folder `runs` here."""
+    """Return the folder of the run in the claim, which takes the place of the local folder `runs`."""
     here = os.path.join(os.getcwd(), "runs") + os.sep
     there = f"{RUNS}/{folder[len(here) :]}" if folder.startswith(here) else folder
     if not there.startswith(f"{RUNS}/"):
@@ -331,13 +331,13 @@ def _put_paths(section: dict[str, object], name: str, mapped: Mapping[str, str],
             section[key] = mapped.get(f"{name}.{key}", value)
             if value.startswith(shipped):
                 raise UsageError(
-                    f"`{name}.{key}` is a file that comes with trainer, at a place that another installation need not"
-                    " have; copy it, and map the copy with --map, or use the shipped recipe by its name"
+                    f"`{name}.{key}` is a file of this installation of trainer, and pods may lack it; copy it, and"
+                    " map the copy with --map, or use the shipped recipe by its name"
                 )
 
 
 def _maps(words: Sequence[str]) -> dict[str, str]:
-    """Folders of this machine, and what they are called in a pod.
+    """Return the folders of a pod by the folders of this machine.
 
     Raises:
         UsageError: a word that is not HERE=THERE, or a folder that pods do not have.
@@ -359,13 +359,13 @@ def _mapped(key: str, path: str, maps: Mapping[str, str]) -> str:
         if path == here or path.startswith(f"{here}{os.sep}"):
             return maps[here] + path[len(here) :]
     raise UsageError(
-        f"`{key}` is {path}, which pods do not have; copy it into the claim, and say where it is there with"
+        f"`{key}` is {path}, which pods do not have; copy it into the claim, and give its folder there with"
         f" --map {shlex.quote(f'{_folder(path)}={RUNS}/data')}"
     )
 
 
 def _yaml(word: str) -> str:
-    """As a string of YAML, of which JSON is a part; Kubernetes would take `$(NAME)` for a variable."""
+    """Quote for YAML, which includes JSON; Kubernetes would expand `$(NAME)`."""
     return json.dumps(word.replace("$(", "$$("))
 
 
@@ -373,7 +373,7 @@ def _yaml(word: str) -> str:
 
 
 def _shortened(job: _Job, not_allowed: str) -> str:
-    """The recipe's name as the job's."""
+    """Shorten the recipe's name to a job's name."""
     name = re.sub(not_allowed, "-", job.resolved.recipe.name.lower()).strip("-.")[:50].strip("-.")
     return name if re.match(r"[a-z]", name) else f"trainer-{name}"[:50].strip("-.")
 
@@ -389,7 +389,7 @@ def _folder(path: str) -> str:
 
 
 def _outermost(folders: Sequence[str]) -> list[str]:
-    """The folders, without those inside another."""
+    """Leave out folders inside another."""
     distinct = sorted(set(folders))
     return [one for one in distinct if not any(one != other and Path(one).is_relative_to(other) for other in distinct)]
 

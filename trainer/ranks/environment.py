@@ -1,7 +1,7 @@
-"""Who started this process, and which rank of how many it is: the only room that reads or sets environment variables.
+"""The launcher and rank of this process; the only module that reads or sets environment variables.
 
-A launcher gives the topology and nothing else; what is learned, and how it is spread, stands in the recipe. Variables
-that contradict each other, or the recipe, are errors, because a guess would train on other ranks than were asked for.
+A launcher gives the topology and nothing else; the recipe decides the training and its layout. Variables that
+contradict each other or the recipe are errors, because a guess would train on the wrong ranks.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ Launcher = Literal[
     "deepspeed",
     "mpirun",  # through `accelerate launch --mpirun_hostfile`
     "srun",
-    "sbatch",  # a batch script of several tasks, outside of any `srun`
-    "variables",  # RANK, WORLD_SIZE and the others, set by something that leaves no other mark
+    "sbatch",  # a batch script with several tasks, outside `srun`
+    "variables",  # RANK, WORLD_SIZE and the others, without a mark of any launcher
 ]
 
 NO_TELEMETRY: Mapping[str, str] = {
-    "DO_NOT_TRACK": "true",  # donottrack.sh: huggingface_hub and MLflow heed it
+    "DO_NOT_TRACK": "true",  # donottrack.sh; huggingface_hub and MLflow read it
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # datasets, of a data set that comes from elsewhere
+    "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # datasets, for a data set from another host
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "WANDB_ERROR_REPORTING": "false",  # the errors and counts of W&B's client, which go to W&B wherever a run goes
+    "WANDB_ERROR_REPORTING": "false",  # W&B's client reports its own errors to W&B, also for a private server
 }
-"""What tells libraries not to report on their use; `docs/tracking.md` says what else is kept from them."""
+"""Variables that stop libraries from reporting their use; see `docs/tracking.md`."""
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The variable in which gloo reads the interface that it takes."""
+"""The variable with the network interface for gloo."""
 
 ACCELERATE_ENGINES: Mapping[str, tuple[str, ...]] = {
     "FSDP": ("fsdp", "hsdp"),
     "DEEPSPEED": ("zero1", "zero2", "zero3"),
     "MEGATRON_LM": (),
 }
-"""The engines that `accelerate launch` can be told to use, by its `distributed_type`, and our strategies for each."""
+"""Our strategies for each engine of `accelerate launch`, by its `distributed_type`."""
 
-_FIRST_RESERVED_STEP = 0xFFFFFFF0  # Slurm numbers what is no `srun` (batch, extern, interactive) from here up
+_FIRST_RESERVED_STEP = 0xFFFFFFF0  # Slurm numbers steps without `srun` (batch, extern, interactive) from here up
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LaunchEnvironment:
     world_size: int = 1
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
-    master_port: int = 0  # 0 where there is nobody to meet
+    master_port: int = 0  # 0 for a lone process
     accelerate: Mapping[str, str] = field(default_factory=dict)  # the `ACCELERATE_*` variables, see `check_agrees`
     error_file: Path | None = None  # where a rank that `trainer run` started leaves its error
     listen_fd: int | None = None  # the socket on which rank 0 serves the store, where `trainer run` has opened it
@@ -70,12 +70,12 @@ class LaunchEnvironment:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether a launcher gave this process its rank, so that it must join and may not start ranks itself."""
+        """Whether a launcher gave this process its rank; such a process joins and starts no ranks."""
         return self.launcher not in ("none", "accelerate-single", "sbatch")
 
     @property
     def num_nodes(self) -> int:
-        """How many machines the ranks are on, as far as this one can tell."""
+        """Number of machines, if all have as many ranks as this one."""
         return -(-self.world_size // self.local_world_size)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class LaunchEnvironment:
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
-    """Finds the launcher and the rank of this process.
+    """Find the launcher and the rank of this process.
 
     Raises:
         LaunchError: variables are missing, are not numbers, or contradict each other.
@@ -98,10 +98,10 @@ def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
 
 @contextmanager
 def problems_name_the_machine(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Inside, what is wrong with a recipe is said of this rank, where there are several machines: one may lack a file.
+    """Name this rank in recipe errors if there are several machines, because a single one may lack a file.
 
     Raises:
-        RecipeError: as inside.
+        RecipeError: with the rank in front of each problem.
     """
     try:
         yield
@@ -114,23 +114,23 @@ def problems_name_the_machine(environ: Mapping[str, str] = os.environ) -> Iterat
 
 
 def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: str) -> None:
-    """Refuses a launcher flag that asks for another training than the recipe does; its defaults ask for nothing.
+    """Refuse a launcher flag that contradicts the recipe; the defaults of launchers contradict nothing.
 
     Raises:
-        UsageError: the variable, the recipe's key, and both values.
+        UsageError: a flag contradicts; it gives the flag, the key and both values.
     """
-    said = environment.accelerate
-    mixed = said.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    flags = environment.accelerate
+    mixed = flags.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if mixed not in ("no", precision):
         raise UsageError(
             f"`precision` is {precision}, but `accelerate launch` was told --mixed_precision {mixed};"
             f" the recipe decides: drop the flag, or set `precision` in the recipe"
         )
-    dynamo = said.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    dynamo = flags.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if dynamo != "no":
         raise UsageError(f"`accelerate launch` was told --dynamo_backend {dynamo}; the recipe decides: drop the flag")
     for engine, strategies in ACCELERATE_ENGINES.items():
-        if said.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true" and strategy not in strategies:
+        if flags.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true" and strategy not in strategies:
             raise UsageError(
                 f"`parallel.strategy` is {strategy}, but `accelerate launch` was told --use_{engine.lower()};"
                 f" the recipe decides: drop the flag"
@@ -139,7 +139,7 @@ def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: st
 
 
 def threads_per_rank(local_world_size: int, environ: Mapping[str, str] = os.environ) -> int | None:
-    """Compute threads for each rank: the cores of this machine over its ranks; None where the user or launcher said."""
+    """Return the compute threads for each rank: cores divided by ranks; None if the user or launcher set them."""
     if "OMP_NUM_THREADS" in environ:
         return None
     if per_task := environ.get("SLURM_CPUS_PER_TASK"):  # Slurm binds each task to its own cores
@@ -148,17 +148,17 @@ def threads_per_rank(local_world_size: int, environ: Mapping[str, str] = os.envi
 
 
 def available_cores() -> int:
-    """The cores that this process may use, as far as the system binds it; a control group may give less time."""
+    """Return the number of cores that this process may use; a control group may give less time."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The interface that the user chose for gloo; None: it takes the one of the host's name."""
+    """Return the interface for gloo that is set; None: gloo uses that of the host's name."""
     return environ.get(GLOO_INTERFACE) or None
 
 
 def use_gloo_interface(name: str) -> None:
-    """Makes gloo take this interface, in this process: all of its groups read the variable."""
+    """Set the interface for all gloo groups of this process."""
     os.environ[GLOO_INTERFACE] = name
 
 
@@ -171,21 +171,21 @@ def set_rank(environment: LaunchEnvironment, environ: MutableMapping[str, str] =
 
 
 def set_local_rank(local_rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Says it in the variable that DeepSpeed reads, where the launcher has its own name for it."""
+    """Set the variable that DeepSpeed reads, for launchers that use another name."""
     environ.setdefault("LOCAL_RANK", str(local_rank))
 
 
 def extensions_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the user lets torch compile extensions; None: where torch does by itself."""
+    """Return the folder that the user set for compiled extensions of torch; None: torch's default."""
     folder = environ.get("TORCH_EXTENSIONS_DIR")
     return Path(folder) if folder else None
 
 
 def user_cache(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where programs keep what they can make again (XDG Base Directory Specification).
+    """Return the user's folder for caches (XDG Base Directory Specification).
 
     Raises:
-        UsageError: nothing says where, as for a user without a home.
+        UsageError: the user has no home folder and XDG_CACHE_HOME is not set.
     """
     base = Path(environ.get("XDG_CACHE_HOME", ""))
     if base.is_absolute():  # a relative path counts as unset
@@ -199,25 +199,25 @@ def user_cache(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where tokenised data is kept unless the recipe says otherwise."""
+    """Return the default folder for tokenised data."""
     return user_cache(environ) / "trainer"
 
 
 def forbid_telemetry(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sets `NO_TELEMETRY`, for this process and those that it starts; libraries look when they are imported."""
+    """Set `NO_TELEMETRY` for this process and its children; libraries read it when they are imported."""
     environ.update(NO_TELEMETRY)
 
 
 @dataclass(frozen=True)
 class MLflowSettings:
-    """Where MLflow's own variables say that a run goes; None: they do not."""
+    """MLflow's own variables for the place of a run; None: not set."""
 
     tracking_uri: str | None
     experiment: str | None
 
 
 def mlflow_settings(environ: MutableMapping[str, str] = os.environ) -> MLflowSettings:
-    """Reads them, and makes a server that is away known in seconds: by default MLflow tries for some minutes."""
+    """Read the variables, and shorten MLflow's time limits, which are minutes for a server that is away."""
     environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")  # seconds
     return MLflowSettings(environ.get("MLFLOW_TRACKING_URI") or None, environ.get("MLFLOW_EXPERIMENT_NAME") or None)
@@ -251,7 +251,7 @@ def _from_mpi(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> Laun
 
 
 def _from_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """The task of an `srun`; None in a shell that merely stands inside an allocation."""
+    """Read the variables of a task of `srun`; None in a shell inside an allocation."""
     if "SLURM_PROCID" not in environ:
         return None
     tasks_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
@@ -277,7 +277,7 @@ def _environment(
     local_world_size: int = 1,
     address: tuple[str, int] | None = None,
 ) -> LaunchEnvironment:
-    """Reads rank, local rank, world size and local world size from the variables `names`, and checks them together."""
+    """Read rank, local rank, world size and local world size from the variables `names`, and check them together."""
     missing = [name for name in names if name is not None and name not in environ]
     if missing:
         present = [name for name in names if name is not None and name in environ]
@@ -323,7 +323,7 @@ def _port(environ: Mapping[str, str]) -> int:
 
 
 def _slurm_address(environ: Mapping[str, str], step: str | None) -> tuple[str, int]:
-    """The first host of the step, and a port that all its tasks derive from job and step, so that jobs rarely meet."""
+    """Return the first host of the step, and a port from the numbers of job and step, rarely shared by two jobs."""
     if "MASTER_ADDR" in environ:
         host = environ["MASTER_ADDR"]
     else:
@@ -331,17 +331,17 @@ def _slurm_address(environ: Mapping[str, str], step: str | None) -> tuple[str, i
         if not nodes:
             raise LaunchError("SLURM_PROCID is set, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is")
         host = first_host(nodes)
-        if host == nodes:  # one node, which need not be able to resolve its own name
+        if host == nodes:  # one node, possibly unable to resolve its own name
             host = "127.0.0.1"
     if "MASTER_PORT" in environ:
         return host, _port(environ)
     job = _number(environ, "SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0"))
-    # 15000 to 29999: above what services use, below what the system hands out to clients
+    # 15000 to 29999: above the ports of services, below the ephemeral ports
     return host, 15000 + (job + 997 * int(step or 0)) % 15000
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `gpu[07-09,12],login` gives `gpu07`.
+    """Return the first host of a Slurm node list: `gpu[07-09,12],login` gives `gpu07`.
 
     Raises:
         LaunchError: brackets that do not match, or an empty list.
@@ -353,7 +353,7 @@ def first_host(nodes: str) -> str:
 
 
 def _slurm_local_size(environ: Mapping[str, str], tasks: int) -> int:
-    """Tasks on this node: its entry in a list such as `2(x3),1`, or all tasks where there is no list."""
+    """Return the number of tasks on this node: its entry in a list such as `2(x3),1`."""
     name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environ else "SLURM_TASKS_PER_NODE"
     counts = environ.get(name)
     if counts is None:
