@@ -212,13 +212,12 @@ def _block(whole: Tensor, box: Box) -> Tensor:
 def whole_state(engine: Engine, mesh: ParallelMesh) -> MemorySource:
     """The state of all ranks, put together on each of them; every element must be there once. All must call it."""
     state = engine.state()
-    own = [
-        (part.name, part.shape, Box(box.start, box.view.detach().cpu().clone())) for part, box in own_share(state.parts)
-    ]
+    own = [(part.name, tuple(part.shape), tuple(box.start), box.view) for part, box in own_share(state.parts)]
     gathered = mesh.share(mesh.gather(own))
     tensors: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
-    for name, shape, box in (entry for entries in gathered for entry in entries):
+    for name, shape, start, view in (entry for entries in gathered for entry in entries):
+        box = Box(start, view)
         whole = tensors.setdefault(name, torch.zeros(shape, dtype=box.view.dtype))
         _block(whole, box).copy_(box.view)
         _block(seen.setdefault(name, torch.zeros(shape)), box).add_(1)
