@@ -86,7 +86,9 @@ def second_step_is_bad(recipe: Recipe, value: float, finite_gradient: bool) -> S
             [result.learning_rate for result in results],
             mesh.share(_equal(before, after)),
             mesh.share(not _equal(after, last)),
-            mesh.share(sorted(loader.row_ids(1)[place] for place in places_of_last[-1]) if places_of_last else None),
+            mesh.share(
+                sorted(int(loader.row_ids(1)[place]) for place in places_of_last[-1]) if places_of_last else None
+            ),
         )
 
 
