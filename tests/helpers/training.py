@@ -212,7 +212,7 @@ def _block(whole: Tensor, box: Box) -> Tensor:
 def whole_state(engine: Engine, mesh: ParallelMesh) -> MemorySource:
     """The state of all ranks, put together on each of them; every element must be there once. All must call it."""
     state = engine.state()
-    own = [(part.name, tuple(part.shape), tuple(box.start), box.view) for part, box in own_share(state.parts)]
+    own = [(part.name, tuple(part.shape), tuple(box.start), box.view.detach()) for part, box in own_share(state.parts)]
     gathered = mesh.share(mesh.gather(own))
     tensors: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
