@@ -1,4 +1,4 @@
-"""The ranks as a grid: one owner of every process group, passed as an argument and never a global."""
+"""The mesh of ranks, which owns every process group; it is passed as an argument, never a global."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 class ParallelMesh:
-    """The grid of ranks, its axes and their process groups.
+    """The mesh of ranks, its axes and their process groups.
 
-    Axis names are those of `AXES`, and `dp` for the two data axes together. On an axis of size 1 there is no group and
-    every collective is the identity, so that one process needs no process group at all.
+    Axis names are those of `AXES`, and `dp` for the two data axes together. An axis of size 1 has no group, and its
+    collectives are the identity, so one process needs no process group.
 
     Args:
         device: of this rank.
-        degrees: size of each axis; those not named are 1. Their product must be the world size.
+        degrees: size of each axis, 1 by default. Their product must be the world size.
     """
 
     def __init__(self, device: torch.device, **degrees: int) -> None:
@@ -42,7 +42,7 @@ class ParallelMesh:
         assert self.world_size == 1 or dist.is_initialized(), "several ranks need a process group"
         self.rank = 0
         self.device_mesh: DeviceMesh | None = None
-        # Asked of torch once: each slice of its mesh takes a millisecond.
+        # Computed once: each slice of torch's mesh takes a millisecond.
         self._indices = dict.fromkeys((*AXES, "dp"), 0)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._control: dist.ProcessGroup | None = None
@@ -54,35 +54,35 @@ class ParallelMesh:
             for axis in self._indices:
                 line = data_mesh if axis == "dp" else self.device_mesh[axis]
                 self._indices[axis], self._groups[axis] = line.get_local_rank(), line.get_group()
-            # Decisions (stop, save) and gathered metrics are CPU tensors: they go over gloo, beside the device's queue.
+            # Decisions (stop, save) and gathered metrics are CPU tensors: gloo carries them, beside the device's queue.
             self._control = dist.group.WORLD
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis`."""
+        """Return the number of ranks along `axis`."""
         if axis == "dp":
             return self._sizes["dp_replicate"] * self._sizes["dp_shard"]
         return self._sizes[axis]
 
     def index(self, axis: str) -> int:
-        """Place of this rank along `axis`."""
+        """Return the index of this rank along `axis`."""
         return self._indices[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group along `axis`, or None where the axis has one rank."""
+        """Return the process group along `axis`, or None if the axis has one rank."""
         return None if self.device_mesh is None or self.size(axis) == 1 else self.process_group(axis)
 
     def process_group(self, axis: str) -> dist.ProcessGroup:
-        """The process group along `axis`, also of a lone rank, for libraries that know no other way."""
+        """Return the process group along `axis`, also for one rank, for libraries that require a group."""
         assert self._groups, "one process has no process group"
         return self._groups[axis]
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this is the first of the ranks that hold the same pipeline stages: what they gather, it keeps."""
+        """Whether this rank is the first of those with the same pipeline stages; it keeps gathered tensors."""
         return self.index("dp") == 0 and self.index("tp") == 0
 
     def subgroup(self, axis: str, indices: Sequence[int]) -> dist.ProcessGroup | None:
-        """A new process group of this rank and its neighbours at `indices` along `axis`; None where it is no member.
+        """Create a process group of the ranks at `indices` along `axis`; returns None on other ranks.
 
         All ranks must call it, with the same arguments.
         """
@@ -118,21 +118,21 @@ class ParallelMesh:
         return collected
 
     def sum_(self, tensor: Tensor, axis: str) -> Tensor:
-        """Sums `tensor` over `axis`, in place."""
+        """Sum `tensor` over `axis`, in place."""
         return self.begin_sum_(tensor, axis)()
 
     def begin_sum_(self, tensor: Tensor, axis: str) -> Callable[[], Tensor]:
-        """Begins to sum `tensor` over `axis`, in place; what is returned waits for the sum and gives it."""
+        """Begin to sum `tensor` over `axis`, in place; returns a function that waits for the sum."""
         if self.size(axis) == 1:
             return lambda: tensor
         return _begin_all_reduce(tensor, dist.ReduceOp.SUM, self.group(axis))
 
     def agree_max(self, value: int) -> int:
-        """The largest `value` of all ranks, the same answer on each: how ranks decide together."""
+        """Return the largest `value` of all ranks, on all ranks; a common decision."""
         return self.begin_agree_max(value)()
 
     def begin_agree_max(self, value: int) -> Callable[[], int]:
-        """As `agree_max`; what is returned waits for the answer, so that the ranks can work in between."""
+        """Begin `agree_max`; returns a function that waits for the answer, so that ranks can work in between."""
         if self.world_size == 1:
             return lambda: value
         agreed = _begin_all_reduce(torch.tensor(value, dtype=torch.int64), dist.ReduceOp.MAX, self._control)
@@ -187,7 +187,7 @@ class ParallelMesh:
         return cast(Result, result)
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Wait for all ranks."""
         if self.world_size > 1:
             dist.barrier(group=self._control)
 
@@ -218,19 +218,19 @@ def _begin_all_reduce(
 
 
 def backend(device: torch.device) -> str:
-    """What carries the collectives of ranks on devices of this type; tensors on the CPU always travel."""
+    """Return the backend of collectives for devices of this type, with gloo for CPU tensors."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def init_process_group(device: torch.device, rank: int, world_size: int, store: Store, timeout: timedelta) -> None:
-    """Joins the other ranks; `gloo` for tensors on CPUs, `nccl` for those on GPUs.
+    """Create the process group of all ranks.
 
     Args:
         device: of this rank.
         rank: of this process.
-        world_size: of all.
-        store: that all ranks share; a lone rank needs no port for one.
-        timeout: of joining, and of each collective.
+        world_size: number of ranks.
+        store: store of all ranks; one rank alone needs no port.
+        timeout: limit for the creation and for each collective.
     """
     store.set_timeout(timeout)
     dist.init_process_group(
