@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,13 @@ def test_plain_values_arrive_with_their_types(value):
 
 def test_nan_arrives():
     assert math.isnan(decode(encode(math.nan)))
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.int64(3), np.bool_(True)])
+def test_numpy_scalars_become_those_of_python(value):
+    found = decode(encode([value]))[0]
+    assert type(found) is type(value.item())
+    assert found == value
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
@@ -16,6 +17,8 @@ _HEADER_BYTES = 8  # length of the JSON part, little-endian
 
 def encode(value: Any) -> bytes:
     """Encode None, bool, int, float, str, tensors, and lists, tuples and dicts of these; keys are str or int.
+
+    Scalars of numpy become those of Python.
 
     Raises:
         TypeError: another type; the caller must convert it.
@@ -55,6 +58,8 @@ def _plain(value: Any, tensors: dict[str, Tensor]) -> Any:
     """Convert to JSON values; an object with one key stands for a type that JSON lacks."""
     if value is None or isinstance(value, bool | str):
         return value
+    if isinstance(value, np.generic):
+        return _plain(value.item(), tensors)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
