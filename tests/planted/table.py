@@ -958,7 +958,7 @@ _TRAINING = [
     Defect(
         "exit_code_after_a_signal",
         "A run that a signal stopped ends as if it were finished.",
-        "training/run.py",
+        "training/session.py",
         '"signal": (ExitCode.STOPPED,',
         '"signal": (ExitCode.DONE,',
         ("training/test_run.py::TestResume::test_after_a_signal",),
