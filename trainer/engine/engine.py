@@ -1,6 +1,6 @@
-"""The seam between the loop and the strategies: one whole optimizer step at a time.
+"""The interface between the loop and the strategies: one whole optimizer step.
 
-It cannot be finer: with pipeline stages the schedule owns the backward pass, and DeepSpeed owns its own step.
+It cannot be finer: a pipeline schedule runs the backward pass, and DeepSpeed runs its own step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from trainer.parallel.parts import TensorPart, whole_part
 from trainer.parallel.placement import Placements
 
 MODEL_PREFIX, OPTIMIZER_PREFIX, BUFFER_PREFIX = "model.", "optimizer.", "buffer."
-"""What stands before the name of a parameter or a buffer in `EngineState`."""
+"""Prefixes of the names of parameters, optimizer tensors and buffers in `EngineState`."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step was, the same on every rank."""
+    """The numbers of one optimizer step, equal on all ranks."""
 
     loss: float  # over the whole global batch: sum of losses / number of valid labels
     grad_norm: float  # of the whole model, unscaled, before clipping
@@ -35,18 +35,18 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the step could be taken."""
+        """Whether loss and norm are finite, so that the step was taken."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
     def is_bad(self) -> bool:
-        """Whether it could not, and no loss scale is to blame: that one lifts the gradient, not the loss."""
+        """Whether the step is non-finite, and not from an fp16 overflow, which leaves the loss finite."""
         return not self.is_finite and (self.loss_scale is None or not math.isfinite(self.loss))
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What one microbatch of an evaluation gave on this rank; a filler gives nothing."""
+    """This rank's result of one microbatch of an evaluation; empty for a filler."""
 
     loss_sum: float
     num_valid: int
@@ -55,10 +55,10 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class EngineState:
-    """What this rank holds of the state of a training, by names of the unsharded model; no copies.
+    """This rank's part of the training state, without copies, by the names of the unsharded model.
 
-    The fp32 weights are `model.NAME`, the optimizer's tensors `optimizer.NAME.KEY`, buffers that belong to a saved
-    model `buffer.NAME`. `scalars` are the same on every rank.
+    Names are `model.NAME` for fp32 weights, `optimizer.NAME.KEY` for tensors of the optimizer, and `buffer.NAME` for
+    saved buffers. `scalars` are equal on all ranks.
     """
 
     parts: tuple[TensorPart, ...]
@@ -66,11 +66,11 @@ class EngineState:
 
 
 class StateSource(Protocol):
-    """A state that was saved under any layout."""
+    """A saved state of any layout."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every whole tensor, by its name in `EngineState`."""
+        """The shape of each whole tensor, by its name in `EngineState`."""
         ...
 
     @property
@@ -79,19 +79,19 @@ class StateSource(Protocol):
         ...
 
     def fill(self, parts: Iterable[TensorPart]) -> None:
-        """Copies what was saved into the boxes of `parts`, and reads nothing else."""
+        """Read the saved elements of `parts` into their boxes, and no others."""
         ...
 
 
 def optimizer_keys(source: StateSource, name: str) -> list[str]:
-    """What the optimizer had for parameter `name`; nothing before the first step."""
+    """Return the keys of the optimizer's tensors for parameter `name`; empty before the first step."""
     prefix = f"{OPTIMIZER_PREFIX}{name}."
     keys = (full.removeprefix(prefix) for full in source.shapes if full.startswith(prefix))
     return [key for key in keys if "." not in key]
 
 
 def buffer_parts(models: Iterable[nn.Module], mesh: ParallelMesh) -> list[TensorPart]:
-    """The buffers that belong to a saved model, such as running statistics: whole on each rank that has the module."""
+    """Return the saved buffers, such as running statistics; each is whole on all ranks with its module."""
     return [
         whole_part(f"{BUFFER_PREFIX}{name}", buffer.detach(), mesh)
         for model in models
@@ -100,44 +100,44 @@ def buffer_parts(models: Iterable[nn.Module], mesh: ParallelMesh) -> list[Tensor
 
 
 class Engine(Protocol):
-    """Holds the model and the optimizer, however they lie over the ranks."""
+    """The model and the optimizer, distributed over the ranks."""
 
     @property
     def placements(self) -> Placements:
-        """How each parameter lies."""
+        """The placement of each parameter."""
         ...
 
     def train_step(self, batch: RankBatch) -> StepResult:
-        """Forward, backward, gradient sync, clipping, optimizer and schedule for one global batch.
+        """Run forward, backward, gradient sync, clipping, optimizer and schedule for one global batch.
 
-        Where the loss or the gradient norm is not finite, weights and optimizer are as before the step, which counts
-        all the same: the schedule of the learning rate goes on, but for the skips of fp16.
+        With a non-finite loss or gradient norm, weights and optimizer do not change. The step still counts; the
+        learning rate's schedule continues, except after a skip of fp16.
 
         Raises:
-            NonFiniteError: the loss scale of fp16 collapsed.
+            NonFiniteError: the loss scale of fp16 falls below 1.
         """
         ...
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
-        """A forward pass without dropout and without gradients."""
+        """Run a forward pass without dropout and without gradients."""
         ...
 
     def idle_share(self) -> float | None:
-        """The share of its steps in which this rank waited for other pipeline stages; None without stages."""
+        """Return the share of time in which this rank waited for other pipeline stages; None without stages."""
         ...
 
     def held(self) -> dict[str, Tensor]:
-        """What this rank holds of each parameter, by its name in the unsharded model; no copies."""
+        """Return this rank's part of each parameter, without copies, by its name in the unsharded model."""
         ...
 
     def state(self) -> EngineState:
-        """What a checkpoint holds, as far as it lies on this rank. No communication."""
+        """Return this rank's part of a checkpoint, without communication."""
         ...
 
     def load_state(self, source: StateSource, step: int) -> None:
-        """Goes on from what was saved after `step` steps, under this layout or another. All ranks must call it."""
+        """Load a state saved after `step` steps under any layout; all ranks must call it."""
         ...
 
     def export(self, folder: Path) -> None:
-        """Writes the model as a plain Hugging Face folder, once, over all ranks."""
+        """Write the model as a Hugging Face folder on rank 0; a collective."""
         ...

@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate, as functions of the recipe and of the step alone."""
+"""The optimizer and its learning rate, functions of recipe and step alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NormTypes = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.RMSN
 
 
 def no_decay_names(model: nn.Module) -> set[str]:
-    """Parameters that weight decay must leave alone: biases, and the weights of normalisation layers.
+    """Return the parameters without weight decay: biases, and weights of normalisation layers.
 
-    Transformers' own normalisation layers are known by their class name, which ends in "Norm".
+    Classes of transformers with names that end in "Norm" count as normalisation layers.
     """
     names = set()
     for module_name, module in model.named_modules():
@@ -31,10 +31,9 @@ def no_decay_names(model: nn.Module) -> set[str]:
 def build_optimizer(
     recipe: AdamW | SGD, parameters: Iterable[tuple[str, nn.Parameter]], no_decay: set[str]
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer in two groups, with and without weight decay.
+    """Return the recipe's optimizer with two groups: with and without weight decay.
 
-    Fused kernels are used where torch has them for the device (CPU and CUDA), so that all parameters are updated in one
-    pass over memory.
+    On CPU and CUDA, fused kernels update all parameters in one pass over memory.
     """
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     groups = [
@@ -48,15 +47,15 @@ def build_optimizer(
         return torch.optim.AdamW(
             groups, lr=recipe.learning_rate, betas=(first, second), eps=recipe.epsilon, fused=fused or None
         )
-    fused = fused and not any(isinstance(p, DTensor) for _, p in trainable)  # which torch has for Adam only
+    fused = fused and not any(isinstance(p, DTensor) for _, p in trainable)  # torch fuses DTensors for Adam only
     return torch.optim.SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum, fused=fused or None)
 
 
 def learning_rate_factor(recipe: Schedule, step: int, total_steps: int) -> float:
-    """What the learning rate is multiplied with in the step after `step` steps (0 for the first).
+    """Return the factor of the learning rate in the step after `step` steps.
 
-    Over W warm-up steps it grows as 1/(W+1), 2/(W+1), ..., is 1 in the step after them, and falls so that it would
-    reach 0 one step after the last: no step is wasted on a rate of 0.
+    Over W warm-up steps it is 1/(W+1), 2/(W+1), ...; the next step has 1. Linear and cosine schedules would reach 0 one
+    step after the last, so no step has a rate of 0.
     """
     warmup = recipe.warmup if isinstance(recipe.warmup, int) else round(recipe.warmup * total_steps)
     if step < warmup:
@@ -68,5 +67,5 @@ def learning_rate_factor(recipe: Schedule, step: int, total_steps: int) -> float
 
 
 def learning_rate(optimizer: AdamW | SGD, schedule: Schedule, step: int, total_steps: int) -> float:
-    """The rate of the step after `step` steps; see `learning_rate_factor`."""
+    """Return the learning rate of the step after `step` steps."""
     return optimizer.learning_rate * learning_rate_factor(schedule, step, total_steps)

@@ -1,4 +1,4 @@
-"""What is computed in which type; master weights, gradients, loss and norms are fp32 in every precision."""
+"""Precision of the forward pass; master weights, gradients and loss are fp32 in every precision."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.device) -> None:
-    """Makes `model` run its forward pass under torch's autocast: matrix products in bf16 or fp16, the rest in fp32.
+    """Run the forward pass of `model` under torch's autocast: matrix products in bf16 or fp16, the rest in fp32.
 
-    The model's own forward is changed, inside of whatever wraps it, so that every strategy computes alike; in
-    particular DeepSpeed's engine, which would switch an autocast around it off.
+    This changes the model's own forward, inside of any wrapper: DeepSpeed's engine disables an autocast around it.
 
     Raises:
-        UsageError: the device does not compute in this type.
+        UsageError: the device does not support the type.
     """
     if precision != "fp32":
         _require(precision, device)

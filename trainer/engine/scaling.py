@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16: lifts gradients into its range, and skips the steps in which they leave it."""
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PREFIX = "loss_scaler."
 
 @dataclass
 class LossScaler:
-    """The factor of the loss, which follows what the gradients allow (Micikevicius et al. 2018, arXiv:1710.03740).
+    """The factor of the loss.
 
-    It halves at each step whose global gradient norm is not finite, and doubles after `_GROWTH_INTERVAL` good steps.
-    The norm is the same on every rank, so all ranks decide alike without a further message.
+    It halves at each step with a non-finite global gradient norm, and doubles after `_GROWTH_INTERVAL` good steps. The
+    norm is equal on all ranks, so they decide alike without communication.
     """
 
     scale: float = _INITIAL
@@ -26,16 +26,16 @@ class LossScaler:
     skipped_steps: int = 0
 
     def good(self) -> None:
-        """Notes a step whose gradients were finite."""
+        """Count a step with finite gradients."""
         self.good_steps += 1
         if self.good_steps == _GROWTH_INTERVAL:
             self.scale, self.good_steps = self.scale * 2.0, 0
 
     def overflow(self) -> None:
-        """Notes a step that is skipped because its gradients were not finite.
+        """Count a step that is skipped because of non-finite gradients.
 
         Raises:
-            NonFiniteError: the scale would fall below 1: it is not the scale that makes them overflow.
+            NonFiniteError: the scale falls below 1.
         """
         self.skipped_steps += 1
         self.scale, self.good_steps = self.scale / 2.0, 0
@@ -46,28 +46,25 @@ class LossScaler:
             )
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint, by name."""
+        """Return the state for a checkpoint, by name."""
         return {f"{_PREFIX}{key}": value for key, value in asdict(self).items()}
 
     def load_state(self, scalars: Mapping[str, float]) -> None:
-        """Goes on from what `state` gave."""
+        """Load a state that `state` returned."""
         self.scale = float(scalars[f"{_PREFIX}scale"])
         self.good_steps = int(scalars[f"{_PREFIX}good_steps"])
         self.skipped_steps = int(scalars[f"{_PREFIX}skipped_steps"])
 
 
 def settle(result: StepResult, scaler: LossScaler | None) -> StepResult:
-    """Lets the scale follow a step whose loss and norm are the same on every rank.
+    """Update the scale after a step, and add the number of skipped steps to its result.
 
     Args:
-        result: of the step; where it is not finite, weights and optimizer are as before it.
-        scaler: under fp16.
-
-    Returns:
-        The result, with the steps skipped so far under fp16.
+        result: loss and norm, equal on all ranks. If they are not finite, the step changed no weights.
+        scaler: the loss scaler of fp16; None in other precisions.
 
     Raises:
-        NonFiniteError: the scale has collapsed.
+        NonFiniteError: the scale falls below 1.
     """
     if scaler is None:
         return result

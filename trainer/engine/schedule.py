@@ -1,7 +1,4 @@
-"""How the microbatches of one step go through the model.
-
-Here: one after the other, gradients accumulating. With pipeline stages: `pipelined.py`.
-"""
+"""Forward and backward passes of the microbatches of one step; `pipelined.py` has those of pipelines."""
 
 from __future__ import annotations
 
@@ -19,20 +16,20 @@ class Schedule(Protocol):
     """Forward and backward of the microbatches of one step."""
 
     def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
-        """Accumulates the gradient of scale * (sum of losses) / denominator; see `AccumulationSchedule.run`."""
+        """Accumulate the gradient of scale * (sum of losses) / denominator; see `AccumulationSchedule.run`."""
         ...
 
     def idle_share(self) -> float | None:
-        """The share of the time in `run` in which this rank had nothing to do; None where it always has."""
+        """Return the idle share of the time in `run`; None without a pipeline."""
         ...
 
 
 class AccumulationSchedule:
-    """Forward and backward of each microbatch in turn; gradients are synchronised in the last backward only.
+    """Forward and backward of each microbatch in turn, with gradient sync in the last backward pass only.
 
     Args:
-        loss_sum: the sum of losses of a microbatch, a scalar with a graph.
-        no_sync: a context in which a backward pass keeps its gradients to itself.
+        loss_sum: returns the sum of losses of a microbatch, a scalar with a graph.
+        no_sync: returns a context without gradient sync.
     """
 
     def __init__(
@@ -42,15 +39,15 @@ class AccumulationSchedule:
         self._no_sync = no_sync
 
     def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
-        """Accumulates the gradient of scale * (sum of losses) / denominator.
+        """Accumulate the gradient of scale * (sum of losses) / denominator.
 
         Args:
-            microbatches: of this rank, at least one.
-            denominator: valid labels in the whole global batch, a scalar.
+            microbatches: this rank's microbatches, at least one.
+            denominator: the number of valid labels in the global batch, a scalar.
             scale: the loss scale of fp16, else 1.
 
         Returns:
-            This rank's share of the loss, unscaled: its sum of losses / denominator, a detached scalar.
+            This rank's sum of losses / denominator, a detached scalar without the scale.
         """
         total = torch.zeros((), device=denominator.device)
         for index, microbatch in enumerate(microbatches):

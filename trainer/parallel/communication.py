@@ -1,24 +1,23 @@
-"""Communication that autograd knows: pairs of functions of which each is the backward pass of the other.
+"""Collectives with a backward pass, for tensor and sequence parallelism.
 
-The pairs are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053: `f` and `g`) and of its sequence parallelism
-(Korthikanti et al. 2022, arXiv:2205.05198). What separates them is what the ranks do with the result:
+They are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053) and of its sequence parallelism (Korthikanti et
+al. 2022, arXiv:2205.05198). The ranks r of a group have x_r and compute y_r; dx_r and dy_r are gradients. `[r]` selects
+the positions of rank r; `cat` joins those of all ranks.
 
-| function               | forward        | backward       | for                                                    |
-|------------------------|----------------|----------------|--------------------------------------------------------|
-| `copy_to_group` (f)    | identity       | all-reduce     | a whole tensor, before work that is shared out         |
-| `reduce_from_group` (g)| all-reduce     | identity       | partial sums, before work that every rank repeats      |
-| `gather_sequence`      | all-gather     | reduce-scatter | slices of a sequence, before work that is shared out   |
-| `scatter_sum_sequence` | reduce-scatter | all-gather     | partial sums, before work on slices of a sequence      |
-| `split_sequence`       | slice          | all-gather     | a whole tensor, before work on slices of a sequence    |
-| `join_sequence`        | all-gather     | slice          | slices of a sequence, before work that every rank repeats |
+| function               | forward               | backward                | y is used for                  |
+|------------------------|-----------------------|-------------------------|--------------------------------|
+| `copy_to_group`        | y_r = x_r             | dx_r = sum_s dy_s       | work that ranks share          |
+| `reduce_from_group`    | y_r = sum_s x_s       | dx_r = dy_r             | work that every rank repeats   |
+| `gather_sequence`      | y_r = cat_s x_s       | dx_r = (sum_s dy_s)[r]  | work that ranks share          |
+| `scatter_sum_sequence` | y_r = (sum_s x_s)[r]  | dx_r = cat_s dy_s       | work on each rank's positions  |
+| `split_sequence`       | y_r = x_r[r]          | dx_r = cat_s dy_s       | work on each rank's positions  |
+| `join_sequence`        | y_r = cat_s x_s       | dx_r = dy_r[r]          | work that every rank repeats   |
 
-Sequence parallelism cuts `total` positions into parts of `ceil(total / size)`: the last rank that has any may have
-fewer, and those after it have none (3 positions on 4 ranks: 1, 1, 1, 0; 5 on 4: 2, 2, 1, 0). A rank holds its own
-positions and nothing else; parts are padded with zeros only while they travel.
+Each rank has `ceil(total / size)` positions of a sequence; the last ranks may have fewer or none (5 positions on 4
+ranks: 2, 2, 1, 0). Parts are padded with zeros only for the collective.
 
-Tensors travel in the type they have, so that under autocast the sums are taken in the autocast type. No input and no
-gradient is written to. Where `group` is None or has one rank every function returns the tensor it was given: no copy
-and no communication.
+Tensors keep their type, so autocast also decides the type of the sums. Inputs and gradients are never changed. Without
+a group, or with one rank, each function returns its input.
 """
 
 from __future__ import annotations
@@ -37,91 +36,90 @@ Group = dist.ProcessGroup | None
 
 
 def group_size(group: Group) -> int:
-    """Number of ranks in `group`; None is one rank alone."""
+    """Return the number of ranks in `group`; 1 for None."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def index_in_group(group: Group) -> int:
-    """Place of this rank in `group`."""
+    """Return the index of this rank in `group`; 0 for None."""
     return 0 if group is None else dist.get_rank(group)
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """`x` of any shape, equal on all ranks, for work that is shared out: its gradients are summed (`f`).
+    """Return `x`: y_r = x_r, dx_r = sum_s dy_s (`f` in Shoeybi et al. 2019, section 3).
 
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+    `x`, y and the gradients have one shape; `x` is equal on all ranks.
     """
     return _apply(_CopyToGroup, x, group)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' `x`, of any shape, for work that every rank repeats: its gradient is left as it is (`g`).
+    """Return the sum over the ranks: y_r = sum_s x_s, dx_r = dy_r (`g` in Shoeybi et al. 2019, section 3).
 
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+    `x`, y and the gradients have one shape; y and dy are equal on all ranks.
     """
     return _apply(_ReduceFromGroup, x, group)
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
-    """All `total` positions of a sequence, for work that is shared out: their gradients are summed and cut again.
-
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2 (there called `g`; it takes the place of `f`).
+    """Return all positions: y_r = cat_s x_s, dx_r = (sum_s dy_s)[r] (`g` in Korthikanti et al. 2022, section 4.2.2).
 
     Args:
-        x: this rank's positions, `[..., its part of total, ...]`.
+        x: this rank's positions, `[..., part of total, ...]`; dx has this shape.
         group: the tensor axis.
-        dim: of the positions.
-        total: positions of the whole sequence, which the part does not tell.
+        dim: the dimension of the positions.
+        total: the number of positions of the whole sequence.
 
     Returns:
-        `[..., total, ...]`.
+        y, `[..., total, ...]`; dy has this shape and differs between the ranks.
     """
     return _apply(_GatherSequence, x, group, dim, total)
 
 
 def scatter_sum_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's positions of the sum of the ranks' `x`, for work on slices: their gradients are gathered.
+    """Return this rank's positions of the sum: y_r = (sum_s x_s)[r], dx_r = cat_s dy_s.
 
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2 (there called `g` with a bar).
+    Source: Korthikanti et al. 2022, section 4.2.2 (`g` with a bar).
 
     Args:
-        x: partial sums of the whole sequence, `[..., total, ...]`.
+        x: partial sums of the whole sequence, `[..., total, ...]`; dx has this shape.
         group: the tensor axis.
-        dim: of the positions.
+        dim: the dimension of the positions.
 
     Returns:
-        `[..., its part of total, ...]`.
+        y, `[..., part of total, ...]`; dy has this shape.
     """
     return _apply(_ScatterSumSequence, x, group, dim)
 
 
 def split_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's positions of `x`, which all ranks have, for work on slices: their gradients are gathered.
+    """Return this rank's positions: y_r = x_r[r], dx_r = cat_s dy_s.
 
     Args:
-        x: equal on all ranks, `[..., total, ...]`.
+        x: equal on all ranks, `[..., total, ...]`; dx has this shape.
         group: the tensor axis.
-        dim: of the positions.
+        dim: the dimension of the positions.
 
     Returns:
-        `[..., its part of total, ...]`, a view of `x`.
+        y, `[..., part of total, ...]`, a view of `x`; dy has this shape.
     """
     return _apply(_SplitSequence, x, group, dim)
 
 
 def join_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
-    """All `total` positions of a sequence, for work that every rank repeats, such as a pooler: their gradient is cut.
+    """Return all positions: y_r = cat_s x_s, dx_r = dy_r[r].
 
-    Every rank has the whole gradient already; to sum it, as `gather_sequence` does, would make it grow by the degree.
+    For work that every rank repeats, such as a pooler: dy is equal on all ranks, so its sum would be too large by a
+    factor of the degree.
 
     Args:
-        x: this rank's positions, `[..., its part of total, ...]`.
+        x: this rank's positions, `[..., part of total, ...]`; dx has this shape.
         group: the tensor axis.
-        dim: of the positions.
-        total: positions of the whole sequence, which the part does not tell.
+        dim: the dimension of the positions.
+        total: the number of positions of the whole sequence.
 
     Returns:
-        `[..., total, ...]`.
+        y, `[..., total, ...]`; dy has this shape.
     """
     return _apply(_JoinSequence, x, group, dim, total)
 
@@ -204,7 +202,7 @@ class _JoinSequence(torch.autograd.Function):
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of the ranks' `x`, in new memory: an input or a gradient may have other readers."""
+    """Return the sum over the ranks in new memory, since `x` may have other readers."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -216,7 +214,7 @@ def _slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def _part_shape(x: Tensor, dim: int, total: int, size: int) -> list[int]:
-    """Shape of the part of each rank while it travels."""
+    """Return the shape of each padded part."""
     shape = list(x.shape)
     shape[dim] = -(-total // size)
     return shape
@@ -254,10 +252,10 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def _all_gather_single() -> Callable[..., Any]:
-    """Torch's all-gather into one tensor, which has a new name since torch 2.13 and warns at the old one."""
+    """Return torch's all-gather into one tensor; torch 2.13 renamed it and warns at the old name."""
     return cast(Callable[..., Any], getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
 
 
 def _reduce_scatter_single() -> Callable[..., Any]:
-    """Torch's reduce-scatter from one tensor, which has a new name since torch 2.13 and warns at the old one."""
+    """Return torch's reduce-scatter from one tensor; torch 2.13 renamed it and warns at the old name."""
     return cast(Callable[..., Any], getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)

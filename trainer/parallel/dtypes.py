@@ -1,4 +1,4 @@
-"""Where a low precision is not enough."""
+"""Types for numbers that need at least fp32."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """`tensor` in float32, or as it is where it is more precise: the type of losses, norms and softmaxes."""
+    """Return `tensor` in fp32, or unchanged in fp64: the type of losses and softmaxes."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Embeddings that are cut over the tensor axis: by their rows, the vocabulary, or by their features."""
+"""Embeddings sharded over the tensor axis: by rows (the vocabulary) or by features."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from trainer.parallel.slicing import part_of
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Takes the place of `nn.Embedding`; each rank holds `ceil(vocab / tp)` rows of the weight.
+    """An `nn.Embedding` sharded over the vocabulary; each rank holds `ceil(vocab / tp)` rows of the weight.
 
-    A rank gives zero for an id that it does not hold, and the ranks' vectors are summed, which is exact: all but one
-    are zero. Where the vocabulary does not divide by the degree, the last rows are zeros that no id reaches; a decoder
-    may hold the same `weight`, if its loss leaves the padded columns out, as `vocab_parallel_cross_entropy` does.
+    A rank returns zero for the ids of other ranks, so the sum over the ranks is exact. If the degree does not divide
+    the vocabulary, the last rows are zeros. A decoder may share `weight` if its loss skips the padded columns, as
+    `vocab_parallel_cross_entropy` does.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 
     Args:
-        num_embeddings: of the whole vocabulary.
-        embedding_dim: of a vector.
+        num_embeddings: the size of the whole vocabulary.
+        embedding_dim: the size of a vector.
         group: the tensor axis.
-        padding_idx: the id whose vector gets no gradient, as in `nn.Embedding`.
-        sequence_parallel: give this rank's positions of the output only.
-        sequence_dim: of the positions in the output.
-        device: of the weight; on `meta` it is filled later, by `slicing.part_of` and `placements`.
-        dtype: of the weight, which is not initialised.
+        padding_idx: the id with a vector that gets no gradient, as in `nn.Embedding`.
+        sequence_parallel: whether to return this rank's positions only.
+        sequence_dim: the dimension of the positions in the output.
+        device: the device of the weight; `meta` for a weight that is filled later.
+        dtype: the type of the weight, which is not initialised.
     """
 
     def __init__(
@@ -67,11 +67,10 @@ class VocabParallelEmbedding(nn.Module):
     def from_whole(
         cls, embedding: nn.Embedding, group: Group, *, sequence_parallel: bool = False, sequence_dim: int = 1
     ) -> VocabParallelEmbedding:
-        """This rank's part of `embedding`; its weight is a copy, as trainable as it was.
+        """Return this rank's part of `embedding`, with a copy of the weight.
 
         Raises:
-            UsageError: the embedding does something that the parts cannot (`max_norm`, `scale_grad_by_freq`, `sparse`,
-                a `forward` of its own).
+            UsageError: the embedding has `max_norm`, `scale_grad_by_freq`, `sparse` or its own `forward`.
         """
         _refuse_unusual(embedding)
         part = cls(
@@ -89,10 +88,10 @@ class VocabParallelEmbedding(nn.Module):
         return part.train(embedding.training)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The vectors `[*, hidden]` of `ids` `[*]`, or those at this rank's positions.
+        """Return the vectors `[*, hidden]` of `ids` `[*]`; with `sequence_parallel`, those of this rank's positions.
 
         Raises:
-            IndexError: an id outside of the vocabulary, on every rank (on a GPU: a device-side assertion).
+            IndexError: an id is outside of the vocabulary, on every rank (on a GPU: a device-side assertion).
         """
         if group_size(self.group) == 1:
             return F.embedding(ids, self.weight, self.padding_idx)
@@ -100,19 +99,19 @@ class VocabParallelEmbedding(nn.Module):
         first = index_in_group(self.group) * rows
         elsewhere = (ids < first) | (ids >= first + rows)
         unknown = (ids < 0) | (ids >= self.num_embeddings)
-        # An unknown id reads beyond the last row, so that torch refuses it as it does in a whole embedding.
+        # An unknown id reads beyond the last row, so torch raises as for a whole embedding.
         local = (ids - first).masked_fill(elsewhere, 0).masked_fill(unknown, rows)
         padding_row = None
         if self.padding_idx is not None and first <= self.padding_idx < first + rows:
             padding_row = self.padding_idx - first
-        # The mask also stops the gradient of ids that are elsewhere, which would go to row 0.
+        # The mask also stops the gradient of ids on other ranks, which would go to row 0.
         vectors = F.embedding(local, self.weight, padding_row).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
             return scatter_sum_sequence(vectors, self.group, self.sequence_dim)
         return reduce_from_group(vectors, self.group)
 
     def placements(self, prefix: str = "") -> Placements:
-        """How the weight lies, by its name after `prefix` (which ends in a dot, unless it is empty)."""
+        """Return the placement of the weight by its name after `prefix`, which is empty or ends in a dot."""
         name = prefix + "weight"
         shape = (self.num_embeddings, self.embedding_dim)
         return {name: ParameterPlacement(name, shape, (self._split,), trainable=self.weight.requires_grad)}
@@ -127,10 +126,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class FeatureParallelEmbedding(nn.Module):
-    """Takes the place of `nn.Embedding`; each rank holds its share of every vector, `[*] -> [*, features / tp]`.
+    """An `nn.Embedding` sharded over its features: `[*] -> [*, features / tp]`, without communication.
 
-    For what has one number for each attention head, such as the bias of a relative position in T5 (Raffel et al. 2020,
-    arXiv:1910.10683): a rank needs those of its own heads, and nothing is communicated.
+    For one number for each attention head, such as T5's relative position bias (Raffel et al. 2020, arXiv:1910.10683).
     """
 
     def __init__(self, weight: nn.Parameter, whole_shape: tuple[int, int], padding_idx: int | None) -> None:
@@ -141,10 +139,10 @@ class FeatureParallelEmbedding(nn.Module):
 
     @classmethod
     def from_whole(cls, embedding: nn.Embedding, group: Group) -> FeatureParallelEmbedding:
-        """This rank's part of `embedding`; its weight is a copy, as trainable as it was.
+        """Return this rank's part of `embedding`, with a copy of the weight.
 
         Raises:
-            UsageError: the embedding does something that the parts cannot.
+            UsageError: as for `VocabParallelEmbedding.from_whole`.
         """
         _refuse_unusual(embedding)
         rows, features = embedding.weight.shape
@@ -155,11 +153,11 @@ class FeatureParallelEmbedding(nn.Module):
         return cls(weight, (rows, features), embedding.padding_idx).train(embedding.training)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """This rank's features `[*, features / tp]` of the vectors of `ids` `[*]`."""
+        """Return this rank's features `[*, features / tp]` of the vectors of `ids` `[*]`."""
         return F.embedding(ids, self.weight, self.padding_idx)
 
     def placements(self, prefix: str = "") -> Placements:
-        """How the weight lies, by its name after `prefix` (which ends in a dot, unless it is empty)."""
+        """Return the placement of the weight by its name after `prefix`, which is empty or ends in a dot."""
         name = prefix + "weight"
         split = Split(1, TENSOR_AXIS)
         return {name: ParameterPlacement(name, self.whole_shape, (split,), trainable=self.weight.requires_grad)}

@@ -1,4 +1,4 @@
-"""Sums of whole gradients over ranks, for what no library sums while the backward pass runs."""
+"""Sums of gradients over ranks, after a backward pass in which no library does it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _BUCKET_BYTES = 25 * 2**20
 
 @torch.no_grad()
 def sum_gradients_(parameters: Iterable[nn.Parameter], group: Group) -> None:
-    """Sums the gradients over the ranks of `group`, in place, a bucket at a time.
+    """Sum the gradients over the ranks of `group`, in place, one bucket at a time.
 
-    Which parameters have a gradient must not differ between the ranks.
+    The same parameters must have gradients on all ranks.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for bucket in _buckets(gradients):
@@ -39,7 +39,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def change_as_one_(tensors: Sequence[Tensor], change_: Callable[[Tensor], object]) -> None:
-    """Changes all tensors, in place, as the one flat vector that `change_` is given."""
+    """Apply `change_` to all tensors as one flat vector, in place."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     change_(flat)
     for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
@@ -47,13 +47,13 @@ def change_as_one_(tensors: Sequence[Tensor], change_: Callable[[Tensor], object
 
 
 class TiedGradients:
-    """Parameters that several pipeline stages hold copies of: each has a part of the gradient, all need the sum.
+    """Parameters with copies on several pipeline stages; the gradient is the sum over the copies.
 
-    The stages must have begun with equal copies; an optimizer that sees equal gradients keeps them equal.
+    The copies must start equal; equal gradients keep them equal.
 
     Args:
-        copies: of this rank, by the name of the parameter in the whole model.
-        groups: the ranks that hold copies, by that name; None: this rank alone.
+        copies: this rank's copies, by the name of the parameter in the whole model.
+        groups: the ranks that hold copies, by that name; None for this rank alone.
     """
 
     def __init__(self, copies: Mapping[str, Sequence[nn.Parameter]], groups: Mapping[str, Group]) -> None:
@@ -62,7 +62,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def sum_(self) -> None:
-        """Sums the gradients of all copies, in place; they may be sharded, on all stages alike."""
+        """Sum the gradients of all copies, in place; they may be sharded, alike on all stages."""
         for name, copies in self._copies.items():
             for parameter in copies:
                 if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""Gradients of parameters that every tensor rank holds whole, and of whose gradient it has computed a part only."""
+"""Gradients of replicated parameters that are partial sums on each tensor rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainer.parallel.whole import local_part
 
 
 def is_partial(placement: ParameterPlacement, mesh: ParallelMesh) -> bool:
-    """Whether the tensor ranks of the mesh have parts of the gradient, to be summed."""
+    """Return whether the gradient must be summed over the tensor ranks of the mesh."""
     return TENSOR_AXIS in placement.partial_over and mesh.size(TENSOR_AXIS) > 1
 
 
 @torch.no_grad()
 def sum_partial_gradients_(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement]], mesh: ParallelMesh) -> None:
-    """Sums what tensor ranks have in parts, in place, with one all-reduce: these are many small vectors.
+    """Sum the partial gradients over the tensor ranks, in place, with one all-reduce for these many small vectors.
 
     The gradients may be sharded over the data ranks, alike on all tensor ranks.
     """
@@ -33,7 +33,7 @@ def sum_partial_gradients_(parameters: Iterable[tuple[nn.Parameter, ParameterPla
 
 
 def sum_while_backward(parameter: nn.Parameter, mesh: ParallelMesh) -> None:
-    """As `sum_partial_gradients_`, but in each backward pass, for an engine that takes every gradient away at once."""
+    """Sum a partial gradient in each backward pass, for engines that consume gradients during it."""
     parameter.register_hook(lambda gradient: _summed(gradient, mesh))  # type: ignore[no-untyped-call]
 
 

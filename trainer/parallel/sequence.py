@@ -18,15 +18,14 @@ from trainer.parallel.communication import (
 from trainer.parallel.slicing import bounds_of_part
 
 SEQUENCE_DIM = 1
-"""Of the positions, in hidden states `[batch, positions, hidden]`."""
+"""The dimension of the positions in hidden states `[batch, positions, hidden]`."""
 
 
 class SequenceCut:
-    """Which positions of the sequences that are now in a stack of layers this rank holds.
+    """This rank's positions of the sequences in a stack of layers.
 
-    How many positions there are is known at the stack's entry only; a layer that is computed again in the backward pass
-    still finds them here, because without pipeline stages the backward pass of a microbatch comes before the forward
-    pass of the next.
+    `split` at the stack's entry sets the number of positions. A layer that is recomputed in the backward pass reads it
+    here. Without pipeline stages, the backward pass of a microbatch comes before the next forward pass.
     """
 
     def __init__(self, group: Group) -> None:
@@ -35,18 +34,18 @@ class SequenceCut:
 
     @property
     def start(self) -> int:
-        """This rank's first position."""
+        """The first position of this rank."""
         return bounds_of_part(self._total, index_in_group(self.group), group_size(self.group))[0]
 
     def split(self, x: Tensor) -> Tensor:
-        """At the stack's entry: this rank's positions of `x` `[batch, positions, hidden]`, which all ranks have."""
+        """Return this rank's positions of `x` `[batch, positions, hidden]`, at the stack's entry."""
         self._total = x.shape[SEQUENCE_DIM]
         return split_sequence(x, self.group, SEQUENCE_DIM)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Before matrices that the ranks share out: all positions."""
+        """Return all positions, before matrices that are cut over the ranks."""
         return gather_sequence(x, self.group, SEQUENCE_DIM, self._total)
 
     def join(self, x: Tensor) -> Tensor:
-        """At the stack's exit: all positions, for what every rank computes."""
+        """Return all positions, at the stack's exit."""
         return join_sequence(x, self.group, SEQUENCE_DIM, self._total)

@@ -1,4 +1,4 @@
-"""Between a tensor's shards and the whole of it; a plain tensor is its own shard."""
+"""Shards of tensors, and whole tensors gathered from them; a plain tensor is its own shard."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from trainer.parallel.slicing import join_parts
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds: the same memory, without a copy."""
+    """Return this rank's shard, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, on every rank that holds a part; a collective where it is sharded."""
+    """Return the whole tensor on every rank that holds a shard; a collective for sharded tensors."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def tensor_splits(placement: ParameterPlacement, mesh: ParallelMesh) -> list[Split]:
-    """The cuts that are made before any sharding: plain tensors are the parts."""
+    """Return the splits over the tensor axis, which precede sharding over data ranks."""
     return [split for split in placement.splits if split.axis == TENSOR_AXIS and mesh.size(split.axis) > 1]
 
 
 def gather_on_rank_zero(
     tensors: Mapping[str, Tensor], placements: Mapping[str, ParameterPlacement], mesh: ParallelMesh
 ) -> dict[str, Tensor]:
-    """The whole of every tensor on rank 0; nothing is kept on the others. All ranks must call it.
+    """Return all whole tensors on rank 0 and nothing on the others; a collective.
 
-    What was gathered is on the CPU, one tensor after the other, so that no device holds more than one whole tensor.
+    Each gathered tensor moves to the CPU before the next, so a device holds at most one whole tensor.
 
     Args:
-        tensors: of this rank.
-        placements: by the names of `tensors`; one that is not there, or that has not its placement's dimensions (a
-            count of steps), is not cut over the tensor axis.
+        tensors: this rank's tensors.
+        placements: placements by the names of `tensors`. A tensor without one, or with fewer dimensions (a count of
+            steps), is not split over the tensor axis.
         mesh: the ranks.
     """
     gathered = {}
