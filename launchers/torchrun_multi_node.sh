@@ -11,6 +11,7 @@
 # resolve to it. After a failure, start the same command on all machines: they resume from the last checkpoint. With
 # c10d and RESTARTS=N they restart by themselves, N times at most. A lost machine may return alone, except the one at
 # MASTER_ADDR, which hosts the rendezvous.
+# c10d reads pickles from MASTER_PORT: whoever can connect can run code. Use it in a closed network only.
 set -euo pipefail
 
 ARGUMENTS=("$@")

@@ -394,41 +394,16 @@ def _outermost(folders: Sequence[str]) -> list[str]:
     return [one for one in distinct if not any(one != other and Path(one).is_relative_to(other) for other in distinct)]
 
 
+_SLURM_OPTIONS = frozenset({"name", "cpus", "time", "partition", "account", "container", "venv"})
+_POD_OPTIONS = frozenset({"name", "cpus", "container", "claim", "map"})
+_SHELL_OPTIONS = frozenset({"venv", "hosts"})
+_APPLY = "kubectl apply -f {file}"
+
 KINDS: dict[str, _Kind] = {
-    "slurm": _Kind(
-        "slurm.sbatch",
-        frozenset({"name", "cpus", "time", "partition", "account", "container", "venv"}),
-        _fill_slurm,
-        "sbatch {file}",
-    ),
-    "kubernetes": _Kind(
-        "kubernetes_job.yaml",
-        frozenset({"name", "cpus", "container", "claim", "map"}),
-        _fill_kubernetes,
-        "kubectl apply -f {file}",
-    ),
-    "pytorchjob": _Kind(
-        "pytorchjob.yaml",
-        frozenset({"name", "cpus", "container", "claim", "map"}),
-        _fill_pytorchjob,
-        "kubectl apply -f {file}",
-    ),
-    "torchrun": _Kind(
-        "torchrun_multi_node.sh",
-        frozenset({"venv", "hosts"}),
-        _fill_torchrun,
-        _BY_HAND,
-    ),
-    "deepspeed": _Kind(
-        "deepspeed.sh",
-        frozenset({"venv", "hosts"}),
-        _fill_deepspeed,
-        _BY_HAND,
-    ),
-    "accelerate": _Kind(
-        "accelerate_multi_node.sh",
-        frozenset({"venv", "hosts"}),
-        _fill_torchrun,
-        _BY_HAND,
-    ),
+    "slurm": _Kind("slurm.sbatch", _SLURM_OPTIONS, _fill_slurm, "sbatch {file}"),
+    "kubernetes": _Kind("kubernetes_job.yaml", _POD_OPTIONS, _fill_kubernetes, _APPLY),
+    "pytorchjob": _Kind("pytorchjob.yaml", _POD_OPTIONS, _fill_pytorchjob, _APPLY),
+    "torchrun": _Kind("torchrun_multi_node.sh", _SHELL_OPTIONS, _fill_torchrun, _BY_HAND),
+    "deepspeed": _Kind("deepspeed.sh", _SHELL_OPTIONS, _fill_deepspeed, _BY_HAND),
+    "accelerate": _Kind("accelerate_multi_node.sh", _SHELL_OPTIONS, _fill_torchrun, _BY_HAND),
 }
