@@ -230,7 +230,10 @@ def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "bert_base_mrpc", "--processes", "two"], "--processes"),
         (["check", "nope"], "error: nope: no such file"),
         (["run", "nope"], "error: nope: no such file"),
-        (["run", "bert_base_mrpc", "--epochs", "3"], "error: command line: `--epochs` is no option; as a key it is"),
+        (
+            ["run", "bert_base_mrpc", "--epochs", "3"],
+            "error: command line: `--epochs` is not an option; as a key it is",
+        ),
         (["check", "bert_base_mrpc", "training.epochs=0"], "error: command line: `training.epochs` must be an integer"),
         (["check", "bert_base_mrpc", "--processes", "5"], "error: `training.global_batch_size` must be divisible"),
     ],

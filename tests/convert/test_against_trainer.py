@@ -167,4 +167,4 @@ def test_the_notes_on_the_schedule_are_those_that_hold(tmp_path, monkeypatch):
     plain = convert([Path("args.json")], None, RANKS).report()
     assert re.search(r"warmup_steps 17 -> .*\(s \+ 1\) / \(W \+ 1\) here, s / W there", plain)
     planned({"args.json": ARGUMENTS | SCRIPT, "ds.json": DEEPSPEED})
-    assert "its rates come one step later" in convert([Path("args.json"), Path("ds.json")], None, RANKS).report()
+    assert "starts at 0, one step later" in convert([Path("args.json"), Path("ds.json")], None, RANKS).report()

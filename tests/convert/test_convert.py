@@ -55,7 +55,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     (
         {"num_train_epochs": 1.5},
         "training.max_steps",
-        "TODO: 1.5 epochs end inside an epoch: ceil(1.5 x the steps of an epoch)",
+        "TODO: 1.5 epochs end inside an epoch; write ceil(1.5 x the steps of an epoch)",
     ),
     ({"bf16": True}, "precision", "bf16"),
     ({"fp16": True}, "precision", "fp16"),
@@ -152,10 +152,7 @@ STRATEGIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         accelerates("DEEPSPEED", deepspeed_config={"zero_stage": 2, "offload_optimizer_device": "nvme"}),
-        {
-            "offload": "TODO: deepspeed_config.offload_optimizer_device nvme has no counterpart:"
-            " offload goes to CPU memory"
-        },
+        {"offload": "TODO: deepspeed_config.offload_optimizer_device nvme has no counterpart: offload uses CPU memory"},
     ),
     (
         accelerates(
@@ -229,7 +226,7 @@ def test_yaml_reads_an_unquoted_no_as_false(write: Write):
             None,
             64,
         ),
-        ({}, None, None, "TODO: 8 rows x 1 accumulated x the number of processes: say --processes N"),
+        ({}, None, None, "TODO: 8 rows x 1 accumulated x the number of processes; give --processes N"),
     ],
 )
 def test_the_global_batch_counts_processes(keys, yaml, processes, size, write: Write):
@@ -241,7 +238,7 @@ def test_the_global_batch_counts_processes(keys, yaml, processes, size, write: W
 
 def test_processes_that_no_layout_holds(write: Write):
     yaml = accelerates("MEGATRON_LM", megatron_lm_config={"megatron_lm_tp_degree": 2})
-    with pytest.raises(RecipeError, match="multiple of the 2 ranks that hold one model, but is 3"):
+    with pytest.raises(RecipeError, match="multiple of the 2 ranks of one model, but is 3"):
         convert([write({"output_dir": "x"}), write(json.dumps(yaml), "a.yaml")], None, 3)
 
 
@@ -251,7 +248,7 @@ def test_deepspeeds_batch_that_contradicts_the_product_is_left_to_the_user(write
         write({"train_batch_size": 64, "zero_optimization": {"stage": 1}}, "ds.json"),
     ]
     todo = convert(files, None, 2).todo["training.global_batch_size"]
-    assert "contradiction: 64 by train_batch_size 64 (ds.json:1:2), or 8 by per_device" in todo
+    assert "conflict: 64 from train_batch_size 64 (ds.json:1:2), or 8 from per_device" in todo
 
 
 # Contradictions and defaults
@@ -267,7 +264,7 @@ def test_a_value_that_was_asked_for_wins_over_another_files_default(write: Write
     conversion = convert([write(dumped), write(deepspeed, "ds.json")], None, 1)
     assert (conversion.recipe["optimizer"]["learning_rate"], conversion.recipe["precision"]) == (1e-4, "bf16")
     assert outcome(conversion, "learning_rate") is Outcome.UNREAD
-    assert "gives way" in text(conversion, "learning_rate")
+    assert "overrides the default" in text(conversion, "learning_rate")
 
 
 def test_two_values_that_were_asked_for_are_a_contradiction(write: Write):
@@ -278,7 +275,7 @@ def test_two_values_that_were_asked_for_are_a_contradiction(write: Write):
     ]
     todo = convert(files, None, 1).todo
     assert {"optimizer.learning_rate", "precision"} <= todo.keys()
-    assert "2e-05 by learning_rate 2e-05 (args.json:1:21)" in todo["optimizer.learning_rate"]
+    assert "2e-05 from learning_rate 2e-05 (args.json:1:21)" in todo["optimizer.learning_rate"]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +294,7 @@ def test_two_strategies_are_a_contradiction(write: Write):
         write({"zero_optimization": {"stage": 3}}, "ds.json"),
         write("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n", "a.yaml"),
     ]
-    assert "contradiction" in convert(files).todo["parallel.strategy"]
+    assert "conflict" in convert(files).todo["parallel.strategy"]
 
 
 def test_what_means_something_else_is_said(of_arguments: OfArguments):
@@ -319,11 +316,11 @@ def test_deepspeeds_schedules(write: Write):
 def test_a_todo_is_nothing_that_check_would_take(of_arguments: OfArguments):
     """A section that takes any text has a comment instead."""
     conversion = of_arguments(task_name="mrcp")
-    assert "mrcp is no task of GLUE: cola, " in conversion.todo["data"]
+    assert "mrcp is not a task of GLUE: cola, " in conversion.todo["data"]
     assert "data" not in conversion.recipe
     conversion = of_arguments(task_name=None, mlm_probability=0.2, model_name="other", train_file="a.csv")
     assert conversion.todo["task"] == '"text": the column that holds the text'
-    assert "contradiction" in conversion.todo["model"]
+    assert "conflict" in conversion.todo["model"]
     assert (conversion.recipe["task"], conversion.recipe.get("model")) == (
         {"type": "masked_lm", "mask_probability": 0.2},
         None,
@@ -340,7 +337,7 @@ def test_what_only_a_default_says_is_said(of_arguments: OfArguments):
 def test_a_file_alone_names_what_only_others_tell(write: Write):
     conversion = convert([write({"train_batch_size": "auto", "zero_optimization": {"stage": 2}})])
     assert conversion.todo.keys() == {"name", "task", "model", "data", "training", "optimizer"}
-    assert '// TODO "task": what is learned' in conversion.text()
+    assert '// TODO "task": the task and its columns' in conversion.text()
     assert outcome(conversion, "train_batch_size") is Outcome.TODO
 
 
@@ -481,17 +478,17 @@ def test_nothing_is_overwritten(write: Write, capsys):
 @pytest.mark.parametrize(
     ("content", "name", "words"),
     [
-        ("{", "a.json", "a.json:1:2: ends where"),
-        ("a: [", "a.yaml", "is not YAML"),
-        ("a: &x 1\nb: *x\n", "a.yaml", "a.yaml:1:4: an anchor is used again"),
+        ("{", "a.json", "a.json:1:2: expected a key in double quotes"),
+        ("a: [", "a.yaml", "is not valid YAML"),
+        ("a: &x 1\nb: *x\n", "a.yaml", "a.yaml:1:4: aliases are not supported"),
         (
             "num_machines: 1\nnum_machines: 2\n",
             "a.yaml",
-            "a.yaml:2:1: `num_machines` stands twice; first at a.yaml:1:1",
+            "a.yaml:2:1: `num_machines` is a duplicate key; first at a.yaml:1:1",
         ),
-        ("[]", "a.json", "must hold an object with keys, but is []"),
-        ('{"foo": 1}', "a.json", "holds no key that is TrainingArguments', DeepSpeed's or accelerate's alone"),
-        ('{"train_batch_size": 1, "num_machines": 1}', "a.json", "say whose file it is with one of --from deepspeed"),
+        ("[]", "a.json", "must be an object with keys, but is []"),
+        ('{"foo": 1}', "a.json", "has no key that only TrainingArguments, DeepSpeed or accelerate have"),
+        ('{"train_batch_size": 1, "num_machines": 1}', "a.json", "select the tool with one of --from deepspeed"),
         ('{"debug": true}', "a.json", "use --from training-arguments, --from deepspeed, --from accelerate"),
     ],
 )

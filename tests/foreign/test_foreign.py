@@ -61,7 +61,7 @@ def test_what_several_tools_spell_alike_leads_to_one_key() -> None:
         ("fsdp_config", "is `parallel.strategy` here"),
         ("mixed_precision", "is `precision` here"),
         ("training.seed_everything.seed", "is `training.seed` here"),
-        ("num_processes", "has no counterpart here: the launcher says"),
+        ("num_processes", "has no counterpart here: the launcher sets"),
     ],
 )
 def test_spellings_are_recognised_however_they_are_written(spelling: str, words: str) -> None:

@@ -85,7 +85,7 @@ Minimal = dict[str, Any]
         ("model.trust_remote_code=true", "`model.trust_remote_code` has no counterpart here: a recipe never runs code"),
         (
             "schedule.qqq=1",
-            "`schedule.qqq` is not a key; the keys here are name, warmup",
+            "`schedule.qqq` is not a key; valid keys are name, warmup",
         ),
         ('optimizer={"params": {"lr": 1}}', "`optimizer.params.lr` is `optimizer.learning_rate` here"),
     ],

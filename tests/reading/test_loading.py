@@ -62,16 +62,14 @@ def test_a_file_wins_over_a_shipped_recipe_of_the_same_name(write: Write, minima
 
 def test_circles_of_extends_are_shown(problems: Callable[..., list[str]], write: Write) -> None:
     write({"extends": "r.json"}, "a.json")
-    assert problems('{"extends": "a.json"}') == [
-        "a.json:1:13: `extends` leads back to a recipe that it comes from: r.json -> a.json -> r.json"
-    ]
+    assert problems('{"extends": "a.json"}') == ["a.json:1:13: `extends` is circular: r.json -> a.json -> r.json"]
 
 
 def test_a_long_chain_of_extends_is_refused(problems: Callable[..., list[str]], write: Write) -> None:
     for number in range(MAX_EXTENDS + 1):
         write({"extends": f"{number + 1}.json"}, f"{number}.json")
     assert problems({"extends": "0.json"}) == [
-        f"{MAX_EXTENDS - 2}.json:1:13: `extends` is nested deeper than {MAX_EXTENDS} recipes"
+        f"{MAX_EXTENDS - 2}.json:1:13: `extends` is nested deeper than the limit of {MAX_EXTENDS} recipes"
     ]
 
 
@@ -113,7 +111,7 @@ def test_a_vanished_current_folder_is_a_clear_error(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("content", ["[]", "3", '"x"', "null"])
 def test_a_recipe_is_an_object(problems: Callable[..., list[str]], content: str) -> None:
     (problem,) = problems(content)
-    assert problem.startswith("r.json:1:1: a recipe is an object {...}, but this is ")
+    assert problem.startswith("r.json:1:1: a recipe must be an object {...}, but is ")
 
 
 # Changes of kind
@@ -232,20 +230,19 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(problems: Ca
 }"""
     assert problems(text, "training.batch=8", "evaluation.best=f2") == [
         'r.json:2:11: `name` must be 1 to 100 letters, digits, `.`, `_` and `-`, a letter or digit first, but is "a b"',
-        'r.json:3:55: `task.text` names the column "a" twice; a pair is two columns',
+        'r.json:3:55: `task.text` has the column "a" twice; a pair needs two columns',
         'r.json:3:79: `task.metrics[0]` must be one of "accuracy", "f1", "f1_macro", "matthews", but is "accurcy";'
         ' did you mean "accuracy"?',
-        "r.json:4:12: `model.name_or_path` is missing; write it, or `model.config` for random weights",
+        "r.json:4:12: `model.name_or_path` is missing; set it, or `model.config` for random weights",
         "r.json:5:62: `data.train` must be text, but is null",
-        "r.json:5:86: `data.subset` stands twice in one object; first at r.json:5:68",
+        "r.json:5:86: `data.subset` is a duplicate key in one object; first at r.json:5:68",
         'r.json:6:26: `training.epochs` must be an integer of at least 1, but is "3"; write 3 without quotes',
         "r.json:6:31: `training.epoch` is not a key; did you mean `training.epochs`?",
         "r.json:6:76: `training.stop_at_step` must be at most `training.max_steps` 10, but is 20",
         "r.json:6:88: `training.seed` must be a finite number, but is NaN",
         "r.json:7:3: `gradient_accumulation_steps` has no counterpart here: accumulation follows from"
         " `training.global_batch_size`, `training.micro_batch_size` and the number of ranks",
-        "r.json:8:25: `zero_optimization.stage` is `parallel.strategy` here (this version knows:"
-        f" {', '.join(STRATEGIES)})",
+        f"r.json:8:25: `zero_optimization.stage` is `parallel.strategy` here (one of {', '.join(STRATEGIES)})",
         "command line: `training.batch` is not a key; did you mean `training.global_batch_size`?",
     ]
 
@@ -260,7 +257,7 @@ def test_problems_of_all_files_are_reported_with_their_file(problems: Callable[.
         "r.json:1:1: `data` is missing",
         f'r.json:1:51: `parallel.strategy` must be one of {json.dumps(list(STRATEGIES))[1:-1]}, but is "dpp"',
         "base.json:1:25: `training.epochs` must be an integer of at least 1, but is 0",
-        "base.json:1:50: `precision` stands twice in one object",
+        "base.json:1:50: `precision` is a duplicate key in one object",
         "command line: `training.seed` must be an integer of at least 0 and below 9223372036854775808, but is -1",
     ]
 

@@ -41,20 +41,20 @@ def test_every_key_and_value_knows_its_line_and_column() -> None:
     [
         ("", "r.json:1:1: empty"),
         ("// nothing\n", "r.json:1:1: empty"),
-        ('{"a": 1', 'r.json:1:8: ends where "," or "}" after the value must stand'),
+        ('{"a": 1', 'r.json:1:8: expected "," or "}" after the value, found the end of the text'),
         ('{"a": 1 "b": 2}', 'r.json:1:9: expected "," or "}" after the value, found `"b"`'),
         ("{a: 1}", 'r.json:1:2: expected a key in double quotes or "}", found `a`'),
-        ("{'a': 1}", "r.json:1:2: text stands in double quotes, not in single ones"),
+        ("{'a': 1}", "r.json:1:2: strings need double quotes, not single quotes"),
         ('{"a" 1}', 'r.json:1:6: expected ":" after the key, found `1`'),
         ('{"a": True}', 'r.json:1:7: expected a value (JSON writes "true"), found `True`'),
-        ('{"a": .5}', "r.json:1:7: .5 is not a number as JSON writes it (0.5, 20, 2e-5)"),
-        ('{"a": 1_000}', "r.json:1:7: 1_000 is not a number as JSON writes it (0.5, 20, 2e-5)"),
-        ('{"a": 007}', "r.json:1:7: 007 is not a number as JSON writes it (0.5, 20, 2e-5)"),
+        ('{"a": .5}', "r.json:1:7: .5 is not a JSON number (such as 0.5, 20, 2e-5)"),
+        ('{"a": 1_000}', "r.json:1:7: 1_000 is not a JSON number (such as 0.5, 20, 2e-5)"),
+        ('{"a": 007}', "r.json:1:7: 007 is not a JSON number (such as 0.5, 20, 2e-5)"),
         ("[1,, 2]", "r.json:1:4: expected a value, found `,`"),
         ('{"a": 1}\n}', "r.json:2:1: expected the end of the file, found `}`"),
-        ('{"a": "b\n"}', "r.json:1:7: a string without its closing quote on the same line"),
+        ('{"a": "b\n"}', "r.json:1:7: a string without a closing quote on the same line"),
         ('{"a": "\\q"}', "r.json:1:8: Invalid \\escape in a string"),
-        ('{"a": /* b}', "r.json:1:7: a comment without its closing */"),
+        ('{"a": /* b}', "r.json:1:7: a comment without a closing */"),
         ('{"a":\u00a01}', 'r.json:1:6: unexpected character "\\u00a0"'),
         (f'{{"a": {"9" * 101}}}', "r.json:1:7: a number of more than 100 characters"),
     ],
@@ -68,11 +68,11 @@ def test_a_syntax_error_says_where_and_what(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1,\n "a": 2}', "r.json:2:2: `a` stands twice in one object; first at r.json:1:2"),
+        ('{"a": 1,\n "a": 2}', "r.json:2:2: `a` is a duplicate key in one object; first at r.json:1:2"),
         ('{"a": {"b": [NaN]}}', "r.json:1:14: `a.b[0]` must be a finite number, but is NaN"),
         ('{"a": -Infinity}', "r.json:1:7: `a` must be a finite number, but is -Infinity"),
         ('{"a": 1e999}', "r.json:1:7: `a` must be a finite number, but is 1e999"),
-        ('{"a": "\\ud800"}', 'r.json:1:7: `a` holds "\\ud800", which is not valid Unicode (half of a surrogate pair)'),
+        ('{"a": "\\ud800"}', 'r.json:1:7: `a` holds "\\ud800", which is not valid Unicode (unpaired surrogate)'),
         ('{"a": "\\u0000"}', 'r.json:1:7: `a` holds "\\u0000", which contains the character U+0000'),
     ],
 )
@@ -89,7 +89,9 @@ def test_halves_of_surrogate_pairs_never_reach_the_program() -> None:
 def test_depth_is_limited_and_no_more_than_that() -> None:
     tree, _ = parse("[" * MAX_DEPTH + "]" * MAX_DEPTH, HERE)
     assert json.dumps(tree.plain()).count("[") == MAX_DEPTH
-    with pytest.raises(RecipeError, match=rf"r\.json:1:{MAX_DEPTH + 1}: nested deeper than {MAX_DEPTH} levels"):
+    with pytest.raises(
+        RecipeError, match=rf"r\.json:1:{MAX_DEPTH + 1}: nested deeper than the limit of {MAX_DEPTH} levels"
+    ):
         parse("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), HERE)
 
 
@@ -100,7 +102,7 @@ def test_bombs_end_in_a_clear_message_at_once(unit: str, tmp_path: Path) -> None
         parse(unit * (MAX_BYTES // len(unit)), HERE)
     assert len(str(parsed.value)) < 300
     (tmp_path / "bomb.json").write_text(unit * (10_000_000 // len(unit)))
-    with pytest.raises(RecipeError, match=r"bomb\.json: cannot be read: it is larger than 1 MB, which no recipe needs"):
+    with pytest.raises(RecipeError, match=r"bomb\.json: cannot be read: it is larger than the limit of 1 MB"):
         read_file(tmp_path / "bomb.json")
     assert time.process_time() - start < 2
 

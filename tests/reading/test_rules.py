@@ -18,7 +18,7 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
     [
         (
             ["model.name_or_path=null"],
-            "`model.name_or_path` is missing; write it, or `model.config` for random weights",
+            "`model.name_or_path` is missing; set it, or `model.config` for random weights",
         ),
         (
             [CONFIG, "model.tokenizer=x/y"],
@@ -27,7 +27,7 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         ),
         (
             ["model.name_or_path=null", CONFIG],
-            "`model.tokenizer` is missing; random weights (`model.config`) bring no tokenizer, so name one",
+            "`model.tokenizer` is missing, and random weights (`model.config`) have no tokenizer; set it",
         ),
         (
             ["model.name_or_path=null", "model.config.hidden_size=8", "model.tokenizer=x/y"],
@@ -35,18 +35,18 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         ),
         (
             [*RANDOM, "model.revision=main"],
-            "`model.revision` is of a hub repository; random weights (`model.config`) have none",
+            "`model.revision` applies to a hub repository, but the weights are random (`model.config`); remove it",
         ),
         (["model.name_or_path=./no"], "`model.name_or_path` is a folder that does not exist: {here}/no"),
         (["model.tokenizer=../no"], "`model.tokenizer` is a folder that does not exist: {above}/no"),
         (
             ["model.name_or_path=.", "model.revision=main"],
-            "`model.revision` is of a hub repository, but `model.name_or_path` is a folder; remove it",
+            "`model.revision` applies to a hub repository, but `model.name_or_path` is a folder; remove it",
         ),
         (["data.name=/no"], "`data.name` is a folder that does not exist: /no"),
         (
             ["data.name=.", "data.revision=main"],
-            "`data.revision` is of a hub repository, but `data.name` is a folder; remove it",
+            "`data.revision` applies to a hub repository, but `data.name` is a folder; remove it",
         ),
         (["data.source=files", "data.train=no.csv"], "`data.train` is a file that does not exist: {here}/no.csv"),
         (
@@ -56,33 +56,34 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         (["data.source=folder", "data.path=no"], "`data.path` is a folder that does not exist: {here}/no"),
         (
             ["task.type=image_classification", "task.label=image"],
-            '`task.label` is "image", which `task.image` names as the image',
+            '`task.label` is "image", which is also `task.image`; set the column of the label',
         ),
         (
             ["task.type=image_classification", "model.tokenizer=x/y"],
-            "`model.tokenizer` is for texts, but `task.type` is image_classification, which reads none; remove it",
+            "`model.tokenizer` applies to texts, but `task.type` is image_classification; remove it",
         ),
         (
             ["task.type=image_classification", "data.max_length=128"],
-            "`data.max_length` is of texts, but `task.type` is image_classification, whose rows are all of one size;"
-            " remove it",
+            "`data.max_length` applies to texts, but `task.type` is image_classification; remove it",
         ),
         (
             ["task.type=image_classification", "data.group_by_length=true"],
-            "`data.group_by_length` is of texts, but `task.type` is image_classification, whose rows are all of one"
-            " size; remove it",
+            "`data.group_by_length` applies to texts, but `task.type` is image_classification; remove it",
         ),
         (
             ["task.type=image_classification", 'task.labels=["a", "b", "c"]', 'task.metrics=["f1"]'],
-            '`task.metrics` holds "f1", which needs two classes, but `task.labels` has 3; use "f1_macro"',
+            '`task.metrics` has "f1", which needs two classes, but `task.labels` has 3; use "f1_macro"',
         ),
-        (['task.text=["a", "a"]'], '`task.text` names the column "a" twice; a pair is two columns'),
-        (["task.label=sentence"], '`task.label` is "sentence", which `task.text` names as a text'),
-        (['task.metrics=["f1", "f1"]'], '`task.metrics` holds "f1" more than once'),
-        (['task.labels=["a", "b", "a"]'], '`task.labels` holds "a" more than once'),
+        (['task.text=["a", "a"]'], '`task.text` has the column "a" twice; a pair needs two columns'),
+        (
+            ["task.label=sentence"],
+            '`task.label` is "sentence", which is also in `task.text`; set the column of the label',
+        ),
+        (['task.metrics=["f1", "f1"]'], '`task.metrics` has "f1" more than once; remove one'),
+        (['task.labels=["a", "b", "a"]'], '`task.labels` has "a" more than once; remove one'),
         (
             ['task.metrics=["f1"]', 'task.labels=["a", "b", "c"]'],
-            '`task.metrics` holds "f1", which needs two classes, but `task.labels` has 3; use "f1_macro"',
+            '`task.metrics` has "f1", which needs two classes, but `task.labels` has 3; use "f1_macro"',
         ),
         (
             ["training.max_steps=5", "training.stop_at_step=6"],
@@ -91,7 +92,7 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         (
             ["training.max_steps=5", "schedule.warmup=5"],
             "`schedule.warmup` must be below `training.max_steps` 5, but is 5;"
-            " a number below 1 is a share of the steps",
+            " a number below 1 is a fraction of the steps",
         ),
         (
             ["evaluation.best=f1"],
@@ -99,23 +100,23 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         ),
         (
             ["data.validation=null", "evaluation.every=5 steps"],
-            '`evaluation.every` is "5 steps", but there is no `data.validation` to evaluate on;'
-            " name one, or write null",
+            '`evaluation.every` is "5 steps", but `data.validation` is null;'
+            " set a validation split, or set this key to null",
         ),
         (
             ["logging.project=reviews"],
-            '`logging.project` is read by "wandb" and "mlflow" alone, but `logging.to` holds neither;'
-            " add one, or write null",
+            '`logging.project` applies only to "wandb" and "mlflow", but `logging.to` has neither;'
+            " add one, or set this key to null",
         ),
         (
             ["data.validation=null", "evaluation.best=loss"],
-            "`evaluation.best` needs evaluations, but `data.validation` is null",
+            "`evaluation.best` requires evaluations, but `data.validation` is null",
         ),
         (
             ["evaluation.every=null", "evaluation.patience=2"],
-            "`evaluation.patience` needs evaluations, but `evaluation.every` is null",
+            "`evaluation.patience` requires evaluations, but `evaluation.every` is null",
         ),
-        (["checkpoint.folder=runs/{nmae}"], '`checkpoint.folder` holds "{nmae}"; only {name} is replaced'),
+        (["checkpoint.folder=runs/{nmae}"], '`checkpoint.folder` has "{nmae}"; the only placeholder is {name}'),
     ],
 )
 def test_keys_that_do_not_go_together(

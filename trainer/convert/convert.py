@@ -1,4 +1,4 @@
-"""Files in, recipe and report out."""
+"""Conversion of files of other tools to a recipe and a report."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.base.errors import RecipeError
+from trainer.base.text import dotted_leaves
 from trainer.convert.draft import Draft, Line, Outcome, Todo
 from trainer.convert.examples import examples
 from trainer.convert.layout import layout, precision
@@ -23,36 +24,35 @@ from trainer.reading.merging import with_default_kinds
 from trainer.reading.parser import Node, Origin, shown_value
 from trainer.recipe.schema import Recipe
 
-_FREE_TEXT = ("task", "model", "data")  # sections whose keys take any text, so that no check would refuse a TODO in one
+_FREE_TEXT = ("task", "model", "data")  # sections with free text, in which validation would accept a TODO
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A recipe made of other tools' files, and what became of each of their keys."""
+    """A recipe from files of other tools, and the outcome of each of their keys."""
 
-    recipe: dict[str, Any]  # as JSON has it; a text that begins with TODO stands where the files do not tell
-    missing: dict[str, str]  # what no file tells at all, by the section in which to write it
+    recipe: dict[str, Any]  # JSON values; a text "TODO: ..." for each value that the files do not have
+    missing: dict[str, str]  # the text of the TODO of each section that no file has
     lines: list[Line]
 
     @property
     def todo(self) -> dict[str, str]:
         """What the user must write, by key or section."""
-        return {**dict(_todo(self.recipe, "")), **self.missing}
+        return {**_todo(self.recipe), **self.missing}
 
     def text(self) -> str:
-        """The recipe as a file: sections that are missing are comments."""
+        """Return the recipe as a file, with comments for missing sections."""
         lines = []
         for name in Recipe.model_fields:
             if name in self.missing:
                 lines.append(f'  // TODO "{name}": {self.missing[name]}')
             if name in self.recipe:
                 lines.append(f'  "{name}": {_written(self.recipe[name], "  ")},')
-        if lines and lines[-1].endswith(","):  # else something is to be written after it
+        if lines and lines[-1].endswith(","):  # the last section is not a comment
             lines[-1] = lines[-1][:-1]
         return "\n".join(["{", *lines, "}", ""])
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as one object."""
         return {
             "recipe": self.recipe,
             "todo": self.todo,
@@ -70,35 +70,34 @@ class Conversion:
         }
 
     def report(self, everything: bool = False) -> str:
-        """What became of each key, as text.
+        """Return the outcome of each key, as text.
 
         Args:
-            everything: also keys that ask for nothing: at their defaults, or unread by the tool itself.
+            everything: Whether to include keys without effect, such as defaults.
         """
-        parts = [f"{Outcome.TODO.value}:\n" + "".join(f"  {key}: {text}\n" for key, text in self.todo.items())]
-        if not self.todo:
-            parts = []
-        unsaid = 0
+        parts = []
+        if self.todo:
+            parts.append(f"{Outcome.TODO.value}:\n" + "".join(f"  {key}: {text}\n" for key, text in self.todo.items()))
+        hidden = 0
         for outcome in Outcome:
             lines = [line for line in self.lines if line.outcome is outcome]
             shown = [line for line in lines if everything or not self._is_quiet(line)]
-            unsaid += len(lines) - len(shown)
+            hidden += len(lines) - len(shown)
             if shown:
-                heading = "keys of what is to decide" if outcome is Outcome.TODO else outcome.value
+                heading = "keys of these decisions" if outcome is Outcome.TODO else outcome.value
                 parts.append(f"{heading}:\n" + "".join(f"  {row}\n" for row in _rows(shown)))
-        if unsaid:
-            parts.append(f"{unsaid} more ask for nothing, most of them at a default: --all shows them\n")
+        if hidden:
+            parts.append(f"{hidden} more keys have no effect, most of them defaults; --all shows them\n")
         return "\n".join(parts)
 
     def _is_quiet(self, line: Line) -> bool:
-        """Whether a line would only say that nothing needs to be said."""
         if line.outcome in (Outcome.CONVERTED, Outcome.LAUNCHER, Outcome.UNREAD):
             return line.item.is_default and line.item.origin is not None
         return line.outcome in (Outcome.SAME, Outcome.DEFAULT)
 
 
 def _rows(lines: Sequence[Line]) -> Iterator[str]:
-    """A row for each line, or one for all keys of a file of which the same is said."""
+    """Yield a row for each group of keys of a file with the same text."""
     alike: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
         alike.setdefault((_source(line), line.text), []).append(line)
@@ -113,7 +112,7 @@ def _source(line: Line) -> str:
 
 
 def _written(value: Any, indent: str) -> str:
-    """A value as JSON with a line for each key; lists stay on one."""
+    """Return a value as JSON with a line for each key; a list is on one line."""
     if not isinstance(value, dict) or not value:
         return json.dumps(value, ensure_ascii=False)
     inner = ",\n".join(f"{indent}  {json.dumps(key)}: {_written(item, indent + '  ')}" for key, item in value.items())
@@ -123,17 +122,17 @@ def _written(value: Any, indent: str) -> str:
 def convert(
     files: Sequence[Path], tool: Tool | None = None, processes: int | None = None, folder: Path = Path()
 ) -> Conversion:
-    """Makes a recipe of files of other tools.
+    """Convert files of other tools to a recipe.
 
     Args:
-        files: at most one of each tool.
-        tool: whose file it is; None: told by its keys.
-        processes: how many ranks the training had; None: as accelerate's file says.
-        folder: where the recipe will lie.
+        files: At most one file of each tool.
+        tool: The tool of the file; None to recognise it from the keys.
+        processes: The number of ranks of the training; None for that of accelerate's file.
+        folder: The folder of the recipe.
 
     Raises:
-        UsageError: a file cannot be read, or is of no known tool.
-        RecipeError: values that neither the tool nor a recipe can have.
+        UsageError: a file cannot be read, or its tool is unknown.
+        RecipeError: values are invalid for the tool or for a recipe.
     """
     draft = Draft(read_sources(files, tool), processes)
     layout(draft)
@@ -147,13 +146,14 @@ def convert(
     examples(draft, folder)
     lines = draft.lines()
     recipe = _recipe(draft)
-    lines += [line for path, line in draft.unwritten() if _is_written(recipe, path)]
+    written = dotted_leaves(recipe)
+    lines += [line for path, line in draft.unwritten() if path in written]
     _refuse_impossible(recipe, lines)
     return Conversion(recipe, draft.missing, lines)
 
 
 def _recipe(draft: Draft) -> dict[str, Any]:
-    """The keys that somebody asked for, or whose defaults differ, as nested objects in the schema's order."""
+    """Return the requested keys, and those with other defaults, as nested objects in schema order."""
     found: dict[str, Any] = {}
     for path, value, asked in draft.values():
         section, _, key = path.partition(".")
@@ -171,24 +171,15 @@ def _recipe(draft: Draft) -> dict[str, Any]:
                 for part in parts[:-1]:
                     inner = inner.setdefault(part, {})
                 inner[parts[-1]] = value
-    if draft.value("data.source") is None:  # its keys stand in the report until there is a source
+    if draft.value("data.source") is None:  # the report has its keys
         recipe.pop("data", None)
     if draft.value("task.type") is None:
         recipe.pop("task", None)
     return recipe
 
 
-def _is_written(recipe: dict[str, Any], path: str) -> bool:
-    value: Any = recipe
-    for part in path.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return False
-        value = value[part]
-    return True
-
-
 def _default(path: str, draft: Draft) -> Any:
-    """The schema's default of a key, as JSON has it; a value that nothing equals where there is none."""
+    """Return the default of a key as a JSON value; `...` if it has none."""
     model: Any = Recipe
     parts = path.split(".")
     for part in parts[:-1]:
@@ -207,25 +198,18 @@ def _default(path: str, draft: Draft) -> Any:
     return default if isinstance(default, (bool, int, float, str, list, dict)) or default is None else str(default)
 
 
-def _todo(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _todo(inner, f"{path}.{key}" if path else key)
-    elif isinstance(value, str) and value.startswith("TODO: "):
-        yield path, value.removeprefix("TODO: ")
+def _todo(recipe: dict[str, Any]) -> dict[str, str]:
+    texts = {path: value for path, value in dotted_leaves(recipe).items() if isinstance(value, str)}
+    return {path: text.removeprefix("TODO: ") for path, text in texts.items() if text.startswith("TODO: ")}
 
 
 def _refuse_impossible(recipe: dict[str, Any], lines: Sequence[Line]) -> None:
-    """Refuses values that no recipe can have, such as a negative learning rate, where they were written.
-
-    Raises:
-        RecipeError: all of them.
-    """
+    """Raise `RecipeError` with all values that are invalid in a recipe, such as a negative learning rate."""
     root = with_default_kinds(_with_origins(recipe, "", lines))
     try:
         Recipe.model_validate(root.plain())
     except ValidationError as error:
-        open_keys = dict(_todo(recipe, ""))
+        open_keys = _todo(recipe)
         wrong = [
             finding
             for finding in findings(error)
@@ -238,7 +222,7 @@ def _refuse_impossible(recipe: dict[str, Any], lines: Sequence[Line]) -> None:
 
 
 def _with_origins(value: Any, path: str, lines: Sequence[Line]) -> Node:
-    """The recipe as a tree that remembers from which file each value came."""
+    """Return the recipe as a tree with the origin of each value."""
     if isinstance(value, dict):
         members = {key: _with_origins(inner, f"{path}.{key}" if path else key, lines) for key, inner in value.items()}
         return Node(members, Origin("converted recipe"))

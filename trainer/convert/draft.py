@@ -1,4 +1,4 @@
-"""A recipe in the making: what the files say for each of its keys, and what became of each key of theirs."""
+"""A draft of the recipe: the values proposed for each of its keys, and the outcome of each key of the files."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from trainer.convert.sources import Item, Sources, Tool
 from trainer.foreign.counterpart import Kind
 from trainer.reading.parser import shown_value
 
-LEFT_OUT = "was not looked at beside the other keys"
+LEFT_OUT = "was not converted because of the other keys"
 
 
 class Outcome(Enum):
-    """What became of a key; the values are the headings of the report, in its order."""
+    """Outcome of a key; the values are the headings of the report, in its order."""
 
     TODO = "to decide"
-    DIFFERS = "means something else here"
+    DIFFERS = "different behaviour"
     CONVERTED = "converted"
     NONE = "no counterpart"
-    UNKNOWN = "not a key of the tool that is known here"
-    SAME = "already so"
-    LAUNCHER = "decided by the launcher"
-    UNREAD = "not read"  # by the tool itself, beside the other keys; or the value of another file wins
-    DEFAULT = "left at a default that asks for nothing"
+    UNKNOWN = "unknown key"
+    SAME = "same behaviour"
+    LAUNCHER = "set by the launcher"
+    UNREAD = "not read"  # by the tool because of other keys; or another file has precedence
+    DEFAULT = "default without effect"
 
 
 @dataclass(frozen=True)
 class Todo:
-    """A value that the files do not tell; in the recipe a text that no check accepts."""
+    """A value that the files do not have; in the recipe, a text that validation refuses."""
 
     text: str
 
@@ -43,7 +43,7 @@ class Todo:
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one key."""
+    """The outcome of one key."""
 
     item: Item
     outcome: Outcome
@@ -59,55 +59,61 @@ class _Proposal:
 
     @property
     def is_weak(self) -> bool:
-        """Whether nobody asked for it: it is what the tool does by default."""
+        """Whether it comes only from defaults of the tool."""
         return all(item.is_default for item in self.items)
 
 
 @dataclass
 class Draft:
-    """What is proposed for the keys of the recipe, and said of the keys of the files."""
+    """Proposed values for keys of the recipe, and outcomes of keys of the files."""
 
     sources: Sources
     processes: int | None
     problems: list[str] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)  # sections that no file tells, and what to write
+    missing: dict[str, str] = field(default_factory=dict)  # sections that no file has, and the text of their TODO
     _proposals: dict[str, list[_Proposal]] = field(default_factory=dict)
     _lines: dict[tuple[Tool, str], Line] = field(default_factory=dict)
 
-    # What the topics call
+    # Called by the topics
 
     def take(self, path: str, value: object, *items: Item, note: str = "", differs: bool = False) -> None:
-        """Proposes a value for a key of the recipe.
+        """Propose a value for a key of the recipe.
 
         Args:
-            path: of the recipe's key; with a leading `#`, a number that only helps to find another.
-            value: as JSON has it, or a `Todo`.
-            items: what it comes from.
-            note: what to know of it.
-            differs: whether `note` says that it is not quite the same.
+            path: The key of the recipe; with a leading `#`, an intermediate number.
+            value: A JSON value or a `Todo`.
+            items: The keys that it comes from.
+            note: A remark for the report.
+            differs: Whether `note` describes different behaviour.
         """
         self._proposals.setdefault(path, []).append(_Proposal(value, items, note, differs))
 
     def refuse(self, path: str, text: str, *items: Item) -> None:
-        """Leaves a key of the recipe to the user: what the files say has no counterpart and may not be dropped."""
+        """Leave a key of the recipe to the user, because the value in the files has no counterpart."""
         self.take(path, Todo(text), *items)
 
     def say(self, item: Item | None, outcome: Outcome, text: str) -> None:
-        """Says what became of a key that makes no value of the recipe; of an unwritten one only if it differs."""
+        """Set the outcome of a key without a value in the recipe; for an unwritten key only if it differs."""
         if item is not None and (item.origin is not None or outcome is Outcome.DIFFERS):
             self._lines[item.tool, item.key] = Line(item, outcome, text)
 
-    def unread(self, item: Item | None, why: str) -> None:
-        """Says that the tool itself does not look at a key beside the others."""
-        self.say(item, Outcome.UNREAD, why)
+    def unread(self, why: str, *items: Item | None) -> None:
+        """Report keys that the tool ignores because of other keys."""
+        for item in items:
+            self.say(item, Outcome.UNREAD, why)
+
+    def switch(self, path: str, item: Item | None, on: str, off: str = "none") -> None:
+        """Propose `on` or `off` for a key of the recipe, if the switch is written."""
+        if item is not None:
+            self.take(path, on if self.flag(item) else off, item)
 
     def override(self, path: str, value: object, *items: Item, note: str) -> None:
-        """Proposes a value in place of all that was proposed before."""
+        """Propose a value instead of all earlier proposals."""
         self._proposals[path] = []
         self.take(path, value, *items, note=note)
 
     def combine(self, path: str, values: set[Any], result: Any) -> None:
-        """Where different values that were asked for are no contradiction, what they mean together."""
+        """Replace proposals that do not contradict each other by their common result."""
         proposals = self._proposals.get(path, [])
         if values <= {proposal.value for proposal in proposals if not isinstance(proposal.value, Todo)}:
             self._proposals[path] = [
@@ -127,7 +133,7 @@ class Draft:
         is_whole = _is_number(value) and value == int(value)
         if is_whole and (least is None or value >= least):
             return int(value)
-        self._wrong(item, "a whole number" + (f" of at least {least}" if least is not None else ""))
+        self._wrong(item, "an integer" + (f" of at least {least}" if least is not None else ""))
         return fallback
 
     def flag(self, item: Item | None) -> bool:
@@ -135,7 +141,7 @@ class Draft:
             return False
         if isinstance(item.value, bool):
             return item.value
-        if isinstance(item.value, str) and item.value.lower() in ("true", "false"):  # as accelerate's questions write
+        if isinstance(item.value, str) and item.value.lower() in ("true", "false"):  # as `accelerate config` writes
             return item.value.lower() == "true"
         self._wrong(item, "true or false")
         return False
@@ -149,12 +155,12 @@ class Draft:
     def _wrong(self, item: Item, rule: str) -> None:
         where = f"{item.origin}: " if item.origin else ""
         self.problems.append(f"{where}`{item.key}` must be {rule}, but is {shown_value(item.value)}")
-        self.say(item, Outcome.TODO, "unusable")
+        self.say(item, Outcome.TODO, "invalid")
 
-    # What comes out
+    # Results
 
     def value(self, path: str, default: Any = None) -> Any:
-        """What the proposals so far make of a key: a value, a `Todo`, or `default` where there are none."""
+        """Return the value of a key, a `Todo` if its proposals conflict, or `default` if there are none."""
         proposals = self._proposals.get(path, [])
         strong = [proposal for proposal in proposals if not proposal.is_weak] or proposals
         if not strong:
@@ -163,18 +169,18 @@ class Draft:
         if all(proposal.value == first.value for proposal in strong):
             return first.value
         claims = dict.fromkeys(
-            f"{_shown(proposal.value)} by {' x '.join(map(str, proposal.items))}" for proposal in strong
+            f"{_shown(proposal.value)} from {' x '.join(map(str, proposal.items))}" for proposal in strong
         )
-        return Todo(f"contradiction: {', or '.join(claims)}")
+        return Todo(f"conflict: {', or '.join(claims)}")
 
     def values(self) -> Iterator[tuple[str, Any, bool]]:
-        """Each key of the recipe with its value, and whether somebody asked for it."""
+        """Yield each key of the recipe, its value, and whether a file requests it explicitly."""
         for path, proposals in self._proposals.items():
             if not path.startswith("#"):
                 yield path, self.value(path), any(not proposal.is_weak for proposal in proposals)
 
     def unwritten(self) -> Iterator[tuple[str, Line]]:
-        """Keys of the recipe that follow from what the tools do where nothing is written."""
+        """Yield the keys of the recipe that follow from defaults of the tools."""
         for path, proposals in self._proposals.items():
             items = [item for proposal in proposals for item in proposal.items]
             if not any(item.origin for item in items) and not isinstance(self.value(path), Todo):
@@ -182,10 +188,10 @@ class Draft:
                     yield path, Line(item, Outcome.CONVERTED, f"`{path}` {_shown(self.value(path))}")
 
     def lines(self) -> list[Line]:
-        """What became of each key of the files.
+        """Return the outcome of each key of the files.
 
         Raises:
-            RecipeError: values that cannot be read, all at once.
+            RecipeError: all invalid values.
         """
         for item in self.sources.all():
             self._rest(item)
@@ -193,11 +199,11 @@ class Draft:
             raise RecipeError(*self.problems)
         lines = self._proposed_lines() | self._lines
         for item in self.sources.all():
-            assert (item.tool, item.key) in lines, f"{item} was swallowed"
+            assert (item.tool, item.key) in lines, f"{item} has no outcome"
         return sorted(lines.values(), key=_place)
 
     def _rest(self, item: Item) -> None:
-        """Says what became of a key that no topic has looked at, by its row."""
+        """Set the outcome of a key that no topic converted, from its row."""
         place = (item.tool, item.key)
         if place in self._lines or any(
             item is used for proposals in self._proposals.values() for proposal in proposals for used in proposal.items
@@ -205,7 +211,7 @@ class Draft:
             return
         row = item.row
         if row is None:
-            self.say(item, Outcome.UNKNOWN, "nothing was made of it")
+            self.say(item, Outcome.UNKNOWN, "ignored")
         elif item.is_auto:
             self.say(item, *self._auto())
         elif row.kind is Kind.RENAMED and row.key is not None:
@@ -222,20 +228,20 @@ class Draft:
             self.say(item, Outcome.DEFAULT, f"is not set; see `{row.key}`")
         elif any(key.startswith(f"{item.key}.") for key in item.tool.table):
             self._wrong(item, "an object with keys")
-        else:  # beside a value that was refused
+        else:  # other keys decided against it
             self.say(item, Outcome.TODO, f"{LEFT_OUT}: it is `{row.key}` here")
 
     def _auto(self) -> tuple[Outcome, str]:
         if self.sources.has(Tool.TRAINING_ARGUMENTS):
-            return Outcome.SAME, "comes from TrainingArguments, or follows from the model"
-        return Outcome.TODO, "is left to TrainingArguments: give that file too"
+            return Outcome.SAME, "TrainingArguments or the model determine it"
+        return Outcome.TODO, "TrainingArguments determine it; give that file too"
 
     def _proposed_lines(self) -> dict[tuple[Tool, str], Line]:
         lines: dict[tuple[Tool, str], Line] = {}
         for path, proposals in self._proposals.items():
             result = self.value(path)
             for proposal in proposals:
-                outcome, text = self._told(path, proposal, result)
+                outcome, text = self._outcome(path, proposal, result)
                 for item in proposal.items:
                     if item.origin is None:
                         continue
@@ -248,13 +254,13 @@ class Draft:
         return lines
 
     @staticmethod
-    def _told(path: str, proposal: _Proposal, result: Any) -> tuple[Outcome, str]:
+    def _outcome(path: str, proposal: _Proposal, result: Any) -> tuple[Outcome, str]:
         note = f" ({proposal.note})" if proposal.note else ""
         key = path.removeprefix("#")
         if isinstance(result, Todo):
             return Outcome.TODO, f"`{key}`: {result.text}"
         if result != proposal.value:
-            return Outcome.UNREAD, f"the default {_shown(proposal.value)} gives way to `{key}` {_shown(result)}"
+            return Outcome.UNREAD, f"`{key}` {_shown(result)} overrides the default {_shown(proposal.value)}"
         text = "counted in `training.global_batch_size`" if path.startswith("#") else f"`{key}` {_shown(result)}"
         return (Outcome.DIFFERS if proposal.differs else Outcome.CONVERTED), text + note
 

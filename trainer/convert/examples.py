@@ -1,4 +1,4 @@
-"""Model, data and task, as far as the arguments of the example scripts of transformers tell them."""
+"""Conversion of model, data and task from the arguments of the example scripts of transformers."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _EXAMPLES = {
 
 
 def examples(draft: Draft, folder: Path) -> None:
-    """Model, data and task.
+    """Convert model, data and task.
 
     Args:
-        folder: where the recipe will lie, to which its paths are relative; the scripts' are to the current one.
+        folder: The folder of the recipe, the base of its paths. Paths of the scripts are relative to the current one.
     """
     _model(draft, folder)
     glue = _data(draft, folder)
@@ -55,7 +55,7 @@ def examples(draft: Draft, folder: Path) -> None:
     if draft.value("data.source") is None:
         length = draft.sources.written(_TA, "max_seq_length")
         words = f'; "max_length": {length.value}' if length is not None and length.value is not None else ""
-        draft.missing["data"] = f"where the rows come from{words}; for example {_EXAMPLES['data']}"
+        draft.missing["data"] = f"the source of the rows{words}; for example {_EXAMPLES['data']}"
 
 
 def _moved(place: str, folder: Path) -> str:
@@ -75,7 +75,7 @@ def _model(draft: Draft, folder: Path) -> None:
         draft.take("model.tokenizer", _folder_or_name(draft.text(item), folder), item)
     item = written(_TA, "config_name")
     if item is not None and item.value:
-        draft.say(item, Outcome.NONE, "`model.config` holds the configuration itself, for random weights")
+        draft.say(item, Outcome.NONE, "`model.config` has the configuration as an object, for random weights")
 
 
 def _folder_or_name(name: str, folder: Path) -> str:
@@ -93,7 +93,7 @@ def _data(draft: Draft, folder: Path) -> _Glue | None:
         key = draft.text(glue).lower()
         found = _GLUE.get(key)
         if found is None:
-            draft.refuse("data.subset", f"{key} is no task of GLUE: {', '.join(_GLUE)}", glue)
+            draft.refuse("data.subset", f"{key} is not a task of GLUE: {', '.join(_GLUE)}", glue)
         else:
             for path, value in (
                 ("data.source", "hub"),
@@ -102,8 +102,13 @@ def _data(draft: Draft, folder: Path) -> _Glue | None:
                 ("data.validation", found.validation),
             ):
                 draft.take(path, value, glue)
-        for item in (name, train, written(_TA, "validation_file"), written(_TA, "dataset_config_name")):
-            draft.unread(item, "task_name decides")
+        draft.unread(
+            "task_name has precedence",
+            name,
+            train,
+            written(_TA, "validation_file"),
+            written(_TA, "dataset_config_name"),
+        )
     elif name is not None and name.value:
         draft.take("data.source", "hub", name)
         draft.take("data.name", _folder_or_name(draft.text(name), folder), name)
@@ -114,8 +119,7 @@ def _data(draft: Draft, folder: Path) -> _Glue | None:
             item = written(_TA, key)
             if item is not None and item.value:
                 draft.take(f"data.{split}", draft.text(item), item)
-        for item in (train, written(_TA, "validation_file")):
-            draft.unread(item, "dataset_name decides")
+        draft.unread("dataset_name has precedence", train, written(_TA, "validation_file"))
     elif train is not None and train.value:
         draft.take("data.source", "files", train)
         _file(draft, train, "data.train", folder)
@@ -125,7 +129,7 @@ def _data(draft: Draft, folder: Path) -> _Glue | None:
     for key in ("train_split_name", "validation_split_name", "dataset_config_name", "validation_file"):
         item = written(_TA, key)
         if item is not None and item.value and draft.value("data.source") != ("files" if "file" in key else "hub"):
-            draft.unread(item, "beside these other keys nobody reads it")
+            draft.unread("other keys name the source of the data", item)
     _lengths(draft)
     return found
 
@@ -135,7 +139,7 @@ def _file(draft: Draft, item: Item, path: str, folder: Path) -> None:
     if place.lower().endswith(_FORMATS):
         draft.take(path, _moved(place, folder), item)
     else:
-        draft.refuse(path, f"{place} is none of {', '.join(_FORMATS)}; for plain text write each line as JSON", item)
+        draft.refuse(path, f"{place} is not one of {', '.join(_FORMATS)}; for plain text write each line as JSON", item)
 
 
 def _lengths(draft: Draft) -> None:
@@ -149,7 +153,7 @@ def _lengths(draft: Draft) -> None:
     if name in ("random", "group_by_length"):
         draft.take("data.group_by_length", name == "group_by_length", sampling)
     else:
-        draft.say(sampling, Outcome.NONE, "each epoch has an order of its own, from the seed")
+        draft.say(sampling, Outcome.NONE, "each epoch has another order, from the seed")
 
 
 def _task(draft: Draft, glue: _Glue | None) -> None:
@@ -166,21 +170,18 @@ def _task(draft: Draft, glue: _Glue | None) -> None:
         draft.take("task.type", glue.type, task)
         draft.take("task.text", glue.text, task)
         draft.take("task.metrics", list(glue.metrics), task)
-        for item in (*columns, label, regression, image, *masked):
-            draft.unread(item, "task_name decides")
+        draft.unread("task_name has precedence", *columns, label, regression, image, *masked)
     elif image is not None and image.value:
         draft.take("task.type", "image_classification", image)
         draft.take("task.image", draft.text(image), image)
-        for item in (*columns, regression, *masked):
-            draft.unread(item, "image_column_name decides")
+        draft.unread("image_column_name has precedence", *columns, regression, *masked)
     elif masked:
         draft.take("task.type", "masked_lm", *masked)
         probability = written(_TA, "mlm_probability")
         if probability is not None:
             draft.take("task.mask_probability", draft.number(probability, 0.15), probability)
         _text(draft, columns)
-        for item in (label, regression):
-            draft.unread(item, "masked language modelling has no labels")
+        draft.unread("masked language modelling has no labels", label, regression)
     elif columns and draft.flag(regression) and regression is not None:
         draft.take("task.type", "sequence_regression", regression)
         _text(draft, columns)
@@ -189,13 +190,13 @@ def _task(draft: Draft, glue: _Glue | None) -> None:
         draft.say(regression, Outcome.SAME, "`task.type` is sequence_classification")
         _text(draft, columns)
     else:
-        draft.missing["task"] = f"what is learned, and from which columns; for example {_EXAMPLES['task']}"
+        draft.missing["task"] = f"the task and its columns; for example {_EXAMPLES['task']}"
         if regression is not None:
             kind = "sequence_regression" if draft.flag(regression) else "sequence_classification"
-            draft.say(regression, Outcome.TODO, f"`task.type` {kind}, once `task.text` names the columns")
+            draft.say(regression, Outcome.TODO, f"`task.type` {kind}, when `task.text` is set")
     if label is not None and label.value and glue is None and not masked:
         if draft.value("task.type") is None:
-            draft.say(label, Outcome.TODO, "`task.label`, once `task.text` names the columns")
+            draft.say(label, Outcome.TODO, "`task.label`, when `task.text` is set")
         else:
             draft.take("task.label", draft.text(label), label)
     _metrics(draft, glue)
@@ -218,8 +219,8 @@ def _metrics(draft: Draft, glue: _Glue | None) -> None:
         return
     name = _METRICS.get(draft.text(item), draft.text(item))
     if glue is not None:
-        draft.unread(item, "task_name decides")
+        draft.unread("task_name has precedence", item)
     elif draft.value("task.type") is None:
-        draft.say(item, Outcome.TODO, f"`task.metrics` {name}, once there is a task")
+        draft.say(item, Outcome.TODO, f"`task.metrics` {name}, when `task.type` is set")
     else:
         draft.take("task.metrics", [name], item)

@@ -1,4 +1,4 @@
-"""What a run writes and when: name, folder, evaluation, checkpoints, logs."""
+"""Conversion of name, folder, evaluation, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ _METRICS = {"matthews_correlation": "matthews", "spearmanr": "spearman", "pearso
 
 
 def running(draft: Draft) -> None:
-    """Everything about one run but what it learns."""
     _name(draft)
     _folder(draft)
     _evaluation(draft)
@@ -30,7 +29,7 @@ def _name(draft: Draft) -> None:
     run, folder = draft.sources.written(_TA, "run_name"), draft.sources.written(_TA, "output_dir")
     item = run if run is not None and run.value else folder
     if item is None or not item.value:
-        draft.refuse("name", "what the run is called")
+        draft.refuse("name", "the name of the run")
         return
     text = draft.text(item, "run")
     wanted = PurePath(text).name if item is folder else text
@@ -38,7 +37,7 @@ def _name(draft: Draft) -> None:
     if re.fullmatch(str(Recipe.model_fields["name"].metadata[0].pattern), name):
         draft.take("name", name, item, note="" if name == text else f"from {text}")
     else:
-        draft.refuse("name", "what the run is called", item)
+        draft.refuse("name", "the name of the run", item)
 
 
 def _folder(draft: Draft) -> None:
@@ -53,30 +52,30 @@ def _folder(draft: Draft) -> None:
             draft.say(
                 item,
                 Outcome.NONE,
-                "a checkpoint of the Trainer cannot be resumed here; to start from its weights, name it in"
+                "the trainer cannot resume a checkpoint of the Trainer; to start from its weights, set"
                 " `model.name_or_path`",
             )
     item = draft.sources.written(_TA, "overwrite_output_dir")
     if item is not None and draft.flag(item):
-        draft.say(item, Outcome.DIFFERS, "nothing is overwritten: with `checkpoint.resume` auto a run goes on")
+        draft.say(item, Outcome.DIFFERS, "nothing is overwritten; with `checkpoint.resume` auto the run resumes")
 
 
 # When
 
 
 def _interval(draft: Draft, strategy: Item, steps: Item | None, path: str) -> None:
-    """An interval from the two keys that say its kind and its length."""
+    """Propose the interval of a strategy and a number of steps."""
     kind = draft.text(strategy, "no")
     if kind == "no":
-        draft.unread(steps, f"{strategy.key} is no")
+        draft.unread(f"{strategy.key} is no", steps)
         draft.take(path, None, strategy)
     elif kind == "epoch":
-        draft.unread(steps, f"{strategy.key} is epoch")
+        draft.unread(f"{strategy.key} is epoch", steps)
         draft.take(path, "1 epoch", strategy)
     elif kind == "steps" and steps is not None:
         _every_steps(draft, strategy, steps, path)
     else:
-        draft.refuse(path, f"{strategy.key} {kind} has no counterpart; an interval, or null", strategy)
+        draft.refuse(path, f"{strategy.key} {kind} has no counterpart; write an interval, or null", strategy)
 
 
 def _every_steps(draft: Draft, strategy: Item, steps: Item, path: str) -> None:
@@ -87,7 +86,9 @@ def _every_steps(draft: Draft, strategy: Item, steps: Item, path: str) -> None:
     elif number > 0 and isinstance(total, int):
         count = math.ceil(total * number)
     else:
-        draft.refuse(path, f"{steps.key} is a share {number:g} of the steps; write how many steps", strategy, steps)
+        draft.refuse(
+            path, f"{steps.key} is a fraction {number:g} of the steps; write the number of steps", strategy, steps
+        )
         return
     draft.take(path, f"{count} step{'s' if count != 1 else ''}", strategy, steps)
 
@@ -99,7 +100,7 @@ def _evaluation(draft: Draft) -> None:
     if old is not None and (strategy is None or strategy.origin is None):
         strategy = old
     elif old is not None:
-        draft.unread(old, "eval_strategy is written too")
+        draft.unread("eval_strategy has precedence", old)
     if strategy is None:
         return
     rows = sources.get(_TA, "per_device_eval_batch_size")
@@ -107,18 +108,18 @@ def _evaluation(draft: Draft) -> None:
         draft.take("evaluation.batch_size", draft.whole(rows, 8, least=1), rows)
     steps, wanted = sources.written(_TA, "eval_steps"), sources.written(_TA, "do_eval")
     if strategy.value == "steps" and (steps is None or not steps.value):
-        draft.unread(steps, "logging_steps is taken instead")
+        draft.unread("logging_steps applies", steps)
         steps = sources.get(_TA, "logging_steps")
     if strategy.value == "no" and wanted is not None and draft.flag(wanted):
-        draft.unread(steps, "eval_strategy is no")
+        draft.unread("eval_strategy is no", steps)
         end = _end(draft)
-        note = "the example scripts evaluate once, after the training"
+        note = "the example scripts evaluate once after training"
         if isinstance(end, Todo):
             draft.refuse(path, end.text, strategy, wanted)
         else:
             draft.take(path, end, strategy, wanted, note=note)
     else:
-        draft.say(wanted, Outcome.SAME, "the interval says whether it evaluates")
+        draft.say(wanted, Outcome.SAME, "the interval determines it")
         _interval(draft, strategy, steps, path)
     _best(draft, strategy)
 
@@ -129,36 +130,27 @@ def _end(draft: Draft) -> str | Todo:
         return f"{steps} steps"
     if isinstance(epochs, int):
         return f"{epochs} epoch{'s' if epochs != 1 else ''}"
-    return Todo("once after the training: write how long that is")
+    return Todo("once after training; write the length of the training")
 
 
 def _best(draft: Draft, strategy: Item) -> None:
-    load, metric = (
-        draft.sources.written(_TA, "load_best_model_at_end"),
-        draft.sources.written(_TA, "metric_for_best_model"),
-    )
+    written = draft.sources.written
+    load, metric = written(_TA, "load_best_model_at_end"), written(_TA, "metric_for_best_model")
     wanted = draft.flag(load)
     if strategy.value == "no":
-        draft.unread(load, "nothing is evaluated")
-        draft.unread(metric, "nothing is evaluated")
+        draft.unread("there are no evaluations", load, metric)
         return
     if metric is not None and metric.value:
         name = draft.text(metric).removeprefix("eval_")
         draft.take("evaluation.best", _METRICS.get(name, name), metric)
-        direction = draft.sources.written(_TA, "greater_is_better")
-        if (
-            direction is not None
-            and direction.value is not None
-            and draft.flag(direction) != (not name.endswith("loss"))
-        ):
-            draft.say(direction, Outcome.NONE, "each metric knows which direction is better")
-        else:
-            draft.say(direction, Outcome.SAME, "each metric knows which direction is better")
+        direction = written(_TA, "greater_is_better")
+        given = direction is not None and direction.value is not None
+        agrees = not given or draft.flag(direction) != name.endswith("loss")
+        draft.say(direction, Outcome.SAME if agrees else Outcome.NONE, "each metric defines its better direction")
     elif wanted and load is not None:
-        draft.take("evaluation.best", "loss", load, note="the Trainer's default metric")
+        draft.take("evaluation.best", "loss", load, note="the default metric of the Trainer")
     if load is not None and wanted:
-        text = "the best model lies in `best/` of the run, the last in `model/`"
-        draft.say(load, Outcome.DIFFERS, text)
+        draft.say(load, Outcome.DIFFERS, "the best model is in `best/` of the run, the last in `model/`")
 
 
 def _checkpoints(draft: Draft) -> None:
@@ -167,7 +159,7 @@ def _checkpoints(draft: Draft) -> None:
         return
     steps = draft.sources.get(_TA, "save_steps")
     if strategy.value == "best":
-        draft.unread(steps, "save_strategy is best")
+        draft.unread("save_strategy is best", steps)
         draft.take(path, None, strategy, note="the best model is always exported to `best/`", differs=True)
     else:
         _interval(draft, strategy, steps, path)
@@ -175,7 +167,7 @@ def _checkpoints(draft: Draft) -> None:
     if keep is not None and keep.value is not None and draft.whole(keep) > 0:
         draft.take("checkpoint.keep", draft.whole(keep), keep)
     elif keep is not None and strategy.value != "no":
-        draft.say(keep, Outcome.DIFFERS, "the Trainer keeps every checkpoint, a run as many as `checkpoint.keep` says")
+        draft.say(keep, Outcome.DIFFERS, "the Trainer keeps every checkpoint; a run keeps `checkpoint.keep`")
 
 
 # Logs
@@ -185,9 +177,9 @@ def _logging(draft: Draft) -> None:
     strategy, path = draft.sources.get(_TA, "logging_strategy"), "logging.every"
     printed = draft.sources.written(_DS, "steps_per_print")
     if strategy is not None:
-        draft.unread(printed, "TrainingArguments says how often metrics are logged")
+        draft.unread("logging_steps has precedence", printed)
         if strategy.value == "no":
-            draft.unread(draft.sources.written(_TA, "logging_steps"), "logging_strategy is no")
+            draft.unread("logging_strategy is no", draft.sources.written(_TA, "logging_steps"))
             draft.say(strategy, Outcome.NONE, "metrics are always written; see `logging.every`")
         else:
             _interval(draft, strategy, draft.sources.get(_TA, "logging_steps"), path)
@@ -216,10 +208,10 @@ def _loggers(draft: Draft) -> None:
     if project is not None and "wandb" in known:
         draft.take("logging.project", project.value, project)
     else:
-        draft.unread(project, "nothing is logged to W&B")
+        draft.unread("nothing is logged to W&B", project)
     for name, item in unknown.items():
         others = [other for other, its in named.items() if its is item and other in known]
-        words = f"{name} is not among the places to log to: {', '.join(_LOGGERS)}"
+        words = f"{name} is not supported: {', '.join(_LOGGERS)}"
         draft.say(item, Outcome.NONE, words + (f"; `logging.to` has {', '.join(others)}" if others else ""))
 
 

@@ -1,4 +1,4 @@
-"""The files of other tools: reading them, telling which tool each is of, and their keys one by one."""
+"""Files of other tools: reading, recognition of the tool, and their keys."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainer.foreign.accelerate import ACCELERATE
 from trainer.foreign.counterpart import Counterpart
 from trainer.foreign.deepspeed import DEEPSPEED
 from trainer.foreign.training_arguments import TRAINING_ARGUMENTS
-from trainer.reading.parser import MAX_DEPTH, Node, Origin, parse, read_text, shown_path, shown_value
+from trainer.reading.parser import MAX_DEPTH, Node, Origin, file_origin, read_file, read_text, shown_path, shown_value
 
 
 class Tool(Enum):
-    """Whose file it is; the values are those of `--from`."""
+    """The tool of a file; the values are those of `--from`."""
 
     TRAINING_ARGUMENTS = "training-arguments"
     DEEPSPEED = "deepspeed"
@@ -28,12 +28,10 @@ class Tool(Enum):
 
     @property
     def title(self) -> str:
-        """Its name in prose."""
         return _TITLES[self]
 
     @property
     def table(self) -> Mapping[str, Counterpart]:
-        """What each of its keys is here."""
         return _TABLES[self]
 
 
@@ -43,31 +41,30 @@ _TABLES = {
     Tool.DEEPSPEED: DEEPSPEED,
     Tool.ACCELERATE: ACCELERATE,
 }
-_YAML_ENDINGS = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
 class Item:
-    """One key of a file, or one that the file leaves to the tool's default."""
+    """A key of a file, or a default of the tool."""
 
     tool: Tool
-    key: str  # dotted, as the table of the tool has it
+    key: str  # dotted, as in the table of the tool
     value: Any
-    origin: Origin | None  # None: not written
+    origin: Origin | None  # None if the key is not written
 
     @property
     def row(self) -> Counterpart | None:
-        """What it is here; None: the tool has no such key."""
+        """The row of the key; None if the tool has no such key."""
         return self.tool.table.get(self.key)
 
     @property
     def is_default(self) -> bool:
-        """Whether the tool would do the same without it."""
+        """Whether the key has the same effect as leaving it out."""
         return self.origin is None or (self.row is not None and self.row.is_default(self.value))
 
     @property
     def is_auto(self) -> bool:
-        """Whether DeepSpeed's file leaves it to TrainingArguments."""
+        """Whether TrainingArguments determine the value in DeepSpeed's file."""
         return self.tool is Tool.DEEPSPEED and self.value == "auto"
 
     def __str__(self) -> str:
@@ -79,18 +76,18 @@ class Item:
 class Sources:
     """All keys of all files."""
 
-    files: dict[Tool, str] = field(default_factory=dict)  # as messages show them
+    files: dict[Tool, str] = field(default_factory=dict)  # paths for messages
     items: dict[Tool, dict[str, Item]] = field(default_factory=dict)
 
     def has(self, tool: Tool) -> bool:
         return tool in self.files
 
     def written(self, tool: Tool, key: str) -> Item | None:
-        """The key, if the file holds it."""
+        """Return the key if it is written."""
         return self.items.get(tool, {}).get(key)
 
     def get(self, tool: Tool, key: str) -> Item | None:
-        """The key, or the tool's default where the file leaves it out; None: no such file, or no default."""
+        """Return the key, or the default of the tool; None without a file of the tool or a default."""
         item = self.written(tool, key)
         row = tool.table[key]
         if item is not None or not self.has(tool) or not row.defaults:
@@ -98,20 +95,20 @@ class Sources:
         return Item(tool, key, row.defaults[0], None)
 
     def all(self) -> Iterator[Item]:
-        """Every key that was written, file by file."""
+        """Yield every key that is written."""
         for items in self.items.values():
             yield from items.values()
 
 
 def read_sources(files: Iterable[Path], tool: Tool | None) -> Sources:
-    """Reads files, and those that they name.
+    """Read files and the files that they name.
 
     Args:
-        files: of different tools.
-        tool: whose files they are; None: told by their keys.
+        files: Files of different tools.
+        tool: The tool of the files; None to recognise it from the keys.
 
     Raises:
-        UsageError: a file cannot be read, or is of no known tool, of two, or of the same as another.
+        UsageError: a file cannot be read, its tool is unclear, or two files are of one tool.
     """
     sources = Sources()
     read = set()
@@ -132,7 +129,7 @@ def read_sources(files: Iterable[Path], tool: Tool | None) -> Sources:
 
 def _add(sources: Sources, tool: Tool, tree: Node, name: str) -> None:
     if sources.has(tool):
-        raise UsageError(f"{name}: is a second file of {tool.title}, after {sources.files[tool]}; give one")
+        raise UsageError(f"{name}: is a second file of {tool.title}, after {sources.files[tool]}; give only one")
     sources.files[tool] = name
     _add_items(sources, tool, tree, "")
     inner = tree.members.get("deepspeed")
@@ -147,7 +144,7 @@ def _add_items(sources: Sources, tool: Tool, tree: Node, path: str) -> None:
 
 
 def _leaves(tool: Tool, node: Node, path: str) -> Iterator[tuple[str, Node]]:
-    """Keys with their values, down to where the tool's table ends."""
+    """Yield the keys of the tool's table, with their values."""
     descends = not path or any(key.startswith(f"{path}.") for key in tool.table)
     if not (descends and node.members):
         yield path, node
@@ -159,7 +156,7 @@ def _leaves(tool: Tool, node: Node, path: str) -> Iterator[tuple[str, Node]]:
 
 
 def _named_files(sources: Sources) -> Iterator[tuple[str, Path]]:
-    """The files that are named in other files and are there; what is not there, the report says."""
+    """Yield existing files that other files name; the report has the missing ones."""
     for tool, key in (
         (Tool.TRAINING_ARGUMENTS, "deepspeed"),
         (Tool.TRAINING_ARGUMENTS, "fsdp_config"),
@@ -168,17 +165,17 @@ def _named_files(sources: Sources) -> Iterator[tuple[str, Path]]:
         item = sources.written(tool, key)
         if item is None or item.origin is None or not isinstance(item.value, str):
             continue
-        for folder in (Path(), item.origin.folder):  # the tools read from the current folder
+        for folder in (Path(), item.origin.folder):  # the tools use the current folder
             if (folder / item.value).is_file():
                 yield key, folder / item.value
                 break
 
 
 def _recognised(tree: Node, name: str) -> Tool:
-    """The tool whose own keys the file holds.
+    """Return the tool of the file from keys that only this tool has.
 
     Raises:
-        UsageError: it holds those of no tool, or of several.
+        UsageError: the file has such keys of no tool, or of several.
     """
     found = {}
     for tool in Tool:
@@ -189,15 +186,13 @@ def _recognised(tree: Node, name: str) -> Tool:
         return next(iter(found))
     choices = ", ".join(f"--from {tool.value}" for tool in found or Tool)
     if not found:
-        raise UsageError(
-            f"{name}: holds no key that is TrainingArguments', DeepSpeed's or accelerate's alone; use {choices}"
-        )
+        raise UsageError(f"{name}: has no key that only TrainingArguments, DeepSpeed or accelerate have; use {choices}")
     clash = " and ".join(f"{tool.title} (`{keys[0]}`)" for tool, keys in found.items())
-    raise UsageError(f"{name}: holds keys of {clash}; say whose file it is with one of {choices}")
+    raise UsageError(f"{name}: has keys of {clash}; select the tool with one of {choices}")
 
 
 def _is_of_one(key: str, node: Node, tool: Tool) -> bool:
-    """Whether this tool alone has the key; where several do, an object belongs to the one that has keys in it."""
+    """Return whether only this tool has the key; an object belongs to the tool that has keys in it."""
     owners = [other for other in Tool if key in other.table]
     if len(owners) > 1:
         owners = [other for other in owners if bool(node.members) == any(k.startswith(f"{key}.") for k in other.table)]
@@ -205,21 +200,14 @@ def _is_of_one(key: str, node: Node, tool: Tool) -> bool:
 
 
 def _read(file: Path) -> Node:
-    name = shown_path(file)
-    try:
-        text = read_text(file)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UsageError(f"{name}: cannot be read: {reason}") from error
-    origin = Origin(name, folder=Path(os.path.abspath(file)).parent)
-    if file.suffix.lower() in _YAML_ENDINGS:
-        node = _read_yaml(text, origin)
+    if file.suffix.lower() in (".yaml", ".yml"):
+        node = _read_yaml(read_text(file), file_origin(file))
     else:
-        node, problems = parse(text, origin)
+        node, problems = read_file(file)
         if problems:
             raise RecipeError(*map(str, problems))
     if not node.members:
-        raise UsageError(f"{name}: must hold an object with keys, but is {shown_value(node.plain())}")
+        raise UsageError(f"{shown_path(file)}: must be an object with keys, but is {shown_value(node.plain())}")
     return node
 
 
@@ -230,7 +218,7 @@ def _read_yaml(text: str, origin: Origin) -> Node:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = _place(mark, origin) if mark else origin
-        raise UsageError(f"{place}: is not YAML: {getattr(error, 'problem', None) or error}") from error
+        raise UsageError(f"{place}: is not valid YAML: {getattr(error, 'problem', None) or error}") from error
 
 
 def _place(mark: yaml.Mark, origin: Origin) -> Origin:
@@ -238,16 +226,13 @@ def _place(mark: yaml.Mark, origin: Origin) -> Origin:
 
 
 def _from_yaml(node: yaml.Node, origin: Origin, seen: set[int], depth: int) -> Node:
-    """The tree of a YAML document.
-
-    An alias is refused: it may lead back to itself, or a few lines to gigabytes.
-    """
+    """Return the tree of a YAML document without aliases, which may be circular or expand to gigabytes."""
     place = _place(node.start_mark, origin)
     if id(node) in seen:
-        raise UsageError(f"{place}: an anchor is used again; write its value out")
+        raise UsageError(f"{place}: aliases are not supported; write the value of the anchor")
     seen.add(id(node))
     if depth >= MAX_DEPTH:
-        raise UsageError(f"{place}: nested deeper than {MAX_DEPTH} levels")
+        raise UsageError(f"{place}: nested deeper than the limit of {MAX_DEPTH} levels")
     if isinstance(node, yaml.SequenceNode):
         return Node([_from_yaml(item, origin, seen, depth + 1) for item in node.value], place)
     if isinstance(node, yaml.MappingNode):
@@ -255,7 +240,7 @@ def _from_yaml(node: yaml.Node, origin: Origin, seen: set[int], depth: int) -> N
         for key_node, value_node in node.value:
             key, key_place = str(key_node.value), _place(key_node.start_mark, origin)
             if key in members:
-                raise UsageError(f"{key_place}: `{key}` stands twice; first at {members[key].key_origin}")
+                raise UsageError(f"{key_place}: `{key}` is a duplicate key; first at {members[key].key_origin}")
             inner = _from_yaml(value_node, origin, seen, depth + 1)
             members[key] = Node(inner.value, inner.origin, key_place)
         return Node(members, place)

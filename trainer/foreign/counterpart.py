@@ -1,33 +1,34 @@
-"""One row of a table of another tool's keys: what it is here."""
+"""Rows of the tables of other tools' keys."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 
 class Kind(Enum):
-    """How a key of another tool goes over; the words are those of the report and of the documentation."""
+    """Conversion of a key; the report and the documentation show the values."""
 
-    RENAMED = "a key here"  # with the same values
-    MAPPED = "a key here, with other values"
+    RENAMED = "a key with the same values"
+    MAPPED = "a key with other values"
     NONE = "no counterpart"
-    SAME = "already so"  # as long as the key has one of its defaults
-    LAUNCHER = "decided by the launcher"
+    SAME = "same behaviour"  # if the value is one of the defaults
+    LAUNCHER = "set by the launcher"
 
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The key that does the same here; or none, and why."""
+    """The key of a recipe for a key of another tool; or none, and the reason."""
 
     key: str | None
     note: str = ""
     kind: Kind = Kind.MAPPED
-    defaults: tuple[Any, ...] = ()  # what means the same to the tool as leaving the key out, its default first
+    defaults: tuple[Any, ...] = ()  # values with the same effect as leaving the key out; the tool's default is first
 
     def is_default(self, value: object) -> bool:
-        """Whether the tool takes this value also where the key is not written."""
+        """Return whether the value has the same effect as leaving the key out."""
         return any(
             value == default and isinstance(value, bool) == isinstance(default, bool) for default in self.defaults
         )
@@ -39,30 +40,34 @@ class Counterpart:
 
 
 def renamed(key: str, *defaults: object, note: str = "") -> Counterpart:
-    """A key whose value goes over as it is."""
+    """Return the row of a key with the same values."""
     return Counterpart(key, note, Kind.RENAMED, defaults)
 
 
 def mapped(key: str, *defaults: object, note: str = "") -> Counterpart:
-    """A key whose value is another one here, or says it together with other keys."""
+    """Return the row of a key with other values, or with a value that depends on several keys."""
     return Counterpart(key, note, Kind.MAPPED, defaults)
 
 
 def none(why: str, *defaults: object) -> Counterpart:
-    """A key that nothing here stands for."""
+    """Return the row of a key without a counterpart."""
     return Counterpart(None, why, Kind.NONE, defaults)
 
 
 def same(why: str, *defaults: object) -> Counterpart:
-    """A key whose defaults are what always happens here."""
+    """Return the row of a key whose defaults are the fixed behaviour of the trainer."""
     return Counterpart(None, why, Kind.SAME, defaults)
 
 
 def launcher(why: str, *defaults: object) -> Counterpart:
-    """A key about ranks and machines, which no recipe holds."""
+    """Return the row of a key for ranks and machines, which the launcher sets."""
     return Counterpart(None, why, Kind.LAUNCHER, defaults)
 
 
 def alike(row: Counterpart, *spellings: str) -> dict[str, Counterpart]:
-    """The same row for several spellings."""
+    """Return the same row for several spellings."""
     return dict.fromkeys(spellings, row)
+
+
+def prefixed(prefix: str, rows: Mapping[str, Counterpart]) -> dict[str, Counterpart]:
+    return {f"{prefix}{name}": row for name, row in rows.items()}

@@ -1,4 +1,4 @@
-"""What an unknown key of a recipe is called here, if another tool knows it."""
+"""Look-up of a spelling in the tables of all tools."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ def _normal(spelling: str) -> str:
 
 @cache
 def _table() -> dict[str, Counterpart]:
-    tables = (ACCELERATE, MEGATRON, DEEPSPEED, TRAINING_ARGUMENTS)  # where they share a spelling, the last one counts
+    tables = (ACCELERATE, MEGATRON, DEEPSPEED, TRAINING_ARGUMENTS)  # the last table with a spelling takes precedence
     return {_normal(spelling): row for table in tables for spelling, row in table.items()}
 
 
 def counterpart(path: str) -> Counterpart | None:
-    """What stands here for another tool's key; None where the spelling is no tool's.
+    """Return the row of another tool's key; None if no tool has it.
 
-    `path` is a dotted key path, dashes or underscores, with or without leading dashes. The longest known ending
-    counts, so that `parallel.zero_optimization.stage` is recognised as well as `zero_optimization.stage`.
+    Args:
+        path: A dotted key path, with dashes or underscores. The longest known suffix counts, so that
+            `parallel.zero_optimization.stage` gives the row of `zero_optimization.stage`.
     """
     parts = _normal(path).split(".")
     return next((row for start in range(len(parts)) if (row := _table().get(".".join(parts[start:])))), None)

@@ -1,6 +1,6 @@
-"""pydantic's findings in our grammar: the key path, its value, the rule, the remedy.
+"""Messages for validation errors of pydantic: the key path, the rule, the value, the fix.
 
-The rule is read off the JSON Schema of the key, so that a message can never say anything but what the schema says.
+The rule derives from the JSON Schema of the key.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """One error of pydantic, placed in the schema and in the recipe."""
+    """An error of pydantic, with its place in the schema and in the recipe."""
 
-    error: str  # pydantic's name for it
-    path: KeyPath  # of the key, or of the item of a list, without the steps that pydantic adds for unions
-    section: type[Section]  # what the key is, or should be, a key of
-    field: FieldInfo | None  # None: the section has no such key
+    error: str  # pydantic's error type
+    path: KeyPath  # of the key or list item, without pydantic's steps for unions
+    section: type[Section]  # the section of the key
+    field: FieldInfo | None  # None for an unknown key
 
 
 def findings(error: ValidationError) -> list[Finding]:
-    """What pydantic found, one finding for each key or item, however many branches of a union refused it."""
+    """Return one finding for each key or item; pydantic reports one for each branch of a union."""
     found: dict[KeyPath, Finding] = {}
     for details in error.errors(include_url=False, include_context=False, include_input=False):
         finding = _placed(details["type"], details["loc"])
         found.setdefault(finding.path, finding)
     inner = {path[:-1] for path in found if path and isinstance(path[-1], int)}
-    return [finding for path, finding in found.items() if path not in inner]  # a bad item says more than a bad list
+    return [
+        finding for path, finding in found.items() if path not in inner
+    ]  # an invalid item is more precise than an invalid list
 
 
 def _placed(error: str, location: KeyPath) -> Finding:
-    """Walks the schema along pydantic's location, which also names the kinds and branches of unions."""
+    """Follow pydantic's location, which includes kinds and branches of unions, through the schema."""
     section: type[Section] = Recipe
     path: KeyPath = ()
     parts = list(location)
@@ -58,13 +60,13 @@ def _placed(error: str, location: KeyPath) -> Finding:
         if field is None or not parts:
             return Finding(error, path, section, field)
         inner = section_models(field.annotation)
-        if not inner:  # a plain value: of what is left, only the numbers of items are steps in the recipe
+        if not inner:  # a plain value; of the rest, only list indices are part of the path
             return Finding(error, path + tuple(part for part in parts if isinstance(part, int)), section, field)
         section = kinds(field)[str(parts.pop(0))] if field.discriminator else inner[0]
 
 
 def explain(finding: Finding, root: Node) -> list[Problem]:
-    """The problems that one finding stands for; none where the reader has already reported the value."""
+    """Return the problems of a finding; none if the parser already reported the value."""
     node = nearest_node(root, finding.path)
     if finding.field is None:
         return unknown_key(finding.path, finding.section, node)
@@ -106,7 +108,7 @@ def _tag_rule(field: FieldInfo) -> Schema:
 
 
 def rule_in_words(schema: Schema) -> str:
-    """What a JSON Schema allows, as the rest of a sentence that begins with "must be"."""
+    """Return the rule of a JSON Schema in words that follow "must be"."""
     branches = schema.get("anyOf") or schema.get("oneOf")
     if branches:
         return ", or ".join(dict.fromkeys(rule_in_words(branch) for branch in branches))
@@ -174,7 +176,7 @@ def _branches(schema: Schema) -> list[Schema]:
 
 
 def _remedy(value: object, schema: Schema) -> str:
-    """How to mend a value that was written a little differently from what the schema allows; empty if unclear."""
+    """Return the fix of a value that is close to a valid one; empty if there is none."""
     branches = _branches(schema)
     if isinstance(value, str):
         return _remedy_for_text(value, branches)

@@ -1,7 +1,4 @@
-"""What the schema says about key paths: which exist, which kinds a section has, which values name a place.
-
-Everything is read off the pydantic models, so that a new key or kind needs no second entry here.
-"""
+"""Key paths, kinds of sections and path-valued keys, derived from the pydantic models of the schema."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from trainer.recipe.schema import Place, Recipe, Section
 
 
 def find_node(root: Node, path: KeyPath) -> Node | None:
-    """The node at `path`; None where nothing was written there."""
+    """Return the node at `path`, or None if it was not written."""
     node: Node | None = root
     for part in path:
         if node is None:
@@ -30,19 +27,19 @@ def find_node(root: Node, path: KeyPath) -> Node | None:
 
 
 def nearest_node(root: Node, path: KeyPath) -> Node:
-    """The node at `path`, or the innermost one around it that was written."""
+    """Return the node at `path`, or the innermost enclosing node that was written."""
     return next((node for end in range(len(path), 0, -1) if (node := find_node(root, path[:end]))), root)
 
 
 def section_models(annotation: object) -> tuple[type[Section], ...]:
-    """The sections that a key of this type may hold: none for a plain value, several for a section with kinds."""
+    """Return the section models of a type: none for a plain value, several for a section with kinds."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
     return tuple(model for argument in get_args(annotation) for model in section_models(argument))
 
 
 def kinds(field: FieldInfo) -> dict[str, type[Section]]:
-    """The kinds of a section by the value of its discriminator ("hub" for `HubData`); empty for every other key."""
+    """Return the kinds of a section by the value of its discriminator ("hub" for `HubData`); empty for other keys."""
     if not isinstance(field.discriminator, str):
         return {}
     models = section_models(field.annotation)
@@ -50,14 +47,14 @@ def kinds(field: FieldInfo) -> dict[str, type[Section]]:
 
 
 def default_tag(field: FieldInfo) -> str | None:
-    """The kind that a section has when none is written; None where one must be."""
+    """Return the default kind of a section; None if the kind is required."""
     if isinstance(field.discriminator, str) and isinstance(field.default, Section):
         return str(getattr(field.default, field.discriminator))
     return None
 
 
 def section_model(field: FieldInfo, node: Node) -> type[Section] | None:
-    """The section that `node`, the value of `field`, is meant as; None for a plain value or an unknown kind."""
+    """Return the section model of `node`, the value of `field`; None for a plain value or an unknown kind."""
     if not isinstance(field.discriminator, str):
         return next(iter(section_models(field.annotation)), None)
     written = node.members.get(field.discriminator)
@@ -66,7 +63,7 @@ def section_model(field: FieldInfo, node: Node) -> type[Section] | None:
 
 
 def place_of(field: FieldInfo) -> Place | None:
-    """What a relative path in this key is relative to; None where the key holds no path."""
+    """Return the base of relative paths in this key; None if its value is not a path."""
     return next((part for part in (*field.metadata, *_type_parts(field.annotation)) if isinstance(part, Place)), None)
 
 
@@ -78,7 +75,7 @@ def _type_parts(annotation: object) -> Iterator[object]:
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Every key path of the schema, over all kinds of every section, in the schema's order."""
+    """Return every key path of the schema, over all kinds of every section, in schema order."""
     return tuple(dict.fromkeys(_keys_below(Recipe, "")))
 
 

@@ -1,9 +1,7 @@
-"""From a recipe's file and the command line to a validated recipe, with the origin of every value.
+"""Loading of a recipe from its file and the command line, with the origin of every value.
 
-The layers, later ones win: the schema's defaults, the recipes that a recipe `extends`, the recipe, the command line.
-How one layer lies over another is in `merging.py`.
-
-Nothing is reported until everything was looked at: a `RecipeError` holds all problems, sorted by place.
+The layers, in increasing precedence: the defaults of the schema, the recipes that a recipe `extends`, the recipe, the
+command line (see `merging.py`). A `RecipeError` has all problems of a recipe, sorted by place.
 """
 
 from __future__ import annotations
@@ -32,30 +30,30 @@ from trainer.recipe.schema import Place, Recipe, Section
 MAX_EXTENDS = 16
 MAX_PROBLEMS = 50
 FILE_KEYS = ("$schema", "extends")
-"""Keys that belong to a recipe's file, not to the recipe."""
+"""Keys of a recipe file that are not keys of the recipe."""
 
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
-    """A recipe that is valid by itself, and where each value came from.
+    """A valid recipe, and the origin of each value.
 
-    In `recipe`, every path is absolute; `model.name_or_path`, `model.tokenizer` and `data.name` are hub names exactly
-    where they are not absolute.
+    In `recipe`, every path is absolute; `model.name_or_path`, `model.tokenizer` and `data.name` are hub names if they
+    are not absolute.
     """
 
     recipe: Recipe
-    origins: Mapping[str, Origin]  # by dotted key path; lists are one value, `model.config` is taken apart
-    values: Mapping[str, Any]  # the recipe by the same key paths, as JSON has it
+    origins: Mapping[str, Origin]  # by dotted key path; a list is one value
+    values: Mapping[str, Any]  # JSON values by dotted key path
     file: Path
 
 
 def load_recipe(source: str, overrides: Sequence[str] = ()) -> ResolvedRecipe:
-    """Load a recipe from a file, or a shipped one by its name (`bert_sample`), and apply `key=value` overrides.
+    """Load a recipe from a file, or a shipped recipe by name (`bert_sample`), and apply `key=value` overrides.
 
     The extensions of installed packages are loaded first.
 
     Raises:
-        RecipeError: The recipe is wrong; the error holds all its problems.
+        RecipeError: All problems of the recipe.
         UsageError: An extension cannot be loaded.
     """
     extensions.load()
@@ -70,10 +68,10 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> ResolvedRecipe:
 
 
 def find_recipe(source: str, folder: Path) -> Path:
-    """The file that `source` means: a path relative to `folder`, or else the name of a shipped recipe.
+    """Return the file at a path relative to `folder`, or else of the shipped recipe of this name.
 
     Raises:
-        RecipeError: it means neither.
+        RecipeError: there is neither.
     """
     path = folder / os.path.expanduser(source)
     if os.path.isfile(path):
@@ -92,11 +90,11 @@ def find_recipe(source: str, folder: Path) -> Path:
 
 
 def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[Problem]]:
-    """The recipe in `file` merged over what it extends, and what the reader found wrong in all of them."""
+    """Return the recipe in `file` merged over those that it extends, and the problems of the parser."""
     chain = (*chain, Path(os.path.realpath(file)))
     node, problems = read_file(file)
     if not isinstance(node.value, dict):
-        raise RecipeError(f"{node.origin}: a recipe is an object {{...}}, but this is {shown_value(node.plain())}")
+        raise RecipeError(f"{node.origin}: a recipe must be an object {{...}}, but is {shown_value(node.plain())}")
     own = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
     extends = node.members.get("extends")
     if extends is None or extends.value is None:
@@ -119,9 +117,9 @@ def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:
         raise RecipeError(f"{extends.origin}: `extends` {shown_value(extends.value)}: {error}") from error
     if Path(os.path.realpath(base)) in chain:
         circle = " -> ".join(shown_path(path) for path in (*chain, base))
-        raise RecipeError(f"{extends.origin}: `extends` leads back to a recipe that it comes from: {circle}")
+        raise RecipeError(f"{extends.origin}: `extends` is circular: {circle}")
     if len(chain) >= MAX_EXTENDS:
-        raise RecipeError(f"{extends.origin}: `extends` is nested deeper than {MAX_EXTENDS} recipes")
+        raise RecipeError(f"{extends.origin}: `extends` is nested deeper than the limit of {MAX_EXTENDS} recipes")
     return base
 
 
@@ -135,7 +133,7 @@ def _resolved(file: Path, root: Node, problems: list[Problem]) -> ResolvedRecipe
     problems = problems + [problem for finding in found[:MAX_PROBLEMS] for problem in explain(finding, root)]
     broken = {finding.path[:2] for finding in found}
     for contradiction in contradictions(sections):
-        if broken.isdisjoint(key[:2] for key in contradiction.keys):  # else it may only follow from another problem
+        if broken.isdisjoint(key[:2] for key in contradiction.keys):  # else it may follow from another problem
             problems.append(Problem(nearest_node(root, contradiction.keys[0]).origin, message(contradiction)))
     if recipe is None or problems:
         raise RecipeError(*_report(problems, shown_path(file), len(found)))
@@ -154,7 +152,7 @@ def _validated(root: Node) -> tuple[Recipe | None, list[Finding]]:
 
 
 def _sound_sections(root: Node, found: Sequence[Finding]) -> dict[str, Any]:
-    """The sections of a broken recipe without their broken keys, so that contradictions are reported beside these."""
+    """Return the sections of an invalid recipe without the invalid keys, to check them for contradictions."""
     data = root.plain()
     for name, *inner in (finding.path for finding in found):
         if inner and isinstance(data.get(name), dict):
@@ -167,28 +165,28 @@ def _sound_sections(root: Node, found: Sequence[Finding]) -> dict[str, Any]:
         try:
             if model is not None:
                 sections[name] = model.model_validate(data.get(name, {}))
-        except ValidationError:  # the section, or a key that it must have, is missing or broken
+        except ValidationError:  # the section or a required key is missing or invalid
             continue
     return sections
 
 
 def _report(problems: Sequence[Problem], file: str, num_findings: int) -> list[str]:
-    """The problems in the order of their places: the recipe's own file, what it extends, the command line."""
+    """Sort problems by place: the recipe's file, the files that it extends, the command line."""
 
     def place(problem: Problem) -> tuple[bool, bool, str, int, int]:
         origin = problem.origin
         return origin.line == 0, origin.source != file, origin.source, origin.line, origin.column
 
     lines = list(dict.fromkeys(map(str, sorted(problems, key=place))))
-    unsaid = max(0, len(lines) - MAX_PROBLEMS) + max(0, num_findings - MAX_PROBLEMS)
-    return lines[:MAX_PROBLEMS] + ([f"and {unsaid} more"] if unsaid else [])
+    hidden = max(0, len(lines) - MAX_PROBLEMS) + max(0, num_findings - MAX_PROBLEMS)
+    return lines[:MAX_PROBLEMS] + ([f"and {hidden} more"] if hidden else [])
 
 
 # Completion
 
 
 def _with_places(value: Any, path: KeyPath, root: Node) -> Any:
-    """A section with its paths made absolute; any other value as it is."""
+    """Make the paths of a section absolute; return other values unchanged."""
     if not isinstance(value, Section):
         return value
     updates = {}
@@ -197,9 +195,8 @@ def _with_places(value: Any, path: KeyPath, root: Node) -> Any:
         folder = nearest_node(root, (*path, name)).origin.folder
         after = _with_places(before, (*path, name), root)
         if place_of(field) is Place.RECIPE:
-            after = (
-                [_absolute(item, folder) for item in before] if isinstance(before, list) else _absolute(before, folder)
-            )
+            several = isinstance(before, list)
+            after = [_absolute(item, folder) for item in before] if several else _absolute(before, folder)
         elif place_of(field) is Place.RECIPE_OR_HUB:
             after = _absolute_unless_hub(before, folder)
         if after != before:
@@ -218,7 +215,7 @@ def _absolute_unless_hub(place: str | None, folder: Path) -> str | None:
 
 
 def _completed(recipe: Recipe) -> Recipe:
-    """The recipe with the values that follow from its other values."""
+    """Fill in the values that depend on other values."""
     folder = os.path.abspath(os.path.expanduser(recipe.checkpoint.folder.replace("{name}", recipe.name)))
     updates: dict[str, Section] = {"checkpoint": recipe.checkpoint.model_copy(update={"folder": folder})}
     if recipe.data.validation is None:

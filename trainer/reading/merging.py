@@ -1,9 +1,9 @@
-"""How a recipe lies over the one that it extends, and the command line over both.
+"""Merging of the layers of a recipe: the recipes that it extends, the recipe, the command line.
 
-Objects are merged key by key; every other value, lists included, is replaced. Where a later layer changes the *kind*
-of a section (`task.type`, `data.source`, `optimizer.name`), an earlier layer's key stays only if the new kind has that
-key with the same type and meaning: `data.max_length` outlives a change from hub to files, `data.train` (a split there,
-a file here) does not. `model.config` is replaced whole where its `model_type` changes.
+Objects merge key by key; other values, including lists, are replaced. If a later layer changes the *kind* of a section
+(`task.type`, `data.source`, `optimizer.name`), an earlier key stays only if the new kind has the key with the same type
+and meaning. From hub to files, `data.max_length` stays, but `data.train` (a split, then a file) does not. A new
+`model_type` replaces all of `model.config`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from trainer.recipe.schema import Recipe, Section
 
 
 def merged(base: Node, layer: Node) -> Node:
-    """The recipe in `layer` over the recipe in `base`."""
+    """Merge `layer` over `base`."""
     return _merged((), base, layer, None)
 
 
 def _merged(path: KeyPath, base: Node, layer: Node, field: FieldInfo | None) -> Node:
-    """`layer` over `base`; `field` is the key's row in the schema, where it has one."""
     if not isinstance(base.value, dict) or not isinstance(layer.value, dict):
         return layer
     members = dict(_kept(path, base, layer, field))
@@ -31,19 +30,19 @@ def _merged(path: KeyPath, base: Node, layer: Node, field: FieldInfo | None) -> 
     for key, node in layer.members.items():
         inner = section.model_fields.get(key) if section else None
         members[key] = _merged((*path, key), members[key], node, inner) if key in members else node
-    written = layer if layer.origin.line else base  # a file says where a section stands, the command line does not
+    written = layer if layer.origin.line else base  # the command line has no positions
     return Node(members, written.origin, written.key_origin)
 
 
 def _kept(path: KeyPath, base: Node, layer: Node, field: FieldInfo | None) -> dict[str, Node]:
-    """The members of `base` that still mean something under the kind that `layer` gives the section."""
+    """Return the members of `base` that are valid under the kind that `layer` sets."""
     if path == ("model", "config"):
         old, new = base.members.get("model_type"), layer.members.get("model_type")
         return {} if old and new and old.value != new.value else base.members
     if field is None or field.discriminator not in layer.members:
         return base.members
     before, after = section_model(field, base), section_model(field, layer)
-    if before is None or after is None or before is after:  # an unknown kind is reported, with all its keys
+    if before is None or after is None or before is after:  # validation reports unknown kinds
         return base.members
     return {key: node for key, node in base.members.items() if _same_key(before, after, key)}
 
@@ -56,7 +55,7 @@ def _same_key(before: type[Section], after: type[Section], key: str) -> bool:
 
 
 def with_default_kinds(root: Node) -> Node:
-    """Names the kind of each section that may leave it out, since pydantic wants it named."""
+    """Set the default kind of sections without one, as pydantic requires."""
     members = dict(root.members)
     for name, field in Recipe.model_fields.items():
         tag = default_tag(field)

@@ -1,4 +1,4 @@
-"""`key=value` arguments of the command line as one more layer over the recipe."""
+"""`key=value` arguments of the command line as a layer over the recipe."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from trainer.reading.suggesting import suggestion
 
 
 def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
-    """The arguments as an object of nodes, and what is wrong with their form.
+    """Return the arguments as an object, and the invalid arguments.
 
-    A value is read as JSON where it parses and is a string where it does not: `training.epochs=1`,
-    `evaluation.every=null`, `evaluation.every=100 steps`, `logging.to=["console"]`, `name="7"`.
+    A value that is valid JSON is parsed; any other is a string. Examples: `training.epochs=1`, `evaluation.every=null`,
+    `evaluation.every=100 steps`, `logging.to=["console"]`, `name="7"`.
     """
     origin = Origin("command line", folder=Path(os.path.abspath(".")))
     root = Node({}, origin)
@@ -48,15 +48,15 @@ def _malformed(override: str) -> str | None:
     key, equals, _ = override.partition("=")
     if key.startswith("-"):
         meant = suggestion(key.lstrip("-"))
-        return f"is no option; as a key it {meant}" if meant else "is neither an option nor an override key=value"
+        return f"is not an option; as a key it {meant}" if meant else "is neither an option nor an override key=value"
     if not equals:
         return "is not an override; write key=value, such as training.epochs=1"
     if not all(key.split(".")):
         return "has an empty part in its key; write key=value, such as training.epochs=1"
     if key.count(".") >= MAX_DEPTH:
-        return f"is nested deeper than {MAX_DEPTH} levels, which no recipe needs"
+        return f"is nested deeper than the limit of {MAX_DEPTH} levels"
     if key in ("extends", "$schema"):
-        return "can only be written in a recipe file"
+        return "is valid only in a recipe file"
     return None
 
 
@@ -68,12 +68,12 @@ def _value(text: str, path: KeyPath, origin: Origin) -> tuple[Node, list[Problem
 
 
 def _put(root: Node, parts: tuple[str, ...], value: Node) -> str | None:
-    """Puts a value at its key path; says what is wrong if another override has already said something there."""
+    """Set the value at a key path; return the problem if another override already set it."""
     node = root
     for part in parts[:-1]:
         node = node.members.setdefault(part, Node({}, root.origin))
         if not isinstance(node.value, dict):
-            return f"contradicts another override, which sets `{shown_key(part)}` to {shown_value(node.plain())}"
+            return f"conflicts with another override, which sets `{shown_key(part)}` to {shown_value(node.plain())}"
     if parts[-1] in node.members:
         return "is the second override of this key; keep one"
     node.members[parts[-1]] = value

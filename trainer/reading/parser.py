@@ -1,8 +1,7 @@
-"""Recipe text to a tree that remembers the file, line and column of every key and value.
+"""Parser of recipe text; the tree has the file, line and column of every key and value.
 
-The language is JSON (RFC 8259) with `//` and `/* */` comments and a trailing comma allowed, as in the settings files of
-common editors: whoever comments out the last line of an object need not mend the line before it. The standard library's
-parser keeps no positions, and no maintained library offers positions, comments and duplicate keys together.
+The language is JSON (RFC 8259) with `//` and `/* */` comments and trailing commas. The standard library's parser gives
+no positions, and no maintained library supports positions, comments and duplicate keys together.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from typing import Any
 from trainer.base.errors import RecipeError
 
 MAX_BYTES = 1_000_000
-MAX_DEPTH = 64  # far below Python's recursion limit, far above any recipe
+MAX_DEPTH = 64  # far below Python's recursion limit
 MAX_NUMBER_LENGTH = 100
 
 KeyPath = tuple[str | int, ...]
-"""The way from the whole recipe to a value: keys of objects, numbers of list items."""
+"""Path from the recipe to a value: keys of objects and indices of lists."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where something was written: a place in a file, the command line, or nowhere (the default)."""
+    """Where a value was written: a position in a file, the command line, or `DEFAULT`."""
 
     source: str
-    line: int = 0  # from 1; 0 where there are no lines
+    line: int = 0  # from 1; 0 if the source has no lines
     column: int = 0  # from 1, in characters
-    folder: Path = Path()  # what a relative path written here is relative to
+    folder: Path = Path()  # base of relative paths
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
@@ -46,7 +45,7 @@ DEFAULT = Origin("default")
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that the user must mend, and where."""
+    """An error of the user, and its place."""
 
     origin: Origin
     text: str
@@ -57,19 +56,19 @@ class Problem:
 
 @dataclass(frozen=True)
 class Node:
-    """A JSON value with its place; objects and lists hold nodes."""
+    """A JSON value with its place; objects and lists contain nodes."""
 
     value: bool | int | float | str | list[Node] | dict[str, Node] | None
     origin: Origin
-    key_origin: Origin | None = None  # of the key, where the value is a member of an object
+    key_origin: Origin | None = None  # of the key, for members of an object
 
     @property
     def members(self) -> dict[str, Node]:
-        """The members of an object; empty for every other value."""
+        """The members of an object; empty for other values."""
         return self.value if isinstance(self.value, dict) else {}
 
     def plain(self) -> Any:
-        """The value without places, as `json.loads` would give it."""
+        """Return the value without places, as `json.loads` would."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -78,59 +77,71 @@ class Node:
 
 
 def read_file(path: Path) -> tuple[Node, list[Problem]]:
-    """The tree of a recipe file, and what is wrong with it that did not stop the reading.
+    """Return the tree of a JSON file, and the problems after which parsing could continue.
 
     Raises:
         RecipeError: the file cannot be read, or is not JSON.
     """
-    source = shown_path(path)
-    try:
-        text = read_text(path)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise RecipeError(f"{source}: cannot be read: {reason}") from error
-    return parse(text, Origin(source, folder=Path(os.path.abspath(path)).parent))
+    return parse(read_text(path), file_origin(path))
 
 
 def parse(text: str, origin: Origin, path: KeyPath = (), places: bool = True) -> tuple[Node, list[Problem]]:
-    """The tree of `text`, and the duplicate keys and unusable values in it.
+    """Return the tree of `text`, and its duplicate keys and invalid values.
 
-    `path` leads to the text's value in the whole recipe; `places` says whether lines and columns mean anything to the
-    user, else `origin` is the place of everything.
+    Args:
+        path: The path of the value in the recipe.
+        places: Whether nodes have lines and columns; if not, the origin of every node is `origin`.
 
     Raises:
-        RecipeError: not JSON with comments, or nested too deeply.
+        RecipeError: the text is not JSON with comments, or is nested too deeply.
     """
     parser = _Parser(text, origin, path, places)
     return parser.document(), parser.problems
 
 
 def shown_path(path: Path) -> str:
-    """The path as a user reads it best: relative where it lies in the current folder, else absolute."""
+    """Return the path relative to the current folder if it is inside, else the absolute path."""
     absolute = Path(os.path.abspath(path))
     try:
         return str(absolute.relative_to(Path.cwd()))
-    except (ValueError, OSError):  # elsewhere; or the current folder is gone
+    except (ValueError, OSError):  # outside, or the current folder was removed
         return str(absolute)
 
 
+def file_origin(path: Path) -> Origin:
+    return Origin(shown_path(path), folder=Path(os.path.abspath(path)).parent)
+
+
 def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        RecipeError: the file cannot be read, is too large, or is not UTF-8.
+    """
+    try:
+        return _text(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise RecipeError(f"{shown_path(path)}: cannot be read: {reason}") from error
+
+
+def _text(path: Path) -> str:
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
         raise ValueError("it is a folder")
-    if not stat.S_ISREG(mode):  # a pipe could block, and could not be read again by every rank
+    if not stat.S_ISREG(mode):  # a pipe can block, and only one rank could read it
         raise ValueError("it is not a regular file")
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"it is larger than {MAX_BYTES // 1_000_000} MB, which no recipe needs")
+        raise ValueError(f"it is larger than the limit of {MAX_BYTES // 1_000_000} MB")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
-# No part of this grammar can backtrack over more than one token, so hostile text costs linear time.
+# The grammar backtracks over at most one token, so that any text takes linear time.
 _TOKEN = re.compile(
     r"""
       (?P<space>   [ \t\r\n]+ | //[^\n]* | /\*(?s:.*?)\*/ )
@@ -145,7 +156,7 @@ _WORDS: dict[str, bool | float | None] = {
     "null": None,
     "true": True,
     "false": False,
-    "NaN": math.nan,  # not JSON, but what Python and JavaScript write: read, then refused by name
+    "NaN": math.nan,  # not JSON, but Python and JavaScript write it; parsed, then reported by name
     "Infinity": math.inf,
     "-Infinity": -math.inf,
 }
@@ -167,7 +178,7 @@ class _Parser:
         self._text = text
         self._origin = origin
         self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
-        self._path = list(path)  # to the value that is being read
+        self._path = list(path)  # of the current value
         self._places = places
         self._tokens = self._scan()
         self._token = next(self._tokens)
@@ -205,7 +216,7 @@ class _Parser:
     def _value(self, key_origin: Origin | None = None) -> Node:
         start = self._token.start
         if len(self._path) >= MAX_DEPTH:
-            raise self._error(start, f"nested deeper than {MAX_DEPTH} levels, which no recipe needs")
+            raise self._error(start, f"nested deeper than the limit of {MAX_DEPTH} levels")
         value: Any
         if self._take("{"):
             value = self._object()
@@ -226,7 +237,7 @@ class _Parser:
                 raise self._expected('":" after the key')
             self._path.append(key)
             if key in members:
-                self._report(place, f"stands twice in one object; first at {members[key].key_origin}")
+                self._report(place, f"is a duplicate key in one object; first at {members[key].key_origin}")
             members.setdefault(key, self._value(key_origin=place))
             self._path.pop()
             if not self._take(",") and self._token.text != "}":
@@ -293,28 +304,28 @@ class _Parser:
     def _error(self, position: int, text: str) -> RecipeError:
         return RecipeError(str(Problem(self._place(position), text)))
 
-    def _expected(self, what: str) -> RecipeError:
+    def _expected(self, expected: str) -> RecipeError:
         if self._token.kind == "end":
-            return self._error(self._token.start, f"ends where {what} must stand")
-        return self._error(self._token.start, f"expected {what}, found `{shortened(self._token.text)}`")
+            return self._error(self._token.start, f"expected {expected}, found the end of the text")
+        return self._error(self._token.start, f"expected {expected}, found `{shortened(self._token.text)}`")
 
 
 def unusable_text(text: str) -> str | None:
-    """What is wrong with a string that JSON allows but no file system or terminal takes; None if nothing."""
+    """Return the problem of a string that JSON allows but file systems and terminals do not; None if it is valid."""
     if "\0" in text:
         return "contains the character U+0000"
     if printable(text) != text:
-        return "is not valid Unicode (half of a surrogate pair)"
+        return "is not valid Unicode (unpaired surrogate)"
     return None
 
 
 def printable(text: str) -> str:
-    """The text with halves of surrogate pairs, which cannot be written anywhere, replaced by question marks."""
+    """Replace unpaired surrogates, which cannot be encoded, by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def dotted(path: KeyPath) -> str:
-    """The path as users write it: `task.metrics[1]`."""
+    """Return the path as users write it: `task.metrics[1]`."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -325,12 +336,12 @@ def dotted(path: KeyPath) -> str:
 
 
 def shown_key(key: str) -> str:
-    """A key as messages print it; one with control characters, or an empty one, is shown as JSON writes it."""
+    """Return a key for messages; as JSON if it is empty or has control characters."""
     return shortened(key if key and key.isprintable() else json.dumps(key))
 
 
 def shown_value(value: object) -> str:
-    """A value as messages print it: JSON, on one line, not longer than a line."""
+    """Return a value for messages: JSON of at most 80 printable characters."""
     text = json.dumps(value, ensure_ascii=False)
     return shortened(text if text.isprintable() else json.dumps(value), most=80)
 
@@ -338,17 +349,16 @@ def shown_value(value: object) -> str:
 def _unreadable(text: str, position: int) -> str:
     rest = text[position : position + MAX_NUMBER_LENGTH]
     if rest[0] == '"':
-        return "a string without its closing quote on the same line"
+        return "a string without a closing quote on the same line"
     if rest.startswith("/*"):
-        return "a comment without its closing */"
+        return "a comment without a closing */"
     if rest[0] == "'":
-        return "text stands in double quotes, not in single ones"
+        return "strings need double quotes, not single quotes"
     number = re.match(r"[-+.0-9][-+.\w]*", rest)
     if number:
-        return f"{shortened(number.group())} is not a number as JSON writes it (0.5, 20, 2e-5)"
+        return f"{shortened(number.group())} is not a JSON number (such as 0.5, 20, 2e-5)"
     return f"unexpected character {json.dumps(rest[0])}"
 
 
 def shortened(text: str, most: int = 40) -> str:
-    """At most `most` characters of the text."""
     return text if len(text) <= most else f"{text[: most - 3]}..."

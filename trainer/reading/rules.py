@@ -1,7 +1,7 @@
 """Rules that span several keys of a recipe and need neither the world size nor the data.
 
-Each rule sees sections that are valid by themselves, with their paths already absolute. To add one, write a generator
-and its row in `RULES`; two conditions that exclude each other are a row of `combinations.py`.
+Rules check valid sections with absolute paths. To add a rule, write a generator and its row in `RULES`. Two conditions
+that exclude each other are a row of `recipe/combinations.py`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Data = HubData | FileData | FolderData
 
 @dataclass(frozen=True)
 class Contradiction:
-    """Keys that do not go together; reported where the first of them stands."""
+    """Keys that do not combine; reported at the first key."""
 
     keys: tuple[KeyPath, ...]
     text: str  # follows the first key
 
 
 def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
-    """Every rule that these sections break; a rule is left out where a section that it needs is not there."""
+    """Yield the contradictions in these sections; rules on other sections are skipped."""
     for row in EXCLUSIONS:
         if row.sections <= sections.keys() and (text := row.message(sections)) is not None:
             yield _clash(text, row.first.key, row.second.key)
@@ -60,7 +60,7 @@ def _clash(text: str, *keys: str) -> Contradiction:
 
 def _weights(model: Model) -> Iterator[Contradiction]:
     if model.name_or_path is None and model.config is None:
-        yield _clash("is missing; write it, or `model.config` for random weights", "model.name_or_path", "model.config")
+        yield _clash("is missing; set it, or `model.config` for random weights", "model.name_or_path", "model.config")
     if model.name_or_path is not None and model.config is not None:
         yield _clash(
             "and `model.name_or_path` exclude each other: random or pretrained weights; set one of them to null",
@@ -75,45 +75,43 @@ def _random_weights(model: Model, config: dict[str, Any]) -> Iterator[Contradict
     if not isinstance(config.get("model_type"), str):
         yield _clash('must hold a "model_type", such as "bert"', "model.config")
     if model.revision is not None and model.name_or_path is None:
-        yield _clash("is of a hub repository; random weights (`model.config`) have none", "model.revision")
+        yield _clash(
+            "applies to a hub repository, but the weights are random (`model.config`); remove it", "model.revision"
+        )
 
 
 def _tokenizer(task: TaskSection, model: Model) -> Iterator[Contradiction]:
     reads_text = not isinstance(task, ImageKeys)
     if reads_text and model.config is not None and model.tokenizer is None:
         yield _clash(
-            "is missing; random weights (`model.config`) bring no tokenizer, so name one",
+            "is missing, and random weights (`model.config`) have no tokenizer; set it",
             "model.tokenizer",
             "model.config",
         )
     if not reads_text and model.tokenizer is not None:
-        yield _clash(
-            f"is for texts, but `task.type` is {task.type}, which reads none; remove it", "model.tokenizer", "task.type"
-        )
+        yield _clash(f"applies to texts, but `task.type` is {task.type}; remove it", "model.tokenizer", "task.type")
 
 
 def _text_lengths(task: TaskSection, data: Data) -> Iterator[Contradiction]:
-    """Refuses what counts tokens where there are none."""
     if not isinstance(task, ImageKeys):
         return
-    for key, written in (
-        ("max_length", "max_length" in data.model_fields_set),
-        ("group_by_length", data.group_by_length),
-    ):
-        if written:
-            yield _clash(
-                f"is of texts, but `task.type` is {task.type}, whose rows are all of one size; remove it",
-                f"data.{key}",
-                "task.type",
-            )
+    keys = ["data.max_length"] * ("max_length" in data.model_fields_set) + [
+        "data.group_by_length"
+    ] * data.group_by_length
+    for key in keys:
+        yield _clash(f"applies to texts, but `task.type` is {task.type}; remove it", key, "task.type")
+
+
+def _folder(key: str, place: str | None) -> Iterator[Contradiction]:
+    if place and os.path.isabs(place) and not os.path.isdir(place):
+        yield _clash(f"is a folder that does not exist: {place}", key)
 
 
 def _model_folders(model: Model) -> Iterator[Contradiction]:
-    for key, place in (("model.name_or_path", model.name_or_path), ("model.tokenizer", model.tokenizer)):
-        if place and os.path.isabs(place) and not os.path.isdir(place):
-            yield _clash(f"is a folder that does not exist: {place}", key)
+    yield from _folder("model.name_or_path", model.name_or_path)
+    yield from _folder("model.tokenizer", model.tokenizer)
     if model.revision and model.name_or_path and os.path.isabs(model.name_or_path):
-        yield _clash("is of a hub repository, but `model.name_or_path` is a folder; remove it", "model.revision")
+        yield _clash("applies to a hub repository, but `model.name_or_path` is a folder; remove it", "model.revision")
 
 
 def _data_places(data: Data) -> Iterator[Contradiction]:
@@ -121,13 +119,11 @@ def _data_places(data: Data) -> Iterator[Contradiction]:
         for split in ("train", "validation"):
             yield from _files(split, getattr(data, split))
     elif isinstance(data, FolderData):
-        if not os.path.isdir(data.path):
-            yield _clash(f"is a folder that does not exist: {data.path}", "data.path")
-    elif os.path.isabs(data.name):
-        if not os.path.isdir(data.name):
-            yield _clash(f"is a folder that does not exist: {data.name}", "data.name")
-        if data.revision is not None:
-            yield _clash("is of a hub repository, but `data.name` is a folder; remove it", "data.revision")
+        yield from _folder("data.path", data.path)
+    else:
+        yield from _folder("data.name", data.name)
+        if data.revision is not None and os.path.isabs(data.name):
+            yield _clash("applies to a hub repository, but `data.name` is a folder; remove it", "data.revision")
 
 
 def _files(split: str, places: str | list[str] | None) -> Iterator[Contradiction]:
@@ -142,13 +138,15 @@ def _columns(task: TaskSection) -> Iterator[Contradiction]:
     label = getattr(task, "label", None)
     if isinstance(task, ImageKeys):
         if label == task.image:
-            yield _clash(f"is {shown_value(label)}, which `task.image` names as the image", "task.label", "task.image")
+            text = f"is {shown_value(label)}, which is also `task.image`; set the column of the label"
+            yield _clash(text, "task.label", "task.image")
         return
-    text = [task.text] if isinstance(task.text, str) else task.text
-    if len(set(text)) < len(text):
-        yield _clash(f"names the column {shown_value(text[0])} twice; a pair is two columns", "task.text")
-    if label in text:
-        yield _clash(f"is {shown_value(label)}, which `task.text` names as a text", "task.label", "task.text")
+    columns = [task.text] if isinstance(task.text, str) else task.text
+    if len(set(columns)) < len(columns):
+        yield _clash(f"has the column {shown_value(columns[0])} twice; a pair needs two columns", "task.text")
+    if label in columns:
+        text = f"is {shown_value(label)}, which is also in `task.text`; set the column of the label"
+        yield _clash(text, "task.label", "task.text")
 
 
 def _labels(task: TaskSection) -> Iterator[Contradiction]:
@@ -158,7 +156,7 @@ def _labels(task: TaskSection) -> Iterator[Contradiction]:
     yield from _repeated("task.labels", task.labels)
     if "f1" in task.metrics and len(task.labels) != 2:
         yield _clash(
-            f'holds "f1", which needs two classes, but `task.labels` has {len(task.labels)}; use "f1_macro"',
+            f'has "f1", which needs two classes, but `task.labels` has {len(task.labels)}; use "f1_macro"',
             "task.metrics",
             "task.labels",
         )
@@ -166,7 +164,7 @@ def _labels(task: TaskSection) -> Iterator[Contradiction]:
 
 def _repeated(key: str, values: list[Any]) -> Iterator[Contradiction]:
     for value in (value for value, count in Counter(values).items() if count > 1):
-        yield _clash(f"holds {shown_value(value)} more than once", key)
+        yield _clash(f"has {shown_value(value)} more than once; remove one", key)
 
 
 def _deepspeed_keys(parallel: Parallel) -> Iterator[Contradiction]:
@@ -178,10 +176,10 @@ def _pipeline(parallel: Parallel) -> Iterator[Contradiction]:
     pipeline = parallel.pipeline
     if pipeline.stages == 1:
         for key, field in type(pipeline).model_fields.items():
-            if getattr(pipeline, key) == field.default:  # also where it is written, as `trainer check --json` does
+            if getattr(pipeline, key) == field.default:  # also if written, as by `trainer check --json`
                 continue
             yield _clash(
-                "is of a pipeline, but `parallel.pipeline.stages` is 1; set that, or remove this key",
+                "applies to a pipeline, but `parallel.pipeline.stages` is 1; increase it, or remove this key",
                 f"parallel.pipeline.{key}",
                 "parallel.pipeline.stages",
             )
@@ -189,8 +187,8 @@ def _pipeline(parallel: Parallel) -> Iterator[Contradiction]:
     num_stages = pipeline.stages * (pipeline.stages_per_rank or SCHEDULES[pipeline.schedule].stages_per_rank)
     if pipeline.split is not None and len(pipeline.split) != num_stages - 1:
         yield _clash(
-            f"must name the first layer of each of the {num_stages} stages but the first, {num_stages - 1} in all, but"
-            f" names {len(pipeline.split)}",
+            f"must name the first layer of each of the {num_stages} stages except the first, but has"
+            f" {len(pipeline.split)} names instead of {num_stages - 1}",
             "parallel.pipeline.split",
             "parallel.pipeline.stages",
         )
@@ -208,7 +206,7 @@ def _warmup(training: Training, schedule: Schedule) -> Iterator[Contradiction]:
     warmup, last = schedule.warmup, training.max_steps
     if isinstance(warmup, int) and last is not None and warmup >= last:
         yield _clash(
-            f"must be below `training.max_steps` {last}, but is {warmup}; a number below 1 is a share of the steps",
+            f"must be below `training.max_steps` {last}, but is {warmup}; a number below 1 is a fraction of the steps",
             "schedule.warmup",
             "training.max_steps",
         )
@@ -228,7 +226,7 @@ def _nothing_evaluated(data: Data, evaluation: Evaluation) -> Iterator[Contradic
     written = evaluation.model_fields_set
     if data.validation is None and "every" in written and evaluation.every is not None:
         yield _clash(
-            f'is "{evaluation.every}", but there is no `data.validation` to evaluate on; name one, or write null',
+            f'is "{evaluation.every}", but `data.validation` is null; set a validation split, or set this key to null',
             "evaluation.every",
             "data.validation",
         )
@@ -237,20 +235,20 @@ def _nothing_evaluated(data: Data, evaluation: Evaluation) -> Iterator[Contradic
         for key in ("best", "patience"):
             if key in written and getattr(evaluation, key) is not None:
                 yield _clash(
-                    f"needs evaluations, but {reason}", f"evaluation.{key}", "evaluation.every", "data.validation"
+                    f"requires evaluations, but {reason}", f"evaluation.{key}", "evaluation.every", "data.validation"
                 )
 
 
 def _folder_name(checkpoint: Checkpoint) -> Iterator[Contradiction]:
     for placeholder in re.findall(r"\{.*?\}", checkpoint.folder):
         if placeholder != "{name}":
-            yield _clash(f"holds {shown_value(placeholder)}; only {{name}} is replaced", "checkpoint.folder")
+            yield _clash(f"has {shown_value(placeholder)}; the only placeholder is {{name}}", "checkpoint.folder")
 
 
 def _project(logging: Logging) -> Iterator[Contradiction]:
     if logging.project is not None and not {"wandb", "mlflow"} & set(logging.to):
         yield _clash(
-            'is read by "wandb" and "mlflow" alone, but `logging.to` holds neither; add one, or write null',
+            'applies only to "wandb" and "mlflow", but `logging.to` has neither; add one, or set this key to null',
             "logging.project",
             "logging.to",
         )
@@ -273,9 +271,8 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("checkpoint",), _folder_name),
     (("logging",), _project),
 )
-"""The sections that a rule takes, and the rule."""
+"""Rules, each with the sections that are its arguments."""
 
 
 def message(contradiction: Contradiction) -> str:
-    """The contradiction as a sentence."""
     return f"`{dotted(contradiction.keys[0])}` {contradiction.text}"

@@ -1,4 +1,4 @@
-"""The recipes that come with the program, and where all that comes with it lies."""
+"""The recipes and launchers that are installed with the trainer."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _PACKAGE = Path(trainer.__file__).resolve().parent
 
 
 def shipped_folder(name: str = "recipes") -> Path:
-    """The folder `recipes` or `launchers`: beside the package in a checkout, inside it when installed from a wheel."""
+    """Return the folder `recipes` or `launchers`: beside the package in a checkout, inside it in a wheel."""
     installed = _PACKAGE / f"shipped_{name}"
     return installed if installed.is_dir() else _PACKAGE.parent / name
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return the files by name (`bert_sample`), with bases that other recipes extend, and with registered folders.
+    """Return the files by name (`bert_sample`), including bases that other recipes extend, and registered folders.
 
-    A shipped name goes before a registered one.
+    A shipped recipe takes precedence over a registered one.
     """
     folders = [*(Path(row.value) for row in reversed(registered("recipes"))), shipped_folder()]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.json"))}
 
 
 def is_base(path: Path) -> bool:
-    """Whether a recipe is there for others to extend: it has no name, and cannot run by itself."""
+    """Return whether a recipe has no name, so that it can only be extended."""
     return "name" not in read_file(path)[0].members
 
 
 def summary(path: Path) -> str:
-    """The first sentence of a recipe's opening comment; empty where there is none."""
+    """Return the first sentence of the comment at the top of a recipe; empty without a comment."""
     comment = re.match(r"(?:\s*//[^\n]*\n)+", path.read_text(encoding="utf-8"))
     if comment is None:
         return ""

@@ -1,4 +1,4 @@
-"""What an unknown key may be meant as: another tool's spelling, a slip of the finger, a key of another section."""
+"""Suggestions for unknown keys: keys of other tools, typos, keys of other sections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.recipe.schema import Recipe, Section
 
 
 def unknown_key(path: KeyPath, section: type[Section], node: Node) -> list[Problem]:
-    """One problem for the key, or one for each key inside it that another tool has a name for."""
+    """Return one problem for the key, or one for each key inside it that belongs to another tool."""
     inside = [
         Problem(leaf.key_origin or leaf.origin, f"`{key}` {row}")
         for key, leaf in _leaves(dotted(path), node)
@@ -22,12 +22,12 @@ def unknown_key(path: KeyPath, section: type[Section], node: Node) -> list[Probl
         return inside
     words = _other_kind(path, section) or suggestion(dotted(path))
     if words is None:
-        words = f"is not a key; the keys here are {', '.join(section.model_fields)}"
+        words = f"is not a key; valid keys are {', '.join(section.model_fields)}"
     return [Problem(node.key_origin or node.origin, f"`{dotted(path)}` {words}")]
 
 
 def suggestion(path: str) -> str | None:
-    """What an unknown key may have been meant as, in words that follow the key; None where nothing is near."""
+    """Return the message after an unknown key; None if no known key is similar."""
     row = counterpart(path)
     if row is not None:
         return str(row)
@@ -51,7 +51,7 @@ def _nearest_key(path: str) -> str | None:
     near = get_close_matches(name, siblings, n=1) or [key for key in siblings if _words(name) <= _words(key)]
     if near:
         return siblings[near[0]]
-    far = get_close_matches(name, by_name, n=1, cutoff=0.75)  # farther away, only what is closer in spelling counts
+    far = get_close_matches(name, by_name, n=1, cutoff=0.75)  # keys of other sections must be more similar
     return by_name[far[0]][0] if far and len(by_name[far[0]]) == 1 else None
 
 
@@ -60,7 +60,7 @@ def _words(name: str) -> set[str]:
 
 
 def _other_kind(path: KeyPath, section: type[Section]) -> str | None:
-    """For a key that another kind of the same section has: which kind that is."""
+    """Return the message for a key of another kind of the same section."""
     field = Recipe.model_fields[str(path[0])] if len(path) == 2 else None
     models = kinds(field) if field else {}
     owner = next((tag for tag, model in models.items() if path[1] in model.model_fields), None)

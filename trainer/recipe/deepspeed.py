@@ -42,21 +42,21 @@ _OWNED: dict[tuple[str, ...], str | None] = {
     ("zero_optimization", "memory_efficient_linear"): "activation_checkpointing",
 }
 _UNREAD = "has no effect here: {}; remove it"
-# Keys that DeepSpeed knows and that are refused, each with the reason.
+# Other keys of DeepSpeed that are errors, each with the reason.
 _REFUSED: dict[tuple[str, ...], str] = {
-    ("communication_data_type",): "changes what is learned, since gradients travel in fp32; remove it",
-    ("data_types",): "changes what is learned, since gradients are summed in fp32; remove it",
+    ("communication_data_type",): "would change the training: gradients are reduced in fp32; remove it",
+    ("data_types",): "would change the training: gradients are summed in fp32; remove it",
     ("aio",): _UNREAD.format("nothing is offloaded to NVMe"),
-    ("disable_allgather",): _UNREAD.format("DeepSpeed does not read it"),
+    ("disable_allgather",): _UNREAD.format("DeepSpeed ignores it"),
     ("seq_parallel_communication_data_type",): _UNREAD.format("DeepSpeed's sequence parallelism is not used"),
     ("zero_optimization", "load_from_fp32_weights"): _UNREAD.format("DeepSpeed's checkpoints are not used"),
     # DeepSpeed 0.19 computes the map from parameters to partitions without the new order.
     ("zero_optimization", "round_robin_gradients"): (
-        "would mix up the tensors of checkpoints and exported models, by a defect of DeepSpeed; remove it"
+        "would mix up the tensors of checkpoints and exported models, because of a bug in DeepSpeed; remove it"
     ),
     # DeepSpeed 0.19 calls `record_stream` on CPU gradients.
     ("zero_optimization", "stage3_module_granularity_threshold"): (
-        "is not supported: by a defect of DeepSpeed, a step on CPUs fails; remove it"
+        "is not supported, because a bug in DeepSpeed fails steps on CPUs; remove it"
     ),
     ("zero_optimization", "zero_hpz_partition_size"): "is not supported, like the rest of ZeRO++; remove it",
 }
