@@ -1,8 +1,9 @@
-"""The files of one checkpoint: their names, what they hold, and how damage is found.
+"""The files of one checkpoint: names, contents and verification. Nothing is pickled.
 
-`state-00001-of-00004.safetensors` holds the boxes that rank 1 of 4 wrote, each under the name of its tensor and its
-first element there; `state.json` all that is no tensor; `model/` the configuration and the tokenizer; `SHA256SUMS` the
-sums of all of them, in the form that `sha256sum --check` reads. Nothing is pickled.
+- `state-00001-of-00004.safetensors`: the boxes of rank 1 of 4, each named by its tensor and its first element there.
+- `state.json`: everything but tensors.
+- `model/`: the configuration and the tokenizer.
+- `SHA256SUMS`: the checksums of all files, in the format of `sha256sum --check`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _LARGEST_FACTS_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file of a checkpoint as it was written and synced, by its name in the checkpoint's folder."""
+    """A written and synced file of a checkpoint; `name` is relative to the checkpoint's folder."""
 
     name: str
     num_bytes: int
@@ -45,10 +46,10 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of a checkpoint that is no tensor.
+    """The contents of a checkpoint except its tensors.
 
-    `identity` says what is learned, from which data: a run only goes on from a checkpoint whose identity is its own.
-    `shapes` are those of the whole tensors. `origin` says who saved it: recipe, layout and versions, for people.
+    `identity` defines the training: a run resumes only from a checkpoint with its own identity. `shapes` are those of
+    the whole tensors. `origin` has the recipe, layout and versions of the run that saved it, for information.
     """
 
     progress: Progress
@@ -79,12 +80,12 @@ class Facts:
 
 
 def share_name(rank: int, world_size: int) -> str:
-    """The file that one rank writes."""
+    """Return the name of the file that one rank writes."""
     return f"state-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def snapshot(parts: Sequence[TensorPart]) -> dict[str, Tensor]:
-    """Copies on the CPU of what this rank is to write, by the keys of its file; later steps do not change them."""
+    """Return CPU copies of the boxes that this rank saves, by the keys of its file."""
     return {
         _key(part.name, box.start): box.view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for part, box in own_share(parts)
@@ -92,20 +93,20 @@ def snapshot(parts: Sequence[TensorPart]) -> dict[str, Tensor]:
 
 
 def write_share(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> WrittenFile:
-    """Writes and syncs the file of one rank.
+    """Write and sync the file of one rank.
 
     Raises:
-        OSError, SafetensorError: it cannot be written.
+        OSError, SafetensorError: the file cannot be written.
     """
     save_tensors(tensors, folder / name)
     return written(folder, name)
 
 
 def write_bytes(folder: Path, name: str, content: bytes) -> WrittenFile:
-    """Writes and syncs a small file.
+    """Write and sync a small file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = folder / name
     path.parent.mkdir(exist_ok=True)
@@ -114,16 +115,16 @@ def write_bytes(folder: Path, name: str, content: bytes) -> WrittenFile:
 
 
 def written(folder: Path, name: str) -> WrittenFile:
-    """Syncs a file and reads it again, for its sum is to be that of what the disk holds."""
+    """Sync a file and read it again, so that its checksum is that of the bytes on the disk."""
     sync(folder / name)
     return WrittenFile(name, (folder / name).stat().st_size, _digest(folder / name))
 
 
 def seal(folder: Path, facts: Facts, files: Iterable[WrittenFile]) -> None:
-    """Writes what makes a folder of files a checkpoint: the facts, with the sizes of the files, and the sums of all.
+    """Write `state.json`, with the sizes of all files, and `SHA256SUMS`, which complete a checkpoint.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: a file cannot be written.
     """
     files = sorted(files, key=lambda file: file.name)
     described = {**facts.to_json(), "files": {file.name: file.num_bytes for file in files}}
@@ -134,19 +135,19 @@ def seal(folder: Path, facts: Facts, files: Iterable[WrittenFile]) -> None:
 
 
 def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
-    """Finds damage. The large files are read in turns, so that ranks share the work: all of them must find none.
+    """Verify sizes and checksums; the ranks share the large files, so every rank must succeed.
 
     Args:
-        folder: of the checkpoint.
-        turn: of this rank: it reads the files whose number leaves this remainder.
-        num_turns: number of ranks.
+        folder: the checkpoint's folder.
+        turn: the index of this rank; it reads every `num_turns`-th file.
+        num_turns: the number of ranks.
 
     Returns:
-        Names of the files, the facts and the sums left out.
+        The names of the files, without `state.json` and `SHA256SUMS`.
 
     Raises:
         OSError: a file is missing or cannot be read.
-        ValueError: it is damaged, or of another format.
+        ValueError: the checkpoint is damaged, or has another format.
     """
     facts = _read_json(folder)
     sums = _read_sums(folder)
@@ -165,14 +166,14 @@ def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
 
 
 class SavedState:
-    """A checkpoint on the disk, of which any part can be read: the state that an engine goes on from.
+    """A `StateSource` that reads any part of a checkpoint from the disk.
 
     Args:
-        folder: of the checkpoint, verified.
+        folder: the folder of a verified checkpoint.
 
     Raises:
         OSError: a file is missing or cannot be read.
-        ValueError: its files do not hold what it says they hold.
+        ValueError: the files do not match `state.json`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -203,11 +204,11 @@ class SavedState:
         return self.facts.scalars
 
     def fill(self, parts: Iterable[TensorPart]) -> None:
-        """See `StateSource`. One file is open at a time, and of it only what is asked for is read.
+        """See `StateSource`. One file is open at a time; only the elements of `parts` are read.
 
         Raises:
             OSError, SafetensorError: a file cannot be read.
-            ValueError: a tensor is not there.
+            ValueError: a tensor is missing.
         """
         wanted: dict[Path, list[tuple[_SavedBox, Box]]] = {}
         for part in parts:
@@ -225,7 +226,7 @@ class SavedState:
                     _copy(opened, saved, box)
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor, in the type that it was saved in.
+        """Return one whole tensor in its saved type.
 
         Raises:
             OSError, SafetensorError: a file cannot be read.
@@ -254,12 +255,7 @@ class SavedState:
 
 
 def open_verified(folder: Path, turn: int = 0, num_turns: int = 1) -> SavedState:
-    """A checkpoint that `verify`, whose arguments these are, finds whole.
-
-    Raises:
-        OSError: a file is missing or cannot be read.
-        ValueError: it is damaged, or of another format.
-    """
+    """Return a checkpoint after `verify`, with its arguments and errors."""
     verify(folder, turn, num_turns)
     return SavedState(folder)
 
@@ -289,7 +285,7 @@ def _boxes_of(file: Path) -> Iterator[_SavedBox]:
 
 
 def _overlap(saved: _SavedBox, box: Box) -> list[tuple[int, int]]:
-    """Start and stop along each dimension of what two boxes of a tensor share; stop is start where it is nothing."""
+    """Return start and stop of the overlap of two boxes along each dimension; equal if they do not overlap."""
     bounds = []
     for first, size, other_first, other_size in zip(saved.start, saved.shape, box.start, box.shape, strict=True):
         start = max(first, other_first)
@@ -310,7 +306,7 @@ def _copy(opened: Any, saved: _SavedBox, box: Box) -> None:
 
 
 def _regular(path: Path) -> os.stat_result:
-    """What the file system says of a file; a pipe or a link in its place is damage, and would not be read but wait."""
+    """Return the status of a regular file; a pipe or a link in its place is damage, and a read could block."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"it is damaged: {path.name} is no file")
@@ -332,7 +328,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
 
 
 def _read_sums(folder: Path) -> dict[str, str]:
-    """The sums by the names of the files, which can name no place outside of the checkpoint."""
+    """Return the checksums by file name; a name outside of the checkpoint is damage."""
     _regular(folder / SUMS)
     sums = {}
     for line in (folder / SUMS).read_bytes().decode("ascii", "replace").splitlines(keepends=True):

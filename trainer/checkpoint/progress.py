@@ -1,4 +1,4 @@
-"""How far a run has come: what the loop counts, and what a checkpoint carries beside the tensors."""
+"""The counters of a run, which a checkpoint saves beside the tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.observe.records import BestMetric
 
 @dataclass
 class Progress:
-    """Counted over all ranks since the start of the training, resumed parts included."""
+    """Counters over all ranks since the start of the training, resumed parts included."""
 
     step: int = 0  # optimizer steps done
     samples: int = 0  # rows consumed: the position in the data

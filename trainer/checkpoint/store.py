@@ -1,7 +1,7 @@
-"""The checkpoints in a run's folder: `checkpoints/step-00000120/`, and `checkpoints/latest`, which names the newest.
+"""The checkpoints in a run's folder: `checkpoints/step-00000120/`; `checkpoints/latest` names the newest.
 
-A checkpoint is written into a temporary folder, synced, and renamed, so that a kill at any moment leaves a complete one
-or none; another of the same step gives way only then, and nothing older goes before.
+A checkpoint is written into a temporary folder, synced and renamed. A kill at any moment therefore leaves a complete
+checkpoint or none. The rename comes before older checkpoints are removed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _REPLACED, _REMOVED, _LATEST = ".replaced-", ".removed-", "latest"
 _MARKER = ".seen-"
 
 FOLDER_SECONDS = 60.0
-"""How long a machine may take to see what another one wrote: that long, NFS keeps what it knew of a folder."""
+"""Seconds until a machine sees the files of another one: NFS caches the entries of a folder for so long."""
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Rank 0 makes, completes and removes them; every rank writes its file.
+    """The checkpoints of one run. Rank 0 creates, completes and removes them; each rank writes its own file.
 
     Args:
-        folder: of the run.
-        keep: how many checkpoints stay; the oldest go first.
-        seconds: how long a file of rank 0 may take to be seen by another rank.
+        folder: the run's folder.
+        keep: the number of checkpoints to keep; the oldest are removed first.
+        seconds: the longest time until other ranks see a file of rank 0.
     """
 
     def __init__(self, folder: Path, keep: int, seconds: float = FOLDER_SECONDS) -> None:
@@ -41,23 +41,23 @@ class CheckpointStore:
         self._seconds = seconds
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, oldest first."""
+        """Return the steps of the complete checkpoints, oldest first."""
         matches = (_FOLDER_NAME.fullmatch(path.name) for path in self.folder.glob("step-*") if path.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
     def path(self, step: int) -> Path:
-        """Where a complete checkpoint lies."""
+        """Return the folder of a complete checkpoint."""
         return self.folder / f"step-{step:08d}"
 
     def unfinished_path(self, step: int) -> Path:
-        """Where a checkpoint lies while it is written."""
+        """Return the temporary folder of a checkpoint."""
         return self.folder / f"{UNFINISHED}{self.path(step).name}"
 
     def open(self) -> None:
-        """Makes the folder, and finishes what a kill has left half done.
+        """Create the folder, and finish or remove the remains of a killed run.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the folder cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for aside in self.folder.glob(f"{_REPLACED}*"):
@@ -67,17 +67,17 @@ class CheckpointStore:
         self._remove_leftovers()
 
     def make_marker(self) -> str:
-        """Makes a file by which others tell that they see this folder; gives its name.
+        """Create a file that shows other ranks that they see the same folder, and return its name.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the file cannot be created.
         """
         name = f"{_MARKER}{secrets.token_hex(8)}"
         (self.folder / name).touch()
         return name
 
     def sees(self, marker: str) -> bool:
-        """Whether that file is here, or comes in the time that a network's file system may take to show it."""
+        """Return whether the marker appears within the time limit for network file systems."""
         end = time.monotonic() + self._seconds
         while not os.path.isdir(self.folder) or marker not in os.listdir(self.folder):
             if time.monotonic() > end:
@@ -86,15 +86,15 @@ class CheckpointStore:
         return True
 
     def remove_marker(self, marker: str) -> None:
-        """Removes that file; one that stays goes with what else was left over."""
+        """Remove the marker; after an error, `open` removes it."""
         with suppress(OSError):
             (self.folder / marker).unlink()
 
     def begin(self, step: int) -> Path:
-        """Makes the folder that the ranks write into; it is not made anew where the run's folder has gone.
+        """Create the temporary folder of a checkpoint, but not the run's folder.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be created.
         """
         self._remove_leftovers()
         temporary = self.unfinished_path(step)
@@ -102,13 +102,13 @@ class CheckpointStore:
         return temporary
 
     def complete(self, facts: Facts, files: Iterable[WrittenFile]) -> Path:
-        """Makes what was written a checkpoint, then removes those that are no longer needed.
+        """Complete a checkpoint, then remove others.
 
-        These are the oldest beyond `keep`, but not that of the best evaluation; and any of a later step: the run went
-        on from before it, because it was damaged, so it would now belong to another past.
+        Removed are the oldest beyond `keep`, except that of the best evaluation, and all of later steps: those were
+        damaged when the run resumed from an earlier one.
 
         Raises:
-            OSError: it cannot be written; the checkpoints before it are as they were.
+            OSError: the checkpoint cannot be written; earlier ones are unchanged.
         """
         step = facts.progress.step
         temporary, final = self.unfinished_path(step), self.path(step)
@@ -129,11 +129,11 @@ class CheckpointStore:
         return final
 
     def discard(self, step: int) -> None:
-        """Removes what was written of a checkpoint that cannot be completed, as far as that goes."""
+        """Remove the temporary folder of a checkpoint; errors are ignored."""
         shutil.rmtree(self.unfinished_path(step), ignore_errors=True)
 
     def name_of_last(self) -> str:
-        """For messages."""
+        """Return the name of the last checkpoint, for messages."""
         steps = self.steps()
         return f"that of step {steps[-1]}" if steps else "none"
 
@@ -141,14 +141,14 @@ class CheckpointStore:
         steps = self.steps()
         kept = {*[other for other in steps if other <= step][-self._keep :], *({best} if best is not None else ())}
         for other in set(steps) - kept:
-            with suppress(OSError):  # a checkpoint too many does no harm
-                # Renamed first: one that is removed half-way must not look like one that was damaged.
+            with suppress(OSError):  # an extra checkpoint does no harm
+                # Renamed first: a partly removed checkpoint must not look like a damaged one.
                 os.rename(self.path(other), self.folder / f"{_REMOVED}{self.path(other).name}")
         with suppress(OSError):
             self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """What no name leads to any more; another checkpoint of the step stands where one was replaced."""
+        """Remove temporary, replaced and removed checkpoints, and markers."""
         for mark in (UNFINISHED, _REPLACED, _REMOVED, _MARKER):
             for path in self.folder.glob(f"{mark}*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

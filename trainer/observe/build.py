@@ -1,4 +1,4 @@
-"""From the recipe's `logging` to observers; what a destination needs is imported where it is asked for."""
+"""Builds the observers of the recipe's `logging`; imports the packages of the named destinations only."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainer.recipe.schema import Logging
 
 
 def build_observers(logging: Logging, stream: TextIO) -> Observers:
-    """The observers of rank 0; other ranks have `Observers()`.
+    """Return the observers of rank 0; other ranks have `Observers()`.
 
-    `metrics.jsonl` is always written. The console stands last, so that it draws nothing where a file cannot be opened.
+    `metrics.jsonl` is always written. The console is last, so it draws nothing if a file cannot be opened.
 
     Args:
-        logging: section of the recipe.
-        stream: where the console writes, which is the standard output of rank 0.
+        logging: the section of the recipe.
+        stream: the output of the console, the standard output of rank 0.
 
     Raises:
         UsageError: a destination needs a package that is not installed.

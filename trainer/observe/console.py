@@ -1,4 +1,4 @@
-"""The run on standard output: a progress bar where that is a terminal, else plain lines."""
+"""The run on standard output: a progress bar on a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class PlainConsole(Observer):
 
     def _write(self, *lines: str) -> None:
         text = "".join(f"{line}\n" for line in lines)
-        # A label or a path that the stream's encoding has no letters for must not end the training.
+        # A label or a path that the stream cannot encode must not end the training.
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         self._stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
         self._stream.flush()
 
 
 def open_console(stream: TextIO) -> Observer:
-    """The console that suits `stream`."""
+    """Return a progress bar if `stream` is a terminal that can draw it, else a plain console."""
     if stream.isatty():
         from trainer.observe.progress import ProgressConsole, can_draw
 

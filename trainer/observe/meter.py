@@ -1,4 +1,4 @@
-"""How fast the training runs: rates over a logging interval, and the share of the hardware's peak that it uses."""
+"""Rates over a logging interval, and the share of the hardware's peak."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 
 def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, sequence_length: float) -> float:
-    """Floating-point operations of the model itself for one token, forward and backward.
+    """Return the floating-point operations of the model for one token, forward and backward.
 
     6 for each parameter (a multiplication and an addition in the forward pass, twice that in the backward pass), and
-    `12 * layers * hidden * sequence` for the attention scores and their weighted sum. What activation checkpointing
-    computes again does not count.
+    `12 * layers * hidden * sequence` for the attention scores and their weighted sum. Recomputation of activations does
+    not count.
 
     Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
     appendix B.
@@ -30,9 +30,9 @@ def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, sequ
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """Dense peak of one device in FLOP/s; None where the device cannot compute in that type.
+    """Dense peak of one device in FLOP/s; None for a type that the device does not support.
 
-    `fp32` is that of the plain cores: torch uses TF32 only when told to.
+    `fp32` is the peak without TF32, which torch does not use by default.
     """
 
     fp32: float
@@ -62,11 +62,11 @@ _PEAK_FLOPS: tuple[tuple[str, PeakFlops], ...] = (
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak of one device in FLOP/s, or None where it is not known.
+    """Return the dense peak of one device in FLOP/s; None if it is unknown.
 
     Args:
-        device_name: as `torch.cuda.get_device_name` gives it.
-        precision: the recipe's word: "fp32", "fp16" or "bf16".
+        device_name: the name from `torch.cuda.get_device_name`.
+        precision: the recipe's `precision`: "fp32", "fp16" or "bf16".
     """
     if " MIG " in device_name:
         return None
@@ -79,7 +79,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the FLOPs of a model follow from; see `flops_per_token`."""
+    """The arguments of `flops_per_token`."""
 
     num_parameters: int
     num_layers: int
@@ -122,14 +122,14 @@ class Meter:
         self._steps = self._samples = self._tokens = 0
 
     def add(self, samples: int, tokens: int) -> None:
-        """Counts one step; both arguments are of the global batch, `tokens` without padding."""
+        """Count one step; both arguments cover the global batch, `tokens` without padding."""
         self._steps += 1
         self._samples += samples
         self._tokens += tokens
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out what happens within, such as an evaluation or a checkpoint."""
+        """Exclude the time inside this context, such as an evaluation or a checkpoint."""
         paused_at = self._clock()
         try:
             yield
@@ -137,7 +137,7 @@ class Meter:
             self._start += self._clock() - paused_at
 
     def read(self) -> Rates:
-        """The rates since the last `read`; at least one step must lie between."""
+        """Return the rates since the last `read`, with at least one step between."""
         assert self._steps, "an interval without steps has no rates"
         seconds = max(self._clock() - self._start, 1e-9)  # a clock may be too coarse for a tiny step
         rates = Rates(

@@ -1,4 +1,4 @@
-"""The seam between the training loop and everything that watches it."""
+"""The interface between the training loop and its outputs."""
 
 from __future__ import annotations
 
@@ -10,47 +10,46 @@ from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, 
 
 
 class Observer:
-    """Something that watches a run. A subclass overrides the moments that it cares about; the others do nothing.
+    """An output of a run. A subclass overrides the events that it needs.
 
-    The order is `start`, then steps and evaluations, then `end`, then `close`. A `note` may come at any time; where the
-    run fails before it is built, `end` comes without `start`. None may communicate: of all but `doing`,
-    `evaluation_progress`, `end` and `close`, only rank 0 tells its observers. One that writes raises a `TrainerError`
-    where it can no longer do so.
+    The order is `start`, steps and evaluations, `end`, `close`; a `note` may come at any time. If the run fails before
+    its first step, `end` comes without `start`. Only rank 0 reports events, except `doing`, `evaluation_progress`,
+    `end` and `close`, so no method may communicate. A method that cannot write raises `TrainerError`.
     """
 
     def start(self, run: RunInfo) -> None:
-        """The run is built, and its first step follows."""
+        """Report that the run is built; its first step follows."""
 
     def doing(self, step: int, what: str) -> None:
-        """This rank has done `step` steps and now begins something; on every rank, several times in each step."""
+        """Report that this rank begins an activity after `step` steps; several times in each step, on every rank."""
 
     def step(self, record: StepRecord) -> None:
-        """A logging interval has passed."""
+        """Report the end of a logging interval."""
 
     def bad_step(self, record: BadStepRecord) -> None:
-        """A step was not taken; a note says so too."""
+        """Report a step that was not taken, beside a note."""
 
     def evaluation_progress(self, done: int, total: int) -> None:
-        """`done` of `total` batches of an evaluation are through."""
+        """Report that `done` of `total` batches of an evaluation are complete."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """An evaluation is through."""
+        """Report a complete evaluation."""
 
     def note(self, text: str) -> None:
-        """Something that the user should read: one sentence, no line break."""
+        """Report a message to the user: one sentence without a line break."""
 
     def flush(self) -> None:
-        """Writes what is held back, since the last step is done; what cannot be written raises here at the latest."""
+        """Write all buffered output after the last step, and raise its errors."""
 
     def end(self, record: EndRecord) -> None:
-        """The run is over, good or bad."""
+        """Report the end of the run and its outcome."""
 
     def close(self) -> None:
-        """Releases files and the terminal; may be called twice, and without `end`."""
+        """Release files and the terminal; may be called twice, and without `end`."""
 
 
 class Observers(Observer):
-    """Tells every observer in turn; with none, as on every rank but 0, does nothing."""
+    """All observers of this rank, called in turn; ranks other than 0 have none."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = tuple(observers)
@@ -88,13 +87,13 @@ class Observers(Observer):
             observer.flush()
 
     def end(self, record: EndRecord) -> None:
-        """Tells all, even where one raises: the user must learn how the run ended."""
+        """Call all observers, even if one raises: the user must see the outcome."""
         with ExitStack() as stack:
             for observer in self._observers:
                 stack.callback(observer.end, record)
 
     def close(self) -> None:
-        """Closes all, even where one raises."""
+        """Close all observers, even if one raises."""
         with ExitStack() as stack:
             for observer in self._observers:
                 stack.callback(observer.close)
@@ -102,10 +101,10 @@ class Observers(Observer):
 
 @contextmanager
 def packages_of(destination: str) -> Iterator[None]:
-    """Inside, what a word of `logging.to` needs is imported; the extra that brings it has the same name.
+    """Import the packages of a word of `logging.to` inside this context; the extra has the same name.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: a package is not installed.
     """
     try:
         yield

@@ -1,7 +1,4 @@
-"""What happened, as plain values: the only things that pass from the training loop to an observer.
-
-Everything is global, over all ranks, unless its name says otherwise, so that any observer can stand on rank 0 alone.
-"""
+"""The values that the training loop passes to observers; they cover all ranks unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ Kind = Literal["split", "replicated", "frozen", "tied"]
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """The parameters that lie in one way; a frozen one is in `frozen` only.
+    """The parameters with one kind of placement; frozen parameters are in `frozen` only.
 
-    Those of `tied`, which stand in several places of the model, are in another group as well.
+    `tied` parameters have several names in the model; they are also in another group.
     """
 
     placement: Kind
@@ -30,15 +27,15 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class MajorityClass:
-    """The commonest class of the validation split: what a model that has learned nothing can say."""
+    """The most frequent class of the validation split, the baseline of accuracy."""
 
     label: str
-    share: float  # of the rows, 0 to 1: the accuracy of always saying it
+    share: float  # of the rows, 0 to 1: the accuracy of a constant prediction
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """All that is known before the first step."""
+    """The facts of a run before its first step."""
 
     name: str
     folder: Path
@@ -97,13 +94,13 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class BadStepRecord:
-    """A step that was not taken, because its loss or its gradient was not finite."""
+    """A step that was not taken because of a non-finite loss or gradient."""
 
     step: int
     loss: float
     grad_norm: float
-    ranks: tuple[int, ...]  # whose rows gave a loss that is not finite; none: the gradient alone is not
-    rows: tuple[int, ...]  # among which they are: places in the training split, from 0
+    ranks: tuple[int, ...]  # with rows of non-finite loss; empty if only the gradient is non-finite
+    rows: tuple[int, ...]  # candidates: indices in the training split, from 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class BestMetric:
 
 @dataclass(frozen=True)
 class Idling:
-    """How long pipeline ranks had nothing to do, as shares of their steps."""
+    """The idle time of pipeline ranks, as shares of their steps."""
 
     measured: tuple[float, ...]  # of each rank of the pipeline axis, the mean over its replicas
     bubble: float  # by formula, if all stages cost the same
@@ -125,7 +122,7 @@ class Idling:
 
 @dataclass(frozen=True)
 class EndRecord:
-    """How the run ended, good or bad, and how to go on."""
+    """The outcome of a run, and the command that resumes it."""
 
     outcome: Literal["finished", "stopped", "failed"]
     exit_code: int
@@ -135,5 +132,5 @@ class EndRecord:
     step: int  # the last step done
     seconds: float  # of this process, from start to end
     resume_command: str  # exact, to paste into a shell
-    message: str | None = None  # why, where the outcome alone does not say it
+    message: str | None = None  # the reason, if the outcome needs one
     pipeline: Idling | None = None  # None: there are no stages, or nothing was trained

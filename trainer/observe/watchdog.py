@@ -1,8 +1,7 @@
-"""Notices that a run has come to a standstill, says where every rank stands, and ends it.
+"""Detects a stalled run, reports the position of every rank, and ends the run.
 
-A collective in which one rank is missing waits for it without a word. A thread on each rank looks on instead: where no
-rank has had a sign of life for too long, each writes the stacks of its threads beside its status file, the lowest that
-could do so tells of all, and all leave.
+A collective with a missing rank waits without a message, so a thread on each rank watches the heartbeats. After a stall
+each rank writes its stacks beside its status file, the lowest rank with stacks reports all, and all ranks exit.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from trainer.observe.heartbeat import Heartbeat, Status, ranks_folder, read_stat
 from trainer.observe.observer import Observer
 from trainer.ranks.report import Report
 
-_TELL_SECONDS = 5.0  # for the end of the run to be shown, which may hang as all else does
+_TELL_SECONDS = 5.0  # to show the end of the run, which may hang too
 _NO_ANSWER = "no answer: it is stopped or its machine is gone"
 
 
 class Watchdog(Observer):
-    """Ends this process where the whole run stands still; a rank that waits for a slow other one is no reason.
+    """Ends this process if no rank makes progress; one slow rank is not enough.
 
     Args:
-        heartbeat: of this rank.
-        timeout_seconds: without any rank's sign of life.
-        error_file: where this rank leaves its error for our own agent; None: it goes to standard error.
-        tell: shows how the run ended, given the reason.
+        heartbeat: the heartbeat of this rank.
+        timeout_seconds: the time without progress of any rank.
+        error_file: the file of this rank's error, read by our own agent; None for standard error.
+        tell: shows the outcome of the run, given the reason.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Watchdog(Observer):
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def begin(self) -> None:
-        """Watches from now on; the heartbeat has begun."""
+        """Start to watch, after the heartbeat has begun."""
         self._thread.start()
 
     def close(self) -> None:
@@ -61,7 +60,7 @@ class Watchdog(Observer):
         beats, still_seconds, before = 0, 0.0, time.monotonic()
         while not self._ended.wait(self._pause):
             now = time.monotonic()
-            # What was not seen does not count: a process that was stopped and goes on has not stood still by itself.
+            # A gap does not count: a process that was suspended and continues is not stalled.
             still_seconds += min(now - before, 2 * self._pause)
             before = now
             if self._heartbeat.beats != beats:
@@ -75,7 +74,7 @@ class Watchdog(Observer):
         return time.time() - max(times, default=0.0) >= self._timeout
 
     def _answer(self, beats: int) -> None:
-        """Leaves a stack, waits for the others to do so, and ends this process; returns where it goes on after all."""
+        """Write a stack, wait for those of other ranks, and end this process; return if it makes progress again."""
         own = self._stack_file(self._heartbeat.rank)
         _write_whole(own, _stacks(self._thread))
         deadline = time.monotonic() + min(30.0, max(2.0, self._timeout / 4))
@@ -91,7 +90,7 @@ class Watchdog(Observer):
         stacks = {rank: _text(self._stack_file(rank)) for rank in statuses}
         reporter = min((rank for rank, stack in stacks.items() if stack), default=self._heartbeat.rank)
         if self._heartbeat.rank != reporter:
-            time.sleep(2 * _TELL_SECONDS)  # an agent ends all ranks when one leaves, and the reporter has to tell
+            time.sleep(2 * _TELL_SECONDS)  # an agent ends all ranks when one exits, and the reporter must report first
         else:
             self._report(stall_message(statuses, stacks, self._timeout, time.time()))
         _leave()
@@ -116,12 +115,12 @@ class Watchdog(Observer):
 
 
 def stall_message(statuses: Mapping[int, Status], stacks: Mapping[int, str], timeout_seconds: float, now: float) -> str:
-    """Where every rank stands; equal stacks of main threads once.
+    """Return the position of every rank; equal stacks of main threads appear once.
 
     Args:
-        statuses: of all ranks.
-        stacks: of all their threads, the main one's first; empty where a rank has left none.
-        timeout_seconds: after which this is said.
+        statuses: the statuses of all ranks.
+        stacks: the stacks of each rank's threads, the main thread first; empty for a rank without a stack file.
+        timeout_seconds: the time without progress.
         now: seconds since the epoch.
     """
     lines = [f"no rank has made any progress for {timeout_seconds:g} seconds (`parallel.stall_timeout`)"]
@@ -139,7 +138,7 @@ def stall_message(statuses: Mapping[int, Status], stacks: Mapping[int, str], tim
 
 
 def _stacks(without: threading.Thread) -> str:
-    """The Python stacks of all threads, innermost frame last; the main thread's first, an empty line between."""
+    """Return the Python stacks of all threads, the main thread first, with empty lines between."""
     main = threading.main_thread()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
@@ -152,7 +151,7 @@ def _stacks(without: threading.Thread) -> str:
 
 
 def _write_whole(file: Path, text: str) -> None:
-    """Writes a file that others only see when it is complete; a disk that is full keeps none."""
+    """Write a file that other processes see only when it is complete; ignore a full disk."""
     new = file.with_suffix(".new")
     with suppress(OSError):
         new.write_text(text, encoding="utf-8")
@@ -167,7 +166,7 @@ def _text(file: Path) -> str:
 
 
 def _leave() -> NoReturn:
-    """Ends the process although its main thread hangs, and the processes that prepare its batches with it."""
+    """End the process and its data workers although the main thread hangs."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(ExitCode.FAILED)
