@@ -136,8 +136,8 @@ def check(
 ) -> None:
     """Show the resolved recipe and where each value came from.
 
-    Also its layout and batch arithmetic on N ranks, and what each pipeline stage holds, where the model's configuration
-    is at hand. Needs no GPU and no network, and trains nothing.
+    Also show its layout and batch arithmetic on N ranks, and the contents of each pipeline stage if the model's
+    configuration is on this machine. This needs no GPU and no network, and trains nothing.
     """
     from trainer.reading.loading import load_recipe
     from trainer.recipe.plan import plan_run
@@ -154,7 +154,7 @@ def check(
 @app.command(context_settings=OVERRIDES)
 def doctor(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="Look at what this recipe needs, too.", show_default=False)
+        str | None, typer.Argument(metavar="[RECIPE]", help="Also check the needs of this recipe.", show_default=False)
     ] = None,
     overrides: OverridesArgument = None,
     processes: Annotated[
@@ -165,9 +165,9 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Look at this machine: is it fit to train, and if not, what has to be done.
+    """Check whether this machine is fit to train, and name the fix of each problem.
 
-    Changes nothing. Exits with 1 where there is a problem, and with 0 where there are none, or warnings only.
+    This changes nothing. The exit code is 1 if there is a problem, and 0 if there is none, or warnings only.
     """
     resolved = None
     if recipe is not None:
@@ -190,7 +190,7 @@ def doctor(
 @app.command("launch-script", context_settings=OVERRIDES)
 def launch_script(
     recipe: RecipeArgument,
-    target: Annotated[Target, typer.Option("--on", help="What starts the ranks.", show_default=False)],
+    target: Annotated[Target, typer.Option("--on", help="Program that starts the ranks.", show_default=False)],
     nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines.", show_default=False)],
     gpus: Annotated[
         int, typer.Option(min=1, metavar="M", help="GPUs of each machine, with a rank for each.", show_default=False)
@@ -271,20 +271,20 @@ def convert(
     ],
     source: Annotated[
         Literal["training-arguments", "deepspeed", "accelerate"] | None,
-        typer.Option("--from", help="Whose file it is; default: told by its keys."),
+        typer.Option("--from", help="Tool that the file belongs to; default: its keys decide."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The recipe to write; it must be new.")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks of that training, whose batches make a step.")
+        int | None, typer.Option(min=1, metavar="N", help="Ranks of that training; their batches together make a step.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Report also keys that ask for nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print recipe and report as one JSON object.")] = False,
 ) -> None:
-    """Make a recipe of the files of Trainer, DeepSpeed and accelerate.
+    """Turn the files of Trainer, DeepSpeed and accelerate into a recipe.
 
-    The recipe goes to the standard output or into a new file; what became of each key, to the standard error.
+    The recipe goes to the standard output or into a new file. A report on each key goes to the standard error.
     """
     from trainer.convert.convert import convert as convert_files
     from trainer.convert.sources import Tool

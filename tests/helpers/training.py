@@ -1,4 +1,4 @@
-"""A tiny training without files: what the parity tests run under every layout and compare."""
+"""A tiny training without files, which the parity tests run under every layout and compare."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trainer.tasks.task import Task
 from trainer.training.assembly import Assembly, PreparedData, assemble
 from trainer.training.process_group import open_mesh
 
-# What was imported stays; looked at by every collection, it would cost a training here as much as its steps do.
+# Imported modules stay; a look at them in every collection would take as long as the steps of a training here.
 gc.freeze()
 
 NUM_ROWS, NUM_CLASSES, VOCABULARY = 50, 3, 211
@@ -78,7 +78,7 @@ TINY_RESNET = {
 def tiny_recipe(**sections: Any) -> Recipe:
     """A recipe for a tiny model with random weights; `sections` are merged key by key into it.
 
-    The model is a BERT that classifies, or what `TINY_TASKS` says for the `type` of another task.
+    The model is a BERT that classifies, or that of `TINY_TASKS` for the `type` of another task.
     """
     tiny = TINY_TASKS[sections.get("task", {}).get("type", "sequence_classification")]
     recipe: dict[str, Any] = {
@@ -96,7 +96,7 @@ def tiny_recipe(**sections: Any) -> Recipe:
 
 
 def tiny_task(recipe: Recipe) -> Task:
-    """The recipe's task, as if a training split had told it the classes."""
+    """Return the recipe's task, with three classes where it classifies."""
     task = build_task(recipe.task)
     return task.with_classes(tuple("abc"), None) if isinstance(task, RowClasses) else task
 
@@ -140,7 +140,7 @@ def tiny_images(num_rows: int = NUM_ROWS, size: int = 16) -> EncodedSplit:
 
 @dataclass(frozen=True)
 class TinyTask:
-    """What a tiny training of one kind of task is made of."""
+    """The parts of a tiny training of one kind of task."""
 
     keys: dict[str, Any]  # of the recipe's `task`
     model: dict[str, Any]  # the recipe's `model`
@@ -170,7 +170,7 @@ def parallel_keys(strategy: str, world_size: int) -> dict[str, Any]:
 
 
 def sgd_sections(learning_rate: float = 1.0) -> dict[str, Any]:
-    """Plain descent, whose step shows the gradient itself; Adam would hide its scale."""
+    """Return plain descent: its step shows the gradient itself, and Adam would hide the scale."""
     return {
         "optimizer": {"name": "sgd", "learning_rate": learning_rate, "weight_decay": 0.0},
         "schedule": {"name": "constant", "warmup": 0},
@@ -179,18 +179,18 @@ def sgd_sections(learning_rate: float = 1.0) -> dict[str, Any]:
 
 @dataclass
 class Curve:
-    """What a training was: each step's numbers, and the weights it ended with."""
+    """The numbers of each step, and the weights at the end."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    # Of what this rank holds, by which part that is (axes and indices): ranks with the same part hold the same bits.
+    # Of this rank's parts, by axes and indices: ranks with the same part hold the same bits.
     digests: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class MemorySource:
-    """A state in memory, every tensor whole: what `whole_state` gives, and an engine can go on from."""
+    """A state in memory with whole tensors: `whole_state` returns one, and an engine loads it."""
 
     tensors: dict[str, Tensor]
     scalars: dict[str, float] = field(default_factory=dict)
@@ -274,7 +274,7 @@ class TinyTraining:
         return [self.engine.train_step(batch) for batch in islice(self.loader, number)]
 
     def close(self) -> None:
-        """Lets go of what DeepSpeed leaves in a process: hooks that keep the engine alive, and a linear of its own."""
+        """Remove the remains of DeepSpeed: hooks that keep the engine alive, and its own linear function."""
         deepspeed = getattr(self.engine, "_engine", None)
         if deepspeed is not None:
             deepspeed.destroy()

@@ -26,7 +26,7 @@ def task_name(keys: type[Section]) -> str:
         raise UsageError(f'`type` of {keys.__name__} must be Literal["NAME"], with the name of the task')
     metrics = keys.model_fields.get("metrics")
     if metrics is None or not metrics.get_default(call_default_factory=True):
-        raise UsageError(f"{keys.__name__} must have the key `metrics`, a list whose default names at least one metric")
+        raise UsageError(f"{keys.__name__} must have the key `metrics`, a list with at least one metric as default")
     return names[0]
 
 

@@ -58,7 +58,7 @@ class PreparedData:
     validation: EncodedSplit | None
 
     def notes(self, max_length: int) -> list[str]:
-        """Return a note on each split whose rows were cut to `max_length` tokens."""
+        """Return a note on each split with rows that were cut to `max_length` tokens."""
         return [
             f"cut to `data.max_length` ({max_length} tokens): {split.num_cut:,} of {len(split):,} {name} rows"
             for name, split in (("training", self.train), ("validation", self.validation))
@@ -107,7 +107,7 @@ class Assembly:
 
     @property
     def task(self) -> Task:
-        """The task, whose labels are known."""
+        """The task, which knows its labels."""
         return self.data.task
 
     @property
@@ -185,7 +185,7 @@ class Assembly:
         return evaluator.evaluate()
 
     def saver(self) -> Saver:
-        """Return what saves the state to the run's folder and resumes from it."""
+        """Return the saver of checkpoints in the run's folder, which also resumes from them."""
         checkpoint = self.recipe.checkpoint
         patience = min(FOLDER_SECONDS, self.recipe.parallel.join_timeout.seconds)
         store = CheckpointStore(Path(checkpoint.folder), checkpoint.keep, patience)
@@ -246,7 +246,7 @@ class Assembly:
         vars(self).clear()
 
     def _stage_texts(self) -> tuple[str, ...]:
-        """Return how the pipeline runs and what each stage holds, on rank 0; empty without one."""
+        """Return the schedule of the pipeline and the contents of each stage, on rank 0; empty without a pipeline."""
         pipeline = self.plan.pipeline
         if pipeline is None:
             return ()

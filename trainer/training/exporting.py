@@ -50,7 +50,7 @@ def export(
     """Write the model of a checkpoint as a Hugging Face folder, whole or not at all.
 
     Args:
-        checkpoint: The folder of a checkpoint, or of a run, whose newest whole checkpoint is taken.
+        checkpoint: The folder of a checkpoint, or of a run: then its newest whole checkpoint.
         folder: An empty or missing folder.
         dtype: The type of the weights.
         largest_file_bytes: The most bytes of one file of weights, and of the memory for them.
@@ -159,8 +159,8 @@ def _beside_weights(folder: Path, names: list[str]) -> tuple[dict[str, Any], lis
     for name in beside:
         if name.startswith(_NEVER_BEGINS) or name.endswith(_NEVER_ENDS):
             raise UsageError(
-                f"`CHECKPOINT` must hold only a configuration and what prepares rows in {MODEL_FOLDER}/, but {folder}"
-                f" has {name} there; name a checkpoint that trainer saved"
+                f"`CHECKPOINT` must hold only configurations and files that prepare rows in {MODEL_FOLDER}/, but"
+                f" {folder} has {name} there; name a checkpoint that trainer saved"
             )
     if CONFIG_NAME not in beside:
         raise UsageError(

@@ -103,7 +103,7 @@ def process_group(
         _let_go()
         if _is_lost_peer(error):
             raise LostPeerError(
-                "another rank failed or was killed, so this one cannot go on; what that rank says tells why"
+                "another rank failed or was killed, so this one cannot go on; the error of that rank names the cause"
             ) from error
         raise
     finally:

@@ -117,7 +117,8 @@ def model_size(models: Sequence[nn.Module], placements: Placements, mesh: Parall
     if layers is None or hidden is None:
         return None
     embeddings = _weights_of(models, nn.Embedding, VocabParallelEmbedding, FeatureParallelEmbedding)
-    embeddings -= _weights_of(models, nn.Linear, ColumnParallelLinear)  # tied to a head, whose products do count
+    # An embedding that is tied to a head counts, because of the head's products.
+    embeddings -= _weights_of(models, nn.Linear, ColumnParallelLinear)
     num_parameters = sum(
         prod(placements[name].shape)
         for model in models

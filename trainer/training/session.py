@@ -107,7 +107,7 @@ def open_session(recipe: Recipe, environment: LaunchEnvironment) -> Session:
     seconds = recipe.parallel.stall_timeout.seconds
     watchdog = Watchdog(heartbeat, seconds, environment.error_file, lambda reason: session.end(ExitCode.FAILED, reason))
     shown = [build_observers(recipe.logging, sys.stdout)] if environment.rank == 0 else []
-    # The watchdog is closed first: what the others do at their end is no sign of life.
+    # The watchdog is closed first: the end of the others is no sign of progress.
     observers = Observers([*shown, heartbeat, watchdog])
     session = Session(Path(recipe.checkpoint.folder), observers, command_line(environment), heartbeat, watchdog)
     return session

@@ -9,7 +9,7 @@ from trainer import __version__
 from trainer.base.extensions import packages
 
 COMPARED = ("torch", "transformers", "datasets", "tokenizers", "safetensors")
-"""Packages of which all ranks must have the same version."""
+"""Packages that must have the same version on all ranks."""
 
 RECORDED = (*COMPARED, "accelerate", "deepspeed", "numpy")
 """Packages that a run names in its summary, its checkpoints and its model card."""
