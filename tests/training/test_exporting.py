@@ -280,7 +280,7 @@ class TestHostile:
     )
     def test_what_others_would_unpickle_or_run_is_not_handed_on(self, tmp_path, bert, name):
         checkpoint = write_checkpoint(tmp_path / "run", bert, extra={name: Trap(tmp_path / "marker").pickled()})
-        with pytest.raises(UsageError, match=rf"must hold only a configuration .* has {name} there"):
+        with pytest.raises(UsageError, match=rf"must hold only configurations .* has {name} there"):
             export(checkpoint, tmp_path / "out")
         assert nothing_was_left(tmp_path / "out")
 
