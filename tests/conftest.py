@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.helpers import operations, turns
 from tests.helpers.durations import Durations
@@ -14,6 +15,10 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.recipes import minimal, problems, write
 
 __all__ = ["minimal", "problems", "ranks", "write"]  # fixtures, which pytest finds here
+
+# Seconds of an example on a busy machine say nothing.
+settings.register_profile("trainer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("trainer")
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -21,7 +21,10 @@ from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
 
 QUICK = settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 LEAVES = (
