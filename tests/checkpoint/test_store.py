@@ -259,6 +259,7 @@ class TestSavedState:
         assert not any(b"\x80\x04" in (store.path(1) / file).read_bytes()[:2] for file in FILES)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rounds", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, rounds):
     """Kill -9 in the middle of saves: what is found is whole, no file of another step is mixed in, and none is lost."""
