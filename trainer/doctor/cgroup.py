@@ -37,7 +37,7 @@ def memory_bytes(machine: Machine) -> int | None:
 def num_processes(machine: Machine) -> int | None:
     """Return the limit of processes and threads, or None."""
     texts = [*_values(machine, "pids.max"), *_values(machine, "pids.max", "pids")]
-    return min((int(text) for text in texts if text.isdigit()), default=None)
+    return min(map(int, filter(str.isdigit, texts)), default=None)
 
 
 def _values(machine: Machine, name: str, controller: str | None = None) -> Iterator[str]:

@@ -37,10 +37,9 @@ def data_cache(machine: Machine) -> Finding:
     """
     remedy = "set `data.cache` or XDG_CACHE_HOME to a writable folder"
     is_needed = machine.recipe is not None
-    if machine.recipe is not None and machine.recipe.data.cache:
-        return folder(Path(machine.recipe.data.cache), remedy, is_needed)
+    chosen = machine.recipe.data.cache if machine.recipe is not None else None
     try:
-        return folder(cache_folder(machine.environ), remedy, is_needed)
+        return folder(Path(chosen) if chosen else cache_folder(machine.environ), remedy, is_needed)
     except UsageError as error:
         return bad(str(error).split(";")[0], remedy, is_needed)
 

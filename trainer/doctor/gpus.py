@@ -32,7 +32,8 @@ def torch_build(machine: Machine) -> Finding:
             f"{facts.version}, CPU build, but the machine has a GPU ({sign})",
             "install the build of torch for the GPU: https://pytorch.org/get-started/locally",
         )
-    return ok(f"{facts.version}, {_build(facts)} build")
+    build = f"CUDA {facts.cuda}" if facts.cuda else f"ROCm {facts.hip}" if facts.hip else "CPU"
+    return ok(f"{facts.version}, {build} build")
 
 
 def driver(machine: Machine) -> Finding:
@@ -197,12 +198,6 @@ def gpu_use(machine: Machine) -> Finding:
     return ok(f"every GPU computes; a sum over all GPUs by NCCL took {facts.nccl_seconds:.2f} s with its start")
 
 
-def _build(torch: TorchFacts) -> str:
-    if torch.cuda is not None:
-        return f"CUDA {torch.cuda}"
-    return "CPU" if torch.hip is None else f"ROCm {torch.hip}"
-
-
 def _nvidia_nodes(machine: Machine) -> list[str]:
     found = machine.path("/dev").glob("nvidia[0-9]*")
     return [f"/dev/{path.name}" for path in sorted(found, key=lambda path: int(re.sub(r"\D", "", path.name)))]
@@ -220,10 +215,8 @@ def _sign_of_gpu(machine: Machine) -> str | None:
 
 def _hiding(machine: Machine) -> str | None:
     """Return the variable that selects GPUs, with its value."""
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-        if name in machine.environ:
-            return f"{name}={machine.environ[name]!r}"
-    return None
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    return next((f"{name}={machine.environ[name]!r}" for name in names if name in machine.environ), None)
 
 
 def _no_gpus(machine: Machine, facts: GpuFacts) -> Finding:

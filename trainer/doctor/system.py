@@ -13,8 +13,7 @@ from trainer.ranks.environment import available_cores, threads_per_rank
 _LEAST_SHARED_BYTES = GIB
 _LEAST_FREE_SHARED_BYTES = 256 * MIB
 _LEAST_MEMORY_BYTES = 2 * GIB
-_LEAST_FILES = 1024
-_LEAST_PROCESSES = 1024
+_LEAST_NUMBER = 1024  # of open files, and of processes
 
 
 def cores(machine: Machine) -> Finding:
@@ -85,7 +84,7 @@ def open_files(machine: Machine) -> Finding:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{_limit(soft)} (can be raised to {_limit(hard)})"
-    if _is_below(soft, _LEAST_FILES):
+    if 0 <= soft < _LEAST_NUMBER:  # unlimited is -1
         return warning(value, "ulimit -n 65536, or `--ulimit nofile=65536` in Docker")
     return ok(value)
 
@@ -99,7 +98,7 @@ def processes(machine: Machine) -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     of_group = cgroup.num_processes(machine)
     value = _limit(soft) if of_group is None else f"{_limit(soft)}, {of_group:,} in the control group"
-    if _is_below(soft, _LEAST_PROCESSES) or (of_group is not None and of_group < _LEAST_PROCESSES):
+    if 0 <= soft < _LEAST_NUMBER or (of_group is not None and of_group < _LEAST_NUMBER):
         return warning(value, "ulimit -u 65536, or `--pids-limit -1` in Docker")
     return ok(value)
 
@@ -120,7 +119,3 @@ def locked_memory(machine: Machine) -> Finding:
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
-
-
-def _is_below(value: int, least: int) -> bool:
-    return value != resource.RLIM_INFINITY and value < least
