@@ -73,7 +73,16 @@ def test_a_rank_that_waits_for_one_that_beats_is_left_alone(tmp_path, left):
         other.doing(step, "saving a checkpoint")
     dog.close()
     assert (told, left) == ([], [])
-    assert not (tmp_path / "ranks" / "rank-00001.stack").exists(), "it asked no other rank for a stack"
+
+
+def test_nothing_is_answered_while_another_rank_makes_progress(tmp_path, monkeypatch):
+    answers: list[int] = []
+    monkeypatch.setattr(Watchdog, "_all_stand_still", lambda self: False)
+    monkeypatch.setattr(Watchdog, "_answer", lambda self, beats: answers.append(beats))
+    _, dog = watched(tmp_path, [])
+    time.sleep(1.5)  # three times the timeout
+    dog.close()
+    assert answers == []
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `leave` ends the thread alone
