@@ -1,4 +1,4 @@
-"""A run's way to its checkpoints: what is saved beside the tensors, and what a run may go on from."""
+"""Saves checkpoints of a run, and resumes it from one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.engine.engine import MODEL_PREFIX, Engine
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.schema import Recipe
 
-# What says how, not what is learned: a run may go on with other values.
+# Keys that do not change the training: a run may resume with other values.
 _HOW = ("name", "parallel", "activation_checkpointing", "evaluation", "checkpoint", "logging", "data")
 _HOW_TRAINING = ("micro_batch_size", "stop_at_step", "check_replicas", "max_bad_steps")
 _WHERE_MODEL = ("name_or_path", "tokenizer", "revision")  # the weights are the checkpoint's
@@ -39,13 +39,12 @@ _MEASURED = ("metrics",)
 
 
 def identity(recipe: Recipe, content_hash: str, beside: Mapping[str, str | None] | None = None) -> dict[str, Any]:
-    """What is learned, from which data: equal for two runs that may share a checkpoint.
+    """Return the facts that define a training; they are equal for two runs that may share a checkpoint.
 
     Args:
-        recipe: of the run.
-        content_hash: of the prepared training split.
-        beside: what else the model brings that no training changes and no checkpoint holds, by name; None where it
-            does not.
+        recipe: the recipe of the run.
+        content_hash: the hash of the prepared training split.
+        beside: further facts of the model by name, outside of training and checkpoints; None for a missing one.
     """
     sections = recipe.model_dump(mode="json", exclude=set(_HOW))
     for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", _MEASURED)):
@@ -69,7 +68,7 @@ class Saved:
 
 
 class _Share:
-    """This rank's files of one checkpoint, written by a thread while the training goes on."""
+    """This rank's files of one checkpoint, written by a thread during the training."""
 
     def __init__(self, facts: Facts, write: Callable[[], list[WrittenFile]]) -> None:
         self.facts = facts
@@ -83,17 +82,17 @@ class _Share:
         try:
             self.files = self._write()
         except Exception as error:
-            self.error = error  # told by the rank, with all others, at the next step
+            self.error = error  # all ranks report it at the next step
 
     @property
     def status(self) -> int:
-        """`_WRITTEN`, `_WRITING` or `_FAILED`, of which ranks agree on the largest."""
+        """`_WRITTEN`, `_WRITING` or `_FAILED`; ranks agree on the largest."""
         if self._thread.is_alive():
             return _WRITING
         return _FAILED if self.error else _WRITTEN
 
     def wait(self) -> None:
-        """Returns when the thread has ended."""
+        """Wait for the end of the thread."""
         self._thread.join()
 
 
@@ -101,14 +100,14 @@ _WRITTEN, _WRITING, _FAILED = 0, 1, 2
 
 
 class Saver:
-    """Saves the engine's state and the run's progress, and brings both back.
+    """Saves and restores the engine's state and the run's progress.
 
     Args:
-        store: of the run's folder.
-        engine: whose state is saved.
+        store: the checkpoints of the run's folder.
+        engine: the engine to save and restore.
         mesh: the ranks.
-        saved: what is saved beside it.
-        asynchronous: whether the training goes on while a checkpoint is written, from a copy in CPU memory.
+        saved: the rest of each checkpoint.
+        asynchronous: whether the training continues while a thread writes a copy in CPU memory.
     """
 
     def __init__(
@@ -154,10 +153,10 @@ class Saver:
         return notes
 
     def save(self) -> None:
-        """Takes a copy of this moment and begins to write it; what was begun before is completed first.
+        """Copy the state and start to write it, after the checkpoint before is complete.
 
         Raises:
-            TrainerError: it could not be written, nor the one before.
+            TrainerError: this checkpoint or the one before cannot be written.
         """
         self.finish()
         step = self.progress.step
@@ -176,9 +175,9 @@ class Saver:
             self.finish()
 
     def begin_poll(self) -> Callable[[], None]:
-        """Asks how far all ranks have written; what is returned waits for the answer, and completes what is written.
+        """Start to compare the status of all ranks, and return a function that completes a written checkpoint.
 
-        Asked before a step and answered after it, so that nobody waits. All ranks must call both.
+        Call this before a step and the function after it, on all ranks; then no rank waits.
         """
         if self._share is None:
             return _nothing
@@ -191,10 +190,10 @@ class Saver:
         return settle
 
     def finish(self) -> None:
-        """Waits until what was begun is a complete checkpoint. All ranks must call it.
+        """Wait until the current checkpoint is complete; all ranks must call it.
 
         Raises:
-            TrainerError: it could not be written.
+            TrainerError: it cannot be written.
         """
         if self._share is not None:
             self._share.wait()
@@ -210,7 +209,7 @@ class Saver:
         return files
 
     def _settle(self, status: int) -> None:
-        """Makes a checkpoint of what all ranks have written, or tells all of them what one of them could not write."""
+        """Complete the checkpoint, or raise the error of one rank on all."""
         share, self._share = self._share, None
         assert share is not None
         facts, step = share.facts, share.facts.progress.step
@@ -242,10 +241,10 @@ class Saver:
         ) from error
 
     def _refuse_other_folders(self, marker: str) -> None:
-        """By a file that rank 0 has made, since two empty folders hold the same checkpoints.
+        """Compare folders by a file of rank 0, since two empty folders have the same checkpoints.
 
         Raises:
-            UsageError: some ranks find another folder than rank 0 at the same path.
+            UsageError: some ranks have another folder than rank 0 at the same path.
         """
         sees = self._store.sees(marker)
         hosts = self._mesh.share(self._mesh.gather(None if sees else socket.gethostname()))
@@ -260,7 +259,7 @@ class Saver:
             )
 
     def _open_store(self) -> str:
-        """Makes the store ready, and a marker in it."""
+        """Open the store and create a marker in it."""
         try:
             self._store.open()
             return self._store.make_marker()
@@ -271,7 +270,7 @@ class Saver:
             ) from error
 
     def _open(self, step: int) -> tuple[SavedState | None, str]:
-        """The checkpoint of a step, if it is whole, or else what is wrong with it; each rank verifies its share."""
+        """Return the checkpoint of a step, or the problem of a damaged one; each rank verifies its share."""
         state, problem = None, ""
         try:
             state = open_verified(self._store.path(step), self._mesh.rank, self._mesh.world_size)
@@ -282,7 +281,7 @@ class Saver:
         return (None, first) if first else (state, "")
 
     def _refuse_another_model(self, state: SavedState) -> None:
-        """Names and shapes, since weights from elsewhere (`model.name_or_path`) are no part of the identity."""
+        """Compare names and shapes, since `model.name_or_path` is not part of the identity."""
         saved = {
             name.removeprefix(MODEL_PREFIX): shape
             for name, shape in state.shapes.items()

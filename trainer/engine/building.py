@@ -1,4 +1,4 @@
-"""From the name of a strategy to its engine: one row for each row of `recipe/strategies.py`."""
+"""Builds the engine of a strategy: one row for each row of `recipe/strategies.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
 EngineBuilder = Callable[[BuiltModel, Task, ParallelMesh, RunPlan, int], Engine]
-"""Of a strategy, for a model that no stages were cut of."""
+"""Builds the engine of a strategy, for a model without pipeline stages."""
 
 BUILDERS: dict[str, EngineBuilder] = {
     "ddp": build_native,
@@ -33,16 +33,16 @@ BUILDERS: dict[str, EngineBuilder] = {
 def build_engine(
     built: Sequence[BuiltModel], task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int
 ) -> Engine:
-    """Places the model over the mesh by the recipe's strategy and gives the engine that trains it.
+    """Place the model over the mesh by the recipe's strategy, and return its engine.
 
-    The task learns here, once for all engines, whether the logits that it will be given are cut over the vocabulary.
+    The task gets the split of the logits over the vocabulary, if there is one.
 
     Args:
-        built: the model, or this rank's pipeline stages of it.
-        task: gives the loss.
+        built: the model, or this rank's pipeline stages.
+        task: computes the loss.
         mesh: the ranks.
-        plan: what was asked for.
-        total_steps: where the schedule of the learning rate ends.
+        plan: the plan of the run.
+        total_steps: the last step of the learning rate's schedule.
     """
     task = task.for_vocabulary(next((part.vocabulary for part in built if part.vocabulary), None))
     if plan.pipeline is not None:
@@ -52,7 +52,7 @@ def build_engine(
 
 
 def planned_cuts(plan: RunPlan, mesh: ParallelMesh) -> list[ModelCut | None]:
-    """How this rank's models are to be cut while they are built: one for each of its pipeline stages, or the whole."""
+    """Return the cut of each of this rank's models: one for each of its pipeline stages, or one for the whole."""
     parallel, pipeline = plan.recipe.parallel, plan.pipeline
     stages = pipeline.stages_of(mesh.index(PIPELINE_AXIS)) if pipeline else (0,)
     num_stages = pipeline.num_stages if pipeline else 1

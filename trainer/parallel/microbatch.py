@@ -1,4 +1,4 @@
-"""What travels through a model: the rows of one forward pass, and the rows of one optimizer step of one rank."""
+"""The rows of one forward pass, and those of one rank in one optimizer step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 IGNORED_LABEL = -100
-"""The label of what has none in token tasks, padding included: the default of `torch.nn.functional.cross_entropy`."""
+"""The label of positions without a label, such as padding: the default of `torch.nn.functional.cross_entropy`."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,8 @@ class Microbatch:
     """The rows of one forward pass.
 
     `inputs` are the model's keyword arguments, each `[batch, sequence]`; `labels` are `[batch]` or `[batch, sequence]`;
-    `rows` `[batch]` (int64) is the place of each row in its global batch, which keys its dropout masks. A `filler`
-    repeats a real row so that a rank without rows of its own joins the collectives; it must add nothing to the loss,
-    the gradients or the metrics.
+    `rows` `[batch]` (int64) is the index of each row in its global batch, which keys its dropout masks. A `filler`
+    repeats a row so that a rank without rows joins the collectives; it adds nothing to loss, gradients or metrics.
     """
 
     inputs: dict[str, Tensor]
@@ -27,7 +26,7 @@ class Microbatch:
     filler: bool = False
 
     def to(self, device: torch.device) -> Microbatch:
-        """Copies to `device`, without waiting where the source is pinned."""
+        """Copy to `device`, asynchronously from pinned memory."""
         return replace(
             self,
             inputs={name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()},
@@ -36,7 +35,7 @@ class Microbatch:
         )
 
     def pin_memory(self) -> Microbatch:
-        """Copies to page-locked memory; the `DataLoader` calls this in its own thread."""
+        """Copy to page-locked memory; the `DataLoader` calls this in its own thread."""
         return replace(
             self,
             inputs={name: tensor.pin_memory() for name, tensor in self.inputs.items()},
@@ -49,8 +48,8 @@ class Microbatch:
 class RankBatch:
     """One rank's part of one global batch.
 
-    Every rank holds equally many microbatches for the same step. `num_rows` and `num_tokens` (not padding) count the
-    whole global batch over all ranks, known without communication.
+    All ranks have the same number of microbatches in a step. `num_rows` and `num_tokens` (without padding) count the
+    global batch over all ranks, without communication.
     """
 
     microbatches: list[Microbatch]

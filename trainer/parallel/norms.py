@@ -1,4 +1,4 @@
-"""The global gradient norm: split parameters summed over their axes, whole ones counted once."""
+"""The global gradient norm: sharded parameters summed over their axes, replicated ones counted once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 
 def multiply_gradients_(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiplies all gradients by `factor`, in place."""
+    """Multiply all gradients by `factor`, in place."""
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)

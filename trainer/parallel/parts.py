@@ -1,7 +1,6 @@
-"""Which blocks of a whole tensor a rank holds, whatever cut it: columns or rows of layers, shards, flat partitions.
+"""The blocks of a whole tensor that a rank holds: parts of tensor ranks, shards of FSDP, partitions of DeepSpeed.
 
-A checkpoint names everything by its place in the unsharded tensor, so this is all that saving under one layout and
-loading under another must know of a layout.
+A checkpoint names elements by their position in the unsharded tensor, so it can be saved and loaded under any layout.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _REPLICATING_AXES = (*DATA_AXES, TENSOR_AXIS)  # pipeline ranks hold other param
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a whole tensor: its first element along each dimension, and what this rank holds of it.
+    """A block of a whole tensor: its first element along each dimension, and this rank's memory.
 
-    `view` is the memory that the rank trains with, not a copy: a snapshot copies from it, loading copies into it.
+    `view` is the memory of the training, not a copy: a snapshot copies from it, loading copies into it.
     """
 
     start: tuple[int, ...]
@@ -38,10 +37,10 @@ class Box:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What this rank holds of one tensor. Of the `num_replicas` ranks that hold the same boxes it is number `replica`.
+    """This rank's boxes of one tensor; it is number `replica` of the `num_replicas` ranks with the same boxes.
 
-    `shape` is that of the whole tensor, `replicated_over` the axes along which ranks are replicas. The boxes of ranks
-    that are none are disjoint, and together they are the whole.
+    `shape` is that of the whole tensor; ranks along `replicated_over` are replicas. Boxes of other ranks are disjoint,
+    and all boxes together are the whole tensor.
     """
 
     name: str
@@ -62,12 +61,14 @@ class _Segment:
 
 
 def tensor_part(name: str, tensor: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> TensorPart:
-    """The part of a tensor that lies as `placement` says; one of another number of dimensions is whole on every rank.
+    """Return this rank's part of a parameter or of a tensor of its optimizer state.
+
+    A tensor with another number of dimensions than `placement.shape` is replicated.
 
     Args:
-        name: in the checkpoint.
-        tensor: of this rank, perhaps a DTensor: a parameter, or a tensor of the optimizer's that goes with it.
-        placement: of the parameter.
+        name: the name in the checkpoint.
+        tensor: this rank's tensor, perhaps a DTensor.
+        placement: the placement of the parameter.
         mesh: the ranks.
     """
     if tensor.dim() != len(placement.shape):
@@ -79,7 +80,7 @@ def tensor_part(name: str, tensor: Tensor, placement: ParameterPlacement, mesh: 
 
 
 def whole_part(name: str, tensor: Tensor, mesh: ParallelMesh) -> TensorPart:
-    """A tensor that every rank of the pipeline stage has whole."""
+    """Return the part of a tensor that is replicated over the ranks of a pipeline stage."""
     shape = tuple(tensor.shape)
     return TensorPart(name, shape, (Box((0,) * len(shape), tensor),), *_replicas((), mesh))
 
@@ -87,15 +88,15 @@ def whole_part(name: str, tensor: Tensor, mesh: ParallelMesh) -> TensorPart:
 def flat_part(
     name: str, flat: Tensor, start: int, placement: ParameterPlacement, mesh: ParallelMesh, axes: Sequence[str]
 ) -> TensorPart:
-    """The part of a tensor of which each rank has a range of its elements in memory order, as DeepSpeed cuts it.
+    """Return this rank's part of a flattened tensor, a range of its elements as in DeepSpeed's partitions.
 
     Args:
-        name: in the checkpoint.
-        flat: `[n]`, this rank's elements; n may be 0.
-        start: the first of them, in the flattened tensor that is cut over the tensor axis already.
-        placement: of the parameter.
+        name: the name in the checkpoint.
+        flat: this rank's elements, `[n]`; n may be 0.
+        start: the index of the first one in the flattened tensor of this tensor rank.
+        placement: the placement of the parameter.
         mesh: the ranks.
-        axes: over which the flattened tensor is cut.
+        axes: the mesh axes over which the flattened tensor is sharded.
     """
     tensor_splits = [split for split in placement.splits if split.dim is not None]
     dims = _segments(placement, mesh, tensor_splits)
@@ -111,7 +112,7 @@ def flat_part(
 
 
 def _replicas(split_axes: Sequence[str], mesh: ParallelMesh) -> tuple[tuple[str, ...], int, int]:
-    """The axes along which ranks hold the same, the number of this rank among them, and how many they are."""
+    """Return the axes along which ranks are replicas, the index of this rank among them, and their number."""
     axes = tuple(axis for axis in _REPLICATING_AXES if axis not in split_axes)
     index, number = 0, 1
     for axis in axes:
@@ -121,7 +122,7 @@ def _replicas(split_axes: Sequence[str], mesh: ParallelMesh) -> tuple[tuple[str,
 
 
 def _extent(total: int, dim: int, splits: Sequence[Split], mesh: ParallelMesh) -> int:
-    """Size of a dimension on each tensor rank, padding included."""
+    """Return the size of a dimension on each tensor rank, with padding."""
     for split in splits:
         if split.dim == dim:
             width, _ = ranges_of_part(total, split, mesh.index(split.axis), mesh.size(split.axis))
@@ -130,7 +131,7 @@ def _extent(total: int, dim: int, splits: Sequence[Split], mesh: ParallelMesh) -
 
 
 def _segments(placement: ParameterPlacement, mesh: ParallelMesh, splits: Sequence[Split]) -> list[list[_Segment]]:
-    """For each dimension, which of its elements lie where in this rank's tensor; padding is in none of them."""
+    """Return, for each dimension, the segments of its elements in this rank's tensor, without padding."""
     dims = [[_Segment(0, size, 0)] for size in placement.shape]
     extents = list(placement.shape)
     for split in splits:
@@ -149,7 +150,7 @@ def _segments(placement: ParameterPlacement, mesh: ParallelMesh, splits: Sequenc
 
 
 def _within(segments: Sequence[_Segment], start: int, stop: int, local: int) -> Iterator[_Segment]:
-    """What of `segments` lies from `start` to `stop` in the local tensor, which begins at `local` in a smaller one."""
+    """Yield the parts of `segments` from `start` to `stop` of the local tensor, relative to an offset of `local`."""
     for segment in segments:
         first, last = max(start, segment.local), min(stop, segment.local + segment.length)
         if first < last:
@@ -159,7 +160,7 @@ def _within(segments: Sequence[_Segment], start: int, stop: int, local: int) -> 
 def _boxes(
     dims: Sequence[Sequence[_Segment]], corner: Sequence[int], extent: Sequence[int], view: Tensor
 ) -> Iterator[Box]:
-    """The boxes of the whole tensor that a block of the local one is; `view` is the block's memory."""
+    """Yield the boxes of the whole tensor that make up a block of the local one; `view` is its memory."""
     clipped = [
         list(_within(segments, first, first + size, 0))
         for segments, first, size in zip(dims, corner, extent, strict=True)
@@ -173,9 +174,9 @@ def _boxes(
 
 
 def _blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts elements `start` to `stop` of a tensor, in memory order, into blocks: corner and extent of each, in order.
+    """Yield corner and extent of the blocks that cover elements `start` to `stop` of a tensor, in memory order.
 
-    They are at most two for each dimension, and one more.
+    There are at most two blocks for each dimension, and one more.
     """
     if start >= stop:
         return
@@ -198,9 +199,9 @@ def _blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
 
 
 def own_share(parts: Sequence[TensorPart], small_bytes: int = 1 << 16) -> Iterator[tuple[TensorPart, Box]]:
-    """What of its parts this rank is to write, so that all of it is written once, by all ranks alike.
+    """Yield the boxes that this rank writes, so that all ranks together write each element once.
 
-    Replicas cut a large box between them, along its first dimension; small ones they take in turns.
+    Replicas divide a large box along its first dimension, and take turns with small ones.
     """
     turns: dict[tuple[str, ...], int] = {}  # replicas along the same axes have the same boxes, in the same order
     for part in parts:

@@ -1,7 +1,6 @@
-"""How each parameter lies over the mesh and what its gradient means: said once, where it is created or sharded.
+"""The placement of each parameter over the mesh, and the axes over which its gradient is partial.
 
-Gradient sync, the global norm, loading, checkpoints and the start-up summary derive from this table; nothing else may
-guess.
+Gradient sync, the global norm, loading, checkpoints and the start summary derive from it.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from math import ceil, prod
 from torch import nn
 
 TENSOR_AXIS = "tp"
-"""The mesh axis over which layers are cut."""
+"""The mesh axis of tensor parallelism."""
 
 PIPELINE_AXIS = "pp"
-"""The mesh axis over which the layers are spread."""
+"""The mesh axis of pipeline stages."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The parameter's dimension `dim` is cut over the mesh axis `axis`, into parts of equal size up to rounding.
+    """A split of dimension `dim` over the mesh axis `axis`, into parts of equal size up to rounding.
 
-    `dim` None cuts the flattened parameter, as DeepSpeed does. The dimension is `blocks` blocks of equal size, laid one
-    after the other, each of which is cut over the axis (q, k and v in one projection): see `slicing.part_of`.
+    With `dim` None the flattened parameter is split, as in DeepSpeed. The dimension holds `blocks` blocks of equal size
+    (such as q, k and v); each is split over the axis, see `slicing.part_of`.
     """
 
     dim: int | None
@@ -34,13 +33,13 @@ class Split:
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """One parameter, by the name that the unsharded model gives it.
+    """The placement of one parameter, by its name in the unsharded model.
 
-    `shape` is that of the whole parameter. Without `splits` every rank holds it whole. `partial_over` names the axes
-    over which each rank's gradient is only a part, to be summed: the data axes for all, since ranks see different rows.
+    `shape` is that of the whole parameter; without `splits` it is replicated. The gradient must be summed over the axes
+    `partial_over`: the data axes for all parameters, since ranks have different rows.
 
-    Of a pipeline, `stages` are those that hold it where several do: each has a part of its gradient too. `is_copy` is
-    set on all of them but the first, so that it is counted and written once; its own name there may be another one.
+    `stages` are the pipeline stages with a copy, if there are several; each has a part of the gradient. `is_copy` is
+    true on all but the first, so the parameter is counted and saved once.
     """
 
     name: str
@@ -53,11 +52,11 @@ class ParameterPlacement:
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks hold different parts, so that a norm must sum over them."""
+        """The axes with different parts on their ranks; a norm must sum over them."""
         return tuple(split.axis for split in self.splits)
 
     def num_elements(self, sizes: Mapping[str, int]) -> int:
-        """Elements that the first rank holds, which holds the most, given the size of each axis."""
+        """Return the number of elements on the first rank, which has the most, given the size of each axis."""
         shape = list(self.shape)
         for split in self.splits:
             if split.dim is None:
@@ -71,7 +70,7 @@ Placements = dict[str, ParameterPlacement]
 
 
 def whole(model: nn.Module) -> Placements:
-    """Every parameter of `model` whole on every rank. A tied parameter stands once, under its first name."""
+    """Return replicated placements of all parameters of `model`; a tied parameter has its first name only."""
     return {
         name: ParameterPlacement(name, tuple(parameter.shape), trainable=parameter.requires_grad)
         for name, parameter in model.named_parameters()

@@ -1,7 +1,7 @@
-"""Which elements of a whole tensor the part of one rank holds: pure functions, without communication.
+"""The elements of a whole tensor in the part of one rank: pure functions, without communication.
 
-A dimension of n elements is cut into parts of `ceil(n / size)`. A fused projection is several blocks laid one after the
-other (q, k and v; gate and up), and each block is cut by itself, so that a rank gets its share of every one.
+A dimension of n elements is split into parts of `ceil(n / size)`. Each block of a fused projection (q, k and v; gate
+and up) is split by itself, so each rank has a part of every block.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from trainer.parallel.placement import Split
 
 
 def bounds_of_part(total: int, index: int, size: int) -> tuple[int, int]:
-    """First element, and the one after the last, of part `index` of `size`; an empty part begins and ends at `total`.
+    """Return start and stop of part `index` of `size`: `ceil(total / size)` elements, fewer or none in the last parts.
 
-    All parts have `ceil(total / size)` elements until there are no more.
+    An empty part starts and stops at `total`.
     """
     part = -(-total // size)
     return min(index * part, total), min((index + 1) * part, total)
 
 
 def part_of(whole: Tensor, split: Split, index: int, size: int) -> Tensor:
-    """The part of `whole` that rank `index` of `size` along the split's axis holds, in new memory.
+    """Return the part of `whole` on rank `index` of `size` along the split's axis, in new memory.
 
-    Where a block does not divide by `size`, zeros follow its last elements, so that all parts have the same shape.
+    If `size` does not divide a block, zeros pad its last parts, so all parts have the same shape.
 
     Args:
         whole: `[..., n, ...]`, n the size of dimension `split.dim`.
@@ -49,7 +49,7 @@ def part_of(whole: Tensor, split: Split, index: int, size: int) -> Tensor:
 
 
 def ranges_of_part(total: int, split: Split, index: int, size: int) -> tuple[int, list[tuple[int, int]]]:
-    """What to read where a part is filled from a file: the ranges of dimension `split.dim` that `part_of` would take.
+    """Return the ranges of dimension `split.dim` that `part_of` takes, to read a part from a file.
 
     Args:
         total: size of that dimension of the whole.
@@ -67,12 +67,12 @@ def ranges_of_part(total: int, split: Split, index: int, size: int) -> tuple[int
 
 
 def join_parts(parts: Sequence[Tensor], split: Split, whole_size: int) -> Tensor:
-    """The whole tensor of which `part_of` gave `parts`, its padding dropped, in new memory.
+    """Return the whole tensor from the results of `part_of`, without padding, in new memory.
 
     Args:
-        parts: of all ranks along the split's axis, in their order, `[..., n, ...]` each.
-        split: how the whole was cut.
-        whole_size: of its dimension `split.dim`.
+        parts: the parts of all ranks along the split's axis, in order, `[..., n, ...]` each.
+        split: the split of the whole tensor.
+        whole_size: the size of its dimension `split.dim`.
 
     Returns:
         `[..., whole_size, ...]`.
@@ -92,7 +92,7 @@ def join_parts(parts: Sequence[Tensor], split: Split, whole_size: int) -> Tensor
 
 
 def _dim_and_block(split: Split, total: int) -> tuple[int, int]:
-    """The dimension that is cut, and the size of each of its blocks."""
+    """Return the split dimension, and the size of each of its blocks."""
     assert split.dim is not None, "a flattened parameter is cut by who flattened it"
     assert total % split.blocks == 0, f"{total} is not {split.blocks} equal blocks"
     return split.dim, total // split.blocks

@@ -1,7 +1,7 @@
-"""One pipeline stage of a module that was written for one process: what stands in for its other parts, and its ends.
+"""Stand-ins for the modules of other pipeline stages, in a model that was written for one process.
 
-The module's own forward runs on every stage. Layers of other stages let their input pass; the first layer of this stage
-is given what the stage before has sent; at the first module that belongs to a later stage, the forward is left.
+The model's own forward runs on every stage. Layers of earlier stages return their input. The first layer of this stage
+gets the tensors of the stage before. The first module of a later stage ends the forward pass.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 
 class StageTraffic:
-    """What a stage has been given for the microbatch that now runs through it, and what it will send.
+    """The received tensors of the current microbatch, and those to send.
 
-    `hidden` are the states between layers; `result` is the output of an earlier stack of layers (of the encoder), which
-    later layers look at.
+    `hidden` are the states between layers; `result` is the output of an earlier stack, such as the encoder.
     """
 
     def __init__(self) -> None:
@@ -25,7 +24,7 @@ class StageTraffic:
 
 
 class StageLeft(Exception):  # noqa: N818  # not an error: how a forward is left in the middle
-    """The forward has come to what belongs to a later stage; `hidden` is what that is to be given."""
+    """The end of a stage in the model's forward; `hidden` is the input of the next stage."""
 
     def __init__(self, hidden: Tensor | None) -> None:
         super().__init__("the stage ends here")
@@ -33,15 +32,15 @@ class StageLeft(Exception):  # noqa: N818  # not an error: how a forward is left
 
 
 class Absent(nn.Module):
-    """A module of another stage: it has no parameters, and answers for the attributes of the one that it stands for.
+    """A module of another stage, without parameters; it has the attributes of the original module.
 
     Args:
-        original: on the meta device.
+        original: the module on the meta device.
     """
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_original"] = original  # not a child, so that nobody takes its parameters for this stage's
+        self.__dict__["_original"] = original  # not a child module, so its parameters do not count as this stage's
 
     def __getattr__(self, name: str) -> Any:
         if "_original" not in self.__dict__:  # while it is being copied
@@ -56,8 +55,8 @@ class Passing(Absent):
     """A layer of an earlier stage.
 
     Args:
-        original: on the meta device.
-        num_results: how many tensors it returns, of which the first is what comes in.
+        original: the module on the meta device.
+        num_results: the number of tensors that it returns; the first is its input.
     """
 
     def __init__(self, original: nn.Module, num_results: int = 1) -> None:
@@ -70,9 +69,9 @@ class Passing(Absent):
 
 
 class Received(Absent):
-    """What an earlier stage has computed before its first layer: here, whatever was received stands for it.
+    """A module before the first layer, computed on an earlier stage; it returns the received states.
 
-    Its shape is right, which masks are made by; its values come to nothing.
+    The model makes masks of their shape and does not use their values.
     """
 
     def __init__(self, original: nn.Module, traffic: StageTraffic) -> None:
@@ -85,11 +84,11 @@ class Received(Absent):
 
 
 class Later(Absent):
-    """The first module of a later stage to be called: the forward is left here.
+    """A module of a later stage; a call ends the forward pass.
 
     Args:
-        original: on the meta device.
-        takes_hidden: whether its first argument is what that stage is to be given.
+        original: the module on the meta device.
+        takes_hidden: whether its first argument is the input of the next stage.
     """
 
     def __init__(self, original: nn.Module, takes_hidden: bool) -> None:
@@ -103,7 +102,7 @@ class Later(Absent):
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """A copy of `module` without memory."""
+    """Return a copy of `module` on the meta device."""
     if all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return module
     return copy.deepcopy(module).to("meta")
