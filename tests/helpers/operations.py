@@ -28,7 +28,7 @@ def build(config: pytest.Config) -> None:
         return
     folder = Path(config._tmp_path_factory.getbasetemp()) / "extensions"  # type: ignore[attr-defined]
     cache = _cache()
-    if _is_whole(cache):
+    if cache is not None and _is_whole(cache):
         shutil.copytree(cache, folder / OPERATION)
     folder.mkdir(exist_ok=True)
     os.environ[_FOLDER_VARIABLE] = str(folder)
@@ -37,18 +37,21 @@ def build(config: pytest.Config) -> None:
     with suppress(subprocess.TimeoutExpired):
         command = [sys.executable, "-c", _BUILD]
         subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_BUILD_SECONDS, check=False)
-    if _is_whole(folder / OPERATION) and not _is_whole(cache):
+    if cache is not None and _is_whole(folder / OPERATION) and not _is_whole(cache):
         with suppress(OSError):  # another build is there or begun, or the cache cannot be written
             part = cache.with_name(f"{OPERATION}.{os.getpid()}")
             shutil.copytree(folder / OPERATION, part)
             part.rename(cache)
 
 
-def _cache() -> Path:
-    """The folder in which torch keeps the operation by itself."""
+def _cache() -> Path | None:
+    """The folder in which torch keeps the operation by itself; None where it cannot be made."""
     from torch.utils.cpp_extension import _get_build_directory
 
-    return Path(_get_build_directory(OPERATION, verbose=False))
+    try:
+        return Path(_get_build_directory(OPERATION, verbose=False))
+    except OSError:
+        return None
 
 
 def _is_whole(built: Path) -> bool:
