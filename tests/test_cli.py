@@ -312,6 +312,7 @@ def test_the_rank_that_deepspeed_adds_is_taken_anywhere(
         (DataError("the column is missing"), 2, "error: the column is missing\n"),
         (NonFiniteError("the loss is nan"), 3, "error: the loss is nan\n"),
         (RecipeError("one", "two"), 2, "error: one\nerror: two\n"),
+        (DataError("no column \x1b[2J\u202ea"), 2, "error: no column \\x1b[2J\\u202ea\n"),
         (KeyboardInterrupt(), cli.INTERRUPTED, ""),
     ],
 )

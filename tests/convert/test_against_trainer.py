@@ -165,6 +165,6 @@ def test_the_notes_on_the_schedule_are_those_that_hold(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     planned({"args.json": ARGUMENTS | SCRIPT})
     plain = convert([Path("args.json")], None, RANKS).report()
-    assert re.search(r"warmup_steps 17 -> .*\(s \+ 1\) / \(W \+ 1\) here, s / W there", plain)
+    assert re.search(r"warmup_steps 17 -> .*\(s \+ 1\) / \(W \+ 1\) instead of s / W", plain)
     planned({"args.json": ARGUMENTS | SCRIPT, "ds.json": DEEPSPEED})
     assert "starts at 0, one step later" in convert([Path("args.json"), Path("ds.json")], None, RANKS).report()

@@ -1,9 +1,17 @@
-"""Text helpers: lists that messages show in part, and nested values by their dotted keys."""
+"""Text helpers: partial lists, nested values by their dotted keys, and text that is safe to show."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+# C0 except tab and newline, DEL, C1, line and paragraph separators, and marks that change the direction of text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_ASSIGNED_SECRET = re.compile(
+    r"""(['"])?(\b\w*_(?:API_KEY|TOKEN|PASSWORD)=)(?(1)(?:(?!\1).)*|(?:'[^']*'|"[^"]*"|[^\s&]+))"""
+)
+_QUERY_SECRET = re.compile(r"""([?&;][\w.-]*(?:key|token|secret|password)[\w.-]*=)[^&;#\s'"]+""", re.IGNORECASE)
 
 
 def listed(values: Sequence[object], most: int) -> str:
@@ -27,3 +35,15 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 def dotted_leaves(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of nested mappings by their dotted keys, "training.epochs", without empty mappings."""
     return {".".join(path): leaf for path, leaf in leaves(value) if not isinstance(leaf, Mapping)}
+
+
+def for_terminal(text: str) -> str:
+    """Escape control characters, with which a value in a message could change the terminal or the shown text."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def without_secrets(text: str) -> str:
+    """Remove user and password of URLs, and mask the values of secret variables (`HF_TOKEN=`) and query keys."""
+    text = re.sub(r"://[^/?#\s]*@", "://", text)
+    text = _ASSIGNED_SECRET.sub(lambda match: f"{match[1] or ''}{match[2]}***", text)
+    return _QUERY_SECRET.sub(r"\1***", text)

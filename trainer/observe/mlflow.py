@@ -10,10 +10,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.base.errors import UsageError
-from trainer.base.text import dotted_leaves
+from trainer.base.text import dotted_leaves, without_secrets
 from trainer.observe.observer import packages_of
 from trainer.observe.records import EndRecord, RunInfo
-from trainer.observe.tracking import Point, best_values, tracked_config, without_secrets
+from trainer.observe.tracking import Point, best_values, tracked_config
 from trainer.ranks.environment import forbid_telemetry, mlflow_settings
 
 if TYPE_CHECKING:

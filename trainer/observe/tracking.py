@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from trainer.base.disk import replace_text
 from trainer.base.errors import TrainerError, UsageError
+from trainer.base.text import without_secrets
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
 
@@ -234,8 +235,3 @@ def _one_line(error: Exception) -> str:
     """The beginning of what a library says, without the user and password that a URL may hold."""
     text = without_secrets(" ".join(str(error).split()) or type(error).__name__)
     return text if len(text) <= 200 else f"{text[:200]} ..."
-
-
-def without_secrets(text: str) -> str:
-    """A text without the user and the password of URLs in it."""
-    return re.sub(r"://[^/@\s]+@", "://", text)

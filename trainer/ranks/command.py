@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from trainer.base.text import without_secrets
 from trainer.ranks.environment import LaunchEnvironment
 
 _LAUNCHERS = ("torchrun", "accelerate", "accelerate-launch", "deepspeed", "trainer")
@@ -23,7 +24,7 @@ def command_line(environment: LaunchEnvironment) -> str:
             words = process.cmdline()
             if any(Path(word).name in _LAUNCHERS for word in words[:3]):
                 own = words
-    return shlex.join(_readable(own))
+    return without_secrets(shlex.join(_readable(own)))
 
 
 def _readable(words: list[str]) -> list[str]:
