@@ -44,7 +44,7 @@ from trainer.tasks.task import Task
 
 
 def _sum_gradients(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
-    """DDP's communication hook that sums: each rank's loss is already its share of the global mean."""
+    """Sum a bucket over the ranks, as DDP's hook: each rank's loss is already its share of the global mean."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
     summed: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
@@ -52,7 +52,7 @@ def _sum_gradients(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Futur
 
 
 def wrap_ddp(model: nn.Module, mesh: ParallelMesh) -> DistributedDataParallel:
-    """`model` with its gradients summed, not averaged, over the data-parallel ranks while the backward pass runs."""
+    """Return `model` in DDP, with gradients summed, not averaged, during the backward pass."""
     group = mesh.group("dp")
     # Buffers of transformers' models are constants, such as position ids; torch 2.13 renamed the option.
     options = inspect.signature(DistributedDataParallel).parameters
@@ -74,13 +74,13 @@ class NativeEngine:
 
     Args:
         forward: runs the model.
-        models: with their parameters placed: the model, or what this rank holds of it as pipeline stages.
-        schedule: takes the microbatches of a step through forward and backward.
-        complete: sums what gradients lack when the schedule has run.
-        placements: how each parameter of `models` lies, by its name there.
+        models: the model, or this rank's pipeline stages, with placed parameters.
+        schedule: runs forward and backward of the microbatches of a step.
+        complete: completes the sums of gradients after the schedule.
+        placements: the placement of each parameter, by its name in `models`.
         mesh: the ranks.
         plan: precision, optimizer, schedule, clipping.
-        total_steps: where the schedule ends.
+        total_steps: the last step of the learning rate's schedule.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class NativeEngine:
         self._optimizer = build_optimizer(plan.recipe.optimizer, self._parameters.items(), no_decay)
         self._schedule = schedule
         self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
-        # With pipeline stages nothing waits for a gradient that does not come.
+        # Without DDP, as with pipeline stages, no bucket waits for a missing gradient.
         self._needs_all_gradients = (
             plan.recipe.parallel.strategy == "ddp" and mesh.size("dp") > 1 and plan.pipeline is None
         )
@@ -124,7 +124,7 @@ class NativeEngine:
         if self._complete is not None:
             self._complete()
         norm = global_grad_norm(placed, self._mesh)
-        # The one moment at which the host waits for the device.
+        # The host waits for the device only here.
         loss_value, norm_value = torch.stack([loss().double(), norm.double()]).tolist()
         result = StepResult(
             loss=loss_value,
@@ -177,7 +177,7 @@ class NativeEngine:
         self._step = step
 
     def _parts(self, label: str) -> Iterator[TensorPart]:
-        """Of a parameter, and of what the optimizer has for it."""
+        """Yield the parts of a parameter and of its optimizer state."""
         parameter, placement = self._parameters[label], self.placements[label]
         yield tensor_part(f"{MODEL_PREFIX}{placement.name}", parameter.detach(), placement, self._mesh)
         for key, value in self._optimizer.state.get(parameter, {}).items():
@@ -195,7 +195,7 @@ class NativeEngine:
         self._mesh.on_rank_zero(lambda: save_model(self._models[0], folder, weights))
 
     def _refuse_unused_parameters(self) -> None:
-        """DDP leaves gradients that share a bucket with an unused parameter unsummed, and says so one step too late."""
+        """Refuse unused parameters: DDP does not sum the gradients in their bucket, and fails one step too late."""
         unused = [name for name, p in self._parameters.items() if p.requires_grad and p.grad is None]
         if unused:
             raise UsageError(
@@ -205,15 +205,15 @@ class NativeEngine:
             )
 
     def _learning_rate(self) -> float:
-        """That of the coming step; a skipped step does not count."""
+        """Return the learning rate of the next step; skipped steps do not count."""
         done = self._step - (self._scaler.skipped_steps if self._scaler else 0)
         return learning_rate(self._recipe.optimizer, self._recipe.schedule, done, self._total_steps)
 
 
 def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
-    """The engine of `ddp`, `fsdp` and `hsdp`; under `ddp` a lone data-parallel rank runs the model unwrapped."""
+    """Return the engine of `ddp`, `fsdp` and `hsdp`; one data rank under `ddp` runs the model without a wrapper."""
     model, parallel = built.model, plan.recipe.parallel
-    # Cut when it was built: what computes in another type or computes again then wraps the parts.
+    # The model is cut when it is built, so autocast and recomputation wrap the parts.
     assert (built.placements is None) == (mesh.size(TENSOR_AXIS) == 1), "the model is built in the parts of its mesh"
     placements = whole(model) if built.placements is None else built.placements
     prepare_model(built, mesh, plan)

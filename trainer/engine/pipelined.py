@@ -1,7 +1,7 @@
-"""The native engine with pipeline stages: the microbatches of a step go through a schedule that owns the backward pass.
+"""The native engine with pipeline stages, in which a pipeline schedule runs the backward pass.
 
-Everything else is as without stages: the loss is divided by the valid labels of the global batch, masks of dropout
-belong to rows and not to microbatches, gradients are summed and never averaged.
+All else is as without stages: the loss is divided by the valid labels of the global batch, dropout masks depend on rows
+and not on microbatches, and gradients are summed, never averaged.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.recipe.plan import PipelinePlan, RunPlan
 from trainer.tasks.task import Task
 
-_ROWS = "microbatch_rows"  # travels with the inputs: which rows they are, which keys their dropout
+_ROWS = "microbatch_rows"  # sent with the inputs: the indices of the rows, which key dropout
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The rows of one pass through the pipeline, laid out as microbatches of equally many rows.
+    """The rows of one pass through the pipeline, in microbatches of `rows_of_each` rows.
 
-    The last row is repeated until all are full; `num_rows` are real. `rows_of_each` is how many a microbatch has.
+    The first `num_rows` rows are real; repetitions of the last row fill the microbatches.
     """
 
     inputs: dict[str, Tensor]
@@ -48,18 +48,18 @@ class Pass:
     rows_of_each: int
 
     def real_rows(self, microbatch: int) -> slice:
-        """The rows of one of its microbatches, in the whole pass."""
+        """Return the real rows of a microbatch, as a slice of the pass."""
         start = microbatch * self.rows_of_each
         return slice(min(start, self.num_rows), min(start + self.rows_of_each, self.num_rows))
 
 
 def passes_of(microbatches: Sequence[Microbatch], num_passes: int, num_microbatches: int) -> list[Pass]:
-    """Lays the rows of one rank and step, all padded to one length, out over the passes.
+    """Return the passes with the rows of one rank and step, all padded to one length.
 
     Args:
-        microbatches: of this rank; a filler's rows are none, but if there is nothing else, one stands in.
-        num_passes: through the pipeline.
-        num_microbatches: in each pass.
+        microbatches: this rank's microbatches. Fillers are dropped, except that one is kept if there is no other.
+        num_passes: the number of passes through the pipeline.
+        num_microbatches: the number of microbatches in each pass.
     """
     real = [microbatch for microbatch in microbatches if not microbatch.filler]
     source = real or list(microbatches[:1])
@@ -117,18 +117,18 @@ class PipelinedForward(ModelForward):
 
     @property
     def busy(self) -> BusyClock:
-        """Counts the seconds in which this rank computes."""
+        """The clock of the seconds in which this rank computes."""
         return self._driver.clock
 
     def accumulate(self, rows: Pass, denominator: Tensor, scale: float) -> Tensor:
-        """Forward and backward of one pass; this rank's share of the loss, zero where the last stage is elsewhere."""
+        """Run forward and backward of one pass; return this rank's share of the loss, zero without the last stage."""
         labels = rows.labels.to(self._mesh.device, non_blocking=True)
 
         def loss(logits: Tensor, number: Tensor) -> Tensor:
             real = rows.real_rows(int(number))
             count = real.stop - real.start
             if count == 0:
-                return logits.sum() * 0.0  # so that its backward pass runs as any other's
+                return logits.sum() * 0.0  # its backward pass must run too
             return self._task.loss_sum(logits[:count], labels[real]) * scale / denominator
 
         total = self._driver.train(self._inputs(rows), self._shapes(rows), loss)
@@ -137,7 +137,7 @@ class PipelinedForward(ModelForward):
 
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch) -> EvalResult:
-        """A forward pass without dropout and without gradients; what it gives is on the rank of the last stage."""
+        """Run a forward pass without dropout and gradients; the result is on the rank of the last stage."""
         self._set_training(False)
         num_valid = int(self._task.num_valid(microbatch.labels))
         (rows,) = passes_of([microbatch], 1, self._pipeline.num_microbatches)
@@ -156,7 +156,7 @@ class PipelinedForward(ModelForward):
         *received: Tensor,
         **inputs: Tensor,
     ) -> Any:
-        """What torch calls for one microbatch: tensors for the next stage, or logits."""
+        """Run one microbatch, as torch calls it; return the tensors for the next stage, or logits."""
         rows = inputs.pop(_ROWS)
         keys = built.dropout_keys
         keyed = keys.use(MicrobatchKey(self._step, rows)) if keys and built.model.training else nullcontext()
@@ -164,7 +164,7 @@ class PipelinedForward(ModelForward):
             output = part.run(forward, received, {**inputs, **self._constants})
         if not isinstance(output, tuple):
             return output.logits
-        # Whatever autocast has left them in: the next stage waits for the type of the parameters.
+        # The next stage expects the type of the parameters, not that of autocast.
         dtype = next(p.dtype for p in built.model.parameters() if p.is_floating_point())
         return tuple(tensor.to(dtype) for tensor in output)
 
@@ -187,7 +187,7 @@ def _part(built: BuiltModel) -> StagePart:
 
 
 class PipelinedSchedule:
-    """The passes of one step. Under fsdp and hsdp each of them sums its gradients over the ranks, which torch does.
+    """The passes of one step. Under fsdp and hsdp, torch sums gradients over the ranks in each pass.
 
     Args:
         forward: the stages.
@@ -203,8 +203,8 @@ class PipelinedSchedule:
         self._num_runs = 0
 
     def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
-        """As `AccumulationSchedule.run`; every stage is given the share of the loss."""
-        if self._num_runs == 1:  # the first brings what happens once, such as opening connections
+        """Run all passes, see `AccumulationSchedule.run`; every stage gets the share of the loss."""
+        if self._num_runs == 1:  # exclude the first run, which opens connections
             self._clock.reset()
             self._forward.busy.reset()
         self._num_runs += 1
@@ -226,7 +226,7 @@ class PipelinedSchedule:
 def build_pipelined(
     built: Sequence[BuiltModel], task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int
 ) -> NativeEngine:
-    """The engine of `ddp`, `fsdp` and `hsdp` with pipeline stages."""
+    """Return the engine of `ddp`, `fsdp` and `hsdp` with pipeline stages."""
     models = [stage.model for stage in built]
     placements: Placements = {}
     parallel, cuts = plan.recipe.parallel, plan.strategy.cuts_parameters
@@ -255,7 +255,7 @@ def build_pipelined(
 def _tied_gradients(
     built: Sequence[BuiltModel], placements: Placements, mesh: ParallelMesh, plan: RunPlan
 ) -> TiedGradients:
-    """What several stages hold, with the ranks that do."""
+    """Return the parameters with copies on several stages, and the groups of their ranks."""
     pipeline = plan.pipeline
     assert pipeline is not None
     holders = {name: stages for stage in built for name, stages in _part(stage).holders.items()}

@@ -1,8 +1,8 @@
-"""ZeRO-1, 2 and 3 through DeepSpeed's own engine; with `compiling.py`, all that knows the package.
+"""ZeRO-1, 2 and 3 (Rajbhandari et al. 2020, arXiv:1910.02054) with DeepSpeed's engine.
 
-Rajbhandari et al. 2020 (arXiv:1910.02054). DeepSpeed averages gradients over the ranks, so each rank's loss is
-multiplied by their number first. Autocast, loss scaling and the accumulation boundary are ours, as under every
-strategy; partitioning, communication, clipping and the optimizer step are DeepSpeed's.
+DeepSpeed averages gradients over the N data ranks, so each rank's loss is multiplied by N first. Autocast, loss scaling
+and the accumulation boundary are the trainer's own. Partitioning, communication, clipping and the optimizer step are
+DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def _import_deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, quietly.
+    """Return DeepSpeed, without its log lines.
 
     Raises:
-        UsageError: it is not installed, or cannot build the operation that it needs on this device.
+        UsageError: it is not installed, or cannot build its operation for this device.
     """
     set_local_rank(device.index or 0)
     try:
@@ -73,8 +73,8 @@ def _import_deepspeed(device: torch.device) -> Any:
             "`parallel.strategy` zero1, zero2 and zero3 need the package deepspeed; install it"
             f' (pip install "trainer[deepspeed]") or use fsdp ({error})'
         ) from error
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # importing it sets the level back
-    # It calls collectives by names that torch is about to drop; that is for DeepSpeed to mend, not for a user.
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # the import resets the level
+    # DeepSpeed calls collectives by deprecated names; a user cannot change that.
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
     if device.type == "cpu" and CPU_OPERATION not in prebuilt_operations(deepspeed):
         for tool in missing_tools():
@@ -87,10 +87,10 @@ def _import_deepspeed(device: torch.device) -> Any:
 
 
 def _refuse_abandoned_build() -> None:
-    """Torch waits without end, and in silence, for a lock that a killed build of DeepSpeed's operation has left.
+    """Refuse to wait for the lock of a killed build, which torch does without a time limit and without a message.
 
     Raises:
-        UsageError: there is one so old that nobody can be building any more.
+        UsageError: a lock is older than any build.
     """
     for lock, minutes in abandoned_locks(build_root()):
         raise UsageError(
@@ -101,10 +101,9 @@ def _refuse_abandoned_build() -> None:
 
 @contextmanager
 def partitioned_loading(plan: RunPlan, device: torch.device) -> Iterator[Gather]:
-    """Inside, transformers builds and loads a model in partitions: no rank ever holds the whole of it (ZeRO-3).
+    """Let transformers build and load a ZeRO-3 model in partitions, so that no rank holds the whole model.
 
-    Gives what makes parameters whole for a moment; under other strategies nothing is partitioned yet, nor where tensor
-    ranks cut the parameters first: DeepSpeed then partitions the parts.
+    Yields a context that gathers parameters. Other strategies, and ZeRO-3 over tensor ranks, partition later.
     """
     if plan.strategy.zero_stage != 3 or plan.layout.tp > 1:
         yield whole_already
@@ -122,7 +121,7 @@ def partitioned_loading(plan: RunPlan, device: torch.device) -> Iterator[Gather]
 
 
 class MeshTopology:
-    """The mesh in the words that DeepSpeed asks for (`mpu`, the interface of Megatron-LM's `parallel_state`)."""
+    """The mesh as DeepSpeed's `mpu` (the interface of Megatron-LM's `parallel_state`)."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         for words, axis in (("model", TENSOR_AXIS), ("tensor_model", TENSOR_AXIS), ("data", "dp")):
@@ -132,16 +131,16 @@ class MeshTopology:
 
 
 class ZeroEngine:
-    """A model in DeepSpeed's hands.
+    """The engine of a model in DeepSpeed.
 
     Args:
         forward: runs the model through the DeepSpeed engine.
-        engine: of `deepspeed.initialize`.
-        optimizer: the torch optimizer that it steps.
-        placements: how each parameter lies.
+        engine: the engine of `deepspeed.initialize`.
+        optimizer: the torch optimizer that DeepSpeed steps.
+        placements: the placement of each parameter.
         mesh: the ranks.
         plan: precision, optimizer, schedule.
-        total_steps: where the schedule ends.
+        total_steps: the last step of the learning rate's schedule.
     """
 
     def __init__(
@@ -170,14 +169,14 @@ class ZeroEngine:
     def train_step(self, batch: RankBatch) -> StepResult:
         self._forward.begin_step(self._step)
         if self._scaler:
-            # DeepSpeed multiplies the loss by this, and `_accumulate` by the number of ranks: together the scale, since
-            # more than that would leave the range of fp16 on many ranks. Its average divides by the ranks again.
+            # DeepSpeed multiplies the loss by scale / N, and `_accumulate` by N. With scale * N instead, many ranks
+            # would overflow fp16. DeepSpeed's average divides by N again.
             self._engine.optimizer.override_loss_scale(self._scaler.scale / self._mesh.size("dp"))
         loss = self._accumulate(batch)
         rate = self._learning_rate()
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        self._engine.step()  # skips by itself where the norm is not finite
+        self._engine.step()  # skips a step with a non-finite norm
         self._step += 1
         result = StepResult(
             loss=self._mesh.sum_(loss, "dp").item(),
@@ -227,12 +226,12 @@ class ZeroEngine:
         self._mesh.on_rank_zero(lambda: save_model(self._engine.module, folder, weights))
 
     def _partition(self, parameter: Any) -> Tensor:
-        """This rank's elements of a parameter of stage 3, without the padding, which DeepSpeed leaves undefined."""
+        """Return this rank's elements of a parameter of stage 3, without DeepSpeed's undefined padding."""
         partition: Tensor = parameter.ds_tensor.detach()
         return partition[: self._bounds(parameter)[1]]
 
     def _parts(self) -> Iterator[TensorPart]:
-        """Of the master weights, the moments, and each parameter's count of steps."""
+        """Yield the parts of master weights, moments, and the step count of each parameter."""
         count = self._step_count()
         for name in self._parameters:
             for key in (None, *self._moments()):
@@ -246,7 +245,7 @@ class ZeroEngine:
         return flat_part(label, flat, start, self.placements[name], self._mesh, DATA_AXES)
 
     def _fragment(self, name: str, key: str | None) -> tuple[Tensor, int]:
-        """This rank's elements of a master weight (key None) or a moment, without padding, and where they begin."""
+        """Return this rank's elements of a master weight (key None) or a moment, without padding, and their start."""
         parameter: Any = self._parameters[name]
         if self._is_partitioned:
             from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
@@ -255,18 +254,18 @@ class ZeroEngine:
             start, number = self._bounds(parameter)
             return flat[:number], start
         mapping = parameter._hp_mapping
-        if mapping is None:  # it lies wholly with other ranks
+        if mapping is None:  # other ranks have all elements
             return torch.empty(0), 0
         return mapping.get_hp_fragment(key).detach(), mapping.lp_fragment_address.start
 
     def _bounds(self, parameter: Any) -> tuple[int, int]:
-        """First element of this rank's partition of a parameter of stage 3, and how many it has."""
+        """Return start and length of this rank's partition of a parameter of stage 3."""
         size = parameter.ds_tensor.ds_numel
         start = size * self._mesh.index("dp_shard")
         return start, min(size, max(0, parameter.ds_numel - start))
 
     def _fill_partition(self, name: str, source: StateSource) -> None:
-        """Gives this rank its partition of a parameter of stage 3 and of its moments; no communication."""
+        """Load this rank's partition of a parameter of stage 3 and of its moments, without communication."""
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         parameter: Any = self._parameters[name]
@@ -282,12 +281,12 @@ class ZeroEngine:
                 parameter.ds_tensor.copy_(own)
 
     def _joined(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of parameter `name`, whole as one process has them, on rank 0 and its CPU; a collective."""
+        """Return whole tensors of parameter `name` on rank 0's CPU; a collective."""
         local = {label: tensor.reshape(self._shapes[name]).cpu() for label, tensor in tensors.items()}
         return gather_on_rank_zero(local, dict.fromkeys(local, self.placements[name]), self._mesh)
 
     def _accumulate(self, batch: RankBatch) -> Tensor:
-        """Forward and backward of each microbatch; returns this rank's share of the loss."""
+        """Run forward and backward of each microbatch, and return this rank's share of the loss."""
         denominator = self._forward.denominator(batch)
         total = torch.zeros((), device=self._mesh.device)
         for index, microbatch in enumerate(batch.microbatches):
@@ -295,7 +294,7 @@ class ZeroEngine:
             self._engine.set_gradient_accumulation_boundary(is_last)
             loss = self._forward.loss_sum(microbatch) / denominator
             total = total + loss.detach()
-            # DeepSpeed looks at the gradient alone, which may be finite where the loss is not.
+            # DeepSpeed checks only the gradient, which may be finite while the loss is not.
             taint = torch.where(torch.isfinite(total), 1.0, torch.nan) if is_last else 1.0
             self._engine.backward(loss * taint * self._mesh.size("dp"), scale_wrt_gas=False)
         return total
@@ -305,7 +304,7 @@ class ZeroEngine:
         return learning_rate(self._recipe.optimizer, self._recipe.schedule, done, self._total_steps)
 
     def _moments(self) -> list[str]:
-        """The optimizer's tensors for each parameter; none before the first step."""
+        """Return the keys of the optimizer's moments; empty before the first step."""
         keys = {key for state in self._optimizer.state.values() for key in state}
         return [key for key in _MOMENTS if key in keys]
 
@@ -313,9 +312,9 @@ class ZeroEngine:
         return next((state["step"].detach().cpu() for state in self._optimizer.state.values() if "step" in state), None)
 
     def _link_moments(self) -> None:
-        """Tells each parameter where its moments lie in the flat partitions (stages 1 and 2).
+        """Link each parameter to its moments in the flat partitions (stages 1 and 2).
 
-        DeepSpeed does so after the first step, but stops after the first of several parameter groups.
+        DeepSpeed links the first parameter group only, after the first step.
         """
         from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
@@ -325,7 +324,7 @@ class ZeroEngine:
                 lazy_init_hp_params_optimizer_state(parameters, flat, self._optimizer.state)
 
     def _prepare_moments(self, source: StateSource) -> None:
-        """Makes room for the moments of a checkpoint, which DeepSpeed has from the first step on only."""
+        """Allocate the moments of a checkpoint, which DeepSpeed allocates in the first step."""
         keys = {key for name in self._parameters for key in optimizer_keys(source, name)}
         zero = self._engine.optimizer
         for flat in zero.fp32_partitioned_groups_flat if self._is_partitioned else zero.single_partition_of_fp32_groups:
@@ -340,7 +339,7 @@ class ZeroEngine:
 
 
 def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> ZeroEngine:
-    """The engine of `zero1`, `zero2` and `zero3`."""
+    """Return the engine of `zero1`, `zero2` and `zero3`."""
     deepspeed = _import_deepspeed(mesh.device)
     model = built.model
     placements = built.placements
@@ -350,7 +349,7 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
             for name, p in model.named_parameters()
         }
     for name, parameter in model.named_parameters():
-        # What lies in parts is counted from every tensor rank in DeepSpeed's norm, the rest once.
+        # DeepSpeed's norm counts sharded parameters on every tensor rank, replicated ones once.
         parameter.model_parallel = TENSOR_AXIS in placements[name].split_axes  # type: ignore[attr-defined]
         if parameter.requires_grad and is_partial(placements[name], mesh):
             sum_while_backward(parameter, mesh)

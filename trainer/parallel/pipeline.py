@@ -1,7 +1,7 @@
-"""Drives the stages of one rank through a schedule of `torch.distributed.pipelining`.
+"""Runs the stages of one rank with a schedule of `torch.distributed.pipelining`.
 
-Torch runs the schedule, sends and receives. Here, its objects are made for the shapes of each pass: the ranks of a
-pipeline read the same rows, so every stage knows the shapes of what it receives and sends, and nothing is negotiated.
+Torch runs the schedule, and sends and receives tensors. This module creates its objects for the shapes of each pass.
+All ranks of a pipeline read the same rows, so each stage knows these shapes without communication.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ SCHEDULE_CLASSES: dict[str, Any] = {
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Shapes = tuple[tuple[int, ...], ...]
-"""Of what each stage but the last sends for one microbatch: all its tensors are alike, but not those of two stages."""
+"""The shape of the tensors that each stage but the last sends for one microbatch; stages may differ."""
 
 
 @dataclass(frozen=True)
 class LocalStage:
-    """A stage that this rank holds.
+    """A stage of this rank.
 
-    `module` takes the tensors that the stage before has sent, and the inputs of the microbatch by name; it returns the
-    tensors for the next stage, or, as the last, the logits.
+    `module` takes the tensors of the stage before, and the inputs of the microbatch by name. It returns the tensors for
+    the next stage; the last stage returns the logits.
     """
 
     module: nn.Module
@@ -50,7 +50,7 @@ class LocalStage:
 
 
 class BusyClock:
-    """Seconds in which this rank computed, by the host's clock or, on a GPU, by events in its queue."""
+    """The seconds in which this rank computed, by the host's clock or, on a GPU, by CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -58,7 +58,7 @@ class BusyClock:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Does `work` and counts the time that it takes."""
+        """Run `work` and count its time."""
         if not self._on_gpu:
             start = time.perf_counter()
             try:
@@ -73,12 +73,12 @@ class BusyClock:
         return result
 
     def reset(self) -> None:
-        """Begins to count anew."""
+        """Reset the count."""
         self._seconds = 0.0
         self._events.clear()
 
     def read(self) -> float:
-        """All seconds so far; waits for the device."""
+        """Return all seconds so far, after the device has finished."""
         for before, after in self._events:
             after.synchronize()
             self._seconds += before.elapsed_time(after) / 1000
@@ -87,7 +87,7 @@ class BusyClock:
 
 
 class _TimedStage(PipelineStage):
-    """Torch's stage, with a clock at the computation of each microbatch of a training."""
+    """Torch's stage, with a clock around the computation of each microbatch."""
 
     clock: BusyClock
 
@@ -105,12 +105,12 @@ class PipelineDriver:
     """The stages of one rank.
 
     Args:
-        stages: of this rank, in order.
-        num_stages: of the whole pipeline.
+        stages: this rank's stages, in order.
+        num_stages: the number of stages of the pipeline.
         schedule: a name of `SCHEDULE_CLASSES`.
-        num_microbatches: in one pass.
+        num_microbatches: the number of microbatches in one pass.
         group: the ranks of the pipeline.
-        device: of this rank.
+        device: the device of this rank.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class PipelineDriver:
         self._group = group
         self._device = device
         self._loss: LossFunction
-        self._made: dict[bool, tuple[Shapes, Any]] = {}  # the last of each kind: for which shapes, and it
+        self._made: dict[bool, tuple[Shapes, Any]] = {}  # the last one of training and of evaluation
         self.clock = BusyClock(device)
 
     @property
@@ -138,15 +138,15 @@ class PipelineDriver:
         return self._stages[-1].index == self._num_stages - 1
 
     def train(self, inputs: Mapping[str, Tensor], shapes: Shapes, loss: LossFunction) -> Tensor:
-        """Forward and backward of one pass; gradients accumulate.
+        """Run forward and backward of one pass; gradients accumulate.
 
         Args:
-            inputs: of all microbatches, each `[microbatches * rows, ...]`, on every stage.
-            shapes: of what travels between stages, such as `[rows, positions, hidden]`.
-            loss: of the logits of a microbatch and its number in the pass, an int64 tensor of one element on the CPU.
+            inputs: the inputs of all microbatches, each `[microbatches * rows, ...]`, on every stage.
+            shapes: the shapes of the tensors between stages, such as `[rows, positions, hidden]`.
+            loss: computes the loss from the logits of a microbatch and its index, an int64 tensor of one CPU element.
 
         Returns:
-            The sum of the losses, a detached float64 scalar; zero where the last stage is on another rank.
+            The sum of the losses, a detached float64 scalar; zero on ranks without the last stage.
         """
         schedule = self._schedule(shapes, is_training=True)
         self._loss = loss
@@ -159,7 +159,7 @@ class PipelineDriver:
 
     @torch.no_grad()
     def forward(self, inputs: Mapping[str, Tensor], shapes: Shapes) -> Tensor | None:
-        """One pass without gradients: the logits `[microbatches * rows, ...]` on the rank of the last stage."""
+        """Run one pass without gradients; return the logits `[microbatches * rows, ...]` on the last stage's rank."""
         schedule = self._schedule(shapes, is_training=False)
         logits: Tensor | None = self._run(lambda: schedule.step(**inputs))
         return logits
@@ -168,11 +168,11 @@ class PipelineDriver:
         try:
             return step()
         except RuntimeError as error:
-            # Torch puts what a stage raises into an error of its own, a page long; ours say what to do.
+            # Torch wraps the error of a stage in a long one; the original has the remedy.
             raise error.__cause__ or error from error.__cause__
 
     def _schedule(self, shapes: Shapes, is_training: bool) -> Any:
-        """Torch's schedule for microbatches of these shapes, made anew where the last one was for others."""
+        """Return torch's schedule for these shapes; the last one is kept."""
         made_for, schedule = self._made.get(is_training, ((), None))
         if made_for == shapes:
             return schedule
@@ -198,7 +198,7 @@ class PipelineDriver:
                 torch.empty(shapes[sender], dtype=dtype, device="meta", requires_grad=is_training) for _ in range(count)
             )
 
-        # What the last stage returns goes nowhere, so that its shape is never looked at.
+        # The last stage sends nothing, so torch never reads this shape.
         sent = examples(stage.index, stage.num_sent) if stage.num_sent else (torch.empty(1, device="meta"),)
         timed = _TimedStage(
             stage.module,
