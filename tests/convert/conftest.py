@@ -14,7 +14,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Writes a file, as text or as an object, into the current folder."""
+    """Write a file, as text or as an object, into the current folder."""
     monkeypatch.chdir(tmp_path)
 
     def write_file(content: Any, name: str = "args.json") -> Path:
@@ -26,7 +26,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 @pytest.fixture
 def of_arguments(write: Write) -> Callable[..., Conversion]:
-    """Converts TrainingArguments with these keys, and those of an example script that name model and data."""
+    """Convert TrainingArguments with these keys, and with the model and data of an example script."""
 
     def converted(processes: int | None = 1, **keys: Any) -> Conversion:
         named = {"output_dir": "runs/x", "model_name_or_path": "bert", "task_name": "sst2"}

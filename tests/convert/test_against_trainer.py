@@ -1,4 +1,4 @@
-"""A converted recipe beside what transformers and DeepSpeed compute from the same files, by their own code."""
+"""A converted recipe compared with the results of transformers and DeepSpeed for the same files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ DEEPSPEED: dict[str, Any] = {
 
 
 class Batches:
-    """As long as a rank's loader, of the rows that it has."""
+    """A stand-in with the length of a rank's loader."""
 
     dataset = range(ROWS)
 
@@ -107,7 +107,7 @@ def test_steps_batch_and_rates_are_those_of_the_trainer(trainer):
     ours, theirs = rates(plan, max_steps), rates_of(trainer.optimizer, trainer.lr_scheduler, max_steps)
     warmup = ARGUMENTS["warmup_steps"]
     assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12)
-    highest = ARGUMENTS["learning_rate"]  # in the warm-up both are what the report says
+    highest = ARGUMENTS["learning_rate"]  # in the warmup both are as in the report
     assert ours[:warmup] == pytest.approx([highest * (step + 1) / (warmup + 1) for step in range(warmup)])
     assert theirs[:warmup] == pytest.approx([highest * step / warmup for step in range(warmup)])
 

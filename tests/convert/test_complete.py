@@ -1,6 +1,6 @@
-"""Every key that the pinned versions of the other tools know is in our tables, with the default that it has there.
+"""The tables have every key of the pinned versions of the other tools, with its default.
 
-An upgrade that adds a key, or changes a default, fails here by the key's name.
+An upgrade that adds a key or changes a default fails here, with the name of the key.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_every_key_of_the_accelerator_config_has_its_row():
 
 
 def test_what_an_unchanged_training_arguments_writes_is_all_default(tmp_path):
-    """`to_dict` resolves some fields; none of what it writes may look like the user's wish."""
+    """`to_dict` resolves some fields; each of its values must count as a default."""
     from transformers import TrainingArguments
 
     written = TrainingArguments(output_dir=str(tmp_path)).to_dict()
@@ -59,7 +59,7 @@ def test_what_an_unchanged_training_arguments_writes_is_all_default(tmp_path):
 
 
 class Asked(dict[str, Any]):
-    """A DeepSpeed configuration that remembers which keys were looked for."""
+    """A DeepSpeed configuration that records the keys that were read."""
 
     seen: ClassVar[set[str]] = set()
 

@@ -1,4 +1,4 @@
-"""What the values of other tools mean here; that no key is swallowed; what contradicts is said."""
+"""Values of other tools in recipes; each key has an outcome, and conflicts are reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OfArguments = Callable[..., Conversion]
 
 
 def at(recipe: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; `...` where nothing is written."""
+    """Return the value at a dotted path; `...` if it is not written."""
     value: Any = recipe
     for part in path.split("."):
         value = value.get(part, ...) if isinstance(value, dict) else ...
@@ -352,14 +352,14 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tool", Tool)
 def test_no_key_is_swallowed_or_ends_in_a_crash(tool: Tool, write: Write):
-    """Every key of each table with its default, and with a value of some type."""
+    """Convert every key of each table with its default, and with a value of another type."""
     left_out = []
     others = itertools.cycle(["x", None, True, 2, 0.5, "auto", ["a"], {"a": 1}])
     for key, row in tool.table.items():
         for value in [*row.defaults[:1], next(others)]:
             try:
                 conversion = convert([write(nested(key, value))], tool, 2)
-            except TrainerError:  # said, with its place
+            except TrainerError:  # reported with its place
                 continue
             assert [line for line in conversion.lines if line.item.key.startswith(key)], (key, value)
             conversion.report(everything=True)
@@ -406,7 +406,7 @@ def test_keys_without_counterpart_are_told_from_those_that_are_already_so():
 
 
 def test_a_converted_recipe_passes_check(write: Write, tmp_path: Path):
-    """Three files, one of them found by its name in another, to a recipe that lies elsewhere."""
+    """Three files, one of them named in another, and a recipe in another folder."""
     write("sentence,label\nit was good,1\nit was bad,0\n", "train.csv")
     arguments = {
         "output_dir": "runs/x",

@@ -1,4 +1,4 @@
-"""The worked examples of `docs/coming_from.md` give what stands beside them."""
+"""The examples of `docs/coming_from.md` give the outputs on the page."""
 
 from __future__ import annotations
 

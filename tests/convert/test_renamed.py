@@ -1,4 +1,4 @@
-"""Keys that only have another name, and values that do: each goes to the key or the value of its meaning."""
+"""Keys and values that have another name: each is converted to the key or value of the same meaning."""
 
 from __future__ import annotations
 

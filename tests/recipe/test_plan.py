@@ -138,7 +138,7 @@ class TestPipeline:
         assert plan.pipeline.bubble == pytest.approx(3 / 4)
 
     def test_every_count_that_a_message_names_fits(self):
-        """And a count of the plan's own is one that fits, where there is one."""
+        """A count that the plan chooses fits too, if any count fits."""
         for stages, per_rank, count in itertools.product((2, 4), (2, 3), (None, *range(1, 8), 47, 49)):
             keys = [f"pipeline.stages={stages}", f"pipeline.stages_per_rank={per_rank}"]
             keys += ["pipeline.schedule=interleaved_1f1b"]
