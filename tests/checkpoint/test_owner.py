@@ -1,0 +1,91 @@
+"""One run at a time owns a run folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from trainer.base.errors import TrainerError
+from trainer.checkpoint.owner import OWNER_FILE, FolderOwner
+
+ROOT = Path(__file__).resolve().parents[2]
+HOLDER = """
+import sys
+from pathlib import Path
+from trainer.checkpoint.owner import FolderOwner
+with FolderOwner(Path(sys.argv[1])) as owner:
+    owner.take()
+    print("taken", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_owner(folder: Path) -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout.readline() == "taken\n"
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+
+
+def test_a_folder_in_use_is_refused_with_host_and_process(tmp_path):
+    with another_owner(tmp_path) as other, pytest.raises(TrainerError, match=f"is in use .*process {other.pid} on '"):
+        FolderOwner(tmp_path, wait_seconds=0.5).take()
+
+
+def test_the_lock_of_a_killed_owner_is_taken_over(tmp_path):
+    with another_owner(tmp_path) as other:
+        os.killpg(other.pid, signal.SIGKILL)
+        other.wait(60)
+        assert (tmp_path / OWNER_FILE).exists()
+        with FolderOwner(tmp_path, wait_seconds=0) as owner:
+            assert owner.take() is None
+            assert f'"pid": {os.getpid()}' in (tmp_path / OWNER_FILE).read_text()
+
+
+def test_a_start_waits_for_the_end_of_the_previous_owner(tmp_path):
+    with another_owner(tmp_path) as other:
+        other.stdin.close()  # it ends now
+        other.stdin = None
+        with FolderOwner(tmp_path, wait_seconds=60) as owner:
+            assert owner.take() is None
+
+
+def test_nothing_is_left_after_a_release(tmp_path):
+    with FolderOwner(tmp_path / "run") as owner:
+        owner.take()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_file_system_without_locks_gives_a_note(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    assert "has no locks (No locks available)" in FolderOwner(tmp_path).take()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainerError, match="cannot be locked"):
+        FolderOwner(tmp_path / "file").take()
