@@ -10,12 +10,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.tiny_run import write_tiny_run
 from trainer.base.errors import TrainerError
 from trainer.checkpoint.owner import OWNER_FILE, FolderOwner
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.reading.loading import load_recipe
+from trainer.training import run
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
@@ -89,3 +94,16 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(TrainerError, match="cannot be locked"):
         FolderOwner(tmp_path / "file").take()
+
+
+def test_a_second_run_changes_nothing_in_the_folder_of_the_first(tmp_path, monkeypatch):
+    recipe, folder = write_tiny_run(tmp_path), tmp_path / "run"
+    monkeypatch.setattr(run, "FolderOwner", partial(FolderOwner, wait_seconds=0.5))
+    unfinished = folder / "checkpoints" / ".saving-step-00000004"
+    with another_owner(folder):
+        unfinished.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("of the first run\n")
+        with pytest.raises(TrainerError, match="is in use by another run"):
+            run.run(load_recipe(str(recipe)), LaunchEnvironment("none"))
+        assert unfinished.exists()
+        assert (folder / "metrics.jsonl").read_text() == "of the first run\n"

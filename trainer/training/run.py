@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer.checkpoint.owner import FolderOwner
 from trainer.observe.meter import Meter
 from trainer.observe.records import EndRecord
 from trainer.ranks.environment import LaunchEnvironment
@@ -36,13 +37,18 @@ def train(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> EndRecord
     recipe = resolved.recipe
     plan = plan_run(recipe, environment.world_size, environment.local_world_size)
     session = open_session(recipe, environment)
-    with StopRequest() as stop, closing(session.observers), session.reports_failures():
+    with (
+        StopRequest() as stop,
+        FolderOwner(session.folder) as owner,
+        closing(session.observers),
+        session.reports_failures(),
+    ):
         meeting = meet_ranks(resolved, plan, environment)
         data = together(meeting, recipe, lambda: prepare_data(recipe))
         device = open_device(environment)
         with process_group(plan, environment, device, meeting):
             stop.listen()
-            ending = _train(plan, environment, data, device, session, stop)
+            ending = _train(plan, environment, data, device, session, stop, owner)
         return session.ended(ending)
 
 
@@ -53,15 +59,18 @@ def _train(
     device: torch.device,
     session: Session,
     stop: StopRequest,
+    owner: FolderOwner,
 ) -> Ending:
     """Train on the joined ranks; all that holds the process group is gone when this returns."""
     recipe, observers, folder = plan.recipe, session.observers, session.folder
     mesh = open_mesh(plan.layout, device)
+    unprotected = mesh.on_rank_zero(owner.take)
     parts = assemble(plan, mesh, data)
     meter = Meter(model_size(parts.models, parts.placements, mesh), total_peak_flops(recipe, mesh))
 
     saver = parts.saver()
     notes = [
+        *([unprotected] if unprotected else []),
         *parts.built[0].notes,
         *data.notes(recipe.data.max_length),
         *saver.resume(recipe.checkpoint.resume),
