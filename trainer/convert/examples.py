@@ -63,19 +63,16 @@ def _moved(place: str, folder: Path) -> str:
 
 
 def _model(draft: Draft, folder: Path) -> None:
-    written = draft.sources.written
-    items = [item for key in ("model_name_or_path", "model_name") if (item := written(_TA, key)) and item.value]
+    given = draft.sources.given
+    items = [item for key in ("model_name_or_path", "model_name") if (item := given(_TA, key))]
     for item in items:
-        name = draft.text(item)
-        draft.take("model.name_or_path", _folder_or_name(name, folder), item)
+        draft.take("model.name_or_path", _folder_or_name(draft.text(item), folder), item)
     if not items:
         draft.missing["model"] = f"for example {_EXAMPLES['model']}"
-    item = written(_TA, "tokenizer_name")
-    if item is not None and item.value:
-        draft.take("model.tokenizer", _folder_or_name(draft.text(item), folder), item)
-    item = written(_TA, "config_name")
-    if item is not None and item.value:
-        draft.say(item, Outcome.NONE, "`model.config` has the configuration as an object, for random weights")
+    if tokenizer := given(_TA, "tokenizer_name"):
+        draft.take("model.tokenizer", _folder_or_name(draft.text(tokenizer), folder), tokenizer)
+    if config := given(_TA, "config_name"):
+        draft.say(config, Outcome.NONE, "`model.config` has the configuration as an object, for random weights")
 
 
 def _folder_or_name(name: str, folder: Path) -> str:
@@ -112,23 +109,19 @@ def _data(draft: Draft, folder: Path) -> _Glue | None:
     elif name is not None and name.value:
         draft.take("data.source", "hub", name)
         draft.take("data.name", _folder_or_name(draft.text(name), folder), name)
-        subset = written(_TA, "dataset_config_name")
-        if subset is not None and subset.value:
-            draft.take("data.subset", draft.text(subset), subset)
-        for key, split in (("train_split_name", "train"), ("validation_split_name", "validation")):
-            item = written(_TA, key)
-            if item is not None and item.value:
-                draft.take(f"data.{split}", draft.text(item), item)
+        keys = {"dataset_config_name": "subset", "train_split_name": "train", "validation_split_name": "validation"}
+        for theirs, ours in keys.items():
+            if item := draft.sources.given(_TA, theirs):
+                draft.take(f"data.{ours}", draft.text(item), item)
         draft.unread("dataset_name has precedence", train, written(_TA, "validation_file"))
     elif train is not None and train.value:
         draft.take("data.source", "files", train)
         _file(draft, train, "data.train", folder)
-        validation = written(_TA, "validation_file")
-        if validation is not None and validation.value:
+        if validation := draft.sources.given(_TA, "validation_file"):
             _file(draft, validation, "data.validation", folder)
     for key in ("train_split_name", "validation_split_name", "dataset_config_name", "validation_file"):
-        item = written(_TA, key)
-        if item is not None and item.value and draft.value("data.source") != ("files" if "file" in key else "hub"):
+        item = draft.sources.given(_TA, key)
+        if item is not None and draft.value("data.source") != ("files" if "file" in key else "hub"):
             draft.unread("other keys name the source of the data", item)
     _lengths(draft)
     return found
@@ -159,10 +152,10 @@ def _lengths(draft: Draft) -> None:
 def _task(draft: Draft, glue: _Glue | None) -> None:
     written = draft.sources.written
     names = ("text_column_names", "text_column_name")
-    columns = [item for key in names if (item := written(_TA, key)) and item.value]
+    columns = [item for key in names if (item := draft.sources.given(_TA, key))]
     label = written(_TA, "label_column_name")
     image = written(_TA, "image_column_name")
-    masked = [item for key in ("mlm", "mlm_probability") if (item := written(_TA, key)) and item.value]
+    masked = [item for key in ("mlm", "mlm_probability") if (item := draft.sources.given(_TA, key))]
     regression = written(_TA, "do_regression")
     if glue is not None:
         task = written(_TA, "task_name")
@@ -214,8 +207,8 @@ def _text(draft: Draft, columns: list[Item]) -> None:
 
 
 def _metrics(draft: Draft, glue: _Glue | None) -> None:
-    item = draft.sources.written(_TA, "metric_name")
-    if item is None or not item.value:
+    item = draft.sources.given(_TA, "metric_name")
+    if item is None:
         return
     name = _METRICS.get(draft.text(item), draft.text(item))
     if glue is not None:

@@ -9,7 +9,7 @@ from typing import get_args
 
 from trainer.convert.draft import Draft, Outcome, Todo
 from trainer.convert.sources import Item, Tool
-from trainer.recipe.schema import Logging, Recipe
+from trainer.recipe.schema import Duration, Interval, Logging, Recipe
 
 _TA, _DS, _AC = Tool.TRAINING_ARGUMENTS, Tool.DEEPSPEED, Tool.ACCELERATE
 _LOGGERS: tuple[str, ...] = get_args(get_args(Logging.model_fields["to"].annotation)[0])
@@ -41,11 +41,9 @@ def _name(draft: Draft) -> None:
 
 
 def _folder(draft: Draft) -> None:
-    item = draft.sources.written(_TA, "output_dir")
-    if item is not None and item.value:
+    if item := draft.sources.given(_TA, "output_dir"):
         draft.take("checkpoint.folder", draft.text(item), item)
-    item = draft.sources.written(_TA, "resume_from_checkpoint")
-    if item is not None and item.value:
+    if item := draft.sources.given(_TA, "resume_from_checkpoint"):
         if item.value in (True, "True", "true"):
             draft.take("checkpoint.resume", "auto", item)
         else:
@@ -90,7 +88,7 @@ def _every_steps(draft: Draft, strategy: Item, steps: Item, path: str) -> None:
             path, f"{steps.key} is a fraction {number:g} of the steps; write the number of steps", strategy, steps
         )
         return
-    draft.take(path, f"{count} step{'s' if count != 1 else ''}", strategy, steps)
+    draft.take(path, str(Interval(count, "steps")), strategy, steps)
 
 
 def _evaluation(draft: Draft) -> None:
@@ -129,7 +127,7 @@ def _end(draft: Draft) -> str | Todo:
     if isinstance(steps, int):
         return f"{steps} steps"
     if isinstance(epochs, int):
-        return f"{epochs} epoch{'s' if epochs != 1 else ''}"
+        return str(Interval(epochs, "epochs"))
     return Todo("once after training; write the length of the training")
 
 
@@ -185,7 +183,7 @@ def _logging(draft: Draft) -> None:
             _interval(draft, strategy, draft.sources.get(_TA, "logging_steps"), path)
     elif printed is not None and not printed.is_auto and not printed.is_default:
         count = draft.whole(printed, 10, least=1)
-        draft.take(path, f"{count} step{'s' if count != 1 else ''}", printed)
+        draft.take(path, str(Interval(count, "steps")), printed)
     _loggers(draft)
 
 
@@ -219,4 +217,4 @@ def _timeout(draft: Draft) -> None:
     item = draft.sources.written(_TA, "ddp_timeout")
     if item is not None and not item.is_default:
         seconds = draft.whole(item, 600)
-        draft.take("parallel.stall_timeout", f"{seconds} second{'s' if seconds != 1 else ''}", item)
+        draft.take("parallel.stall_timeout", str(Duration(seconds, "second")), item)

@@ -86,6 +86,11 @@ class Sources:
         """Return the key if it is written."""
         return self.items.get(tool, {}).get(key)
 
+    def given(self, tool: Tool, key: str) -> Item | None:
+        """Return the key if it is written with a value that is not empty."""
+        item = self.written(tool, key)
+        return item if item is not None and item.value else None
+
     def get(self, tool: Tool, key: str) -> Item | None:
         """Return the key, or the default of the tool; None without a file of the tool or a default."""
         item = self.written(tool, key)
