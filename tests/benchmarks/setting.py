@@ -13,7 +13,8 @@ from trainer.data.order import GlobalOrder
 from trainer.data.sources import load_splits
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import encode_split
-from trainer.models.building import BuiltModel, build_model, load_tokenizer
+from trainer.models.building import BuiltModel, build_model
+from trainer.models.tokenizer import load_tokenizer
 from trainer.parallel.mesh import ParallelMesh
 from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import RunPlan, plan_run

@@ -219,3 +219,17 @@ def test_the_cache_holds_no_pickle(tokenizer, tmp_path):
     ]
     raw = np.fromfile(entry / "labels", "<i8")
     assert raw.tolist() == [0, 1, 0, 1, 0, 1]
+
+
+class TestUnknownTokens:
+    def test_are_counted_among_all_that_are_not_special(self, tokenizer, tmp_path):
+        text = "sends \u4e2d \u6587 message"
+        split = encode_split(split_of(2, text), TASK, tokenizer, 32, tmp_path)
+        whole = tokenizer(f"{text} 0")["input_ids"], tokenizer(f"{text} 1")["input_ids"]
+        unknown = sum(ids.count(tokenizer.unk_token_id) for ids in whole)
+        assert unknown > 0
+        assert split.unknown_tokens == (unknown, sum(map(len, whole)) - 2 * 2)
+
+    def test_most_of_them_are_refused(self, tokenizer, tmp_path):
+        with pytest.raises(DataError, match=r"`some.jsonl` has .* unknown to the tokenizer .*`model.tokenizer`"):
+            encode_split(split_of(6, "\u4e2d \u6587 \u5b57 \u6bcd"), TASK, tokenizer, 32, tmp_path)

@@ -240,7 +240,9 @@ class TinyPreparation:
 
     batching: Batching
 
+    notes = ()
     normalisation = None
+    padding_token = None
 
     def save(self, folder: Path) -> None:
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
 from trainer.base.errors import TrainerError, UsageError
 from trainer.models.attention import KEYED_ATTENTION
-from trainer.models.building import build_model, load_tokenizer, save_model
+from trainer.models.building import build_model, checkpoint_labels, load_config, save_model
+from trainer.models.tokenizer import load_tokenizer
 from trainer.parallel.dropout import KeyedDropout
 from trainer.recipe.schema import Model, Training
 
@@ -214,9 +216,9 @@ class TestDropout:
 class TestTokenizer:
     def test_from_a_folder_of_its_own_the_models_revision_does_not_apply(self, tmp_path, monkeypatch):
         write_tiny_run(tmp_path)
-        asked = []
-        from_pretrained = "trainer.models.building.AutoTokenizer.from_pretrained"
-        monkeypatch.setattr(from_pretrained, lambda name, revision, **_: asked.append((name, revision)))
+        asked, tokenizer = [], load_tokenizer(Model(config=TINY_BERT, tokenizer=str(tmp_path / "tokenizer")))
+        from_pretrained = "trainer.models.tokenizer.AutoTokenizer.from_pretrained"
+        monkeypatch.setattr(from_pretrained, lambda name, revision, **_: asked.append((name, revision)) or tokenizer)
         load_tokenizer(Model(name_or_path="a/model", revision="v1", tokenizer="a/tokenizer"))
         load_tokenizer(Model(name_or_path="a/model", revision="v1"))
         assert asked == [("a/tokenizer", "main"), ("a/model", "v1")]
@@ -247,3 +249,56 @@ class TestSave:
         model = build({"config": TINY_BERT}).model
         with pytest.raises(TrainerError, match=r"the model could not be written to"):
             save_model(model, tmp_path / "file" / "model", model.state_dict())
+
+
+class TestKeysThatAClassTakesWithoutDeclaringThem:
+    def test_of_t5(self):
+        config = {"model_type": "t5", "vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1}
+        built = build({"config": {**config, "num_heads": 2, "tie_word_embeddings": False}})
+        assert built.model.config.scale_decoder_outputs is False
+
+    def test_of_modernbert(self):
+        config = {"model_type": "modernbert", "num_hidden_layers": 4, "global_attn_every_n_layers": 2}
+        assert load_config(Model(config=config), {}).layer_types == ["full_attention", "sliding_attention"] * 2
+
+
+class TestPaddingToken:
+    GPT2 = MappingProxyType({
+        "model_type": "gpt2", "vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 1,
+        "eos_token_id": 1,
+    })  # fmt: skip
+
+    def build(self, **keys):
+        recipe = Model.model_validate({"config": {**self.GPT2, **keys}})
+        return build_model(recipe, Training(), HEAD, {"num_labels": 2}, pad_token_id=1)
+
+    @pytest.mark.parametrize("keys", [{}, {"pad_token_id": -1}])
+    def test_a_decoder_without_one_classifies_batches(self, keys):
+        built = self.build(**keys)
+        assert built.notes == ["the model names no padding token, so it takes the tokenizer's, of id 1"]
+        ids = torch.tensor([[5, 6, 7, 8], [5, 6, 1, 1]])
+        model = built.model.eval()
+        together = model(input_ids=ids, attention_mask=(ids != 1).long()).logits
+        torch.testing.assert_close(together[1:], model(input_ids=ids[1:, :2]).logits)
+
+    def test_the_models_own_stays(self):
+        built = self.build(pad_token_id=3)
+        assert (built.notes, built.model.config.pad_token_id) == ([], 3)
+
+
+class TestCheckpointLabels:
+    def labels(self, folder, **keys):
+        AutoConfig.for_model(**TINY_BERT, **keys).save_pretrained(folder)
+        recipe = Model(name_or_path=str(folder))
+        return checkpoint_labels(recipe, load_config(recipe, {}))
+
+    def test_in_the_order_of_the_head(self, tmp_path):
+        names = {index: f"class {index}" for index in range(12)}
+        assert self.labels(tmp_path, id2label=names) == tuple(names.values())
+
+    def test_default_names_are_none(self, tmp_path):
+        assert self.labels(tmp_path, num_labels=3) is None
+
+    def test_a_model_with_random_weights_has_none(self):
+        recipe = Model(config={**TINY_BERT, "id2label": {0: "a", 1: "b"}})
+        assert checkpoint_labels(recipe, load_config(recipe, {})) is None

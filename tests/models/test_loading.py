@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from tests.helpers.families import CONFIGS, HEADS, LABELS, build, has_head
 from tests.helpers.ranks import RankPools
 from trainer.base.errors import UsageError
-from trainer.models.building import BuiltModel, build_model
+from trainer.models.building import BuiltModel, build_model, load_config
 from trainer.models.cutting import ModelCut
+from trainer.models.loading import _weight_files
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.slicing import part_of
 from trainer.recipe.schema import Model, Training
@@ -281,3 +283,26 @@ def notes_without_rules(recipe: dict[str, Any]) -> list[str]:
         return built(recipe, CLASSIFICATION, cut=True).notes
     finally:
         transformers.BertPreTrainedModel._init_weights = rules
+
+
+@pytest.mark.parametrize(
+    "file", ["pytorch_model.bin", "../outside.safetensors", "/outside.safetensors", "a\\\\b.safetensors"]
+)
+class TestAnIndexThatNamesAnotherFile:
+    """transformers would unpickle it, or read it from outside of the folder."""
+
+    @pytest.fixture
+    def recipe(self, tmp_path, file):
+        config = AutoConfig.for_model("bert", **CONFIGS["bert"])
+        config.save_pretrained(tmp_path / "model")
+        index = {"metadata": {}, "weight_map": {"bert.pooler.dense.weight": file}}
+        (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+        return Model(name_or_path=str(tmp_path / "model"))
+
+    def test_is_refused_where_the_model_is_built_whole(self, recipe, file):
+        with pytest.raises(UsageError, match=r"index.json names the file .*; it may only name safetensors files"):
+            build_model(recipe, Training(), CLASSIFICATION, {"num_labels": 2})
+
+    def test_is_refused_where_it_is_built_in_parts(self, recipe, file):
+        with pytest.raises(UsageError, match=re.escape(repr(file))):
+            _weight_files(recipe, load_config(recipe, {}))

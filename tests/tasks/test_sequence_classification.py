@@ -197,3 +197,46 @@ def test_the_fingerprint_tells_what_changes_the_features():
     ]
     assert len({task.fingerprint for task in tasks}) == len(tasks)
     assert resolved("a", "b", metrics=["f1"]).fingerprint == tasks[0].fingerprint
+
+
+class TestTheOrderOfACheckpoint:
+    """The head of a fine-tuned checkpoint has an order of its own."""
+
+    def test_is_taken_where_the_names_match(self, tokenizer):
+        task, notes = resolved("negative", "positive").in_checkpoint_order(("Positive", "NEGATIVE"), chosen=False)
+        assert task.model_options()["id2label"] == {0: "positive", 1: "negative"}
+        assert notes == ["classes are in the order of the checkpoint: positive, negative"]
+        assert labels_of(task, rows_of(["negative", "positive"]), tokenizer) == [1, 0]
+
+    def test_is_taken_by_declared_names(self, tokenizer):
+        rows = rows_of([0, 1], declared=["negative", "positive"])
+        task, _ = task_of().resolve(rows, WHERE).in_checkpoint_order(("positive", "negative"), chosen=False)
+        assert labels_of(task, rows, tokenizer) == [1, 0]
+
+    @pytest.mark.parametrize("names", [("a", "b", "c"), ("b", "c"), ("a", "a ")])
+    def test_names_that_match_in_part_are_refused(self, names):
+        message = r"classes are .* training split has a, b; list the classes in `task.labels`"
+        with pytest.raises(UsageError, match=message):
+            resolved("a", "b").in_checkpoint_order(names, chosen=False)
+
+    def test_the_order_of_the_recipe_stays_and_is_noted(self):
+        task, notes = resolved("a", "b", labels=["a", "b"]).in_checkpoint_order(("b", "a"), chosen=True)
+        assert task.model_options()["id2label"] == {0: "a", 1: "b"}
+        assert notes == ["the checkpoint's classes are b, a, in another order or number than `task.labels`"]
+        assert resolved("a", "b", labels=["a", "b"]).in_checkpoint_order(("a", "b"), chosen=True)[1] == []
+
+    def test_other_names_are_noted_where_the_head_fits(self):
+        task = resolved("a", "b")
+        assert task.in_checkpoint_order(("x", "y"), chosen=False) == (
+            task, ["the checkpoint's classes are x, y: its head starts from these, to learn others"],
+        )  # fmt: skip
+        assert task.in_checkpoint_order(("x", "y", "z"), chosen=False) == (task, [])
+
+    @pytest.mark.parametrize("names", [("a", "b"), ("A", "B ")])
+    def test_the_same_order_needs_no_note(self, names):
+        task = resolved("a", "b")
+        assert task.in_checkpoint_order(names, chosen=False) == (task, [])
+
+    def test_an_index_means_the_same_in_both(self):
+        task = task_of().resolve(rows_of([0, 1]), WHERE)
+        assert task.in_checkpoint_order(("1", "0"), chosen=False) == (task, [])

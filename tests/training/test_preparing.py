@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig
 
 from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
 from tests.helpers.training import TINY_BERT
@@ -13,7 +15,7 @@ from trainer.reading.loading import load_recipe
 from trainer.recipe.schema import MaskedLM
 from trainer.tasks.masking import Masking
 from trainer.tasks.registry import build_task
-from trainer.training.preparing import ImagePreparation, TextPreparation, load_preparation
+from trainer.training.preparing import ImagePreparation, TextPreparation, load_preparation, resolve_task, unknown_notes
 
 MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy"]}
 
@@ -83,3 +85,23 @@ class TestATokenWithoutAnEmbedding:
         preparation.tokenizer.pad_token = "word60"
         with pytest.raises(UsageError, match="'word60' of id 65"):
             _ = preparation.batching
+
+
+class TestAFineTunedCheckpoint:
+    def test_gives_the_order_of_the_classes_and_a_note(self, tmp_path):
+        AutoConfig.for_model(**TINY_BERT, id2label={0: "c", 1: "a", 2: "b"}).save_pretrained(tmp_path / "tokenizer")
+        model = {"config": None, "tokenizer": None, "name_or_path": str(tmp_path / "tokenizer")}
+        recipe = load_recipe(str(write_tiny_run(tmp_path, model=model))).recipe
+        preparation = load_preparation(recipe)
+        task, notes = resolve_task(recipe, preparation, load_splits(recipe.data).train)
+        assert task.model_options()["id2label"] == {0: "c", 1: "a", 2: "b"}
+        assert notes == ["classes are in the order of the checkpoint: c, a, b"]
+
+
+def test_the_share_of_unknown_tokens_is_always_noted(tmp_path):
+    recipe = load_recipe(str(write_tiny_run(tmp_path))).recipe
+    preparation = load_preparation(recipe)
+    train = load_splits(recipe.data).train
+    encoded = preparation.encode(train, build_task(recipe.task).resolve(train.rows, train.where), tmp_path / "cache")
+    (note,) = unknown_notes(encoded, None)
+    assert re.fullmatch(r"unknown to the tokenizer: 0.00% of \d+ training tokens", note)

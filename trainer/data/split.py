@@ -45,6 +45,8 @@ class EncodedSplit:
         self.num_cut = num_cut
         self.reopen = reopen
         self.lengths: IndexArray = np.diff(offsets)
+        # Tokens unknown to the tokenizer, and ordinary tokens with these; None: not counted.
+        self.unknown_tokens: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)

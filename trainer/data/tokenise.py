@@ -11,21 +11,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import tokenizers
 import transformers
+from numpy.typing import NDArray
 
 import trainer
-from trainer.base.errors import UsageError
+from trainer.base.errors import DataError, UsageError
 from trainer.data.cache import ENTRY_VERSION, EntryWriter, open_or_write
 from trainer.data.hashing import hash_rows
 from trainer.data.sources import Split
-from trainer.data.split import EncodedSplit
+from trainer.data.split import EncodedSplit, FlatArray
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 _ROWS_AT_ONCE = 1000
+_TOKENS_AT_ONCE = 1 << 22
+_MOST_UNKNOWN = 0.5  # share of the tokens; more means the wrong tokenizer
 
 
 class RowEncoder(Protocol):
@@ -60,6 +64,7 @@ def encode_split(
 
     Raises:
         DataError: a column is missing, or a value does not fit.
+        DataError: most tokens are unknown to the tokenizer.
         UsageError: `max_length` does not fit the tokenizer, or the cache cannot be written.
     """
     _check_max_length(max_length, tokenizer)
@@ -71,7 +76,37 @@ def encode_split(
             batch = rows.select(range(first_row, min(first_row + _ROWS_AT_ONCE, len(rows))))
             writer.add(encoder.encode(batch, tokenizer, max_length, split.where, first_row))
 
-    return open_or_write(cache, _key(rows, encoder, tokenizer, max_length), write)
+    encoded = open_or_write(cache, _key(rows, encoder, tokenizer, max_length), write)
+    encoded.unknown_tokens = _count_unknown(encoded.tokens["input_ids"], tokenizer)
+    _require_known(encoded.unknown_tokens, split, tokenizer)
+    return encoded
+
+
+def _count_unknown(ids: FlatArray, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Count the unknown tokens, and all tokens that are not special ones.
+
+    Args:
+        ids: `[all tokens]`.
+        tokenizer: The tokenizer of these ids.
+    """
+    unknown = tokenizer.unk_token_id
+    counts: NDArray[np.int64] = np.zeros(0, np.int64)
+    for start in range(0, len(ids), _TOKENS_AT_ONCE):  # mapped from disk: never in memory as a whole
+        part = np.bincount(ids[start : start + _TOKENS_AT_ONCE], minlength=len(counts))
+        part[: len(counts)] += counts
+        counts = part
+    special = [token for token in set(tokenizer.all_special_ids) - {unknown} if token < len(counts)]
+    num_unknown = int(counts[unknown]) if unknown is not None and unknown < len(counts) else 0
+    return num_unknown, int(counts.sum() - counts[special].sum())
+
+
+def _require_known(counts: tuple[int, int], split: Split, tokenizer: PreTrainedTokenizerBase) -> None:
+    unknown, ordinary = counts
+    if unknown > _MOST_UNKNOWN * ordinary:
+        raise DataError(
+            f"{split.where} has {unknown:,} tokens of {ordinary:,} that are unknown to the tokenizer"
+            f" `{tokenizer.name_or_path}`; use a model for this language, or name the model's own in `model.tokenizer`"
+        )
 
 
 def _check_max_length(max_length: int, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -16,7 +18,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import CONFIG_NAME
 
@@ -27,7 +29,7 @@ from trainer.models.dropout import key_dropout, set_probabilities
 from trainer.models.families.table import FAMILIES
 from trainer.models.initialising import Gather, draw_weights, whole_already
 from trainer.models.invariance import check_invariance, sample_of
-from trainer.models.loading import CannotLoadPartsError, load_parts, sizes_differ
+from trainer.models.loading import CannotLoadPartsError, load_parts, require_safe_shards, sizes_differ
 from trainer.models.stages import StagePart
 from trainer.models.statistics import fix_statistics
 from trainer.models.writing import described_model, transformers_class, write_weights
@@ -74,34 +76,23 @@ def not_found(key: str, name: str, error: Exception) -> UsageError:
     )
 
 
-def load_tokenizer(recipe: Model) -> Any:
-    """The fast tokenizer of the recipe's model.
-
-    Raises:
-        UsageError: there is none, or it cannot be reached.
-    """
-    key, name, revision = "model.name_or_path", str(recipe.name_or_path), recipe.revision
-    if recipe.tokenizer is not None:  # a place of its own, of which the model's revision says nothing
-        key, name, revision = "model.tokenizer", recipe.tokenizer, None
-    try:
-        return AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise not_found(key, name, error) from error
-
-
-def vocabulary_size(recipe: Model) -> int | None:
-    """For how many tokens the recipe's model has embeddings, by its configuration; None: that does not say.
-
-    Raises:
-        UsageError: the configuration cannot be reached, or does not describe a model.
-    """
-    config = load_config(recipe, {})
+def vocabulary_size(config: Any) -> int | None:
+    """Return the number of tokens with an embedding, by a configuration; None: it does not say."""
     try:
         described = config.get_text_config()
     except ValueError:  # it describes several models of texts
         return None
     size = getattr(described, "vocab_size", None)
     return size if isinstance(size, int) else None
+
+
+def checkpoint_labels(recipe: Model, config: Any) -> tuple[str, ...] | None:
+    """Return the names of a fine-tuned checkpoint's classes in order; None: it has none, or default names only."""
+    labels = getattr(config, "id2label", None)
+    if recipe.config is not None or not labels:
+        return None
+    names = tuple(str(labels[index]) for index in sorted(labels))
+    return None if all(re.fullmatch(r"LABEL_\d+", name) for name in names) else names
 
 
 def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -126,7 +117,7 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
     config = AutoConfig.for_model(model_type, **keys, **options)
     family = FAMILIES.get(model_type)
     undeclared = family.undeclared_keys if family else ()
-    known = {*(field.name for field in fields(config)), *config.attribute_map, *undeclared}
+    known = {*(field.name for field in fields(config)), *config.attribute_map, *_read_keys(type(config)), *undeclared}
     # Transformers keeps a key that it does not know as an attribute; one that it knows by an older name is gone.
     for key in keys.keys() - known:
         if key in vars(config):
@@ -134,6 +125,15 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
             meant = f"did you mean `{near[0]}`?" if near else "remove it"
             raise UsageError(f"`model.config.{key}` is not a key of a {model_type} configuration; {meant}")
     return config
+
+
+def _read_keys(config_class: type) -> set[str]:
+    """Return the keys that a configuration class takes without declaring them, as older names or as switches.
+
+    T5 takes `tie_word_embeddings` so, and ModernBERT `global_attn_every_n_layers`.
+    """
+    own = [cls for cls in config_class.__mro__ if issubclass(cls, PreTrainedConfig) and cls is not PreTrainedConfig]
+    return {key for cls in own for key in re.findall(r'kwargs(?:\.get\(|\.pop\(|\[)"(\w+)"', inspect.getsource(cls))}
 
 
 def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
@@ -189,6 +189,7 @@ def _initialise(
             model = auto_class.from_config(config, attn_implementation=attention, dtype=torch.float32)
             draw_weights(model, dict(model.named_parameters()), seed, gather)
             return model, []
+        require_safe_shards(recipe)
         model, loading = auto_class.from_pretrained(
             recipe.name_or_path,
             config=config,
@@ -215,6 +216,7 @@ def build_model(
     options: Mapping[str, Any],
     gather: Gather = whole_already,
     cut: ModelCut | None = None,
+    pad_token_id: int | None = None,
 ) -> BuiltModel:
     """Builds the model; the same weights on every rank and under every layout.
 
@@ -225,6 +227,7 @@ def build_model(
         options: keys of the configuration that the task decides, such as `num_labels`.
         gather: makes parameters whole, where they are partitioned while the model is built.
         cut: over which ranks to cut the model; it then holds this rank's parts, and the whole of it was never held.
+        pad_token_id: of the tokenizer, for a model that names none; None: there is no tokenizer.
 
     Raises:
         UsageError: it cannot be reached, holds no safetensors, has a dropout that cannot be keyed, or cannot be cut.
@@ -243,7 +246,7 @@ def build_model(
     def prepare(model: nn.Module) -> None:
         if keys is not None:
             key_dropout(model, keys)
-        fixed[:] = fix_statistics(model)
+        fixed[:] = [*fix_statistics(model), *_name_padding(model, pad_token_id)]
 
     def build_whole() -> tuple[nn.Module, list[str]]:
         model, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
@@ -275,6 +278,22 @@ def build_model(
         if recipe.config is None and "ignore_mismatched_sizes" in str(error):
             raise sizes_differ("some weights") from error
         raise _undescribed(recipe, auto_class_name, error) from error
+
+
+def _name_padding(model: Any, pad_token_id: int | None) -> list[str]:
+    """Name the tokenizer's padding token in the configuration of a model that names none.
+
+    A decoder with a classification head looks for the last token before it. The name comes after the weights, because
+    some models would else draw a zero vector for it.
+    """
+    if pad_token_id is None or model.main_input_name != "input_ids":
+        return []
+    config = model.config.get_text_config()
+    named = getattr(config, "pad_token_id", None)
+    if isinstance(named, int) and named >= 0:
+        return []
+    config.pad_token_id = model.config.pad_token_id = pad_token_id
+    return [f"the model names no padding token, so it takes the tokenizer's, of id {pad_token_id}"]
 
 
 def build_on_meta(recipe: Model, training: Training, auto_class_name: str, options: Mapping[str, Any]) -> nn.Module:

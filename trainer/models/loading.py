@@ -11,6 +11,7 @@ What cannot be done so raises `CannotLoadPartsError`; the caller then loads the 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -190,21 +191,55 @@ def _weight_files(recipe: Model, config: Any) -> list[str]:
         if getattr(config, attribute, None):
             raise CannotLoadPartsError(what)
     name, revision = str(recipe.name_or_path), recipe.revision or "main"
-
-    def find(file: str) -> str | None:
-        found: str | None = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-        return found
-
     try:
-        if is_peft_available() and find("adapter_config.json") is not None:  # else transformers does not look at it
+        if is_peft_available() and _find(recipe, "adapter_config.json") is not None:  # else transformers ignores it
             raise CannotLoadPartsError("it is an adapter to another model")
-        if (single := find(SAFE_WEIGHTS_NAME)) is not None:
+        if (single := _find(recipe, SAFE_WEIGHTS_NAME)) is not None:
             return [single]
-        if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is not None:
+        if (index := _find(recipe, SAFE_WEIGHTS_INDEX_NAME)) is not None:
+            _require_safe_names(name, index)
             return list(get_checkpoint_shard_files(name, index, revision=revision)[0])
     except OSError as error:  # whose words are better where the whole model is loaded
         raise CannotLoadPartsError(f"its files could not be listed ({error})") from error
     raise CannotLoadPartsError(f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+
+
+def _find(recipe: Model, file: str) -> str | None:
+    found: str | None = cached_file(
+        str(recipe.name_or_path), file, revision=recipe.revision or "main", _raise_exceptions_for_missing_entries=False
+    )
+    return found
+
+
+def require_safe_shards(recipe: Model) -> None:
+    """Refuse a checkpoint in several files of which one is a pickle, or lies in another folder.
+
+    transformers reads whatever file the index names.
+
+    Raises:
+        UsageError: The index names such a file.
+    """
+    with suppress(OSError):  # transformers has better words for a checkpoint that cannot be reached
+        if _find(recipe, SAFE_WEIGHTS_NAME) is not None:
+            return
+        if (index := _find(recipe, SAFE_WEIGHTS_INDEX_NAME)) is not None:
+            _require_safe_names(str(recipe.name_or_path), index)
+
+
+def _require_safe_names(name: str, index: str) -> None:
+    described = json.loads(Path(index).read_text(encoding="utf-8"))
+    weight_map = described.get("weight_map") if isinstance(described, dict) else None
+    if not isinstance(weight_map, dict):
+        raise UsageError(
+            f"`model.name_or_path` is {name!r}, but its {SAFE_WEIGHTS_INDEX_NAME} has no `weight_map`; save the model"
+            " again with `save_pretrained`"
+        )
+    for file in dict.fromkeys(map(str, weight_map.values())):
+        if not file.endswith(".safetensors") or "/" in file or "\\" in file:
+            raise UsageError(
+                f"`model.name_or_path` is {name!r}, but its {SAFE_WEIGHTS_INDEX_NAME} names the file {file!r}; it may"
+                " only name safetensors files of its own folder: save the model again with `save_pretrained`"
+            )
 
 
 @contextmanager

@@ -59,6 +59,42 @@ class RowClasses:
             )
         return self.with_classes(names, _holds_names(train.features[self.label_column]))
 
+    def in_checkpoint_order(self, checkpoint: Sequence[str], chosen: bool) -> tuple[Self, list[str]]:
+        """Return the task with the classes in the order that the head of a fine-tuned checkpoint has, and notes.
+
+        Names are compared without case and outer spaces.
+
+        Args:
+            checkpoint: Names of the checkpoint's classes, in order.
+            chosen: Whether the recipe lists the classes (`task.labels`): their order then stays.
+
+        Raises:
+            UsageError: Some of the names match, and some do not.
+        """
+        names = self._known_class_names
+        if not self.labels_are_names:  # an index means the same in both
+            return self, []
+        own, theirs = _places(names), _places(checkpoint)
+        common = own.keys() & theirs.keys()
+        shown = f"the checkpoint's classes are {_shown(checkpoint)}"
+        if not common:
+            same_size = len(names) == len(checkpoint)
+            return self, [f"{shown}: its head starts from these, to learn others"] if same_size else []
+        if chosen:
+            same = list(own) == list(theirs)
+            return self, [] if same else [f"{shown}, in another order or number than `task.labels`"]
+        if own.keys() != theirs.keys():
+            raise UsageError(
+                f"column `{self.label_column}` must hold the classes of the checkpoint, or none of them, but {shown}"
+                f" and the training split has {_shown(names)}; list the classes in `task.labels`, in the order of the"
+                " checkpoint"
+            )
+        ordered = tuple(names[own[key]] for key in theirs)
+        if ordered == names:
+            return self, []
+        note = f"classes are in the order of the checkpoint: {_shown(ordered)}"
+        return self.with_classes(ordered, self.labels_are_names), [note]
+
     def model_options(self) -> dict[str, Any]:
         names = self._known_class_names
         return {
@@ -177,6 +213,12 @@ def _holds_names(feature: Any) -> bool | None:
     if getattr(feature, "names", None) is not None or dtype in STRING_TYPES:
         return True
     return False if dtype.startswith(("int", "uint")) else None
+
+
+def _places(names: Sequence[str]) -> dict[str, int]:
+    """Return the index of each name in lower case without outer spaces; of each name itself, where two would be one."""
+    folded = {name.strip().casefold(): index for index, name in enumerate(names)}
+    return folded if len(folded) == len(names) else {name: index for index, name in enumerate(names)}
 
 
 def _kind(names: bool) -> str:

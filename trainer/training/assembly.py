@@ -35,11 +35,10 @@ from trainer.ranks.environment import LaunchEnvironment, cache_folder
 from trainer.recipe.drawing import layers_text
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
-from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 from trainer.training.evaluation import Evaluator
 from trainer.training.model_card import complete_folder
-from trainer.training.preparing import Preparation, load_preparation
+from trainer.training.preparing import Preparation, load_preparation, resolve_task, unknown_notes
 from trainer.training.run_info import run_info
 from trainer.training.versions import versions
 
@@ -56,14 +55,16 @@ class PreparedData:
     preparation: Preparation
     train: EncodedSplit
     validation: EncodedSplit | None
+    label_notes: tuple[str, ...] = ()
 
     def notes(self, max_length: int) -> list[str]:
-        """Return a note on each split with rows that were cut to `max_length` tokens."""
-        return [
+        """Return notes on tokenizer and classes, on rows cut to `max_length` tokens, and on unknown tokens."""
+        cut = [
             f"cut to `data.max_length` ({max_length} tokens): {split.num_cut:,} of {len(split):,} {name} rows"
             for name, split in (("training", self.train), ("validation", self.validation))
             if split is not None and split.num_cut
         ]
+        return [*self.preparation.notes, *self.label_notes, *cut, *unknown_notes(self.train, self.validation)]
 
 
 def prepare_data(recipe: Recipe) -> PreparedData:
@@ -74,14 +75,14 @@ def prepare_data(recipe: Recipe) -> PreparedData:
     """
     preparation = load_preparation(recipe)
     splits = load_splits(recipe.data)
-    task = build_task(recipe.task).resolve(splits.train.rows, splits.train.where)
+    task, label_notes = resolve_task(recipe, preparation, splits.train)
     masking = preparation.masking(task, recipe.training.seed)
     cache = Path(recipe.data.cache) if recipe.data.cache else cache_folder()
     train = preparation.encode(splits.train, task, cache)
     validation = None
     if splits.validation is not None:
         validation = preparation.encode(splits.validation, task, cache)
-    return PreparedData(task, masking, preparation, train, validation)
+    return PreparedData(task, masking, preparation, train, validation, tuple(label_notes))
 
 
 @dataclass
@@ -280,7 +281,15 @@ def assemble(
     recipe, task = plan.recipe, data.task
     with partitioned_loading(plan, mesh.device) as gather:
         built = [
-            build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather, cut)
+            build_model(
+                recipe.model,
+                recipe.training,
+                task.auto_class_name,
+                task.model_options(),
+                gather,
+                cut,
+                data.preparation.padding_token,
+            )
             for cut in planned_cuts(plan, mesh)
         ]
     models = [part.model for part in built]

@@ -15,9 +15,12 @@ from trainer.data.images import encode_images
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import encode_split
-from trainer.models.building import load_tokenizer, vocabulary_size
+from trainer.models.building import checkpoint_labels, load_config, vocabulary_size
 from trainer.models.images import ImageProcessor, load_image_processor
+from trainer.models.tokenizer import load_tokenizer, tokenizer_notes
 from trainer.recipe.schema import ImageKeys, Recipe
+from trainer.tasks.classes import RowClasses
+from trainer.tasks.registry import build_task
 from trainer.tasks.task import ImageTask, Task, TextTask
 
 
@@ -27,6 +30,21 @@ class Preparation(Protocol):
     @property
     def batching(self) -> Batching:
         """The way from prepared rows to the tensors of a microbatch."""
+        ...
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """Names of a fine-tuned checkpoint's classes, in order; None: it has none."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on the preparation for the user."""
+        ...
+
+    @property
+    def padding_token(self) -> int | None:
+        """Id of the token that fills short rows; None: rows are not of tokens."""
         ...
 
     @property
@@ -69,9 +87,35 @@ def load_preparation(recipe: Recipe) -> Preparation:
     Raises:
         UsageError: The model has no tokenizer or image processor, or it cannot be reached.
     """
+    config = load_config(recipe.model, {})
+    labels = checkpoint_labels(recipe.model, config)
     if isinstance(recipe.task, ImageKeys):
-        return ImagePreparation(load_image_processor(recipe.model))
-    return TextPreparation(load_tokenizer(recipe.model), recipe.data.max_length, vocabulary_size(recipe.model))
+        return ImagePreparation(load_image_processor(recipe.model), labels)
+    tokenizer, size = load_tokenizer(recipe.model), vocabulary_size(config)
+    notes = tuple(tokenizer_notes(recipe.model, tokenizer, size))
+    return TextPreparation(tokenizer, recipe.data.max_length, size, labels, notes)
+
+
+def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tuple[Task, list[str]]:
+    """Return the recipe's task, its classes in the order of a fine-tuned checkpoint, and notes for the user.
+
+    Raises:
+        TrainerError: The labels of the training split do not fit the task or the checkpoint.
+    """
+    task = build_task(recipe.task).resolve(train.rows, train.where)
+    if not isinstance(task, RowClasses) or preparation.labels is None:
+        return task, []
+    return task.in_checkpoint_order(preparation.labels, getattr(recipe.task, "labels", None) is not None)
+
+
+def unknown_notes(train: EncodedSplit, validation: EncodedSplit | None) -> list[str]:
+    """Return a note on the share of unknown tokens in each split of texts."""
+    return [
+        f"unknown to the tokenizer: {unknown / max(tokens, 1):.2%} of {tokens:,} {name} tokens"
+        for name, split in (("training", train), ("validation", validation))
+        if split is not None and split.unknown_tokens is not None
+        for unknown, tokens in [split.unknown_tokens]
+    ]
 
 
 @dataclass(frozen=True)
@@ -84,8 +128,14 @@ class TextPreparation:
     tokenizer: Any
     max_length: int
     vocab_size: int | None = None
+    labels: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
 
     normalisation = None
+
+    @property
+    def padding_token(self) -> int:
+        return self.batching.token_id
 
     @property
     def batching(self) -> Padding:
@@ -123,6 +173,10 @@ class ImagePreparation:
     """Resizes images; their values are normalised in each batch."""
 
     processor: ImageProcessor
+    labels: tuple[str, ...] | None = None
+
+    notes = ()
+    padding_token = None
 
     @property
     def batching(self) -> Normalisation:
