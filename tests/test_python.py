@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import islice
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
+from torch import nn
 
 import trainer
 from tests.helpers.processes import ROOT, environment, finish, kill, start
@@ -166,6 +169,23 @@ class TestRanks:
         extensions.register("metric", "mine", None, "__main__")
         with pytest.raises(trainer.UsageError, match=r"registered metric 'mine'.*move the registration into a module"):
             trainer.run(write_tiny_run(tmp_path), processes=2)
+
+
+class TestAssembly:
+    def test_a_model_is_adapted_before_the_engine_takes_it(self, tmp_path):
+        def freeze(model: nn.Module) -> None:
+            model.base_model.requires_grad_(False)
+
+        with trainer.assemble(write_tiny_run(tmp_path), adapt=freeze) as parts:
+            before = {name: part.clone() for name, part in parts.engine.held().items()}
+            for batch in islice(parts.train_loader, 2):
+                assert parts.engine.train_step(batch).is_finite
+            changed = {name for name, part in parts.engine.held().items() if not torch.equal(part, before[name])}
+            assert set(parts.evaluate()) == {"loss", "accuracy", "f1_macro"}
+            parts.export(tmp_path / "model")
+        assert changed == {"classifier.weight", "classifier.bias"}
+        assert (tmp_path / "model" / "README.md").exists()
+        assert not vars(parts), "nothing holds the ranks together any more"
 
 
 class TestRegistering:
