@@ -19,6 +19,7 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.families import build as build_model
 from tests.helpers.processes import ROOT
 from tests.helpers.ranks import RankPools
+from tests.helpers.turns import once
 from tests.models.test_tensor import compare
 from trainer.models.building import build_on_meta
 from trainer.models.families.family import ModelFamily
@@ -48,9 +49,12 @@ def build(docs: Path, site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    build(DOCS, folder)
-    return folder
+    def make() -> Path:
+        folder = tmp_path_factory.mktemp("site")
+        build(DOCS, folder)
+        return folder
+
+    return once("site", make)
 
 
 def article(site: Path, page: Path) -> str:

@@ -16,6 +16,12 @@ from tests.helpers.second_look import main
 
 sys.exit(main(sys.argv[2:], Path(sys.argv[1])))
 """
+RULES = """
+from tests.helpers import operations
+
+operations.build = lambda config: None
+pytest_plugins = ["tests.conftest"]
+"""
 FAILS_ONCE = """
 from pathlib import Path
 
@@ -49,7 +55,7 @@ def test_long():
 
 def look(folder: Path, text: str, *arguments: str) -> tuple[int, str]:
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    alone: as in the project\n")
-    (folder / "conftest.py").write_text('pytest_plugins = ["tests.conftest"]\n')
+    (folder / "conftest.py").write_text(RULES)
     (folder / "test_written.py").write_text(text)
     ended = processes.run([sys.executable, "-c", LOOK, folder, *arguments])
     print(ended.stdout, ended.stderr)
