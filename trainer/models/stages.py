@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from trainer.base.errors import UsageError
 from trainer.models.families.family import LayerStack, StagePlan, matches, relative_name
 from trainer.models.families.table import FAMILIES, family_of, layers_of
-from trainer.models.names import aliases
+from trainer.models.names import tied_names
 from trainer.models.sequence import change_inputs
 from trainer.models.shapes import CrossingShapes, multiplications
 from trainer.parallel.stage import Absent, Later, Passing, Received, StageLeft, StageTraffic, on_meta
@@ -298,7 +298,7 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
     first = split.starts[stage]
     following = first + len(split.layers_of(stage))
     shapes = CrossingShapes(model, [split.layers[start] for start in split.starts[1:]], plan.changes_shape)
-    origins = _tied_names(model)
+    origins = {name: names[0] for names in tied_names(model) for name in names}
     holders: dict[str, set[int]] = {}
     for name, origin in origins.items():
         holders.setdefault(origin, set()).add(owners.stage(name.rpartition(".")[0]))
@@ -371,11 +371,6 @@ def _crossing(plan: StagePlan, stack_of: Sequence[LayerStack], layer: int) -> Cr
         return Crossing(hidden=False, result=False)
     stack = stack_of[layer]
     return Crossing(hidden=stack is stack_of[layer - 1], result=stack is not stack_of[0])
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter that has several, by all of them."""
-    return {name: names[0] for names in aliases(model).values() if len(names) > 1 for name in names}
 
 
 def _copy_first_layers(

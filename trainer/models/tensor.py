@@ -18,7 +18,7 @@ from trainer.base.errors import UsageError
 from trainer.models.dropout import move_site
 from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
 from trainer.models.families.table import family_of, layers_of
-from trainer.models.names import aliases
+from trainer.models.names import tied_names
 from trainer.models.sequence import HIDDEN_STATES, Stacks, change_inputs
 from trainer.parallel.communication import Group, copy_to_group, group_size, index_in_group
 from trainer.parallel.dropout import DropoutSite, KeyedDropout
@@ -80,7 +80,7 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Place
     family = family_of(model)
     plan = _plan_of(family)
     check_degree(model.config, plan, group_size(group))
-    tied = _tied_names(model)
+    tied = tied_names(model)
     places = list(_places(model))
     _check_patterns(model, family, places)
     shared = [place.name for place in places if _any(plan.shared_inputs, place)]
@@ -240,11 +240,6 @@ def _cut_dropout(place: _Place, plan: TensorPlan, group: Group, cut: SequenceCut
         place.module.site = on_heads(site)
     elif cut:
         place.module.site = replace(site, cut_dim=SEQUENCE_DIM, sequence=cut)
-
-
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    return [names for names in aliases(model).values() if len(names) > 1]
 
 
 def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
