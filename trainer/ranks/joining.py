@@ -318,7 +318,7 @@ def _connection_problem(host: str, port: int, timeout_seconds: float) -> tuple[s
     except socket.gaierror:
         return None, f"the name {host} is not known here"
     except TimeoutError:
-        return None, "no answer: a firewall in between drops what is sent, or the host is down"
+        return None, "no answer: a firewall drops the packets, or the host is down"
     except ConnectionRefusedError:
         return None, "refused: that host answers, but nothing listens on the port"
     except OSError as error:
