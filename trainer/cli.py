@@ -361,7 +361,7 @@ def _stages(plan: RunPlan) -> list[StageContents] | None:
     """Return the contents of the pipeline stages; None: there are no stages, or the model is not on this machine."""
     model = plan.recipe.model
     at_hand = model.config is not None or os.path.isabs(model.name_or_path or "")  # else a name on the hub
-    if plan.pipeline is None or not at_hand:
+    if plan.layout.tp == plan.layout.pp == 1 or not at_hand:
         return None
     from trainer.training.preview import preview_stages  # brings torch
 

@@ -127,6 +127,14 @@ class TestFromConfig:
         llama = {**config, "model_type": "llama", "intermediate_size": 32, "rope_theta": 500.0, "vocab_size": 50}
         assert build({"config": llama}).model.config.rope_parameters["rope_theta"] == 500.0
 
+    def test_a_type_of_which_transformers_has_two_classes(self):
+        """For DeiT, one with a teacher too."""
+        config = {"model_type": "deit", "image_size": 16, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1}
+        config |= {"num_attention_heads": 4, "intermediate_size": 64}
+        recipe = Model.model_validate({"config": config, "tokenizer": "none"})
+        built = build_model(recipe, Training(), "AutoModelForImageClassification", {"num_labels": 3})
+        assert type(built.model).__name__ == "DeiTForImageClassification"
+
 
 class TestFromFolder:
     def test_loads_the_weights_and_draws_the_head_from_the_seed_alone(self, pretrained):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -24,12 +25,17 @@ from tests.helpers.families import (
     inputs_of,
 )
 from tests.helpers.ranks import RankError, RankPools
+from tests.helpers.training import TINY_BERT, tiny_recipe
+from trainer.base.errors import UsageError
+from trainer.models.cutting import ModelCut, StageChoice
 from trainer.models.families.table import FAMILIES
 from trainer.models.tensor import split_model
 from trainer.parallel.cross_entropy import vocab_parallel_cross_entropy
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.placement import Placements, Split
 from trainer.parallel.slicing import join_parts, part_of
+from trainer.recipe.plan import plan_run
+from trainer.training.preview import preview_stages
 
 CASES = [(model_type, head) for model_type in (*CONFIGS, *SHIPPED) for head in HEADS if has_head(model_type, head)]
 DROPPED = ("bert", "albert", "deberta-v2", "distilbert", "modernbert", "gpt2", "t5")
@@ -118,6 +124,87 @@ def test_other_modules_of_the_same_family(ranks: RankPools, variant):
     model_type, _ = VARIANTS[variant]
     head = "AutoModelForSeq2SeqLM" if model_type == "t5" else "AutoModelForMaskedLM"
     ranks(2).run(compare, model_type, head, 0.1, variant)
+
+
+STAGED = [model_type for model_type in CONFIGS if FAMILIES[model_type].stages]
+
+
+def run_parts_of_stages(model_type: str, sequence: bool) -> None:
+    """On this rank: its part of each of two stages, one after the other, beside the whole model."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    head = "AutoModelForImageClassification" if model_type == "vit" else "AutoModelForSequenceClassification"
+    whole = build(model_type, head, 0.0, DropoutKeys(seed=0))
+    inputs: dict[str, Any] = inputs_of(model_type, head)
+    if "use_cache" in inspect.signature(type(whole).forward).parameters:
+        inputs["use_cache"] = False
+    expected = whole(**inputs).logits
+    expected.square().sum().backward()
+    received: Any = ()
+    parts = []
+    for stage in (0, 1):
+        module: Any = build(model_type, head, 0.0, DropoutKeys(seed=0))
+        made = ModelCut(group, sequence, StageChoice(stage, 2))(module)
+        assert made.part is not None
+        received = made.part.run(module.forward, received, inputs)
+        parts.append((module, made))
+    assert_close(received.logits, expected)
+    received.logits.square().sum().backward()
+    largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
+    compared = 0
+    for module, made in parts:
+        for name, parameter in module.named_parameters():
+            placement = made.placements[name]
+            gradient = whole.get_parameter(name).grad if not placement.stages else None
+            if gradient is None:
+                continue
+            for split in placement.splits:
+                gradient = part_of(gradient, split, rank, size)
+            if "tp" in placement.partial_over:
+                dist.all_reduce(parameter.grad)
+            difference = float((parameter.grad - gradient).abs().max()) if gradient.numel() else 0.0
+            assert difference <= 1e-5 * largest, f"gradient of {name}: {difference:.1e} of {largest:.1e}"
+            compared += 1
+    assert compared > 8
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sequence"),
+    [
+        *((model_type, False) for model_type in STAGED),
+        *((model_type, True) for model_type in STAGED if model_type in SEQUENCE),
+    ],
+)
+def test_stages_over_tensor_ranks_are_the_whole_model(ranks: RankPools, model_type, sequence):
+    ranks(2).run(run_parts_of_stages, model_type, sequence)
+
+
+class TestRefusals:
+    """Before a rank starts: `trainer check` asks with a model on the meta device."""
+
+    @pytest.mark.parametrize(
+        ("config", "parallel", "words"),
+        [
+            ({"model_type": "llama", **CONFIGS["llama"]}, {"tensor": 4}, "2 key and value heads, but is 4; use 1 or 2"),
+            (TINY_BERT, {"tensor": 3}, "4 attention heads, but is 3; use 1, 2 or 4"),
+            ({**TINY_BERT, "intermediate_size": 66}, {"tensor": 4}, "66 features of bert.encoder.layer.0.intermediate"),
+            ({"model_type": "resnet"}, {"tensor": 2}, "tensor parallelism does not support the family resnet"),
+            (
+                {"model_type": "t5", **CONFIGS["t5"]},
+                {"pipeline": {"stages": 2, "schedule": "zero_bubble"}},
+                "is zero_bubble, which the family t5 does not support",
+            ),
+        ],
+    )
+    def test_what_cannot_be_cut(self, config, parallel, words):
+        keys = {"task": {"type": "image_classification"}} if config["model_type"] == "resnet" else {}
+        recipe = tiny_recipe(model={"config": config}, parallel=parallel, **keys)
+        plan = plan_run(recipe, parallel.get("tensor", 2))
+        with pytest.raises(UsageError) as caught:
+            preview_stages(plan)
+        assert words in str(caught.value)
+
+    def test_a_model_that_can_be_cut(self):
+        assert preview_stages(plan_run(tiny_recipe(parallel={"tensor": 2}), 2)) is None
 
 
 def test_every_family_has_a_case():

@@ -56,7 +56,8 @@ def planned_cuts(plan: RunPlan, mesh: ParallelMesh) -> list[ModelCut | None]:
     parallel, pipeline = plan.recipe.parallel, plan.pipeline
     stages = pipeline.stages_of(mesh.index(PIPELINE_AXIS)) if pipeline else (0,)
     num_stages = pipeline.num_stages if pipeline else 1
-    return model_cuts(mesh, parallel.sequence, stages, num_stages, parallel.pipeline.split)
+    keys = parallel.pipeline
+    return model_cuts(mesh, parallel.sequence, stages, num_stages, keys.split, keys.schedule)
 
 
 __all__ = ["BUILDERS", "build_engine", "partitioned_loading", "planned_cuts"]

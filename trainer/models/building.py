@@ -115,6 +115,7 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
         if key in options or key == "num_labels":
             raise UsageError(f"`model.config.{key}` is what `task` decides; remove it")
     config = AutoConfig.for_model(model_type, **keys, **options)
+    config.architectures = []  # transformers iterates over it where a type has several classes, such as deit
     family = FAMILIES.get(model_type)
     undeclared = family.undeclared_keys if family else ()
     known = {*(field.name for field in fields(config)), *config.attribute_map, *_read_keys(type(config)), *undeclared}

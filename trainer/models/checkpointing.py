@@ -6,8 +6,8 @@ anew, because under a pipeline another microbatch's forward has run in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -85,17 +85,39 @@ def checkpoint_layers(layers: Iterable[nn.Module], how: CheckpointingName, keys:
     count = 0
     for layer in layers:
         layer.forward = partial(
-            _run_checkpointed, layer.forward, partial(_contexts, how == "selective", keys), keys is None
+            _run_checkpointed,
+            layer.forward,
+            how == "selective",
+            partial(_contexts, how == "selective", keys),
+            keys is None,
         )
         count += 1
     return count
 
 
 def _run_checkpointed(
-    forward: Callable[..., Any], contexts: Callable[[], _Contexts], preserve_rng_state: bool, *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    selective: bool,
+    contexts: Callable[[], _Contexts],
+    preserve_rng_state: bool,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(
-        forward, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve_rng_state, **kwargs
-    )
+    # A selective recomputation must run the operations of its forward pass. ALBERT calls one layer several times: with
+    # autocast's cache, only the first call would cast its weights.
+    with _without_autocast_cache() if selective else nullcontext():
+        return checkpoint(
+            forward, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve_rng_state, **kwargs
+        )
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

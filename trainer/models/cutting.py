@@ -22,6 +22,7 @@ class StageChoice:
     stage: int
     num_stages: int
     starts: tuple[str, ...] | None = None
+    schedule: str = "1f1b"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class ModelCut:
         """
         part = None
         if self.choice is not None:
-            split = split_stages(model, self.choice.num_stages, self.choice.starts)
+            split = split_stages(model, self.choice.num_stages, self.choice.starts, self.choice.schedule)
             part = cut_stage(model, split, self.choice.stage)
         placements = whole(model) if self.group is None else split_model(model, self.group, self.sequence)
         if part is not None and self.choice is not None:
@@ -75,19 +76,25 @@ def _of_stage(placement: ParameterPlacement, origin: str, part: StagePart, stage
 
 
 def model_cuts(
-    mesh: ParallelMesh, sequence: bool, stages: Sequence[int], num_stages: int, starts: Sequence[str] | None
+    mesh: ParallelMesh,
+    sequence: bool,
+    stages: Sequence[int],
+    num_stages: int,
+    starts: Sequence[str] | None,
+    schedule: str = "1f1b",
 ) -> list[ModelCut | None]:
-    """The cuts of a rank's models: one for each of its stages, or for the whole; None: nothing is cut.
+    """Return the cut of each of a rank's stages, or of the whole model; None where nothing is cut.
 
     Args:
         mesh: the ranks.
         sequence: whether tensor ranks cut sequences too.
         stages: that this rank holds.
-        num_stages: of the whole pipeline, 1: there is none.
-        starts: as `StageChoice` has them.
+        num_stages: of the whole pipeline; 1 without a pipeline.
+        starts: as in `StageChoice`.
+        schedule: the name of the pipeline's schedule.
     """
     group = mesh.group(TENSOR_AXIS)
     if num_stages == 1:
         return [ModelCut(group, sequence) if group is not None else None]
     names = None if starts is None else tuple(starts)
-    return [ModelCut(group, sequence, StageChoice(stage, num_stages, names)) for stage in stages]
+    return [ModelCut(group, sequence, StageChoice(stage, num_stages, names, schedule)) for stage in stages]

@@ -23,6 +23,7 @@ from trainer.models.names import tied_names
 from trainer.models.sequence import change_inputs
 from trainer.models.shapes import CrossingShapes, multiplications
 from trainer.parallel.stage import Absent, Later, Passing, Received, StageLeft, StageTraffic, on_meta
+from trainer.recipe.schedules import SCHEDULES
 
 Names = tuple[str, ...]
 
@@ -124,18 +125,29 @@ def plan_of(model: nn.Module) -> StagePlan:
     return family.stages
 
 
-def split_stages(model: nn.Module, num_stages: int, starts: Sequence[str] | None = None) -> StageSplit:
-    """Gives each stage layers of about equal cost, or those that a recipe says.
+def split_stages(
+    model: nn.Module, num_stages: int, starts: Sequence[str] | None = None, schedule: str = "1f1b"
+) -> StageSplit:
+    """Assign layers of about equal cost, or those that the recipe names, to each stage.
 
     Args:
         model: whole, perhaps on the meta device.
         num_stages: of the pipeline.
         starts: the first layer of each stage but the first, by name; None: by cost.
+        schedule: the name of the pipeline's schedule.
 
     Raises:
-        UsageError: there are fewer layers than stages, or `starts` does not name layers in order.
+        UsageError: there are fewer layers than stages, `starts` does not name layers in order, or the family does not
+            support the schedule.
     """
-    plan_of(model)
+    plan = plan_of(model)
+    # Layers share the position bias that the first one computes: torch's split backward goes through it twice.
+    if SCHEDULES[schedule].splits_backward and any(stack.first_layer for stack in plan.stacks):
+        able = ", ".join(name for name, row in SCHEDULES.items() if not row.splits_backward)
+        raise UsageError(
+            f"`parallel.pipeline.schedule` is {schedule}, which the family {family_of(model).model_type} does not"
+            f" support: its layers share one position bias, and the backward pass cannot be split there; use {able}"
+        )
     layers = tuple(layers_of(model))
     if len(layers) < num_stages:
         raise UsageError(

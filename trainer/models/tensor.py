@@ -26,6 +26,7 @@ from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEm
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements
 from trainer.parallel.sequence import SEQUENCE_DIM, SequenceCut
+from trainer.parallel.stage import Absent
 
 _INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # what is an input among named arguments
 _HEADS_DIM = 1  # of attention probabilities `[batch, heads, queries, keys]`
@@ -42,22 +43,68 @@ class _Place:
     module: nn.Module
 
 
-def check_degree(config: Any, plan: TensorPlan, degree: int) -> None:
-    """Refuses a degree over which the model's heads cannot be spread evenly.
+def check_split(model: nn.Module, degree: int, sequence: bool = False) -> None:
+    """Refuse a model that cannot be cut over the tensor ranks.
+
+    Args:
+        model: whole, or one pipeline stage; perhaps on the meta device.
+        degree: number of tensor ranks.
+        sequence: whether `parallel.sequence` is true.
 
     Raises:
-        UsageError: names the degrees that are possible.
+        UsageError: the model is in no family; the family has no tensor or sequence parallelism; the degree does not
+            divide heads or features; a pattern matches nothing; the family does not name a matrix.
     """
+    family = family_of(model)
+    plan = _plan_of(family)
+    _check_heads(model.config, plan, degree)
+    if sequence:
+        _check_sequence(model, family)
+    places = list(_places(model))
+    _check_patterns(model, family, places)
+    for place in places:
+        for pattern, blocks in plan.columns.items():
+            if matches(pattern, place.relative):
+                _check_features(place, 0, blocks, degree)
+        if _any(plan.rows, place):
+            _check_features(place, 1, 1, degree)
+
+
+def _check_heads(config: Any, plan: TensorPlan, degree: int) -> None:
     common = gcd(*(getattr(config, key) for key in plan.heads))
     fitting = [str(number) for number in range(1, common + 1) if common % number == 0]
     for key in plan.heads:
         heads = getattr(config, key)
         if heads % degree:
-            what = "attention head" if key != "num_key_value_heads" else "key and value head"
+            kind = "attention head" if key != "num_key_value_heads" else "key and value head"
             raise UsageError(
-                f"`parallel.tensor` must divide the model's {heads} {what}{'s' * (heads > 1)}, but is {degree}; use"
+                f"`parallel.tensor` must divide the model's {heads} {kind}{'s' * (heads > 1)}, but is {degree}; use"
                 f" {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
             )
+
+
+def _check_sequence(model: nn.Module, family: ModelFamily) -> None:
+    if not _plan_of(family).sequence_parallel:
+        raise UsageError(
+            f"`parallel.sequence` is true, but the family {family.model_type} has no sequence parallelism; set it to"
+            " false"
+        )
+    if chunk := getattr(model.config, "chunk_size_feed_forward", 0):
+        raise UsageError(
+            f"`parallel.sequence` is true, but the model computes its feed-forward in chunks of {chunk} positions"
+            " (`chunk_size_feed_forward`), which a tensor rank does not have whole; set one of them to false or 0"
+        )
+
+
+def _check_features(place: _Place, dim: int, blocks: int, degree: int) -> None:
+    """Refuse a matrix with features that the degree does not divide; `dim` is that of `nn.Linear.weight`."""
+    stored_dim = 1 - dim if isinstance(place.module, Conv1D) else dim
+    features = place.module.get_parameter("weight").shape[stored_dim] // blocks
+    if features % degree:
+        fitting = [number for number in range(1, degree) if features % number == 0]
+        raise UsageError(
+            f"`parallel.tensor` must divide the {features} features of {place.name}, but is {degree}; use {fitting[-1]}"
+        )
 
 
 def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Placements:
@@ -72,19 +119,17 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Place
         How every parameter lies.
 
     Raises:
-        UsageError: the model is in no family, its heads do not divide, a pattern matches nothing, a matrix is neither
-            cut nor, by the family's word, whole, or the family has no sequence parallelism.
+        UsageError: `check_split` refuses the model.
     """
     parts = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding
     assert not any(isinstance(module, parts) for module in model.modules()), "the model is cut already"
+    check_split(model, group_size(group), sequence)
     family = family_of(model)
     plan = _plan_of(family)
-    check_degree(model.config, plan, group_size(group))
     tied = tied_names(model)
     places = list(_places(model))
-    _check_patterns(model, family, places)
     shared = [place.name for place in places if _any(plan.shared_inputs, place)]
-    stacks = _stacks(model, family, group) if sequence else None
+    stacks = _stacks(model, group) if sequence else None
     placements: Placements = {}
     for place in places:
         cut = stacks.cut_of(place.name) if stacks else None
@@ -113,30 +158,21 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Place
 def _plan_of(family: ModelFamily) -> TensorPlan:
     if family.tensor is None:
         raise UsageError(
-            f"`parallel.tensor` must be 1 for a model of the family {family.model_type}, of which nothing here can cut"
-            " the layers over ranks; use `parallel.strategy` fsdp to spread its parameters"
+            f"`parallel.tensor` must be 1: tensor parallelism does not support the family {family.model_type}; use"
+            " `parallel.strategy` fsdp to shard its parameters"
         )
     return family.tensor
 
 
-def _stacks(model: nn.Module, family: ModelFamily, group: Group) -> Stacks:
-    if not _plan_of(family).sequence_parallel:
-        raise UsageError(
-            f"`parallel.sequence` is true, but the family {family.model_type} has no sequence parallelism; set it to"
-            " false"
-        )
-    if chunk := getattr(model.config, "chunk_size_feed_forward", 0):
-        raise UsageError(
-            f"`parallel.sequence` is true, but the model computes its feed-forward in chunks of {chunk} positions"
-            " (`chunk_size_feed_forward`), which a tensor rank does not have whole; set one of them to false or 0"
-        )
+def _stacks(model: nn.Module, group: Group) -> Stacks:
     layers = {id(layer) for layer in layers_of(model).values()}
     return Stacks({name: module for name, module in model.named_modules() if id(module) in layers}, group)
 
 
 def _places(model: nn.Module) -> Iterable[_Place]:
+    """Yield all modules but the model itself and what stands in for modules of other stages."""
     for name, module in model.named_modules():
-        if name:
+        if name and not isinstance(module, Absent):
             parent, _, attribute = name.rpartition(".")
             yield _Place(model.get_submodule(parent), attribute, name, relative_name(model, name), module)
 
@@ -176,7 +212,6 @@ def _part(
     module, transposed = place.module, isinstance(place.module, Conv1D)
     for pattern, blocks in plan.columns.items():
         if matches(pattern, place.relative):
-            _check_divides(place, 0 if not transposed else 1, blocks, group)
             has_sharer = any(place.name.startswith(f"{name}.") for name in shared)
             part = ColumnParallelLinear.from_whole(
                 module, group, blocks=blocks, transposed=transposed, copies_input=not has_sharer and cut is None
@@ -185,7 +220,6 @@ def _part(
                 change_inputs(part, lambda _, hidden: cut.gather(hidden))
             return part
     if _any(plan.rows, place):
-        _check_divides(place, 1 if not transposed else 0, 1, group)
         return RowParallelLinear.from_whole(
             module, group, transposed=transposed, sequence_parallel=cut is not None, sequence_dim=SEQUENCE_DIM
         )
@@ -198,16 +232,6 @@ def _part(
     if _any(plan.vocabulary_heads, place):
         return ColumnParallelLinear.from_whole(module, group, copies_input=True, pads=True)
     return None
-
-
-def _check_divides(place: _Place, dim: int, blocks: int, group: Group) -> None:
-    """Refuses a matrix whose features the ranks do not divide; heads that do not divide were refused before."""
-    features, degree = place.module.get_parameter("weight").shape[dim] // blocks, group_size(group)
-    if features % degree:
-        raise UsageError(
-            f"`parallel.tensor` must divide the {features} features of {place.name}, but is {degree}; use"
-            f" {gcd(features, degree)} or another divisor"
-        )
 
 
 def _sum_input_gradients(module: nn.Module, group: Group, cut: SequenceCut | None) -> None:
