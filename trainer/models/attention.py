@@ -20,13 +20,13 @@ from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32
 
 KEYED_ATTENTION = "trainer_keyed"
-_VARIANTS = ("softcap", "s_aux", "cache")  # what models hand to an attention function that computes something else
+_VARIANTS = ("softcap", "s_aux", "cache")  # arguments that change the formula
 
 
 def _masked_scores(
     scores: Tensor, attention_mask: Tensor | None, position_bias: Tensor | None, is_causal: bool
 ) -> Tensor:
-    """Adds the bias to the scores, and hides what the mask hides; a boolean mask is True where a query may look."""
+    """Return the scores `[batch, heads, queries, keys]` with bias and mask; a boolean mask is True where visible."""
     if position_bias is not None:
         scores = scores + position_bias
     if attention_mask is None and is_causal and scores.shape[-2] > 1:
@@ -53,7 +53,7 @@ def keyed_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scaled dot-product attention whose dropout mask does not depend on the layout.
+    """Compute scaled dot-product attention with a dropout mask that does not depend on the layout.
 
     Args:
         module: the attention module that calls; it knows its dropout site.

@@ -64,12 +64,12 @@ class BuiltModel:
 
 
 def _one_line(error: Exception) -> str:
-    """What transformers says, which can be a page."""
+    """Return a message of transformers on one line, cut after 300 characters."""
     return shorten(str(error), 300, placeholder=" ...") or type(error).__name__
 
 
 def not_found(key: str, name: str, error: Exception) -> UsageError:
-    """That what the recipe's `key` names could not be opened."""
+    """Return the error for a place, named by the recipe's `key`, that could not be opened."""
     return UsageError(
         f"`{key}` is {name!r}, which could not be opened: {_one_line(error)}; give a folder that holds it, or the name"
         " of a repository that this machine can reach or has in its cache"
@@ -96,7 +96,7 @@ def checkpoint_labels(recipe: Model, config: Any) -> tuple[str, ...] | None:
 
 
 def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """The configuration that a recipe's `model.config` describes.
+    """Build the configuration that a recipe's `model.config` describes.
 
     Raises:
         UsageError: a key is the task's to set, or nobody reads it.
@@ -138,7 +138,7 @@ def _read_keys(config_class: type) -> set[str]:
 
 
 def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
-    """The transformers configuration of the recipe's model, with the `options` of its task and its dropout.
+    """Load the transformers configuration of the recipe's model, with the `options` of its task and its dropout.
 
     Raises:
         UsageError: it cannot be reached, or does not describe a model.
@@ -162,7 +162,7 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
 
 
 def _require_head(recipe: Model, config: Any, auto_class: Any) -> None:
-    """Refuses a model type for which transformers has no such head.
+    """Refuse a model type for which transformers has no such head.
 
     Raises:
         UsageError: names the types that have it and are in the table of families.
@@ -183,7 +183,7 @@ def _require_head(recipe: Model, config: Any, auto_class: Any) -> None:
 def _initialise(
     auto_class: Any, recipe: Model, config: Any, attention: str, seed: int, gather: Gather
 ) -> tuple[nn.Module, list[str]]:
-    """The model in fp32 on the CPU, and notes; weights that are not loaded are drawn from `seed` alone."""
+    """Return the model in fp32 on the CPU, and notes; weights that are not loaded are drawn from `seed` alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if recipe.config is not None:
@@ -219,7 +219,7 @@ def build_model(
     cut: ModelCut | None = None,
     pad_token_id: int | None = None,
 ) -> BuiltModel:
-    """Builds the model; the same weights on every rank and under every layout.
+    """Build the model, with the same weights on every rank and under every layout.
 
     Args:
         recipe: the recipe's `model`.
@@ -329,7 +329,7 @@ def _undescribed(recipe: Model, auto_class_name: str, error: Exception) -> Usage
 
 
 def save_configuration(model: nn.Module, folder: Path) -> None:
-    """Writes what transformers needs to build the model again, without weights.
+    """Write the files from which transformers builds the model again, without weights.
 
     Raises:
         OSError: it cannot be written.
@@ -344,7 +344,7 @@ def save_configuration(model: nn.Module, folder: Path) -> None:
 
 
 def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes a plain Hugging Face folder: safetensors and configuration.
+    """Write a plain Hugging Face folder: safetensors and configuration.
 
     Args:
         model: that was trained, or what this rank has of it.

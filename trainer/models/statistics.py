@@ -47,10 +47,10 @@ _FIXED: dict[type[nn.Module], type[_BatchNorm]] = {
 
 
 def fix_statistics(model: nn.Module) -> list[str]:
-    """Makes every batch normalisation of a model use its running statistics, which no longer change.
+    """Make every batch normalisation of a model use its running statistics, which no longer change.
 
     Returns:
-        What a user should know of it, if there is any.
+        Notes for the user; none without a batch normalisation.
 
     Raises:
         UsageError: one has no running statistics, or is of a kind that is not known.
@@ -77,7 +77,7 @@ def fix_statistics(model: nn.Module) -> list[str]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to a saved model, such as running statistics, by name."""
+    """Return the buffers of a saved model by name, such as running statistics."""
     return dict(_persistent(model))
 
 

@@ -14,7 +14,7 @@ _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str, where: str) -> None:
-    """Refuses a split without one of the columns `names`, which the recipe's `key` asks for.
+    """Refuse a split without one of the columns `names`, which the recipe's `key` asks for.
 
     Raises:
         DataError: names the missing column and the columns that there are.
@@ -28,7 +28,7 @@ def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str,
 
 
 def require_text(features: Mapping[str, Any], names: Sequence[str], where: str) -> None:
-    """Refuses a split whose columns `names` are missing or do not hold strings.
+    """Refuse a split in which a column of `names` is missing or does not hold strings.
 
     Raises:
         DataError: names the column and what it holds.
@@ -43,20 +43,20 @@ def require_text(features: Mapping[str, Any], names: Sequence[str], where: str) 
 
 
 def type_name(feature: Any) -> str:
-    """The type of a column, as a message shows it: `int64`, `string`, `List(...)`."""
+    """Return the type of a column as a message shows it: `int64`, `string`, `List(...)`."""
     kind = type(feature).__name__
     return "values of several types" if kind == "Json" else str(feature.dtype if kind == "Value" else feature)
 
 
 def cell(column: str, row: int, where: str) -> str:
-    """Names one cell; `row` counts from 0, what the user reads counts from 1."""
+    """Name one cell; `row` counts from 0, the message from 1."""
     return f"column `{column}`, row {row + 1} of {where}"
 
 
 def tokenise(
     rows: Dataset, columns: Sequence[str], tokenizer: Tokenizer, max_length: int, where: str, first_row: int
 ) -> dict[str, list[Any]]:
-    """Tokenises one text column, or two as pairs, and cuts at `max_length`.
+    """Tokenise one text column, or two as pairs, and cut at `max_length`.
 
     Returns:
         The tokenizer's columns without the attention mask, which is 1 on every token of an unpadded row, and `cut`:
@@ -87,7 +87,7 @@ def tokenise(
 
 
 def finite_number(value: Any) -> float | None:
-    """`value` as a float, or None where it is not a finite float32 (strings and booleans are not numbers)."""
+    """Return `value` as a float, or None where it is not a finite float32 (strings and booleans are not numbers)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_FLOAT32:
         return None
     return float(value)
