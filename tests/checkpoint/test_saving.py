@@ -130,7 +130,7 @@ class TestIdentity:
             ({"precision": "bf16"}, "`precision` was 'fp32' and is 'bf16'"),
             ({"model": {"dropout": 0.3}}, "`model.dropout` was None and is 0.3"),
             ({"model": {"config": {**TINY_BERT, "hidden_size": 64}}}, "`model.config.hidden_size` was 32 and is 64"),
-            ({"data": {"group_by_length": True}}, "`data.group_by_length` was False and is True"),
+            ({"data": {"group_by_length": False}}, "`data.group_by_length` was True and is False"),
             ({"content": "other"}, "`data.train` was 'data' and is 'other'"),
         ],
         ids=str,
