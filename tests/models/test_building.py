@@ -95,8 +95,8 @@ class TestFromConfig:
                 {"hidden_size": 30},
                 r"`model.config` does not describe an AutoModel.*multiple of the number of attention",
             ),
-            ({"num_labels": 5}, r"`model.config.num_labels` is what `task` decides; remove it"),
-            ({"problem_type": "regression"}, r"`model.config.problem_type` is what `task` decides"),
+            ({"num_labels": 5}, r"`model.config.num_labels` is set by `task`; remove it"),
+            ({"problem_type": "regression"}, r"`model.config.problem_type` is set by `task`"),
             (
                 {"model_type": "vit_mae"},
                 r"`model.config.model_type` must .* \(AutoModelForSequenceClassification\), but is \"vit_mae\", which",

@@ -113,7 +113,7 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
         )
     for key in keys:
         if key in options or key == "num_labels":
-            raise UsageError(f"`model.config.{key}` is what `task` decides; remove it")
+            raise UsageError(f"`model.config.{key}` is set by `task`; remove it")
     config = AutoConfig.for_model(model_type, **keys, **options)
     config.architectures = []  # transformers iterates over it where a type has several classes, such as deit
     family = FAMILIES.get(model_type)
