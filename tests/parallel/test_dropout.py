@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,3 +200,13 @@ class TestKeyedDropout:
 
     def test_shows_where_it_stands(self):
         assert repr(KeyedDropout(site("a.b"), 0.1)) == "KeyedDropout(p=0.1, site=a.b)"
+
+
+def test_a_site_of_cut_positions_draws_from_the_first_position_of_its_rank():
+    keys, x = DropoutKeys(7), torch.ones(2, 8, 16)
+    with keys.use(MicrobatchKey(0, torch.arange(2))):
+        whole = DropoutSite(keys, "site").drop(x, 0.5)
+    cut = SimpleNamespace(start=3)
+    with keys.use(MicrobatchKey(0, torch.arange(2))):
+        part = DropoutSite(keys, "site", cut_dim=1, sequence=cut).drop(x[:, 3:], 0.5)
+    assert torch.equal(part, whole[:, 3:])

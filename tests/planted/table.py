@@ -386,7 +386,7 @@ _PARALLEL = [
         "parallel/dropout.py",
         "self.sequence.start if self.sequence else",
         "0 if self.sequence else",
-        _parity("ddp-2ranks-fp32-tensor2-sequence-roberta-recompute_full-dropout"),
+        ("parallel/test_dropout.py",),
     ),
     Defect(
         "dropout_without_scale",
