@@ -46,6 +46,18 @@ def test_a_test_that_is_alone_has_no_other_beside_it(folder):
     assert [line for line in seen if line.startswith("True")] == ["True 1"] * 2
 
 
+def test_a_process_that_a_test_leaves_behind_holds_no_turn(folder):
+    with turns.turn(False):
+        (left,) = started((time.sleep, 60))
+    try:
+        (other,) = started((take_turn, True, folder))
+        other.join(30)
+        assert other.exitcode == 0
+    finally:
+        left.kill()
+        left.join()
+
+
 def make_once(folder: Path) -> None:
     def make() -> int:
         with (folder / "made").open("a") as made:

@@ -2,6 +2,8 @@
 
 A test marked `alone` runs while no other worker runs a test. `once` makes an artefact in the first worker that asks and
 gives it to all others. Without pytest-xdist there is one worker, and neither waits.
+
+The locks are POSIX record locks. A process that a test forks and leaves behind does not hold them, as it would `flock`'s.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ def turn(is_alone: bool) -> Iterator[None]:
         yield
         return
     # Whoever wants the machine holds the gate until it has it, so that a test which waits to be alone comes next.
-    with _file("gate").open("w") as gate, _file("machine").open("w") as machine:
-        fcntl.flock(gate, fcntl.LOCK_EX)
-        fcntl.flock(machine, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
-        fcntl.flock(gate, fcntl.LOCK_UN)
+    with _file("gate").open("a+") as gate, _file("machine").open("a+") as machine:
+        fcntl.lockf(gate, fcntl.LOCK_EX)
+        fcntl.lockf(machine, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+        fcntl.lockf(gate, fcntl.LOCK_UN)
         yield
 
 
@@ -63,7 +65,7 @@ def once(name: str, make: Callable[[], T]) -> T:
     file = _file(hashlib.sha256(name.encode()).hexdigest()[:24])
     with file.with_suffix(".lock").open("w") as lock:
         begun = time.monotonic()
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.lockf(lock, fcntl.LOCK_EX)
         _State.waited_seconds += time.monotonic() - begun
         if not file.exists():
             made = pickle.dumps(make())
