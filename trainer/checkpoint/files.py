@@ -1,6 +1,6 @@
 """The files of one checkpoint: names, contents and verification. Nothing is pickled.
 
-- `state-00001-of-00004.safetensors`: the boxes of rank 1 of 4, each named by its tensor and its first element there.
+- `state-00001-of-00004.safetensors`: the boxes of rank 1 of 4, each named by its tensor and its first element in it.
 - `state.json`: everything but tensors.
 - `model/`: the configuration and the tokenizer.
 - `SHA256SUMS`: the checksums of all files, in the format of `sha256sum --check`.
@@ -48,8 +48,8 @@ class WrittenFile:
 class Facts:
     """The contents of a checkpoint except its tensors.
 
-    `identity` defines the training: a run resumes only from a checkpoint with its own identity. `shapes` are those of
-    the whole tensors. `origin` has the recipe, layout and versions of the run that saved it, for information.
+    `identity` defines the training: a run resumes only from a checkpoint with its own identity. `shapes` are the
+    shapes of the whole tensors. `origin` has the recipe, layout and versions of the run that saved it, for information.
     """
 
     progress: Progress
@@ -115,7 +115,7 @@ def write_bytes(folder: Path, name: str, content: bytes) -> WrittenFile:
 
 
 def written(folder: Path, name: str) -> WrittenFile:
-    """Sync a file and read it again, so that its checksum is that of the bytes on the disk."""
+    """Sync a file and read it again, so its checksum is that of the bytes on the disk."""
     sync(folder / name)
     return WrittenFile(name, (folder / name).stat().st_size, _digest(folder / name))
 
@@ -179,7 +179,7 @@ class SavedState:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         described = _read_json(folder)
-        self.file_names = sorted(described["files"])  # without the facts and the sums
+        self.file_names = sorted(described["files"])  # without `state.json` and `SHA256SUMS`
         try:
             self.facts = Facts.from_json(described)
         except (KeyError, TypeError, AttributeError) as error:

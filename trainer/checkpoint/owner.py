@@ -1,7 +1,7 @@
 """The lock on a run's folder: one run at a time writes checkpoints and metrics there.
 
 The lock is a POSIX record lock (`fcntl(2)`, `F_SETLK`) on `.owner.json`. The kernel, or the NFS server, releases it at
-every end of its process, so a killed run leaves no lock behind. Child processes do not inherit it.
+any end of its process, so a killed run leaves no lock behind. Child processes do not inherit it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from trainer.base.errors import TrainerError
 
 OWNER_FILE = ".owner.json"
 WAIT_SECONDS = 15.0
-"""How long a start waits for the previous owner: a restarted rank can come while its predecessor still ends."""
+"""The time that a start waits for the previous owner, since a restarted rank can start before the old one ends."""
 
 _HELD = {errno.EACCES, errno.EAGAIN}
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class FolderOwner:
-    """The ownership of one run folder, by the process of rank 0. A context manager that releases it.
+    """The ownership of one run folder by the process of rank 0; a context manager that releases it.
 
     Args:
-        folder: The run folder. It is created by `take`.
-        wait_seconds: How long `take` waits for another owner to end.
+        folder: the run folder, which `take` creates.
+        wait_seconds: the time that `take` waits for another owner to end.
     """
 
     def __init__(self, folder: Path, wait_seconds: float = WAIT_SECONDS) -> None:
@@ -43,10 +43,10 @@ class FolderOwner:
         """Lock the folder for this process.
 
         Returns:
-            A note where the file system has no locks and the folder is unprotected, else None.
+            A note if the file system has no locks, which leaves the folder unprotected; else None.
 
         Raises:
-            TrainerError: Another process holds the lock, or the folder cannot be written.
+            TrainerError: another process holds the lock, or the folder cannot be written.
         """
         end = time.monotonic() + self._wait_seconds
         try:

@@ -18,7 +18,7 @@ class Progress:
     tokens: int = 0  # likewise, without padding
     best: BestMetric | None = None
     evaluations_since_best: int = 0
-    bad_steps: int = 0  # not taken, because they were not finite
+    bad_steps: int = 0  # steps that were not taken because they were not finite
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Saves checkpoints of a run, and resumes it from one."""
+"""Checkpoints of a run: saving the state, and resuming from it."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def identity(recipe: Recipe, content_hash: str, beside: Mapping[str, str | None]
 
 @dataclass(frozen=True)
 class Saved:
-    """What goes into every checkpoint of a run beside its state.
+    """The contents of every checkpoint of a run, except its state.
 
-    `identity` is from the function of that name; `origin` says who saved it, for people; `model_files` are the
-    configuration and the tokenizer by their names, so that a checkpoint can be exported without what it came from.
+    `identity` is the result of the function of that name. `origin` describes the run that saves it, for information.
+    `model_files` are the configuration and the tokenizer by file name, for an export without the original model.
     """
 
     identity: Mapping[str, Any]
@@ -100,7 +100,7 @@ _WRITTEN, _WRITING, _FAILED = 0, 1, 2
 
 
 class Saver:
-    """Saves and restores the engine's state and the run's progress.
+    """The saver of the engine's state and the run's progress, which also restores them.
 
     Args:
         store: the checkpoints of the run's folder.
@@ -122,14 +122,14 @@ class Saver:
         self.progress = Progress()
 
     def resume(self, mode: Literal["auto", "never"]) -> list[str]:
-        """Goes on from the newest whole checkpoint, if there is one, whichever layout saved it.
+        """Resume from the newest complete checkpoint, if there is one, of any layout.
 
         Returns:
-            Notes for the user: which checkpoints were passed over.
+            Notes for the user on the checkpoints that were skipped.
 
         Raises:
-            UsageError: the checkpoint is of another training or model, `mode` is "never" and there is one, or the
-                folder cannot be written.
+            UsageError: the checkpoint is of another training or model, `mode` is "never" and a checkpoint exists, or
+                the folder cannot be written.
         """
         marker = self._mesh.on_rank_zero(self._open_store)
         self._refuse_other_folders(marker)
@@ -153,10 +153,10 @@ class Saver:
         return notes
 
     def save(self) -> None:
-        """Copy the state and start to write it, after the checkpoint before is complete.
+        """Copy the state and start to write it, after the previous checkpoint is complete.
 
         Raises:
-            TrainerError: this checkpoint or the one before cannot be written.
+            TrainerError: this checkpoint or the previous one cannot be written.
         """
         self.finish()
         step = self.progress.step
@@ -193,7 +193,7 @@ class Saver:
         """Wait until the current checkpoint is complete; all ranks must call it.
 
         Raises:
-            TrainerError: it cannot be written.
+            TrainerError: the checkpoint cannot be written.
         """
         if self._share is not None:
             self._share.wait()

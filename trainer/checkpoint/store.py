@@ -23,7 +23,7 @@ _REPLACED, _REMOVED, _LATEST = ".replaced-", ".removed-", "latest"
 _MARKER = ".seen-"
 
 FOLDER_SECONDS = 60.0
-"""Seconds until a machine sees the files of another one: NFS caches the entries of a folder for so long."""
+"""The longest time until a machine sees the files of another one, since NFS caches the entries of a folder."""
 
 
 class CheckpointStore:
@@ -104,8 +104,8 @@ class CheckpointStore:
     def complete(self, facts: Facts, files: Iterable[WrittenFile]) -> Path:
         """Complete a checkpoint, then remove others.
 
-        Removed are the oldest beyond `keep`, except that of the best evaluation, and all of later steps: those were
-        damaged when the run resumed from an earlier one.
+        Remove the oldest checkpoints beyond `keep`, except that of the best evaluation, and all of later steps. The
+        latter were damaged when the run resumed from an earlier one.
 
         Raises:
             OSError: the checkpoint cannot be written; earlier ones are unchanged.

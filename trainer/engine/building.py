@@ -1,4 +1,4 @@
-"""Builds the engine of a strategy: one row for each row of `recipe/strategies.py`."""
+"""The builders of engines: one row for each row of `recipe/strategies.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
 EngineBuilder = Callable[[BuiltModel, Task, ParallelMesh, RunPlan, int], Engine]
-"""Builds the engine of a strategy, for a model without pipeline stages."""
+"""A builder of the engine of a strategy, for a model without pipeline stages."""
 
 BUILDERS: dict[str, EngineBuilder] = {
     "ddp": build_native,
@@ -39,7 +39,7 @@ def build_engine(
 
     Args:
         built: the model, or this rank's pipeline stages.
-        task: computes the loss.
+        task: the task, which computes the loss.
         mesh: the ranks.
         plan: the plan of the run.
         total_steps: the last step of the learning rate's schedule.

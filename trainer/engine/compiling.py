@@ -37,7 +37,7 @@ def prebuilt_operations(deepspeed: Any) -> frozenset[str]:
 
 def build_root() -> Path:
     """Return the folder in which torch compiles extensions."""
-    from torch.utils.cpp_extension import get_default_build_root  # brings setuptools, which only a build needs
+    from torch.utils.cpp_extension import get_default_build_root  # imports setuptools, which only a build needs
 
     return extensions_folder() or Path(get_default_build_root())
 

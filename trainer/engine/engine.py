@@ -35,7 +35,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are finite, so that the step was taken."""
+        """Whether loss and norm are finite, so the step was taken."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property

@@ -1,4 +1,4 @@
-"""Microbatches through the model, as every engine does it: dropout keys, the sum of losses, its denominator."""
+"""The forward pass of microbatches in every engine: dropout keys, the sum of losses and its denominator."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ ModelCall = Callable[..., Any]
 
 
 def prepare_model(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan) -> None:
-    """Gives the model the recipe's precision and activation checkpointing; before it is placed, and inside of that.
+    """Apply the recipe's precision and activation checkpointing to the model, before a strategy wraps it.
 
     Raises:
-        UsageError: its layers are to be found, but it is in no family of the table.
+        UsageError: the device does not support the precision, or activation checkpointing does not find the layers of
+            the model.
     """
     how = plan.recipe.activation_checkpointing
     if how != "none":
@@ -39,15 +40,15 @@ def prepare_model(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan) -> None:
 
 
 class ModelForward:
-    """Runs a task's model.
+    """The forward pass of a task's model.
 
     Args:
         built: the model.
-        call: the model as it is called in training: wrapped by a strategy, or itself.
-        eval_call: as it is called in an evaluation.
-        task: gives the loss.
+        call: the model to call in training, perhaps wrapped by a strategy.
+        eval_call: the model to call in evaluations.
+        task: the task, which computes the loss.
         mesh: the ranks.
-        seed: the recipe's.
+        seed: the seed of the recipe.
     """
 
     def __init__(
@@ -60,34 +61,34 @@ class ModelForward:
         self._task = task
         self._mesh = mesh
         self._seed = seed
-        # A decoder would else keep keys and values for a next token; one that is computed again would add them twice.
+        # Otherwise a decoder caches keys and values for the next token, and a recomputation would add them twice.
         takes_cache = "use_cache" in inspect.signature(type(built.model).forward).parameters
         self._constants = {"use_cache": False} if takes_cache else {}
         self._step = 0
-        # One step is enough to see every dropout of the model, and the watch costs time in each.
+        # The first pass runs every dropout of the model, so the watch need not take time in later ones.
         self._watch: AbstractContextManager[object] = RefuseUnkeyedDropout() if built.dropout_keys else nullcontext()
 
     def begin_step(self, step: int) -> None:
-        """Makes ready for the microbatches of the optimizer step after `step` steps."""
+        """Prepare for the microbatches of the optimizer step after `step` steps."""
         self._step = step
         self._set_training(True)
         if self._keys is None:
-            # Torch's own dropout: other masks on each data-parallel rank and in each stage, and the same ones again
-            # after a resumption.
+            # Torch's own dropout must draw other masks on each data-parallel rank and in each stage, and the same masks
+            # again after a resumption.
             place = self._mesh.index("dp") + self._mesh.size("dp") * self._mesh.index("pp")
             seed_generator(self._mesh.device, stream_key(self._seed, step, place))
 
     def denominator(self, batch: RankBatch) -> Tensor:
-        """Valid labels of the global batch over all ranks and microbatches, known before the first forward."""
+        """Return the number of valid labels in the global batch, which is known before the first forward pass."""
         if self._task.rows_are_labels:
             return torch.tensor(float(batch.num_rows), device=self._mesh.device)
         counts = [self._task.num_valid(m.labels) for m in batch.microbatches if not m.filler]
         local = torch.tensor(float(sum(int(count) for count in counts)), device=self._mesh.device)
-        # A batch in which every label is ignored has a loss of 0, not 0 / 0.
+        # A batch with ignored labels only has a loss of 0, not 0 / 0.
         return self._mesh.sum_(local, "dp").clamp(min=1.0)
 
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
-        """The sum of losses of a microbatch; a filler joins the collectives with a gradient of zero."""
+        """Return the sum of losses of a microbatch; a filler joins the collectives with a gradient of zero."""
         microbatch = microbatch.to(self._mesh.device)
         keyed = self._keys.use(MicrobatchKey(self._step, microbatch.rows)) if self._keys else nullcontext()
         with self._watch, keyed:
@@ -98,9 +99,9 @@ class ModelForward:
 
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch) -> EvalResult:
-        """A forward pass without dropout and without gradients."""
+        """Run a forward pass without dropout and without gradients."""
         self._set_training(False)
-        num_valid = int(self._task.num_valid(microbatch.labels))  # on the CPU still, so that no device is waited for
+        num_valid = int(self._task.num_valid(microbatch.labels))  # on the CPU, so the host does not wait for a device
         microbatch = microbatch.to(self._mesh.device)
         logits = self._eval_call(**microbatch.inputs, **self._constants).logits
         if microbatch.filler:

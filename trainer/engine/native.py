@@ -73,13 +73,13 @@ class NativeEngine:
     """One model, one optimizer, one schedule of microbatches.
 
     Args:
-        forward: runs the model.
+        forward: the forward pass of the model.
         models: the model, or this rank's pipeline stages, with placed parameters.
-        schedule: runs forward and backward of the microbatches of a step.
-        complete: completes the sums of gradients after the schedule.
+        schedule: the forward and backward passes of the microbatches of a step.
+        complete: a function that completes the sums of gradients after the schedule.
         placements: the placement of each parameter, by its name in `models`.
         mesh: the ranks.
-        plan: precision, optimizer, schedule, clipping.
+        plan: the plan of the run, with precision, optimizer, schedule and clipping.
         total_steps: the last step of the learning rate's schedule.
     """
 

@@ -1,7 +1,7 @@
 """The native engine with pipeline stages, in which a pipeline schedule runs the backward pass.
 
-All else is as without stages: the loss is divided by the valid labels of the global batch, dropout masks depend on rows
-and not on microbatches, and gradients are summed, never averaged.
+The rest is as without stages. The loss is divided by the valid labels of the global batch. Dropout masks depend on rows
+and not on microbatches. Gradients are summed, never averaged.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def passes_of(microbatches: Sequence[Microbatch], num_passes: int, num_microbatc
 
 
 class PipelinedForward(ModelForward):
-    """Runs the stages of this rank.
+    """The forward and backward passes of this rank's stages.
 
     Args:
         built: the stages, in order.
-        task: gives the loss, on the rank of the last stage.
+        task: the task, which computes the loss on the rank of the last stage.
         mesh: the ranks.
-        plan: the pipeline, the seed.
+        plan: the plan of the run, with the pipeline and the seed.
     """
 
     def __init__(self, built: Sequence[BuiltModel], task: Task, mesh: ParallelMesh, plan: RunPlan) -> None:
@@ -192,7 +192,7 @@ class PipelinedSchedule:
     Args:
         forward: the stages.
         mesh: the ranks.
-        plan: how many passes, and of how many microbatches.
+        plan: the plan of the run, with the number of passes and of microbatches in each pass.
     """
 
     def __init__(self, forward: PipelinedForward, mesh: ParallelMesh, plan: RunPlan) -> None:

@@ -1,7 +1,7 @@
-"""DataParallel: one process, a copy of the model on every GPU; kept for those who come from the older articles.
+"""DataParallel: one process with a copy of the model on every GPU, for users of older articles.
 
-Its memory is lopsided because outputs are gathered on the first GPU. Here each copy computes its own loss, so that only
-scalars are gathered.
+DataParallel gathers the outputs on the first GPU, which therefore needs more memory. Here, each copy computes its own
+loss, so only scalars are gathered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainer.tasks.task import Task
 
 
 class LossReplica(nn.Module):
-    """What is copied to every GPU: the model and its loss; rows come cut along the batch, as does their key."""
+    """The module that is copied to every GPU: the model and its loss. Rows and their key are split along the batch."""
 
     def __init__(self, model: nn.Module, task: Task, keys: DropoutKeys | None) -> None:
         super().__init__()
@@ -35,14 +35,14 @@ class LossReplica(nn.Module):
         self._keys = keys
 
     def forward(self, step: int, rows: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
-        """The sum of losses of this copy's rows, `[1]`."""
+        """Return the sum of losses of this copy's rows, `[1]`."""
         with self._keys.use(MicrobatchKey(step, rows)) if self._keys else nullcontext():
             logits = self.model(**inputs).logits
         return self._task.loss_sum(logits, labels).unsqueeze(0)
 
 
 class ReplicatedForward(ModelForward):
-    """Spreads each microbatch over the GPUs; evaluations run on the first."""
+    """The forward pass with each microbatch split over the GPUs; evaluations run on the first GPU."""
 
     def __init__(self, built: BuiltModel, task: Task, mesh: ParallelMesh, seed: int) -> None:
         super().__init__(built, built.model, built.model, task, mesh, seed)
@@ -61,7 +61,7 @@ class ReplicatedForward(ModelForward):
 def build_replicated(
     built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int
 ) -> NativeEngine:
-    """The engine of `dp`.
+    """Return the engine of `dp`.
 
     Raises:
         UsageError: there are fewer than two GPUs.

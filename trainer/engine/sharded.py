@@ -1,8 +1,7 @@
-"""FSDP and HSDP: parameters, gradients and optimizer state cut over the data-parallel ranks (torch's `fully_shard`).
+"""FSDP and HSDP: parameters, gradients and optimizer state sharded over the data ranks by torch's `fully_shard`.
 
-Zhao et al. 2023 (arXiv:2304.11277). In the words of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) this is stage 3,
-and stage 2 where parameters stay whole between forward and backward. HSDP shards within groups and replicates across
-them.
+Source: Zhao et al. 2023 (arXiv:2304.11277). FSDP is stage 3 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), or
+stage 2 if parameters stay whole between forward and backward. HSDP shards within groups and replicates across them.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from trainer.parallel.placement import Placements, Split
 def shard(
     model: nn.Module, placements: Placements, mesh: ParallelMesh, reshard_after_forward: bool, offload_parameters: bool
 ) -> Placements:
-    """Shards each layer of the model's family, then the rest as one group, over the mesh axis `dp_shard`.
+    """Shard each layer of the model's family, then the rest as one group, over the mesh axis `dp_shard`.
 
     Gradients are summed, never averaged: each rank's loss is already its share of the global mean.
 
     Args:
-        model: on its device, perhaps cut over the tensor axis already: a part is then sharded further.
-        placements: how its parameters lie.
+        model: the model on its device. Parts of tensor ranks are sharded further.
+        placements: the placements of its parameters.
         mesh: the ranks.
-        reshard_after_forward: whether gathered parameters are freed between forward and backward.
-        offload_parameters: whether all is kept in CPU memory.
+        reshard_after_forward: whether to free gathered parameters between forward and backward.
+        offload_parameters: whether to keep parameters, gradients and optimizer state in CPU memory.
 
     Returns:
-        How the parameters lie now.
+        The placements of the sharded parameters.
 
     Raises:
-        UsageError: the model is in no family of the table.
+        UsageError: the layers of the model are unknown, because its family is not in the table.
     """
     assert mesh.device_mesh is not None, "one process has nobody to share with"
-    # Logits of tokens are a view of their matrix product; nobody here changes them in place, of which torch warns.
+    # Torch warns of in-place changes of views. Logits of tokens are a view, but are never changed in place here.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
     axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
     policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload_parameters else OffloadPolicy()
@@ -64,9 +63,9 @@ def shard(
 
 @contextmanager
 def defer_all_reduce(model: nn.Module) -> Iterator[None]:
-    """Inside, a backward pass sums gradients within the shard group only; the last one sums them across groups too.
+    """Sum gradients within the shard group only in this context; a backward pass after it sums across groups too.
 
-    Each backward pass reduces to shards at once: whole gradients kept over an accumulation would cost the memory that
+    Each backward pass reduces to shards at once. Whole gradients kept over an accumulation would take the memory that
     sharding saves.
     """
     assert isinstance(model, FSDPModule)

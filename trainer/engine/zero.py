@@ -134,12 +134,12 @@ class ZeroEngine:
     """The engine of a model in DeepSpeed.
 
     Args:
-        forward: runs the model through the DeepSpeed engine.
+        forward: the forward pass of the model through the DeepSpeed engine.
         engine: the engine of `deepspeed.initialize`.
         optimizer: the torch optimizer that DeepSpeed steps.
         placements: the placement of each parameter.
         mesh: the ranks.
-        plan: precision, optimizer, schedule.
+        plan: the plan of the run, with precision, optimizer and schedule.
         total_steps: the last step of the learning rate's schedule.
     """
 

@@ -1,9 +1,7 @@
-"""Cross entropy, and the best column, of logits whose columns, the vocabulary, are cut over the tensor axis.
+"""Cross entropy and argmax of logits that are sharded over the vocabulary on the tensor axis, and never gathered.
 
-Nobody gathers them.
-
-Per row the ranks exchange the maximum (one all-reduce) and the sum of exponentials, the logit of the label and, for
-label smoothing, the sum of the logits (another). The backward pass needs no communication (Shoeybi et al. 2019,
+For each row, one all-reduce exchanges the maximum. Another one exchanges the sum of exponentials, the logit of the
+label and, for label smoothing, the sum of the logits. The backward pass needs no communication (Shoeybi et al. 2019,
 arXiv:1909.08053, section 3).
 """
 
@@ -26,7 +24,10 @@ from trainer.parallel.slicing import bounds_of_part
 
 @dataclass(frozen=True)
 class VocabularyCut:
-    """Logits over a vocabulary of `size`, of which each rank of `group` holds `[*, ceil(size / ranks)]`; None: all."""
+    """The split of logits over a vocabulary of `size` columns: each rank of `group` has `[*, ceil(size / ranks)]`.
+
+    With a `group` of None, each rank has all columns.
+    """
 
     group: Group
     size: int
@@ -41,26 +42,26 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Literal["none", "sum"] = "sum",
 ) -> Tensor:
-    """As `F.cross_entropy` of the whole logits, computed in fp32 at least; the gradient has the logits' type.
+    """Return `F.cross_entropy` of the whole logits, computed in fp32 at least; the gradient has the logits' type.
 
-    Padded columns, which the last ranks have where the vocabulary does not divide, count as minus infinity and get a
-    gradient of zero. The logits of the ranks must come from the same input, summed by `f` in its backward pass.
+    If the degree does not divide the vocabulary, the last ranks have padded columns. These count as minus infinity and
+    have a gradient of zero. All ranks must compute their logits from the same input, with `f` applied to it.
 
     Args:
         logits: this rank's columns `[*, ceil(vocab / tp)]`, not gathered ones.
-        labels: integers `[*]`, equal on all ranks.
+        labels: integer labels `[*]`, equal on all ranks.
         group: the tensor axis.
-        vocab_size: columns of the whole logits, without padding.
-        ignore_index: the label of rows that count nothing.
-        label_smoothing: share of the target that is spread evenly over the whole vocabulary.
-        reduction: `none` gives a loss `[*]` of zero for ignored rows, `sum` their sum, a scalar.
+        vocab_size: the number of columns of the whole logits, without padding.
+        ignore_index: the label of rows that do not count.
+        label_smoothing: the share of the target that is spread evenly over the whole vocabulary.
+        reduction: `none` for losses `[*]`, with zero for ignored rows; `sum` for their sum, a scalar.
 
     Returns:
-        fp32 (fp64 for fp64 logits), equal on all ranks.
+        The loss in fp32 (fp64 for fp64 logits), equal on all ranks.
 
     Raises:
-        IndexError: a label that is neither `ignore_index` nor in the vocabulary, on every rank (RuntimeError where the
-            group has several ranks; on a GPU a device-side assertion).
+        IndexError: a label is neither `ignore_index` nor in the vocabulary; raised on every rank. A group with several
+            ranks raises RuntimeError; a GPU fails with a device-side assertion.
     """
     size, columns = group_size(group), logits.shape[-1]
     assert columns == -(-vocab_size // size), (
@@ -84,22 +85,22 @@ def vocab_parallel_cross_entropy(
 
 @torch.no_grad()
 def vocab_parallel_argmax(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
-    """As `argmax` over the last dimension of the whole logits, of equal ones the first; padded columns do not count.
+    """Return `argmax` over the last dimension of the whole logits: the first of equal ones, never a padded column.
 
     Args:
         logits: this rank's columns `[*, ceil(vocab / tp)]`.
         group: the tensor axis.
-        vocab_size: columns of the whole logits, without padding.
+        vocab_size: the number of columns of the whole logits, without padding.
 
     Returns:
-        int64 `[*]`, equal on all ranks.
+        The column of each row, int64 `[*]`, equal on all ranks.
     """
     if group is None or group_size(group) == 1:
         return logits.argmax(-1)
     start, stop = bounds_of_part(vocab_size, index_in_group(group), group_size(group))
     if start < stop:
         best_here, column = logits[..., : stop - start].max(-1)
-    else:  # of padding alone
+    else:  # this rank has padded columns only
         best_here = logits.new_full(logits.shape[:-1], -torch.inf)
         column = torch.zeros_like(best_here, dtype=torch.int64)
     best = at_least_fp32(best_here).clone()
@@ -110,7 +111,10 @@ def vocab_parallel_argmax(logits: Tensor, group: Group, vocab_size: int) -> Tens
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Saves the logits, which exist anyway, and three numbers a row; the softmax is computed again in backward."""
+    """Cross entropy with a backward pass that recomputes the softmax.
+
+    The forward pass saves the logits, which exist anyway, and three numbers per row.
+    """
 
     @staticmethod
     def forward(
@@ -124,7 +128,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         num_columns = logits.shape[-1]
         start, stop = bounds_of_part(vocab_size, index_in_group(group), group_size(group))
-        known = logits[..., : stop - start]  # without padded columns, which are as minus infinity
+        known = logits[..., : stop - start]  # without padded columns, which count as minus infinity
         maximum = known.amax(-1) if start < stop else known.new_full(labels.shape, -torch.inf)
         maximum = at_least_fp32(maximum)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
@@ -146,7 +150,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if label_smoothing:
             spread = log_sum - sum_of_logits[0] / vocab_size
             losses = (1.0 - label_smoothing) * losses + label_smoothing * spread
-        # The maximum and the logarithm stay apart: their sum would lose what a large maximum has no digits for.
+        # The maximum and the logarithm are saved separately: with a large maximum, their sum would lose digits.
         ctx.save_for_backward(logits, labels, maximum, log_sum)
         ctx.bounds, ctx.vocab_size = (start, stop), vocab_size
         ctx.ignore_index, ctx.smoothing = ignore_index, label_smoothing
@@ -158,7 +162,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         logits, labels, maximum, log_sum = ctx.saved_tensors
         start, stop = ctx.bounds
         num_columns = logits.shape[-1]
-        # softmax - target, row by row times the gradient of its loss
+        # (softmax - target), times the gradient of the loss of each row
         slopes = logits - maximum.unsqueeze(-1)
         slopes.sub_(log_sum.unsqueeze(-1)).exp_()
         if ctx.smoothing:
@@ -175,9 +179,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def _target_columns(
     labels: Tensor, ignored: Tensor, start: int, num_columns: int, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The column of each row's label in this rank's logits, and which rows have none here (their column is 0).
+    """Return the column of each row's label on this rank, and a mask of the rows without one, which get column 0.
 
-    A label outside of the vocabulary gets a column that no rank has, so that torch refuses to gather it.
+    A label outside of the vocabulary gets a column that no rank has, so torch refuses to gather it.
     """
     unknown = ((labels < 0) | (labels >= vocab_size)) & ~ignored
     elsewhere = (labels < start) | (labels >= start + num_columns) | ignored

@@ -1,11 +1,11 @@
 """Dropout as a pure function of (seed, step, row of the global batch, site, call of the site, position, head).
 
-A site that a forward pass comes through more than once (a layer that ALBERT shares, T5's one dropout for both ends of a
+A site that runs several times in a forward pass (a layer that ALBERT shares, T5's one dropout for both ends of a
 stack) has a mask for each call.
 
-The key of the microbatch that is in the model is held by one `DropoutKeys` per model, which every dropout site of that
-model refers to. A recomputation in the backward pass may run after another microbatch's forward, so whoever recomputes
-takes `capture()` in the forward and enters it again: the key travels with its microbatch.
+All dropout sites of a model refer to one `DropoutKeys`, which holds the key of the current microbatch. A recomputation
+in the backward pass may run after the forward pass of another microbatch. It must enter a context from `capture()`,
+called in the forward pass, to restore the key of its own microbatch.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ REMEDY = "set `training.layout_invariant_dropout` to false, which uses torch's o
 
 @dataclass(frozen=True)
 class MicrobatchKey:
-    """What distinguishes the masks of one microbatch: the optimizer step, and the rows `[batch]` (int64) it holds."""
+    """The key of the masks of one microbatch: the optimizer step, and the indices `[batch]` (int64) of its rows."""
 
     step: int
     rows: Tensor
 
 
 class _Moment(threading.local):
-    """Where a thread's forward pass is; DataParallel runs one for each GPU, at the same time."""
+    """The position of a thread's forward pass; DataParallel runs one thread for each GPU, at the same time."""
 
     key: MicrobatchKey | None = None
 
     def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()  # of each site, since the microbatch entered the model
+        self.calls: Counter[str] = Counter()  # by site, since the microbatch entered the model
 
 
 class DropoutKeys:
-    """The seed of a model's dropout, and the key of the microbatch that is now in the model."""
+    """The seed of a model's dropout, and the key of the current microbatch."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._now = _Moment()
 
     def __reduce__(self) -> tuple[type[DropoutKeys], tuple[int]]:
-        """A copy of a model is in no microbatch."""
+        """Copy the seed only, since a copied model is in no microbatch."""
         return DropoutKeys, (self.seed,)
 
     @contextmanager
     def use(self, key: MicrobatchKey | None, calls: Mapping[str, int] | None = None) -> Iterator[None]:
-        """Every mask drawn inside belongs to this microbatch; `calls` were drawn of it before."""
+        """Draw the masks of a microbatch inside of this context; `calls` counts those drawn before, by site."""
         previous = self._now.key, self._now.calls
         self._now.key, self._now.calls = key, Counter(calls)
         try:
@@ -65,7 +65,7 @@ class DropoutKeys:
             self._now.key, self._now.calls = previous
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
-        """A way back to this moment of this microbatch, for a recomputation of what follows now."""
+        """Return a function that opens a context with the current key and calls, for a recomputation from here on."""
         key, calls = self._now.key, Counter(self._now.calls)
         return lambda: self.use(key, calls)
 
@@ -77,21 +77,22 @@ class DropoutKeys:
         offsets: Sequence[int] | None = None,
         shared: bool = False,
     ) -> Tensor:
-        """The keep mask of one call of a site for the current microbatch.
+        """Return the keep mask of one call of a site for the current microbatch.
 
         Args:
-            site: name of the place in the model; each has masks of its own.
-            shape: of the activation, `[batch, ..., features]`: the dimensions between are positions, or heads and
-                positions.
-            probability: share to drop.
-            offsets: where this rank's slice of each dimension after the batch begins; None: at zero.
-            shared: the activation has a batch of one, which all rows of the global batch share: so has its mask.
+            site: the name of the site in the model; each site has its own masks.
+            shape: the shape of the activation, `[batch, ..., features]`; the dimensions between are positions, or heads
+                and positions.
+            probability: the share to drop.
+            offsets: the start of this rank's slice of each dimension after the batch; None for zeros.
+            shared: whether all rows of the global batch share the activation and its mask, with a batch of one.
 
         Returns:
-            uint8 of `shape`.
+            The mask, uint8 of `shape`.
 
         Raises:
-            UsageError: the first dimension is not that of the microbatch's rows, or there are more than four.
+            UsageError: the first dimension is not the number of rows of the microbatch, or there are more than four
+                dimensions.
         """
         key = self._now.key
         assert key is not None, f"the dropout at {site} ran outside of a microbatch"
@@ -115,7 +116,7 @@ class DropoutKeys:
 
 
 class _MaskedScale(torch.autograd.Function):
-    """`x * mask * scale`; its gradient is the same product, so only the mask (1 byte an element) is saved."""
+    """`x * mask * scale`; the gradient is the same product, so only the mask (1 byte per element) is saved."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -131,13 +132,13 @@ class _MaskedScale(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class DropoutSite:
-    """One place of a model at which activations are dropped.
+    """A place in a model at which activations are dropped.
 
-    Where a rank holds only its part of dimension `cut_dim` of the activations, `part` is which, all parts being equally
-    large; or `sequence` knows where it begins. Its mask is then that part of the mask of one process.
+    If dimension `cut_dim` of the activations is split over the ranks, the mask is this rank's part of the mask of one
+    process. `part` is the index of the part, with parts of equal size; with `sequence`, the part begins at its `start`.
 
-    Where the activations have no batch, because all rows share them (embeddings of relative positions), `shared` is
-    set. Their mask is the same for all microbatches of a step, as it is where one process takes the step in one.
+    `shared` is set if the activations have no batch because all rows share them (embeddings of relative positions).
+    All microbatches of a step then have the same mask, as in one process that takes the step in one microbatch.
     """
 
     keys: DropoutKeys
@@ -148,7 +149,7 @@ class DropoutSite:
     shared: bool = False
 
     def drop(self, x: Tensor, probability: float) -> Tensor:
-        """Drops elements of `x` `[batch, ..., features]` and scales the kept ones by 1 / (share kept).
+        """Drop elements of `x` `[batch, ..., features]` and scale the kept ones by 1 / (share kept).
 
         A `shared` site takes `x` without a batch.
         """
@@ -169,7 +170,7 @@ class DropoutSite:
 
 
 class KeyedDropout(nn.Module):
-    """Takes the place of `nn.Dropout` in a model."""
+    """The replacement of `nn.Dropout`, with the masks of a `DropoutSite`."""
 
     def __init__(self, site: DropoutSite, p: float) -> None:
         super().__init__()
@@ -186,9 +187,9 @@ class KeyedDropout(nn.Module):
 
 
 class KeyedDropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): drops a residual branch `[batch, ...]` row by row.
+    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382), which drops rows of a residual branch `[batch, ...]`.
 
-    One bit for each row, so that ranks with any part of a row's activations drop the same rows.
+    Each row has one bit, so ranks with any part of a row's activations drop the same rows.
     """
 
     def __init__(self, site: DropoutSite, p: float) -> None:

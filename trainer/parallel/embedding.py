@@ -128,7 +128,7 @@ class VocabParallelEmbedding(nn.Module):
 class FeatureParallelEmbedding(nn.Module):
     """An `nn.Embedding` sharded over its features: `[*] -> [*, features / tp]`, without communication.
 
-    For one number for each attention head, such as T5's relative position bias (Raffel et al. 2020, arXiv:1910.10683).
+    Used for one number per attention head, as in T5's relative position bias (Raffel et al. 2020, arXiv:1910.10683).
     """
 
     def __init__(self, weight: nn.Parameter, whole_shape: tuple[int, int], padding_idx: int | None) -> None:

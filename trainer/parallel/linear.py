@@ -1,11 +1,11 @@
-"""Linear layers cut over the tensor axis by their outputs (column) or by their inputs (row).
+"""Linear layers sharded over the tensor axis by their outputs (column) or by their inputs (row).
 
-A column-parallel layer followed by a row-parallel one needs one sum forward and one backward (Shoeybi et al. 2019,
-arXiv:1909.08053). The parameters are plain local tensors under the names `weight` and `bias` that the unsharded layer
-gives them, so that the names of a state dict do not depend on the degree.
+A column-parallel layer followed by a row-parallel one needs one sum in the forward pass and one in the backward pass
+(Shoeybi et al. 2019, arXiv:1909.08053). The parameters are plain local tensors. Their names are `weight` and `bias`, as
+in the unsharded layer, so the names of a state dict do not depend on the degree.
 
-A layer knows how its own parameters lie (`placements`) and nothing of the model around it: that the heads of an
-attention divide by the degree, or that a caller has applied `f`, is the caller's affair.
+A layer knows the placement of its own parameters (`placements`) and nothing of the model around it. The caller must
+ensure that the degree divides the attention heads and that `f` is applied.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from trainer.parallel.slicing import part_of
 
 
 class _ParallelLinear(nn.Module):
-    """What the two have in common: a local weight, perhaps a local bias, and how they lie.
+    """The common part of both layers: a local weight, an optional bias, and their splits.
 
-    `in_features` and `out_features` are local sizes: those of this rank's `weight`.
+    `in_features` and `out_features` are local sizes, those of this rank's `weight`.
     """
 
     weight: nn.Parameter
@@ -71,7 +71,7 @@ class _ParallelLinear(nn.Module):
 
     @torch.no_grad()
     def _take_part_of(self, whole: nn.Module) -> None:
-        """Holds this rank's part of the parameters of `whole` from now on, on their device."""
+        """Replace the parameters by this rank's part of those of `whole`, on the device of `whole`."""
         for name, split in (("weight", self.weight_split), ("bias", self.bias_split)):
             tensor = getattr(whole, name)
             if tensor is not None:
@@ -102,26 +102,26 @@ class _ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer of which each rank computes its share of the outputs, `[..., in] -> [..., out / tp]`.
+    """A linear layer sharded over its outputs, `[..., in] -> [..., out / tp]`.
 
-    The gradient of its input is a partial sum. It is summed (`f`) by whoever hands the same input to several of these
-    layers, once for q, k and v; or, with `copies_input`, here. With sequence parallelism the caller's
-    `gather_sequence` takes the place of `f`.
+    The gradient of its input is a partial sum, which `f` sums. The caller applies `f`, once for all layers with the
+    same input (q, k and v). With `copies_input`, the layer applies it. With sequence parallelism, `gather_sequence` in
+    the caller replaces `f`.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 
     Args:
-        in_features: of the whole layer.
-        out_features: of the whole layer.
+        in_features: the input size of the whole layer.
+        out_features: the output size of the whole layer.
         group: the tensor axis.
-        bias: whether there is one; it is cut as the outputs are.
-        blocks: the outputs are so many blocks of equal size, each of which is cut by itself (q, k and v together).
-        transposed: the weight is `[in, out]`, as in GPT-2's Conv1D, and not `[out, in]`.
-        copies_input: sum the input's gradient over the group.
-        pads: outputs that do not divide by the degree are followed by zero rows (a head over a vocabulary, whose loss
-            must not look at them); without it they are our own bug.
-        device: of the parameters; on `meta` they are filled later, by `slicing.part_of` and `placements`.
-        dtype: of the parameters, which are not initialised.
+        bias: whether the layer has a bias, sharded like the outputs.
+        blocks: the number of equal blocks in the outputs, such as 3 for fused q, k and v; each is sharded by itself.
+        transposed: whether the weight is `[in, out]`, as in GPT-2's Conv1D, and not `[out, in]`.
+        copies_input: whether to sum the gradient of the input over the group.
+        pads: whether to pad with zero rows if the degree does not divide the outputs, as for a head over a vocabulary.
+            The loss must ignore the padding. If false, such a layer fails an assertion.
+        device: the device of the parameters; on `meta` they are filled later, by `slicing.part_of` and `placements`.
+        dtype: the type of the parameters, which are not initialised.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     @property
     def whole_out_features(self) -> int:
-        """Outputs of the whole layer, without padding."""
+        """The output size of the whole layer, without padding."""
         return self.whole_shape[1 if self.transposed else 0]
 
     @classmethod
@@ -168,9 +168,10 @@ class ColumnParallelLinear(_ParallelLinear):
         copies_input: bool = False,
         pads: bool = False,
     ) -> ColumnParallelLinear:
-        """This rank's part of `linear`, which has a `weight` `[out, in]` (`[in, out]` if `transposed`) and a `bias`.
+        """Return this rank's part of `linear`, with copies of the parameters.
 
-        Parameters are copies of what this rank holds, as trainable as they were. Whoever ties the weight ties it anew.
+        `linear` has a `weight` `[out, in]` (`[in, out]` if `transposed`) and a `bias`. The copies keep `requires_grad`.
+        The caller must tie a tied weight again.
         """
         out_features, in_features = _whole_features(linear, transposed)
         part = cls(
@@ -188,11 +189,11 @@ class ColumnParallelLinear(_ParallelLinear):
         return part
 
     def forward(self, x: Tensor) -> Tensor:
-        """The outputs `[..., out / tp]` of this rank for `x` `[..., in]`, which is equal on all ranks."""
+        """Return this rank's outputs `[..., out / tp]` for `x` `[..., in]`, which is equal on all ranks."""
         return self._linear(copy_to_group(x, self.group) if self.copies_input else x, self.bias)
 
     def placements(self, prefix: str = "") -> Placements:
-        """How the parameters lie, by their names after `prefix` (which ends in a dot, unless it is empty)."""
+        """Return the placements of the parameters by their names after `prefix`, which is empty or ends in a dot."""
         name = prefix + "weight"
         placed = {name: self._placement(name, self.weight, self.whole_shape, self.weight_split)}
         if self.bias is not None:
@@ -202,24 +203,24 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear layer of which each rank takes its share of the inputs, `[..., in / tp] -> [..., out]`.
+    """A linear layer sharded over its inputs, `[..., in / tp] -> [..., out]`.
 
-    The ranks' products are summed (`g`), in the type that they are computed in, and the bias, which all ranks hold, is
-    added once, after the sum. With `sequence_parallel` each rank gets its positions of the sum only, so that the bias's
-    gradient is partial: `placements` says so.
+    The products of the ranks are summed (`g`), in the type of the products. The bias is replicated and added once,
+    after the sum. With `sequence_parallel`, each rank gets only its positions of the sum. The gradient of the bias is
+    then partial, as `placements` states.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 
     Args:
-        in_features: of the whole layer; must divide by the degree.
-        out_features: of the whole layer.
+        in_features: the input size of the whole layer, which the degree must divide.
+        out_features: the output size of the whole layer.
         group: the tensor axis.
-        bias: whether there is one.
-        transposed: the weight is `[in, out]`, as in GPT-2's Conv1D, and not `[out, in]`.
-        sequence_parallel: give this rank's positions of the output only.
-        sequence_dim: of the positions in the output.
-        device: of the parameters; on `meta` they are filled later, by `slicing.part_of` and `placements`.
-        dtype: of the parameters, which are not initialised.
+        bias: whether the layer has a bias.
+        transposed: whether the weight is `[in, out]`, as in GPT-2's Conv1D, and not `[out, in]`.
+        sequence_parallel: whether to return this rank's positions of the output only.
+        sequence_dim: the dimension of the positions in the output.
+        device: the device of the parameters; on `meta` they are filled later, by `slicing.part_of` and `placements`.
+        dtype: the type of the parameters, which are not initialised.
     """
 
     def __init__(
@@ -259,9 +260,9 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
     ) -> RowParallelLinear:
-        """This rank's part of `linear`, which has a `weight` `[out, in]` (`[in, out]` if `transposed`) and a `bias`.
+        """Return this rank's part of `linear`, with copies of the parameters.
 
-        Parameters are copies of what this rank holds, as trainable as they were.
+        `linear` has a `weight` `[out, in]` (`[in, out]` if `transposed`) and a `bias`. The copies keep `requires_grad`.
         """
         out_features, in_features = _whole_features(linear, transposed)
         part = cls(
@@ -278,19 +279,19 @@ class RowParallelLinear(_ParallelLinear):
         return part
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output `[..., out]` for this rank's inputs `x` `[..., in / tp]`, or this rank's positions of it."""
+        """Return the output `[..., out]`, or this rank's positions of it, for inputs `x` `[..., in / tp]`."""
         if group_size(self.group) == 1:
-            return self._linear(x, self.bias)  # in one kernel: to the last bit what the unsharded layer gives
+            return self._linear(x, self.bias)  # in one kernel: bit-identical to the unsharded layer
         product = self._linear(x, None)
         if self.sequence_parallel:
             total = scatter_sum_sequence(product, self.group, self.sequence_dim)
         else:
             total = reduce_from_group(product, self.group)
-        # Under autocast the product is in the low precision and the bias is not: the sum of both would be in neither.
+        # Under autocast, only the product has the low precision; without the cast, the sum would have another type.
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
     def placements(self, prefix: str = "") -> Placements:
-        """How the parameters lie, by their names after `prefix` (which ends in a dot, unless it is empty)."""
+        """Return the placements of the parameters by their names after `prefix`, which is empty or ends in a dot."""
         name = prefix + "weight"
         placed = {name: self._placement(name, self.weight, self.whole_shape, self.weight_split)}
         if self.bias is not None:
@@ -301,7 +302,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def _whole_features(linear: nn.Module, transposed: bool) -> tuple[int, int]:
-    """Outputs and inputs of a whole layer."""
+    """Return the output and input sizes of a whole layer."""
     weight = linear.weight
     assert isinstance(weight, Tensor)
     assert weight.dim() == 2, f"a linear layer's weight has two dimensions, not {weight.dim()}"

@@ -28,8 +28,8 @@ class ParallelMesh:
     collectives are the identity, so one process needs no process group.
 
     Args:
-        device: of this rank.
-        degrees: size of each axis, 1 by default. Their product must be the world size.
+        device: the device of this rank.
+        degrees: the size of each axis, 1 by default. Their product must be the world size.
     """
 
     def __init__(self, device: torch.device, **degrees: int) -> None:
@@ -54,7 +54,7 @@ class ParallelMesh:
             for axis in self._indices:
                 line = data_mesh if axis == "dp" else self.device_mesh[axis]
                 self._indices[axis], self._groups[axis] = line.get_local_rank(), line.get_group()
-            # Decisions (stop, save) and gathered metrics are CPU tensors: gloo carries them, beside the device's queue.
+            # Decisions (stop, save) and gathered metrics are CPU tensors, which gloo sends without the device's queue.
             self._control = dist.group.WORLD
 
     def size(self, axis: str) -> int:
@@ -82,7 +82,7 @@ class ParallelMesh:
         return self.index("dp") == 0 and self.index("tp") == 0
 
     def subgroup(self, axis: str, indices: Sequence[int]) -> dist.ProcessGroup | None:
-        """Create a process group of the ranks at `indices` along `axis`; returns None on other ranks.
+        """Create a process group of the ranks at `indices` along `axis` and return it; None on other ranks.
 
         All ranks must call it, with the same arguments.
         """
@@ -99,7 +99,7 @@ class ParallelMesh:
     def to_rank_zero(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of the first replicas of all pipeline stages, on rank 0 and its CPU; a collective.
 
-        Tensors travel one after the other, so that no rank holds more than rank 0 at the end.
+        Tensors are sent one after the other, so no rank holds more than rank 0 at the end.
         """
         if self.size("pp") == 1:
             return tensors
@@ -122,17 +122,17 @@ class ParallelMesh:
         return self.begin_sum_(tensor, axis)()
 
     def begin_sum_(self, tensor: Tensor, axis: str) -> Callable[[], Tensor]:
-        """Begin to sum `tensor` over `axis`, in place; returns a function that waits for the sum."""
+        """Begin to sum `tensor` over `axis`, in place, and return a function that waits for the sum."""
         if self.size(axis) == 1:
             return lambda: tensor
         return _begin_all_reduce(tensor, dist.ReduceOp.SUM, self.group(axis))
 
     def agree_max(self, value: int) -> int:
-        """Return the largest `value` of all ranks, on all ranks; a common decision."""
+        """Return the largest `value` of all ranks, on all ranks, for a common decision."""
         return self.begin_agree_max(value)()
 
     def begin_agree_max(self, value: int) -> Callable[[], int]:
-        """Begin `agree_max`; returns a function that waits for the answer, so that ranks can work in between."""
+        """Begin `agree_max` and return a function that waits for the answer; ranks can work in between."""
         if self.world_size == 1:
             return lambda: value
         agreed = _begin_all_reduce(torch.tensor(value, dtype=torch.int64), dist.ReduceOp.MAX, self._control)
@@ -142,7 +142,7 @@ class ParallelMesh:
         """Return the `value` of every rank, in order of rank, on rank 0; None on the others.
 
         Args:
-            value: of the types that `trainer.ranks.messages.encode` takes.
+            value: a value of the types that `trainer.ranks.messages.encode` takes.
         """
         if self.world_size == 1:
             return [value]
@@ -167,9 +167,9 @@ class ParallelMesh:
         return value if self.rank == 0 else _decoded(message)
 
     def on_rank_zero(self, action: Callable[[], Result]) -> Result:
-        """Run `action` on rank 0 alone; returns its result on every rank.
+        """Run `action` on rank 0 alone and return its result on every rank.
 
-        If it fails, all ranks leave together, and none waits for a rank that has left.
+        If it fails, all ranks leave together; none waits for a rank that has left.
 
         Raises:
             TrainerError: the error of `action`, on every rank.
@@ -226,11 +226,11 @@ def init_process_group(device: torch.device, rank: int, world_size: int, store: 
     """Create the process group of all ranks.
 
     Args:
-        device: of this rank.
-        rank: of this process.
-        world_size: number of ranks.
-        store: store of all ranks; one rank alone needs no port.
-        timeout: limit for the creation and for each collective.
+        device: the device of this rank.
+        rank: the rank of this process.
+        world_size: the number of ranks.
+        store: the store of all ranks; a single rank needs no port.
+        timeout: the limit for the creation and for each collective.
     """
     store.set_timeout(timeout)
     dist.init_process_group(

@@ -42,8 +42,8 @@ def global_grad_norm(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """Return the sum of the squares of all elements: a scalar, fp64.
 
-    On a CPU, torch adds the squares of a whole tensor one after the other: of 30522 x 768 fp32 numbers the norm is
-    wrong by 1e-3. So each piece has its own norm there; in 2**14 elements the error is below 1e-7.
+    On a CPU, torch adds the squares of a whole tensor one after the other. For 30522 x 768 fp32 numbers, the norm has
+    an error of 1e-3. Each piece of 2**14 elements therefore has its own norm there, with an error below 1e-7.
     """
     pieces = [
         piece

@@ -20,7 +20,7 @@ def is_partial(placement: ParameterPlacement, mesh: ParallelMesh) -> bool:
 
 @torch.no_grad()
 def sum_partial_gradients_(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement]], mesh: ParallelMesh) -> None:
-    """Sum the partial gradients over the tensor ranks, in place, with one all-reduce for these many small vectors.
+    """Sum the partial gradients over the tensor ranks, in place, with one all-reduce for all of them.
 
     The gradients may be sharded over the data ranks, alike on all tensor ranks.
     """

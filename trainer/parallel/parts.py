@@ -53,7 +53,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Elements `start` to `start + length` of a dimension of the whole lie from `local` on in this rank's tensor."""
+    """Elements `start` to `start + length` of a dimension of the whole; they begin at `local` in this rank's tensor."""
 
     start: int
     length: int
@@ -143,7 +143,7 @@ def _segments(placement: ParameterPlacement, mesh: ParallelMesh, splits: Sequenc
             for block, (start, stop) in enumerate(ranges)
             for piece in _within(dims[dim], start, stop, block * width)
         ]
-        # What torch shards has no padding: the last ranks have less.
+        # Shards of torch have no padding: the last ranks have fewer elements.
         is_padded = split.axis == TENSOR_AXIS
         extents[dim] = split.blocks * width if is_padded else ranges[0][1] - ranges[0][0]
     return dims
@@ -184,7 +184,7 @@ def _blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
         yield (), ()
         return
     row = prod(shape[1:])
-    first, last = start // row, stop // row  # rows that begin in the range, but for a part of the first
+    first, last = start // row, stop // row  # the rows that contain `start` and `stop`
     if start % row:
         end = min(stop, (first + 1) * row)
         for corner, extent in _blocks_of_range(shape[1:], start - first * row, end - first * row):

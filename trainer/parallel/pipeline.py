@@ -1,4 +1,4 @@
-"""Runs the stages of one rank with a schedule of `torch.distributed.pipelining`.
+"""The stages of one rank, run by a schedule of `torch.distributed.pipelining`.
 
 Torch runs the schedule, and sends and receives tensors. This module creates its objects for the shapes of each pass.
 All ranks of a pipeline read the same rows, so each stage knows these shapes without communication.
@@ -28,29 +28,29 @@ SCHEDULE_CLASSES: dict[str, Any] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-"""By the names of `recipe/schedules.py`."""
+"""Torch's schedule classes, by the names of `recipe/schedules.py`."""
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Shapes = tuple[tuple[int, ...], ...]
-"""The shape of the tensors that each stage but the last sends for one microbatch; stages may differ."""
+"""The shape of the tensors that each stage except the last sends for one microbatch; stages may differ."""
 
 
 @dataclass(frozen=True)
 class LocalStage:
     """A stage of this rank.
 
-    `module` takes the tensors of the stage before, and the inputs of the microbatch by name. It returns the tensors for
-    the next stage; the last stage returns the logits.
+    `module` takes the tensors of the previous stage, and the inputs of the microbatch by name. It returns the tensors
+    for the next stage; the last stage returns the logits.
     """
 
     module: nn.Module
     index: int
-    num_received: int  # tensors from the stage before
+    num_received: int  # tensors from the previous stage
     num_sent: int
 
 
 class BusyClock:
-    """The seconds in which this rank computed, by the host's clock or, on a GPU, by CUDA events."""
+    """A clock of the seconds in which this rank computes: the host's clock or, on a GPU, CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -129,7 +129,7 @@ class PipelineDriver:
         self._group = group
         self._device = device
         self._loss: LossFunction
-        self._made: dict[bool, tuple[Shapes, Any]] = {}  # the last one of training and of evaluation
+        self._made: dict[bool, tuple[Shapes, Any]] = {}  # the last schedules of training and evaluation
         self.clock = BusyClock(device)
 
     @property
@@ -143,7 +143,7 @@ class PipelineDriver:
         Args:
             inputs: the inputs of all microbatches, each `[microbatches * rows, ...]`, on every stage.
             shapes: the shapes of the tensors between stages, such as `[rows, positions, hidden]`.
-            loss: computes the loss from the logits of a microbatch and its index, an int64 tensor of one CPU element.
+            loss: a function of the logits of a microbatch and its index, an int64 tensor of one CPU element.
 
         Returns:
             The sum of the losses, a detached float64 scalar; zero on ranks without the last stage.
@@ -168,7 +168,7 @@ class PipelineDriver:
         try:
             return step()
         except RuntimeError as error:
-            # Torch wraps the error of a stage in a long one; the original has the remedy.
+            # Torch wraps the error of a stage in a long one; the original error has the remedy.
             raise error.__cause__ or error from error.__cause__
 
     def _schedule(self, shapes: Shapes, is_training: bool) -> Any:
@@ -182,7 +182,7 @@ class PipelineDriver:
             stages[0] if single else stages,
             self._num_microbatches,
             loss_fn=self._loss_of_pass if is_training else None,
-            scale_grads=False,  # the losses are sums, divided already
+            scale_grads=False,  # the losses are sums and already divided
         )
         self._made[is_training] = (shapes, schedule)
         return schedule

@@ -1,4 +1,4 @@
-"""A check that ranks which hold the same part of a parameter hold the same bits."""
+"""A check that ranks with the same part of a parameter hold identical bits."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_replicas(held: Mapping[str, Tensor], placements: Placements, mesh: ParallelMesh, step: int) -> None:
-    """Compares one number for each parameter over all ranks: the sum of its elements' bits. All ranks must call it.
+    """Compare one number for each parameter over all ranks, the sum of the bits of its elements; a collective.
 
     Args:
-        held: what this rank holds of each parameter, by its name.
-        placements: how the parameters lie.
+        held: this rank's part of each parameter, by name.
+        placements: the placements of the parameters.
         mesh: the ranks.
-        step: optimizer steps so far, for the message.
+        step: the number of optimizer steps so far, for the message.
 
     Raises:
-        TrainerError: two ranks differ, on every rank; it names them and the first parameter.
+        TrainerError: two ranks differ; raised on every rank. It names the ranks and the first parameter.
     """
     if mesh.world_size == 1:
         return

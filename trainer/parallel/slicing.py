@@ -29,13 +29,13 @@ def part_of(whole: Tensor, split: Split, index: int, size: int) -> Tensor:
     If `size` does not divide a block, zeros pad its last parts, so all parts have the same shape.
 
     Args:
-        whole: `[..., n, ...]`, n the size of dimension `split.dim`.
-        split: how it is cut.
-        index: of the part.
-        size: number of parts.
+        whole: the whole tensor `[..., n, ...]`, n the size of dimension `split.dim`.
+        split: the split of the whole tensor.
+        index: the index of the part.
+        size: the number of parts.
 
     Returns:
-        `[..., blocks * ceil(n / blocks / size), ...]`.
+        The part `[..., blocks * ceil(n / blocks / size), ...]`.
     """
     dim, block = _dim_and_block(split, whole.shape[split.dim or 0])
     start, stop = bounds_of_part(block, index, size)
@@ -52,14 +52,14 @@ def ranges_of_part(total: int, split: Split, index: int, size: int) -> tuple[int
     """Return the ranges of dimension `split.dim` that `part_of` takes, to read a part from a file.
 
     Args:
-        total: size of that dimension of the whole.
-        split: how it is cut.
-        index: of the part.
-        size: number of parts.
+        total: the size of that dimension of the whole tensor.
+        split: the split of the whole tensor.
+        index: the index of the part.
+        size: the number of parts.
 
     Returns:
-        Elements of the part for each block, and for each block the first element of its range and the one after its
-        last; a range that is shorter is followed by zeros.
+        The number of elements of the part in each block, and start and stop of its range in each block. In the part,
+        zeros follow a shorter range.
     """
     _, block = _dim_and_block(split, total)
     start, stop = bounds_of_part(block, index, size)
@@ -75,7 +75,7 @@ def join_parts(parts: Sequence[Tensor], split: Split, whole_size: int) -> Tensor
         whole_size: the size of its dimension `split.dim`.
 
     Returns:
-        `[..., whole_size, ...]`.
+        The whole tensor `[..., whole_size, ...]`.
     """
     dim, block = _dim_and_block(split, whole_size)
     size = len(parts)

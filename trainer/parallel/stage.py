@@ -1,7 +1,7 @@
 """Stand-ins for the modules of other pipeline stages, in a model that was written for one process.
 
 The model's own forward runs on every stage. Layers of earlier stages return their input. The first layer of this stage
-gets the tensors of the stage before. The first module of a later stage ends the forward pass.
+gets the tensors of the previous stage. The first module of a later stage ends the forward pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class StageTraffic:
-    """The received tensors of the current microbatch, and those to send.
+    """The tensors that a stage receives and sends for the current microbatch.
 
     `hidden` are the states between layers; `result` is the output of an earlier stack, such as the encoder.
     """
@@ -23,7 +23,7 @@ class StageTraffic:
         self.result: Tensor | None = None
 
 
-class StageLeft(Exception):  # noqa: N818  # not an error: how a forward is left in the middle
+class StageLeft(Exception):  # noqa: N818  # not an error: it ends a forward pass early
     """The end of a stage in the model's forward; `hidden` is the input of the next stage."""
 
     def __init__(self, hidden: Tensor | None) -> None:
@@ -71,7 +71,7 @@ class Passing(Absent):
 class Received(Absent):
     """A module before the first layer, computed on an earlier stage; it returns the received states.
 
-    The model makes masks of their shape and does not use their values.
+    The model creates masks of their shape and does not use their values.
     """
 
     def __init__(self, original: nn.Module, traffic: StageTraffic) -> None:

@@ -1,7 +1,7 @@
-"""The bytes of training state that one rank holds, by formula: what a layout costs before anything is built.
+"""The bytes of training state on one rank, computed by formula before a model is built.
 
-Rajbhandari et al. 2020 (arXiv:1910.02054), section 3.1, in fp32: parameters, gradients and optimizer state of 4 bytes
-an element each, every one of them whole or cut over the shard group.
+Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 3.1, in fp32. Parameters, gradients and optimizer tensors
+have 4 bytes per element. Each of the three is whole or sharded over the shard group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Of the rank that holds the most, between two steps; gradients as they are right before the optimizer step."""
+    """The bytes on the rank that holds the most, between two steps; gradients as right before the optimizer step."""
 
     parameters: int
     gradients: int
@@ -38,19 +38,19 @@ def state_bytes(
     cut_optimizer: bool,
     optimizer_tensors: int,
 ) -> StateBytes:
-    """The bytes by formula.
+    """Return the bytes on the rank that holds the most.
 
     Args:
-        placements: how the parameters lie.
-        sizes: of each mesh axis.
-        cut_gradients: whether gradients are cut over the shard group, as the parameters may be.
-        cut_optimizer: likewise for the optimizer state.
-        optimizer_tensors: tensors of the parameter's size that the optimizer keeps for each (AdamW: 2; 3 where a master
-            copy of the cut parameter is kept beside it, as DeepSpeed does).
+        placements: the placements of the parameters.
+        sizes: the size of each mesh axis.
+        cut_gradients: whether gradients are sharded over the shard group.
+        cut_optimizer: whether the optimizer state is sharded over the shard group.
+        optimizer_tensors: the number of optimizer tensors of the size of each parameter: 2 for AdamW, 3 with a master
+            copy of the sharded parameter, as in DeepSpeed.
     """
     trainable = [placement for placement in placements.values() if placement.trainable]
     held = sum(placement.num_elements(sizes) for placement in placements.values())
-    whole = sum(placement.num_elements(sizes) for placement in trainable)  # of what the tensor axis leaves to this rank
+    whole = sum(placement.num_elements(sizes) for placement in trainable)  # the part of a tensor rank
     part = sum(
         placement.num_elements(sizes)
         if "dp_shard" in placement.split_axes
