@@ -1,4 +1,4 @@
 """Hugging Face models: loading, cutting and the functions that they compute with.
 
-Knows no task and no data.
+The package does not depend on tasks or data.
 """

@@ -1,7 +1,7 @@
-"""The attention function that transformers' models call when dropout is layout-invariant.
+"""Attention function of transformers' models under layout-invariant dropout.
 
-Registered with transformers under `KEYED_ATTENTION`. Without dropout (evaluation, or probability 0) it is transformers'
-own SDPA; with it, the probabilities are materialised so that the keyed mask can be applied to them.
+It is registered with transformers under `KEYED_ATTENTION`. Without dropout (evaluation, or probability 0), it calls
+transformers' SDPA. With dropout, it materialises the probabilities and applies the keyed mask to them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VARIANTS = ("softcap", "s_aux", "cache")  # arguments that change the formula
 def _masked_scores(
     scores: Tensor, attention_mask: Tensor | None, position_bias: Tensor | None, is_causal: bool
 ) -> Tensor:
-    """Return the scores `[batch, heads, queries, keys]` with bias and mask; a boolean mask is True where visible."""
+    """Return the scores `[batch, heads, queries, keys]` with bias and mask; a boolean mask is True at visible keys."""
     if position_bias is not None:
         scores = scores + position_bias
     if attention_mask is None and is_causal and scores.shape[-2] > 1:
@@ -34,8 +34,8 @@ def _masked_scores(
     if attention_mask is None:
         return scores
     if attention_mask.dtype == torch.bool:
-        # Added, not filled in: the backward pass then has nothing to do. The lowest finite number swallows every score,
-        # and makes a row that may look nowhere uniform, not NaN.
+        # An added mask needs no work in the backward pass. The lowest finite number absorbs every score, and it makes
+        # the probabilities of a fully masked row uniform instead of NaN.
         lowest = torch.finfo(scores.dtype).min
         attention_mask = scores.new_zeros(attention_mask.shape).masked_fill_(attention_mask.logical_not(), lowest)
     return scores + attention_mask
@@ -56,21 +56,22 @@ def keyed_attention(
     """Compute scaled dot-product attention with a dropout mask that does not depend on the layout.
 
     Args:
-        module: the attention module that calls; it knows its dropout site.
-        query: `[batch, heads, queries, head_dim]`.
-        key: `[batch, key_value_heads, keys, head_dim]`.
-        value: `[batch, key_value_heads, keys, head_dim]`.
-        attention_mask: boolean (True: may look) or additive, broadcastable to `[batch, heads, queries, keys]`, or None.
-        dropout: share of the attention probabilities to drop; 0 outside training.
-        scaling: factor of the scores; None: `head_dim ** -0.5`.
-        is_causal: whether a missing mask means a causal one; None: as the module says.
-        position_bias: added to the scores (T5), or None.
+        module: the calling attention module, which holds its dropout site.
+        query: the queries `[batch, heads, queries, head_dim]`.
+        key: the keys `[batch, key_value_heads, keys, head_dim]`.
+        value: the values `[batch, key_value_heads, keys, head_dim]`.
+        attention_mask: a boolean mask (True: visible) or an additive mask, broadcastable to
+            `[batch, heads, queries, keys]`, or None.
+        dropout: the dropout probability of the attention probabilities; 0 outside training.
+        scaling: the factor of the scores; None means `head_dim ** -0.5`.
+        is_causal: whether a missing mask means a causal mask; None takes the module's value.
+        position_bias: the bias that is added to the scores (T5), or None.
 
     Returns:
-        `[batch, queries, heads, head_dim]`, and the probabilities before dropout (None from SDPA).
+        The output `[batch, queries, heads, head_dim]`, and the probabilities before dropout (None from SDPA).
 
     Raises:
-        UsageError: the model asks for a variant of attention that is not computed here.
+        UsageError: the model needs a variant of attention that has no keyed form.
     """
     if dropout == 0.0:
         output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(

@@ -1,4 +1,4 @@
-"""Builds the model of a recipe: a pretrained one from a folder or the hub, or one with random weights."""
+"""Build the model of a recipe: pretrained, from a folder or the hub, or with random weights."""
 
 from __future__ import annotations
 
@@ -42,11 +42,13 @@ from trainer.recipe.schema import Model, Training
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A Hugging Face model in fp32 on the CPU, ready to be placed.
+    """A Hugging Face model in fp32 on the CPU, before it is placed.
 
-    `dropout_keys` is None where the recipe chose torch's own dropout. `notes` are what a user should know of how it was
-    built, such as weights that the checkpoint does not hold. `placements` say how its parameters lie where it was cut
-    over tensor ranks or into stages; None: it is whole. `part` says what it is of a pipeline; None: there is none.
+    `dropout_keys` is None if the recipe chose torch's dropout. `notes` are messages for the user about the build, such
+    as weights that the checkpoint does not hold.
+
+    `placements` are the placements of its parameters if the model was cut over tensor ranks or into stages; None means
+    that the model is whole. `part` describes its pipeline stage; None means that there is no pipeline.
     """
 
     model: nn.Module
@@ -57,19 +59,19 @@ class BuiltModel:
 
     @property
     def vocabulary(self) -> VocabularyCut | None:
-        """How the logits lie where the model's head over the vocabulary was cut; None: whole, or of something else."""
+        """The cut of the logits over the vocabulary; None if they are whole, or not over a vocabulary."""
         heads = [m for m in self.model.modules() if isinstance(m, ColumnParallelLinear) and m.pads]
         assert len(heads) <= 1, f"a model has one head over its vocabulary, not {len(heads)}"
         return VocabularyCut(heads[0].group, heads[0].whole_out_features) if heads else None
 
 
 def _one_line(error: Exception) -> str:
-    """Return a message of transformers on one line, cut after 300 characters."""
+    """Return the message of an error of transformers on one line of at most 300 characters."""
     return shorten(str(error), 300, placeholder=" ...") or type(error).__name__
 
 
 def not_found(key: str, name: str, error: Exception) -> UsageError:
-    """Return the error for a place, named by the recipe's `key`, that could not be opened."""
+    """Return the error for a folder or repository, named by the recipe's `key`, that could not be opened."""
     return UsageError(
         f"`{key}` is {name!r}, which could not be opened: {_one_line(error)}; give a folder that holds it, or the name"
         " of a repository that this machine can reach or has in its cache"
@@ -77,17 +79,17 @@ def not_found(key: str, name: str, error: Exception) -> UsageError:
 
 
 def vocabulary_size(config: Any) -> int | None:
-    """Return the number of tokens with an embedding, by a configuration; None: it does not say."""
+    """Return the number of tokens with an embedding, or None if the configuration does not hold it."""
     try:
         described = config.get_text_config()
-    except ValueError:  # it describes several models of texts
+    except ValueError:  # the configuration describes several text models
         return None
     size = getattr(described, "vocab_size", None)
     return size if isinstance(size, int) else None
 
 
 def checkpoint_labels(recipe: Model, config: Any) -> tuple[str, ...] | None:
-    """Return the names of a fine-tuned checkpoint's classes in order; None: it has none, or default names only."""
+    """Return the class names of a fine-tuned checkpoint in order; None if it has none, or only default names."""
     labels = getattr(config, "id2label", None)
     if recipe.config is not None or not labels:
         return None
@@ -96,12 +98,12 @@ def checkpoint_labels(recipe: Model, config: Any) -> tuple[str, ...] | None:
 
 
 def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Build the configuration that a recipe's `model.config` describes.
+    """Build the configuration from a recipe's `model.config`.
 
     Raises:
-        UsageError: a key is the task's to set, or nobody reads it.
-        ValueError: the model type is unknown.
-        TypeError, StrictDataclassError: a value is of the wrong type.
+        UsageError: the model type is unknown, the task sets a key, or the model type does not read a key.
+        ValueError: transformers rejects the configuration.
+        TypeError, StrictDataclassError: a value has the wrong type.
     """
     keys = dict(described)
     model_type = keys.pop("model_type", None)
@@ -115,11 +117,11 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
         if key in options or key == "num_labels":
             raise UsageError(f"`model.config.{key}` is set by `task`; remove it")
     config = AutoConfig.for_model(model_type, **keys, **options)
-    config.architectures = []  # transformers iterates over it where a type has several classes, such as deit
+    config.architectures = []  # transformers iterates over it for types with several classes, such as deit
     family = FAMILIES.get(model_type)
     undeclared = family.undeclared_keys if family else ()
     known = {*(field.name for field in fields(config)), *config.attribute_map, *_read_keys(type(config)), *undeclared}
-    # Transformers keeps a key that it does not know as an attribute; one that it knows by an older name is gone.
+    # Transformers stores an unknown key as an attribute. It does not store an older name of a known key.
     for key in keys.keys() - known:
         if key in vars(config):
             near = get_close_matches(key, known, n=1)
@@ -129,19 +131,19 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
 
 
 def _read_keys(config_class: type) -> set[str]:
-    """Return the keys that a configuration class takes without declaring them, as older names or as switches.
+    """Return the keys that a configuration class reads without declaring them, such as older names and switches.
 
-    T5 takes `tie_word_embeddings` so, and ModernBERT `global_attn_every_n_layers`.
+    Examples are `tie_word_embeddings` of T5 and `global_attn_every_n_layers` of ModernBERT.
     """
     own = [cls for cls in config_class.__mro__ if issubclass(cls, PreTrainedConfig) and cls is not PreTrainedConfig]
     return {key for cls in own for key in re.findall(r'kwargs(?:\.get\(|\.pop\(|\[)"(\w+)"', inspect.getsource(cls))}
 
 
 def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
-    """Load the transformers configuration of the recipe's model, with the `options` of its task and its dropout.
+    """Load the transformers configuration of the recipe's model, with the task's `options` and the recipe's dropout.
 
     Raises:
-        UsageError: it cannot be reached, or does not describe a model.
+        UsageError: the configuration cannot be loaded, or does not describe a model.
     """
     try:
         if recipe.config is not None:
@@ -162,12 +164,12 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
 
 
 def _require_head(recipe: Model, config: Any, auto_class: Any) -> None:
-    """Refuse a model type for which transformers has no such head.
+    """Refuse a model type for which transformers does not have the task's head.
 
     Raises:
-        UsageError: names the types that have it and are in the table of families.
+        UsageError: there is no such head; the message names the families of the table that have it.
     """
-    able = auto_class._model_mapping  # by classes of configurations; to list it would import every model there is
+    able = auto_class._model_mapping  # keyed by configuration class; listing it would import every model
     if type(config) in able:
         return
     families = ", ".join(sorted(known for known in FAMILIES if CONFIG_MAPPING[known] in able))
@@ -183,7 +185,7 @@ def _require_head(recipe: Model, config: Any, auto_class: Any) -> None:
 def _initialise(
     auto_class: Any, recipe: Model, config: Any, attention: str, seed: int, gather: Gather
 ) -> tuple[nn.Module, list[str]]:
-    """Return the model in fp32 on the CPU, and notes; weights that are not loaded are drawn from `seed` alone."""
+    """Return the model in fp32 on the CPU, and notes; weights that are not loaded depend on `seed` only."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if recipe.config is not None:
@@ -197,7 +199,7 @@ def _initialise(
             revision=recipe.revision or "main",
             attn_implementation=attention,
             dtype=torch.float32,
-            use_safetensors=True,  # never a pickle
+            use_safetensors=True,  # a pickle can run code
             trust_remote_code=False,
             output_loading_info=True,
         )
@@ -225,13 +227,15 @@ def build_model(
         recipe: the recipe's `model`.
         training: the recipe's `training`, for the seed and the kind of dropout.
         auto_class_name: the head, as the name of an auto class of transformers.
-        options: keys of the configuration that the task decides, such as `num_labels`.
-        gather: makes parameters whole, where they are partitioned while the model is built.
-        cut: over which ranks to cut the model; it then holds this rank's parts, and the whole of it was never held.
-        pad_token_id: of the tokenizer, for a model that names none; None: there is no tokenizer.
+        options: the configuration keys that the task sets, such as `num_labels`.
+        gather: the context that makes parameters whole, if they are partitioned while the model is built.
+        cut: the cut of the model, or None. With a cut, the result holds this rank's parts only. If the model cannot be
+            loaded in parts, the rank holds the whole model during the build.
+        pad_token_id: the tokenizer's padding token, for a model without one; None if there is no tokenizer.
 
     Raises:
-        UsageError: it cannot be reached, holds no safetensors, has a dropout that cannot be keyed, or cannot be cut.
+        UsageError: the model cannot be loaded, has no safetensors, has a dropout that cannot be keyed, or cannot be
+            cut.
     """
     assert cut is None or gather is whole_already, "parameters are either partitioned while they are built, or cut"
     config = load_config(recipe, options)
@@ -251,7 +255,7 @@ def build_model(
 
     def build_whole() -> tuple[nn.Module, list[str]]:
         model, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
-        prepare(model)  # before it is cut: a cut dropout knows its site
+        prepare(model)  # before the cut, which changes the dropout sites
         if not in_table and gather is whole_already:
             notes += check_invariance(model, keys)
         return model, notes
@@ -282,10 +286,10 @@ def build_model(
 
 
 def _name_padding(model: Any, pad_token_id: int | None) -> list[str]:
-    """Name the tokenizer's padding token in the configuration of a model that names none.
+    """Set the tokenizer's padding token in the configuration of a model without a padding token.
 
-    A decoder with a classification head looks for the last token before it. The name comes after the weights, because
-    some models would else draw a zero vector for it.
+    A decoder with a classification head reads the last token before the padding. The token is not set while weights are
+    drawn, because some models would draw a zero vector for it.
     """
     if pad_token_id is None or model.main_input_name != "input_ids":
         return []
@@ -298,7 +302,7 @@ def _name_padding(model: Any, pad_token_id: int | None) -> list[str]:
 
 
 def build_on_meta(recipe: Model, training: Training, auto_class_name: str, options: Mapping[str, Any]) -> nn.Module:
-    """The model of a recipe without memory, to count by; arguments and errors are those of `build_model`."""
+    """Build the recipe's model on the meta device, for estimates; arguments and errors are those of `build_model`."""
     config = load_config(recipe, options)
     auto_class = getattr(transformers, auto_class_name)
     _require_head(recipe, config, auto_class)
@@ -312,10 +316,10 @@ def build_on_meta(recipe: Model, training: Training, auto_class_name: str, optio
 
 
 def _attention(model_class: Any, training: Training) -> str:
-    """Return the name of the attention function that a class of transformers can call.
+    """Return the name of the attention function for a model class of transformers.
 
-    A class without transformers' attention interface has functions of its own, and adds a mask to its scores: it needs
-    the additive mask that transformers gives under "eager". Its dropout modules are keyed like any others.
+    A class without transformers' attention interface has its own attention and adds a mask to its scores. It needs the
+    additive mask that transformers makes under "eager". Its dropout modules are keyed like all others.
     """
     if training.layout_invariant_dropout:
         return KEYED_ATTENTION if model_class._can_set_attn_implementation() else "eager"
@@ -329,10 +333,10 @@ def _undescribed(recipe: Model, auto_class_name: str, error: Exception) -> Usage
 
 
 def save_configuration(model: nn.Module, folder: Path) -> None:
-    """Write the files from which transformers builds the model again, without weights.
+    """Write the files, except the weights, from which transformers rebuilds the model.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     described: Any = model
     config = copy.deepcopy(described.config)
@@ -344,15 +348,15 @@ def save_configuration(model: nn.Module, folder: Path) -> None:
 
 
 def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a plain Hugging Face folder: safetensors and configuration.
+    """Write a Hugging Face folder with safetensors and configuration.
 
     Args:
-        model: that was trained, or what this rank has of it.
-        folder: made where it is not there.
-        weights: all tensors of the whole model, by name; of tied ones one.
+        model: the trained model, or this rank's part of it.
+        folder: the folder to write to; it is created if it does not exist.
+        weights: all tensors of the whole model, by name; tied tensors appear once.
 
     Raises:
-        TrainerError: it cannot be written.
+        TrainerError: a file cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Activation checkpointing: a layer's activations are computed again in the backward pass instead of being kept.
+"""Activation checkpointing: recomputation of a layer's activations in the backward pass.
 
-A recomputation draws the dropout masks of its own microbatch again: the key is captured in the forward and entered
-anew, because under a pipeline another microbatch's forward has run in between.
+A recomputation draws the dropout masks of its own microbatch again. The forward pass captures the key, because a
+pipeline runs the forward pass of another microbatch before the recomputation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CheckpointingName = Literal["none", "selective", "full"]
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _aten = torch.ops.aten
-# What costs much to compute for the memory it takes: matrix products, and the fused attention.
+# Matrix products and fused attention are expensive to recompute, relative to the memory of their results.
 _KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
@@ -44,9 +44,9 @@ def _keep_products(context: SelectiveCheckpointContext, op: Any, *args: Any, **k
 
 
 class _Again:
-    """A moment of the forward pass, and another context inside of it.
+    """The captured dropout key of a forward pass, with another context inside it.
 
-    It may be entered several times: a schedule that splits the backward pass recomputes for both of its halves.
+    It may be entered several times, because a schedule with a split backward pass recomputes for both halves.
     """
 
     def __init__(self, moment: Callable[[], AbstractContextManager[None]], inner: AbstractContextManager[Any]) -> None:
@@ -63,7 +63,7 @@ class _Again:
 
 
 def _contexts(selective: bool, keys: DropoutKeys | None) -> _Contexts:
-    """The contexts of the forward pass and of its recomputation."""
+    """Return the contexts of the forward pass and of its recomputation."""
     forward, again = (
         create_selective_checkpoint_contexts(_keep_products)  # type: ignore[no-untyped-call]
         if selective
@@ -73,12 +73,13 @@ def _contexts(selective: bool, keys: DropoutKeys | None) -> _Contexts:
 
 
 def checkpoint_layers(layers: Iterable[nn.Module], how: CheckpointingName, keys: DropoutKeys | None) -> int:
-    """Makes each of `layers` recompute in its backward pass: all of it, or all but matrix products (`selective`).
+    """Make each of `layers` recompute its activations in the backward pass.
 
-    The parameters keep their names, and hooks on the layers (FSDP's, DeepSpeed's) run outside of the recomputation.
+    With `selective`, the results of matrix products and of fused attention are kept. The parameters keep their names.
+    Hooks on the layers (FSDP's, DeepSpeed's) run outside the recomputation.
 
     Returns:
-        The number of layers.
+        The number of layers that recompute.
     """
     if how == "none":
         return 0
@@ -105,8 +106,8 @@ def _run_checkpointed(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # A selective recomputation must run the operations of its forward pass. ALBERT calls one layer several times: with
-    # autocast's cache, only the first call would cast its weights.
+    # A selective recomputation must run the same operations as its forward pass. ALBERT calls one layer several times;
+    # with autocast's cache, only the first call would cast its weights.
     with _without_autocast_cache() if selective else nullcontext():
         return checkpoint(
             forward, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve_rng_state, **kwargs

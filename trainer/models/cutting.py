@@ -1,4 +1,4 @@
-"""How one rank's model is cut out of the whole: first to its pipeline stage, then over the tensor ranks."""
+"""The cut of a model to one rank's part: first to its pipeline stage, then over the tensor ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.parallel.slicing import part_of
 
 @dataclass(frozen=True)
 class StageChoice:
-    """One stage of a pipeline; `starts` are the first layers of all but the first stage, None: by cost."""
+    """One stage of a pipeline; `starts` are the first layers of all stages but the first, or None to balance costs."""
 
     stage: int
     num_stages: int
@@ -27,7 +27,7 @@ class StageChoice:
 
 @dataclass(frozen=True)
 class CutModel:
-    """What a cut has made of a model: how its parameters lie, and, of a pipeline, which part of it is left."""
+    """The result of a cut: the placements of the parameters and, with a pipeline, the part of the stage."""
 
     placements: Placements
     part: StagePart | None = None
@@ -35,9 +35,10 @@ class CutModel:
 
 @dataclass(frozen=True)
 class ModelCut:
-    """How a model is cut: to a stage, and over the ranks of the tensor axis; with `sequence`, its sequences too.
+    """The cut of a model to a pipeline stage and over the ranks of the tensor axis.
 
-    `group` None: not over tensor ranks.
+    `group` is None without tensor ranks. `sequence` shards the sequences over the tensor ranks, too. `choice` is None
+    without a pipeline.
     """
 
     group: Group | None
@@ -45,10 +46,10 @@ class ModelCut:
     choice: StageChoice | None = None
 
     def __call__(self, model: nn.Module) -> CutModel:
-        """Cuts `model` in place.
+        """Cut `model` in place.
 
         Raises:
-            UsageError: it cannot be cut so.
+            UsageError: the model cannot be cut in this way.
         """
         part = None
         if self.choice is not None:
@@ -63,7 +64,7 @@ class ModelCut:
         return CutModel(placements, part)
 
     def part(self, tensor: Tensor, placement: ParameterPlacement) -> Tensor:
-        """This rank's part of a whole parameter; the parameter itself where it is not cut."""
+        """Return this rank's part of a whole parameter, or the parameter itself if it is replicated."""
         for split in placement.splits:
             assert self.group is not None
             tensor = part_of(tensor, split, index_in_group(self.group), group_size(self.group))
@@ -83,14 +84,14 @@ def model_cuts(
     starts: Sequence[str] | None,
     schedule: str = "1f1b",
 ) -> list[ModelCut | None]:
-    """Return the cut of each of a rank's stages, or of the whole model; None where nothing is cut.
+    """Return the cut of each of a rank's stages, or of the whole model; None if nothing is cut.
 
     Args:
-        mesh: the ranks.
-        sequence: whether tensor ranks cut sequences too.
-        stages: that this rank holds.
-        num_stages: of the whole pipeline; 1 without a pipeline.
-        starts: as in `StageChoice`.
+        mesh: the mesh of all ranks.
+        sequence: whether tensor ranks shard sequences, too.
+        stages: the stages that this rank holds.
+        num_stages: the number of stages of the whole pipeline; 1 without a pipeline.
+        starts: the first layers of the stages, as in `StageChoice`.
         schedule: the name of the pipeline's schedule.
     """
     group = mesh.group(TENSOR_AXIS)

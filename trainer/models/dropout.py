@@ -1,4 +1,4 @@
-"""Gives an unmodified Hugging Face model dropout that does not depend on the layout."""
+"""Layout-invariant dropout in an unmodified Hugging Face model."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from trainer.models.families.table import is_shared_dropout
 from trainer.parallel.dropout import REMEDY, DropoutKeys, DropoutSite, KeyedDropout, KeyedDropPath
 
 _SITE = "keyed_dropout_site"
-# Names under which configurations of transformers keep a probability of dropout.
+# Parts of the names of dropout probabilities in transformers' configurations.
 _PROBABILITY_MARKS = ("dropout", "drop_rate", "pdrop", "drop_prob")
-# Names of the rates at which whole branches or layers are dropped. `model.dropout: 0` turns these off, too.
+# Parts of the names of rates that drop whole branches or layers. `model.dropout: 0` turns these off, too.
 _DEPTH_MARKS = ("drop_path", "layerdrop")
 
 
 def key_dropout(model: nn.Module, keys: DropoutKeys) -> int:
-    """Replace every dropout of `model` by one with masks from `keys`, and give every module its site.
+    """Replace every dropout of `model` by its keyed form, with masks from `keys`, and set every module's dropout site.
 
     Returns:
-        The number of dropouts that were replaced, stochastic depth included.
+        The number of replaced dropouts, including stochastic depth.
 
     Raises:
-        UsageError: a module drops in a way that has no keyed form.
+        UsageError: a module has a kind of dropout without a keyed form.
     """
     replaced = 0
     for name, module in list(model.named_modules()):
@@ -41,7 +41,7 @@ def key_dropout(model: nn.Module, keys: DropoutKeys) -> int:
                 raise UsageError(f"{name}.{child_name} is a {type(child).__name__}, which has no keyed form; {REMEDY}")
         if getattr(module, "layerdrop", 0):
             raise UsageError(f"{name} drops whole layers (layerdrop), which has no keyed form; {REMEDY}")
-    # Only the model knows which of its modules call the attention function, so each learns its own name.
+    # Any module may call the attention function, so each gets a site.
     for name, module in model.named_modules():
         setattr(module, _SITE, DropoutSite(keys, f"{name}.attention"))
     return replaced
@@ -52,7 +52,7 @@ def _keyed_form(module: nn.Module, site: DropoutSite, model: nn.Module) -> nn.Mo
     if isinstance(module, nn.Dropout):
         shared = is_shared_dropout(model, site.name)
         return KeyedDropout(DropoutSite(site.keys, site.name, shared=shared), module.p)
-    # transformers has a class of stochastic depth for each model (`SwinDropPath`), all of them with one number.
+    # transformers has one class of stochastic depth per model (`SwinDropPath`), each with one probability.
     probability = getattr(module, "drop_prob", None)
     if type(module).__name__.endswith("DropPath") and isinstance(probability, int | float):
         return KeyedDropPath(site, float(probability))
@@ -60,13 +60,13 @@ def _keyed_form(module: nn.Module, site: DropoutSite, model: nn.Module) -> nn.Mo
 
 
 def site_of(module: nn.Module) -> DropoutSite:
-    """Return the dropout site of an attention module that `key_dropout` has prepared."""
+    """Return the dropout site of an attention module, which `key_dropout` has set."""
     site: DropoutSite = getattr(module, _SITE)
     return site
 
 
 def move_site(module: nn.Module, move: Callable[[DropoutSite], DropoutSite]) -> None:
-    """Change the dropout site of an attention module; without a site it uses torch's own dropout."""
+    """Change the dropout site of an attention module, if it has one; a module without a site uses torch's dropout."""
     if hasattr(module, _SITE):
         setattr(module, _SITE, move(site_of(module)))
 
@@ -75,7 +75,7 @@ _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, 
 
 
 def _dropped_share(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Return the share that a call of a torch function drops; 0 for a function that drops nothing."""
+    """Return the dropout probability of a call of a torch function; 0 for a function without dropout."""
 
     def given(name: str, place: int, default: Any) -> Any:
         return kwargs.get(name, args[place] if len(args) > place else default)
@@ -90,12 +90,12 @@ def _dropped_share(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 class RefuseUnkeyedDropout(TorchFunctionMode):
-    """Refuse a forward pass that draws from torch's own generators, instead of a silent difference.
+    """Context that refuses a forward pass that draws from torch's generators.
 
-    A dropout function is refused at its call, any other draw at the end of the context.
+    It refuses a dropout function at its call, and any other draw at the end of the context.
 
     Args:
-        model: Subject of the messages, such as "model type 'bart'".
+        model: the subject of the messages, such as "model type 'bart'".
     """
 
     def __init__(self, model: str = "this model") -> None:
@@ -128,9 +128,9 @@ class RefuseUnkeyedDropout(TorchFunctionMode):
 
 
 def _draw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return `torch.rand(*args)`; the generator does not advance for a scalar.
+    """Return `torch.rand(*args, **kwargs)` without advancing the generator for a scalar.
 
-    transformers draws one scalar a layer even where `layerdrop` is 0, and `key_dropout` refuses any other.
+    transformers draws one scalar per layer even if `layerdrop` is 0, and `key_dropout` refuses any other `layerdrop`.
     """
     before = torch.get_rng_state()
     drawn = torch.rand(*args, **kwargs)
@@ -140,7 +140,7 @@ def _draw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _generator_states() -> list[Tensor]:
-    """Return the state of the CPU's generator, and of the current GPU's."""
+    """Return the states of the CPU's generator and of the current GPU's."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
@@ -148,15 +148,15 @@ def _generator_states() -> list[Tensor]:
 
 
 def set_probabilities(config: Any, probability: float) -> list[str]:
-    """Set every dropout probability in a transformers configuration, also where it is a list.
+    """Set every dropout probability in a transformers configuration, including lists of probabilities.
 
-    Zero turns off stochastic depth and dropped layers as well; another probability leaves their rates as they are.
+    Zero also turns off stochastic depth and layer dropping; another probability keeps their rates.
 
     Returns:
         The keys that were set.
 
     Raises:
-        UsageError: the configuration has none.
+        UsageError: the configuration has no dropout probability.
     """
     marks = _PROBABILITY_MARKS if probability else (*_PROBABILITY_MARKS, *_DEPTH_MARKS)
     found = {

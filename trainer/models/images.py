@@ -1,7 +1,7 @@
-"""The image processor of a model: the checkpoint's own, or one that follows from a configuration; never torchvision's.
+"""Image processor of a model: the checkpoint's, or one derived from a configuration; never torchvision's.
 
-A processor of transformers resizes and crops on 8 bits a channel, then rescales and normalises. The first half is done
-once and kept, the second when a batch is made, so a processor that does not fall into these halves is refused.
+A processor of transformers resizes and crops with 8 bits per channel, then rescales and normalises. The first half runs
+once and its result is kept; the second half runs for each batch. Other processors are refused.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from trainer.recipe.schema import Model
 if TYPE_CHECKING:
     import PIL.Image
 
-_MODES = {1: "L", 3: "RGB"}  # Pillow's, by the channels that a model reads
+_MODES = {1: "L", 3: "RGB"}  # Pillow modes by the model's number of channels
 _DEFAULT_MEAN = _DEFAULT_STD = 0.5
-_PROBES = ((37, 53), (53, 37))  # height and width: whatever resizes to one size makes these equal
-_TOLERANCE = 1e-5  # of a normalised value: sums in another order
+_PROBES = ((37, 53), (53, 37))  # heights and widths; they become equal if the processor resizes to one size
+_TOLERANCE = 1e-5  # for normalised values, summed in another order
 
 
 class ImageProcessor:
-    """Makes of an image what a model reads, up to the normalisation.
+    """Conversion of an image to a model's input, except for rescaling and normalisation.
 
     Args:
-        processor: of transformers, on Pillow and numpy.
-        num_channels: that the model reads: 1 or 3.
+        processor: a processor of transformers, with Pillow and numpy.
+        num_channels: the number of channels that the model reads, 1 or 3.
 
     Raises:
-        UsageError: the processor does not resize first and normalise then.
+        UsageError: the processor does not resize first and normalise afterwards.
     """
 
     def __init__(self, processor: Any, num_channels: int) -> None:
@@ -47,18 +47,18 @@ class ImageProcessor:
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the same image would become another array."""
+        """A string that changes whenever the array of an image would change."""
         return json.dumps([self._num_channels, self._processor.to_dict()], sort_keys=True, default=str)
 
     def __call__(self, image: PIL.Image.Image) -> NDArray[np.uint8]:
-        """The image resized, in the model's channels: `[channels, height, width]`; an alpha channel is left out."""
+        """Return the resized image `[channels, height, width]` in the model's channels, without an alpha channel."""
         return self._halved(np.asarray(image.convert(_MODES[self._num_channels])))
 
     def save(self, folder: Path) -> None:
-        """Writes `preprocessor_config.json`.
+        """Write `preprocessor_config.json`.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         self._processor.save_pretrained(folder)
 
@@ -73,7 +73,7 @@ class ImageProcessor:
         return tuple(map(float, listed))
 
     def _halved(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """What the processor does before it rescales; `pixels` are `[height, width]` or `[height, width, 3]`."""
+        """Return the result before rescaling; `pixels` is `[height, width]` or `[height, width, 3]`."""
         resized = self._process(pixels, do_rescale=False, do_normalize=False)
         return resized.astype(np.uint8, casting="unsafe")
 
@@ -84,7 +84,7 @@ class ImageProcessor:
         return processed
 
     def _probe(self) -> tuple[int, int] | None:
-        """The height and width that every image gets; None: that depends on the image."""
+        """Check the processor, and return the height and width of every image, or None if they depend on the image."""
         sizes = set()
         for height, width in _PROBES:
             values = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
@@ -103,12 +103,13 @@ class ImageProcessor:
 
 
 def load_image_processor(recipe: Model) -> ImageProcessor:
-    """The image processor of the recipe's model.
+    """Load the image processor of the recipe's model.
 
-    With random weights: to the `image_size` of the configuration, if it names one, and values from -1 to 1.
+    A model with random weights gets a processor that resizes to the configuration's `image_size`, if present. This
+    processor scales values to the range from -1 to 1.
 
     Raises:
-        UsageError: there is none, it cannot be reached, or it does not fit the model.
+        UsageError: the model has no processor, the processor cannot be loaded, or it does not fit the model.
     """
     config = load_config(recipe, {})
     channels = getattr(config, "num_channels", None)
@@ -136,12 +137,12 @@ def _image_size(config: Any) -> tuple[int, int] | None:
 
 
 def _default_processor(size: tuple[int, int] | None, num_channels: int) -> Any:
-    from transformers import ViTImageProcessorPil  # like the one below, it takes long to import
+    from transformers import ViTImageProcessorPil  # imported here, because the import is slow
 
     return ViTImageProcessorPil(
         do_resize=size is not None,
         size=None if size is None else {"height": size[0], "width": size[1]},
-        do_convert_rgb=num_channels == 3,  # for whoever opens the exported folder
+        do_convert_rgb=num_channels == 3,  # for users of the exported folder
         image_mean=[_DEFAULT_MEAN] * num_channels,
         image_std=[_DEFAULT_STD] * num_channels,
     )

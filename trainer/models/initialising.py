@@ -1,7 +1,7 @@
-"""Random weights that do not depend on the layout: each module draws from a stream of its own.
+"""Layout-invariant random weights: each module draws from its own stream.
 
-One generator for the whole model would make a weight depend on what was drawn before it, which differs where a rank
-holds only some of the modules, or where DeepSpeed partitions them while they are made.
+With one generator for the whole model, a weight would depend on all earlier draws. These differ if a rank holds only
+some of the modules, or if DeepSpeed partitions them during construction.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from transformers import PreTrainedModel
 from trainer.parallel.random import stream_key
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
-"""A context in which partitioned parameters are whole, and after which they are cut again as they were left."""
+"""A context that makes partitioned parameters whole, and partitions them again with their new values on exit."""
 
 
 def whole_already(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
-    """The `Gather` of a model that is not partitioned."""
+    """Do nothing: the `Gather` of a model that is not partitioned."""
     return nullcontext()
 
 
 def draw_weights(
     model: nn.Module, names: Collection[str], seed: int, gather: Gather, held: Callable[[str], bool] = lambda _: True
 ) -> None:
-    """Draws the parameters `names` of a transformers model again, by the model's own rules.
+    """Draw the parameters `names` of a transformers model again, by the model's own rules.
 
     Args:
-        model: of transformers.
-        names: as in `model.named_parameters()`.
-        seed: the recipe's.
-        gather: makes parameters whole.
-        held: whether this rank has a parameter. What is drawn from one stream is drawn whole or not at all, since a
-            rule that leaves one parameter out would give the next one other numbers.
+        model: the model of transformers.
+        names: the names of the parameters, as in `model.named_parameters()`.
+        seed: the recipe's seed.
+        gather: the context that makes parameters whole.
+        held: a predicate for the parameters that this rank has. All parameters of one stream are drawn, or none,
+            because a skipped parameter would change the numbers of the next one.
     """
     wanted = set(names)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -52,15 +52,15 @@ def _draw(
     gather: Gather,
     held: Callable[[str], bool],
 ) -> None:
-    """Draws a module together with those of its children that have none: its rule may be about their parameters."""
-    owner = module if isinstance(module, PreTrainedModel) else owner  # whose rules these are
+    """Draw a module together with its leaf children, because its rule may set their parameters."""
+    owner = module if isinstance(module, PreTrainedModel) else owner  # the model that has the rules
     together: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         if any(True for _ in child.children()):
             _draw(child, f"{path}{name}.", owner, wanted, seed, gather, held)
         else:
             together[f"{path}{name}."] = child
-    together[path] = module  # last, as in transformers: its rule stands above theirs
+    together[path] = module  # last, as in transformers: its rule overrides theirs
     found = {
         f"{at}{name}": parameter
         for at, part in together.items()
@@ -71,7 +71,7 @@ def _draw(
         return
     drawn = list(found.values())
     unset = {id(parameter) for parameter in drawn}
-    for parameter in module.parameters():  # transformers leaves alone what carries this mark
+    for parameter in module.parameters():  # transformers skips parameters with this mark
         parameter._is_hf_initialized = id(parameter) not in unset  # type: ignore[attr-defined]
     with gather(drawn):
         for at, part in together.items():

@@ -1,7 +1,7 @@
-"""Proof that a row's logits depend neither on its padding nor on the other rows of its microbatch.
+"""Check that a row's logits depend neither on its padding nor on the other rows of its microbatch.
 
-Families of the table have this proof in their tests. Any other model is tried before it trains: two short rows in one
-forward pass, then the shorter row alone. Masks of dropout are keyed by row, so the proof holds in training mode, too.
+The tests check the families of the table. Any other model is checked before training: two short rows in one forward
+pass, then the shorter row alone. Dropout masks are keyed by row, so the check also covers training mode.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.parallel.dropout import REMEDY, DropoutKeys, MicrobatchKey
 
 _LENGTHS = (16, 9)  # tokens of the two rows
-_TOLERANCE = 1e-4  # of the largest logit; rounding gives 1e-6
-_MOST_LAYERS = 8  # of a sample; enough for every kind of layer in a model that alternates them
-_DEFAULT_IMAGE = 224  # pixels, where the configuration does not say
+_TOLERANCE = 1e-4  # relative to the largest logit; rounding gives 1e-6
+_MOST_LAYERS = 8  # of a sample; includes every kind of layer in a model that alternates them
+_DEFAULT_IMAGE = 224  # pixels, if the configuration has no image size
 
 
 def check_invariance(model: nn.Module, keys: DropoutKeys | None) -> list[str]:
     """Compare the logits of a row alone with those of the same row in a padded batch.
 
     Args:
-        model: A whole model of transformers on the CPU, in fp32, its dropout keyed by `keys`.
-        keys: None with torch's own dropout: the comparison is without dropout then.
+        model: a whole model of transformers on the CPU, in fp32, with dropout keyed by `keys`.
+        keys: the keys of the dropout; None with torch's dropout, and the comparison then runs without dropout.
 
     Returns:
-        Notes for the user: with torch's own dropout, a dependence is noted instead of refused.
+        Notes for the user. With torch's dropout, a dependence gives a note instead of an error.
 
     Raises:
         UsageError: the logits depend on the layout, or the forward pass failed.
@@ -54,9 +54,9 @@ def check_invariance(model: nn.Module, keys: DropoutKeys | None) -> list[str]:
 
 
 def sample_of(model_class: Any, config: Any, attention: str) -> nn.Module:
-    """Build a small stand-in with random weights, for a model of which each rank has a part only.
+    """Build a small model with random weights, to check a model that no rank holds whole.
 
-    It has the widths of `config`, but at most 8 layers.
+    It has the widths of `config` and at most 8 layers, if its configuration allows fewer layers.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = attention
@@ -69,7 +69,7 @@ def sample_of(model_class: Any, config: Any, attention: str) -> nn.Module:
                 small.num_hidden_layers = _MOST_LAYERS
                 shallow: nn.Module = model_class(small)
                 return shallow
-            except Exception:  # its configuration counts layers in other keys, too
+            except Exception:  # other keys of the configuration also count layers
                 pass
         sample: nn.Module = model_class(config)
     return sample
@@ -77,16 +77,16 @@ def sample_of(model_class: Any, config: Any, attention: str) -> nn.Module:
 
 @torch.no_grad()
 def _dependence(model: nn.Module, keys: DropoutKeys | None, name: str) -> str | None:
-    """Return how the logits depend on the layout, in words; None: they do not."""
+    """Return a description of how the logits depend on the layout, or None if they do not."""
     try:
         together = _logits(model, _inputs(model, _LENGTHS), (0, 1), keys, name)
         alone = _logits(model, _inputs(model, _LENGTHS[1:]), (1,), keys, name)
-    except UsageError:  # a dropout without a keyed form
+    except UsageError:  # raised for a dropout without a keyed form
         raise
-    except Exception as error:  # a model may raise anything at inputs that it does not expect
+    except Exception as error:  # a model may raise any error for unexpected inputs
         return f"a forward pass over two short rows failed ({type(error).__name__}: {error})"
     row = together[1]
-    if alone.dim() > 2:  # [rows, tokens, vocabulary]: padding has logits, which nobody reads
+    if alone.dim() > 2:  # [rows, tokens, vocabulary]: the logits of padding are not used
         row = row[: alone.shape[1]]
     difference = (row - alone[0]).abs().max() / alone.abs().max().clamp(min=torch.finfo(alone.dtype).tiny)
     if difference <= _TOLERANCE:
@@ -97,7 +97,7 @@ def _dependence(model: nn.Module, keys: DropoutKeys | None, name: str) -> str | 
 def _logits(
     model: nn.Module, inputs: dict[str, Tensor], rows: Sequence[int], keys: DropoutKeys | None, name: str
 ) -> Tensor:
-    """Return the logits `[rows, ...]` of one microbatch, by a generator in another state for each."""
+    """Return the logits `[rows, ...]` of one microbatch; the generator's seed is the number of rows."""
     keyed = keys.use(MicrobatchKey(0, torch.tensor(rows))) if keys else nullcontext()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(len(rows))
@@ -109,7 +109,7 @@ def _logits(
 def _inputs(model: Any, lengths: Sequence[int]) -> dict[str, Tensor]:
     """Return rows of tokens `[rows, sequence]`, padded on the right, or images `[rows, channels, height, width]`.
 
-    A row of one length has the same content in every call.
+    Rows of equal length have equal content in every call.
     """
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.stack([_image(model.config, length) for length in lengths])}
@@ -123,7 +123,7 @@ def _inputs(model: Any, lengths: Sequence[int]) -> dict[str, Tensor]:
     for row, length in enumerate(lengths):
         tokens = [ordinary[(length + 7 * place) % len(ordinary)] for place in range(length)]
         if end is not None:
-            tokens[-1] = end  # where encoder-decoders read their class
+            tokens[-1] = end  # encoder-decoders classify at this token
         ids[row, :length] = torch.tensor(tokens)
         mask[row, :length] = 1
     return {"input_ids": ids, "attention_mask": mask}
@@ -131,7 +131,7 @@ def _inputs(model: Any, lengths: Sequence[int]) -> dict[str, Tensor]:
 
 @contextmanager
 def _padding_decided(model: Any) -> Iterator[None]:
-    """Inside, a model of texts has a padding token: decoders look for the last token before the padding."""
+    """Set a padding token for a text model without one, because decoders read the last token before the padding."""
     config = model.config.get_text_config() if model.main_input_name == "input_ids" else None
     if config is None or _padding_token(config) is not None:
         yield

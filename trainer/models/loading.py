@@ -1,11 +1,14 @@
-"""Builds a model of which each tensor rank only ever holds its parts: from safetensors, or drawn at random.
+"""Build one rank's parts of a model, from safetensors or at random, without holding the whole model.
 
-The model is made on the `meta` device, where tensors have shapes and no memory, cut there, and its parameters are then
-filled one by one: with the slices that this rank reads from the files, or with its part of a module that is drawn whole
-for a moment. Which tensor of the files is which parameter, what is missing and what is left over, is transformers' own
-answer: it loads the checkpoint into the model once with tensors on `meta`.
+The model is made and cut on the `meta` device, where tensors have shapes and no memory. Its parameters are then filled
+one by one. Each comes from the slices that this rank reads from the files, or from a module that is drawn whole for a
+moment.
 
-What cannot be done so raises `CannotLoadPartsError`; the caller then loads the whole model and says why.
+transformers loads the checkpoint into the model once with tensors on `meta`. This load maps tensors of the files to
+parameters, and finds missing and unexpected ones.
+
+If a model cannot be built in parts, `CannotLoadPartsError` is raised. The caller then loads the whole model and reports
+the reason.
 """
 
 from __future__ import annotations
@@ -44,15 +47,15 @@ from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.slicing import ranges_of_part
 from trainer.recipe.schema import Model
 
-_CHUNK_ELEMENTS = 1 << 22  # compared at a time
+_CHUNK_ELEMENTS = 1 << 22  # compared at once
 
 
 class CannotLoadPartsError(Exception):
-    """Why a model must be made whole before it is cut; the message completes "because ..."."""
+    """Error for a model that must be built whole before it is cut; the message completes "because ..."."""
 
 
 def sizes_differ(which: str) -> UsageError:
-    """A checkpoint that is of another model, or of another task."""
+    """Return the error for a checkpoint of another model or another task."""
     return UsageError(
         f"`model.name_or_path` is a checkpoint in which {which} are of another size than in this task's model; use a"
         " checkpoint with the task's number of labels, or one without a head"
@@ -61,7 +64,7 @@ def sizes_differ(which: str) -> UsageError:
 
 @dataclass(frozen=True)
 class PartedModel:
-    """A model in fp32 on the CPU that holds this rank's parts, how they lie, and what a user should know of it."""
+    """A model in fp32 on the CPU with this rank's parts, the result of its cut, and notes for the user."""
 
     model: nn.Module
     cut: CutModel
@@ -69,10 +72,10 @@ class PartedModel:
 
 
 class Checkpoint:
-    """The tensors of safetensors files, of which any part can be read.
+    """The tensors of safetensors files, which can be read in part.
 
-    A file is opened anew for each tensor, because pages of a mapped file count as this process's memory until it is
-    closed: so there are never more of them than one tensor has.
+    A file is opened again for each tensor, because pages of a mapped file count as this process's memory until it is
+    closed. Mapped pages therefore never exceed the size of one tensor.
 
     Raises:
         SafetensorError: a file is damaged.
@@ -83,18 +86,18 @@ class Checkpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118  # not a mapping
+                for key in opened.keys():  # noqa: SIM118  # `opened` is not a mapping
                     self._files[key] = file
                     self.shapes[key] = tuple(opened.get_slice(key).get_shape())
 
     def read(self, key: str) -> Tensor:
-        """A whole tensor, in fp32 if it is a floating one, in memory of its own."""
+        """Return a copy of a whole tensor, in fp32 if its type is floating."""
         with safe_open(self._files[key], framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(key)
             return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else tensor.clone()
 
     def read_part(self, key: str, placement: ParameterPlacement, cut: ModelCut) -> Tensor:
-        """This rank's part of a tensor in fp32, as `ModelCut.part` would give it; nothing else is read."""
+        """Read only this rank's part of a tensor, in fp32, equal to that of `ModelCut.part`."""
         if not placement.splits:
             return self.read(key)
         assert cut.group is not None
@@ -112,7 +115,7 @@ class Checkpoint:
         return part
 
     def equal(self, key: str, other: str) -> bool:
-        """Whether two tensors have the same elements; reads a few rows at a time."""
+        """Return whether two tensors have the same elements; they are read a few rows at a time."""
         if self.shapes[key] != self.shapes[other]:
             return False
         if not self.shapes[key]:
@@ -131,10 +134,10 @@ class Checkpoint:
 
 @dataclass
 class _Sources:
-    """What fills a model: by parameters and buffers, the tensors of a checkpoint."""
+    """The tensors of a checkpoint that fill the parameters and buffers of a model."""
 
     renamed: dict[str, str] = field(default_factory=dict)  # name in the model: key in the checkpoint
-    converted: list[list[str]] = field(default_factory=list)  # keys that are merged or split into others, together
+    converted: list[list[str]] = field(default_factory=list)  # groups of keys that are merged or split together
     missing: list[str] = field(default_factory=list)  # names in the model
     notes: list[str] = field(default_factory=list)
 
@@ -142,21 +145,21 @@ class _Sources:
 def load_parts(
     auto_class: Any, recipe: Model, config: Any, attention: str, seed: int, prepare: Callable[..., Any], cut: ModelCut
 ) -> PartedModel:
-    """Builds the model of a recipe in parts: bit for bit what cutting the whole model would give.
+    """Build the model of a recipe in parts that are bit for bit equal to a cut of the whole model.
 
     Args:
         auto_class: the head, an auto class of transformers.
         recipe: the recipe's `model`.
-        config: of transformers.
-        attention: name of the attention function.
-        seed: that random weights are drawn from.
-        prepare: called with the model before it is cut.
-        cut: over which ranks.
+        config: the configuration of transformers.
+        attention: the name of the attention function.
+        seed: the seed of the random weights.
+        prepare: the function that is called with the model before the cut.
+        cut: the cut of the model.
 
     Raises:
-        CannotLoadPartsError: the whole model must be made.
+        CannotLoadPartsError: the model must be built whole.
         ValueError: the checkpoint does not fit the model.
-        OSError, RuntimeError, SafetensorError: transformers cannot build it, or a file cannot be read.
+        OSError, RuntimeError, SafetensorError: transformers cannot build the model, or a file cannot be read.
         UsageError: the model cannot be cut.
     """
     files = [] if recipe.config is not None else _weight_files(recipe, config)
@@ -169,7 +172,7 @@ def load_parts(
             _take_origin(model, recipe)
         else:
             sources.missing = [name for name, _ in model.named_parameters()]
-        whole = copy.deepcopy(model)  # on meta: whose modules are drawn, and converted into, one at a time
+        whole = copy.deepcopy(model)  # on meta; its modules are drawn and converted one at a time
         prepare(model)
         made = cut(model)
         parts = _Parts(model, made, cut, aliases(whole).values())
@@ -182,7 +185,7 @@ def load_parts(
 
 
 def _weight_files(recipe: Model, config: Any) -> list[str]:
-    """The safetensors files of a folder or of the hub, in the two forms that there are."""
+    """Return the safetensors files of a folder or of the hub: one file, or several files with an index."""
     for attribute, what in (
         ("quantization_config", "its weights are quantised"),
         ("transformers_weights", "its configuration names a file of weights of its own"),
@@ -192,14 +195,14 @@ def _weight_files(recipe: Model, config: Any) -> list[str]:
             raise CannotLoadPartsError(what)
     name, revision = str(recipe.name_or_path), recipe.revision or "main"
     try:
-        if is_peft_available() and _find(recipe, "adapter_config.json") is not None:  # else transformers ignores it
+        if is_peft_available() and _find(recipe, "adapter_config.json") is not None:  # without PEFT, it is ignored
             raise CannotLoadPartsError("it is an adapter to another model")
         if (single := _find(recipe, SAFE_WEIGHTS_NAME)) is not None:
             return [single]
         if (index := _find(recipe, SAFE_WEIGHTS_INDEX_NAME)) is not None:
             _require_safe_names(name, index)
             return list(get_checkpoint_shard_files(name, index, revision=revision)[0])
-    except OSError as error:  # whose words are better where the whole model is loaded
+    except OSError as error:  # the load of the whole model gives a better message
         raise CannotLoadPartsError(f"its files could not be listed ({error})") from error
     raise CannotLoadPartsError(f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
 
@@ -212,14 +215,14 @@ def _find(recipe: Model, file: str) -> str | None:
 
 
 def require_safe_shards(recipe: Model) -> None:
-    """Refuse a checkpoint in several files of which one is a pickle, or lies in another folder.
+    """Refuse an index that names a pickle, or a file in another folder.
 
-    transformers reads whatever file the index names.
+    transformers reads every file that the index names.
 
     Raises:
-        UsageError: The index names such a file.
+        UsageError: the index names such a file.
     """
-    with suppress(OSError):  # transformers has better words for a checkpoint that cannot be reached
+    with suppress(OSError):  # transformers has a better message for a checkpoint that cannot be reached
         if _find(recipe, SAFE_WEIGHTS_NAME) is not None:
             return
         if (index := _find(recipe, SAFE_WEIGHTS_INDEX_NAME)) is not None:
@@ -244,7 +247,7 @@ def _require_safe_names(name: str, index: str) -> None:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Inside, transformers neither reports on what it loads, which is on meta, nor shows a bar."""
+    """Turn off the load reports and the progress bar of transformers, because they describe loads on meta."""
     disabled, had_bar = logging.root.manager.disable, transformers_logging.is_progress_bar_enabled()
     logging.disable(max(disabled, logging.WARNING))
     transformers_logging.disable_progress_bar()
@@ -257,10 +260,10 @@ def _silence() -> Iterator[None]:
 
 
 def _match(model_class: Any, config: Any, attention: str, checkpoint: Checkpoint) -> tuple[nn.Module, _Sources]:
-    """The model on meta as transformers would load it, its weights tied by what the checkpoint holds, and its sources.
+    """Return the model on meta as transformers loads it, with weights tied as in the checkpoint, and its sources.
 
     Raises:
-        UsageError: a tensor has another shape than its parameter.
+        UsageError: the shapes of a tensor and its parameter differ.
     """
     with _silence():
         model, loading = model_class.from_pretrained(
@@ -271,7 +274,7 @@ def _match(model_class: Any, config: Any, attention: str, checkpoint: Checkpoint
             attn_implementation=attention,
             dtype=torch.float32,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # to name them all
+            ignore_mismatched_sizes=True,  # the error below names them
         )
     if mismatched := sorted(loading["mismatched_keys"]):
         shapes = "; ".join(f"{name} is {list(stored)} and not {list(shape)}" for name, stored, shape in mismatched[:3])
@@ -287,7 +290,7 @@ def _match(model_class: Any, config: Any, attention: str, checkpoint: Checkpoint
 
 
 def _rename(model: Any, checkpoint: Checkpoint, sources: _Sources) -> None:
-    """Finds which tensors of the checkpoint are which of the model, by transformers' own rules for its class."""
+    """Map tensors of the checkpoint to those of the model, by transformers' rules for the model class."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -295,7 +298,7 @@ def _rename(model: Any, checkpoint: Checkpoint, sources: _Sources) -> None:
     converted: dict[str, list[str]] = {}
     for key in checkpoint.shapes:
         name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
-        if name not in expected and key in expected:  # a name of today that looks like an older one
+        if name not in expected and key in expected:  # a current name that matches the rule for an older one
             name, pattern = rename_source_key(key, [], [], prefix, expected)
         if name not in expected:
             continue
@@ -309,7 +312,7 @@ def _rename(model: Any, checkpoint: Checkpoint, sources: _Sources) -> None:
 
 
 def _tie_equal(model: Any, checkpoint: Checkpoint, sources: _Sources) -> None:
-    """Ties what the checkpoint holds twice and equal, as transformers does where it can see the weights."""
+    """Tie weights that the checkpoint holds twice with equal values, as transformers does with real weights."""
     renamed = sources.renamed
     for target, source in list(model.all_tied_weights_keys.items()):
         if target not in renamed or source not in renamed:
@@ -323,11 +326,11 @@ def _tie_equal(model: Any, checkpoint: Checkpoint, sources: _Sources) -> None:
 
 
 def _take_origin(model: Any, recipe: Model) -> None:
-    """What transformers keeps of where a model came from, and what generation needs."""
+    """Set the name of the model's origin, and its generation configuration, as transformers does."""
     name = str(recipe.name_or_path)
     model.name_or_path = model.config.name_or_path = name
     if model.can_generate():
-        with suppress(OSError):  # it has none: the one that follows from its configuration stays
+        with suppress(OSError):  # without one, the generation configuration from the model's configuration stays
             model.generation_config = GenerationConfig.from_pretrained(name, revision=recipe.revision or "main")
 
 
@@ -337,7 +340,7 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 class _Parts:
-    """The parameters of a cut model on meta, which are filled in any order."""
+    """The parameters of a cut model on meta, which can be filled in any order."""
 
     def __init__(self, model: nn.Module, made: CutModel, cut: ModelCut, tied: Iterable[Sequence[str]]) -> None:
         self.model = model
@@ -345,18 +348,18 @@ class _Parts:
         self._cut = cut
         first = {name: names[0] for names in tied for name in names}  # in the whole model
         origins = made.part.origins if made.part else {}
-        own: dict[str, list[str]] = {}  # what this model has, by the first name that the whole model gives it
+        own: dict[str, list[str]] = {}  # names in this model, by the first name in the whole model
         for name, _ in model.named_parameters(remove_duplicate=False):
             own.setdefault(origins.get(name) or first[name], []).append(name)
         self._own = {name: own[origin] for name, origin in first.items() if origin in own}
         self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
     def holds(self, name: str) -> bool:
-        """Whether the parameter `name` of the whole model, or a copy of it, is in this one."""
+        """Return whether this model has the parameter `name` of the whole model, or a copy of it."""
         return name in self._own
 
     def read(self, checkpoint: Checkpoint, renamed: Mapping[str, str]) -> None:
-        """Fills what the checkpoint holds as the model wants it; what is of other stages is not read."""
+        """Fill the tensors that need no conversion; tensors of other stages are not read."""
         for name, key in renamed.items():
             if self.holds(name):
                 self._fill(name, checkpoint.read_part(key, self._placement(name), self._cut))
@@ -364,7 +367,7 @@ class _Parts:
                 self._fill_buffer(name, checkpoint.read(key))
 
     def convert(self, checkpoint: Checkpoint, groups: Sequence[Sequence[str]], whole: Any) -> None:
-        """Fills what must be merged or split: these tensors are read whole, a group at a time, into `whole`."""
+        """Fill the tensors that must be merged or split; each group is read whole into `whole`, one group at a time."""
         for keys in groups:
             empty = dict(whole.named_parameters(remove_duplicate=False))
             rules = LoadStateDictConfig(
@@ -379,11 +382,11 @@ class _Parts:
 
     @contextmanager
     def drawing(self, whole: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """A `Gather`: inside, parameters of the model `whole` have memory; then this rank keeps its parts of them."""
+        """Give `parameters` of the model `whole` memory inside this `Gather`, and keep this rank's parts on exit."""
         names = aliases(whole)
         real = {}
         for empty in parameters:
-            # Not a number, so that what no rule draws is seen.
+            # NaN marks elements that no rule draws.
             real[empty] = nn.Parameter(torch.full(empty.shape, torch.nan), requires_grad=empty.requires_grad)
             for name in names[empty]:
                 _set(whole, name, real[empty])
@@ -396,7 +399,7 @@ class _Parts:
                 _set(whole, name, empty)
 
     def check_filled(self) -> None:
-        """Refuses a model that transformers' rules for meta tensors do not complete."""
+        """Refuse a model that still has tensors on meta."""
         for name, parameter in self.model.named_parameters():
             if parameter.is_meta:
                 raise CannotLoadPartsError(f"it is not clear where {name} comes from")
@@ -425,17 +428,17 @@ class _Parts:
 
 @torch.no_grad()
 def _rebuild_buffers(model: PreTrainedModel) -> None:
-    """Gives buffers their values by the model's own rules, which transformers has for models that it makes on meta."""
+    """Set the values of buffers by the model's own rules, which transformers has for models on meta."""
 
     def rebuild(module: nn.Module, path: str, owner: Any) -> None:
-        owner = module if isinstance(module, PreTrainedModel) else owner  # whose rules these are
+        owner = module if isinstance(module, PreTrainedModel) else owner  # the model that has the rules
         for name, child in module.named_children():
             rebuild(child, f"{path}{name}.", owner)
         own = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         if not own:
             return
         for parameter in module.parameters(recurse=False):
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that the rules leave it alone
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # the rules skip it
         for name in own:
             setattr(module, name, _unset_like(getattr(module, name)))
         owner._init_weights(module)
@@ -447,13 +450,13 @@ def _rebuild_buffers(model: PreTrainedModel) -> None:
 
 
 def _unset_like(buffer: Tensor) -> Tensor:
-    """A buffer on the CPU of values that no rule gives."""
+    """Return a buffer on the CPU, filled with a value that no rule sets."""
     return torch.full_like(buffer, _unset_value(buffer), device="cpu")
 
 
 def _is_unset(buffer: Tensor) -> bool:
     if buffer.dtype == torch.bool:
-        return False  # both its values are ordinary ones
+        return False  # both values are valid
     unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset_value(buffer)
     return bool(unset.any())
 

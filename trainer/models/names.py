@@ -1,4 +1,4 @@
-"""Names of a model's parameters, of which a tied parameter has several."""
+"""Names of a model's parameters; a tied parameter has several names."""
 
 from __future__ import annotations
 

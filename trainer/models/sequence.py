@@ -1,7 +1,7 @@
-"""Sequence parallelism of an unmodified Hugging Face model: hooks at the ends of its stacks of layers, and inside.
+"""Sequence parallelism of an unmodified Hugging Face model, by hooks at the ends of its layer stacks and inside them.
 
-From the entry of a stack's first layer to the exit of its last, each tensor rank holds its positions of the hidden
-states. Embeddings, poolers and heads see all positions on every rank.
+From the entry of a stack's first layer to the exit of its last, the hidden states are sharded over the tensor ranks by
+position. Embeddings, poolers and heads see all positions on every rank.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from trainer.parallel.communication import Group
 from trainer.parallel.sequence import SequenceCut
 
-HIDDEN_STATES = "hidden_states"  # what transformers calls them, where they are not the first argument
+HIDDEN_STATES = "hidden_states"  # their keyword in transformers, if they are not the first argument
 
 
 class Stacks:
-    """The stacks of a model (an encoder has one; an encoder with a decoder two), and whose layers are which.
+    """The layer stacks of a model, with the sequence cut of each; an encoder has one, an encoder-decoder two.
 
     Args:
-        layers: all repeated layers of the model, by their names in the model, in order.
-        group: the tensor axis.
+        layers: all repeated layers of the model in order, by their names in the model.
+        group: the group of the tensor axis.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], group: Group) -> None:
@@ -32,7 +32,7 @@ class Stacks:
             self._cuts.setdefault(_stack(name), SequenceCut(group))
 
     def cut_of(self, name: str) -> SequenceCut | None:
-        """The cut of the stack in which the module `name` stands, or None where it is in no layer."""
+        """Return the sequence cut of the stack with the module `name`, or None if the module is in no layer."""
         parts = name.split(".")
         for length in range(len(parts), 0, -1):
             prefix = ".".join(parts[:length])
@@ -41,7 +41,7 @@ class Stacks:
         return None
 
     def cut_ends(self) -> None:
-        """Splits what enters the first layer of each stack, and joins what leaves the last."""
+        """Split the input of the first layer of each stack, and join the output of the last."""
         for stack, cut in self._cuts.items():
             layers = [layer for name, layer in self._layers.items() if _stack(name) == stack]
             _split_input(layers[0], cut)
@@ -59,9 +59,9 @@ def _stack(layer: str) -> str:
 def change_inputs(
     module: nn.Module, change: Callable[[str, Tensor], Tensor], names: Sequence[str] = (HIDDEN_STATES,)
 ) -> None:
-    """Before each call of `module`, gives it `change(name, tensor)` in place of its arguments of these names.
+    """Replace the arguments `names` of `module` by `change(name, tensor)` before each call.
 
-    Hidden states that are not named are its first argument.
+    Hidden states that are not a keyword argument are the first argument.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
-"""The shapes of what travels between pipeline stages, and what the layers of a model of images cost.
+"""Shapes of the tensors between pipeline stages, and costs of the layers of an image model.
 
-Where layers change the shape of what passes through them, the model's own forward tells it, on the meta device: nothing
-is computed, and every rank finds the same without asking another.
+If layers change the shape of their input, the model's forward pass on the meta device finds the shapes. It computes no
+values, and every rank gets the same result without communication.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from trainer.models.families.table import layers_of
 Shape = tuple[int, ...]
 
 _IMAGE_SIZE = 224
-"""Height and width of the image that layers are weighed by: those that ResNets are usually trained with. Which layer is
-whose must follow from the recipe alone, before any image was seen."""
+"""Height and width of the image for the costs of layers, the usual training size of ResNets.
+
+The assignment of layers to stages must depend on the recipe only, not on the data."""
 
 
 class CrossingShapes:
-    """The shape of what goes from each stage to the next.
+    """The shapes of the tensors that each stage sends to the next.
 
     Args:
-        model: whole, perhaps on the meta device; left as it is.
-        starts: the first layer of each stage but the first, by name.
-        traced: whether layers change the shape of what passes through them.
+        model: the whole model, on any device including meta; it is not changed.
+        starts: the names of the first layers of all stages but the first.
+        traced: whether layers change the shape of their input.
     """
 
     def __init__(self, model: nn.Module, starts: Sequence[str], traced: bool) -> None:
@@ -39,11 +40,11 @@ class CrossingShapes:
         self._traced = cache(partial(_layer_inputs, _meta_copy(model))) if traced else None
 
     def of(self, inputs: Mapping[str, Tensor], num_rows: int) -> tuple[Shape, ...]:
-        """For one microbatch, from each stage but the last.
+        """Return the shapes for one microbatch, one for each stage but the last.
 
         Args:
-            inputs: the model's, of any number of rows.
-            num_rows: of the microbatch.
+            inputs: the inputs of the model, with any number of rows.
+            num_rows: the number of rows of the microbatch.
         """
         if self._traced is None:
             return ((num_rows, *_hidden_shape(self._config, inputs)),) * len(self._starts)
@@ -52,25 +53,25 @@ class CrossingShapes:
 
 
 def multiplications(model: nn.Module) -> dict[str, int]:
-    """Those of each module of a model of images, its parts included, for one image in a forward pass.
+    """Return the multiplications of each module and its submodules in a forward pass of one image.
 
     Args:
-        model: whole, perhaps on the meta device; left as it is.
+        model: the whole image model, on any device including meta; it is not changed.
     """
     config: Any = model.config
     with FlopCounterMode(display=False) as counter:
         _run(_meta_copy(model), (config.num_channels, _IMAGE_SIZE, _IMAGE_SIZE))
     prefix = f"{type(model).__name__}."
-    # The counter takes a multiplication and the addition that follows for two.
+    # The counter counts a multiplication and its addition as two.
     return {name.removeprefix(prefix): sum(of.values()) // 2 for name, of in counter.get_flop_counts().items()}
 
 
 def _layer_inputs(model: nn.Module, image: Shape) -> dict[str, Shape]:
-    """The shape of what each layer is given, without the rows.
+    """Return the shape of the input of each layer, without the row dimension.
 
     Args:
-        model: on the meta device.
-        image: `[channels, height, width]`.
+        model: the model on the meta device.
+        image: the shape of an image `[channels, height, width]`.
     """
     shapes: dict[str, Shape] = {}
 
@@ -94,10 +95,10 @@ def _run(model: nn.Module, image: Shape) -> None:
 
 
 def _hidden_shape(config: Any, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Positions and features of the hidden states of a transformer, which are the same between all layers.
+    """Return the positions and features of a transformer's hidden states, which are equal between all layers.
 
     Args:
-        config: of transformers.
+        config: the configuration of transformers.
         inputs: `input_ids` `[batch, positions]`, or `pixel_values` `[batch, channels, height, width]`.
     """
     if "input_ids" in inputs:
@@ -105,4 +106,4 @@ def _hidden_shape(config: Any, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
     size = config.patch_size
     rows, columns = (size, size) if isinstance(size, int) else size
     height, width = inputs["pixel_values"].shape[2:]
-    return (height // rows) * (width // columns) + 1, config.hidden_size  # and the class token
+    return (height // rows) * (width // columns) + 1, config.hidden_size  # 1 for the class token

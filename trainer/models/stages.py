@@ -1,8 +1,8 @@
-"""Cuts an unmodified Hugging Face model into pipeline stages, between its layers, by its family's plan.
+"""Cut of an unmodified Hugging Face model into pipeline stages, between its layers, by its family's plan.
 
-A stage is the whole model of which all but its own modules are stood in for (`parallel/stage.py`): its parameters keep
-their names, and masks, position embeddings and whatever else the model computes of its inputs are computed on each
-stage by the model's own code.
+A stage is the whole model with stand-ins for the modules of other stages (`parallel/stage.py`). Its parameters keep
+their names. The model's own code runs on each stage and computes masks, position embeddings and other functions of the
+inputs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class StageSplit:
-    """Which layers are whose: stage `s` has the layers from `starts[s]` to before `starts[s + 1]`.
+    """The assignment of layers to stages: stage `s` has the layers from `starts[s]` up to `starts[s + 1]`, exclusive.
 
-    `layers` are the names of all layers, in the order in which they run.
+    `layers` are the names of all layers, in the order of execution.
     """
 
     layers: Names
@@ -43,21 +43,21 @@ class StageSplit:
         return len(self.starts)
 
     def stage_of(self, layer: int) -> int:
-        """The stage of the layer with this number."""
+        """Return the stage of the layer with this number."""
         return max(stage for stage, start in enumerate(self.starts) if start <= layer)
 
     def layers_of(self, stage: int) -> Names:
-        """The names of a stage's layers."""
+        """Return the names of a stage's layers."""
         end = self.starts[stage + 1] if stage + 1 < self.num_stages else len(self.layers)
         return self.layers[self.starts[stage] : end]
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """What is sent from one stage to the next."""
+    """The kinds of tensors that one stage sends to the next."""
 
-    hidden: bool  # states between two layers of a stack
-    result: bool  # the output of an earlier stack, which later layers look at
+    hidden: bool  # hidden states between two layers of a stack
+    result: bool  # the output of an earlier stack, which later layers use
 
     def __len__(self) -> int:
         return self.hidden + self.result
@@ -65,11 +65,11 @@ class Crossing:
 
 @dataclass(frozen=True)
 class StagePart:
-    """What `cut_stage` has made of a model.
+    """The part of a model that `cut_stage` leaves.
 
-    `layers` are its layers, by name. `origins` are the names by which the whole model knows the parameters that it
-    holds, where they are not their own: tied ones, and copies of what the first layer has. `holders` are the stages
-    that hold such a parameter, by its name in the whole model. `shapes` are of what all stages send.
+    `layers` are the names of its layers. `origins` maps names of its parameters to their names in the whole model, if
+    they differ. These are tied parameters, and copies of parameters of the first layer. `holders` are the stages with
+    such a parameter, by its name in the whole model. `shapes` are the shapes of the tensors that all stages send.
     """
 
     layers: Names
@@ -79,19 +79,19 @@ class StagePart:
     receives: Crossing
     sends: Crossing
     shapes: CrossingShapes
-    result_as: str | None  # the argument by which the model is given the result of an earlier stack
+    result_as: str | None  # the model's argument for the result of an earlier stack
 
     def run(self, forward: Callable[..., Any], received: Sequence[Tensor], inputs: Mapping[str, Any]) -> Any:
-        """This stage's share of the model's forward pass.
+        """Run this stage's part of the model's forward pass.
 
         Args:
-            forward: of the model.
-            received: from the stage before, each `[batch, positions, hidden]`, or of images perhaps
-                `[batch, channels, height, width]`.
-            inputs: the model's keyword arguments, on every stage alike.
+            forward: the model's forward function.
+            received: the tensors of the previous stage, each `[batch, positions, hidden]`, or
+                `[batch, channels, height, width]` if layers change the shape of images.
+            inputs: the model's keyword arguments, equal on all stages.
 
         Returns:
-            The tensors for the next stage, or, on the last stage, what the model returns.
+            The tensors for the next stage, or the output of the model on the last stage.
         """
         waiting = list(received)
         self.traffic.hidden = waiting.pop(0) if self.receives.hidden else None
@@ -103,17 +103,17 @@ class StagePart:
         except StageLeft as left:
             sent = [left.hidden] * self.sends.hidden + [self.traffic.result] * self.sends.result
         finally:
-            self.traffic.hidden = self.traffic.result = None  # or they would be kept until the next microbatch
+            self.traffic.hidden = self.traffic.result = None  # frees them before the next microbatch
         assert all(tensor is not None for tensor in sent), "the model was left too early"
-        # Torch cuts what was sent off its graph, in place: it must be neither a view nor what was received.
+        # Torch detaches a sent tensor in place, so it must be neither a view nor a received tensor.
         return tuple(t.clone() if t._is_view() or t.is_leaf else t for t in sent if t is not None)
 
 
 def plan_of(model: nn.Module) -> StagePlan:
-    """The plan of a model's family.
+    """Return the stage plan of a model's family.
 
     Raises:
-        UsageError: it has none.
+        UsageError: the family has no stage plan.
     """
     family = family_of(model)
     if family.stages is None:
@@ -128,12 +128,12 @@ def plan_of(model: nn.Module) -> StagePlan:
 def split_stages(
     model: nn.Module, num_stages: int, starts: Sequence[str] | None = None, schedule: str = "1f1b"
 ) -> StageSplit:
-    """Assign layers of about equal cost, or those that the recipe names, to each stage.
+    """Assign layers to stages, by `starts` or with balanced costs.
 
     Args:
-        model: whole, perhaps on the meta device.
-        num_stages: of the pipeline.
-        starts: the first layer of each stage but the first, by name; None: by cost.
+        model: the whole model, on any device including meta.
+        num_stages: the number of stages of the pipeline.
+        starts: the names of the first layers of all stages but the first; None balances the costs.
         schedule: the name of the pipeline's schedule.
 
     Raises:
@@ -141,7 +141,7 @@ def split_stages(
             support the schedule.
     """
     plan = plan_of(model)
-    # Layers share the position bias that the first one computes: torch's split backward goes through it twice.
+    # Layers share the first layer's position bias, and torch's split backward would go through it twice.
     if SCHEDULES[schedule].splits_backward and any(stack.first_layer for stack in plan.stacks):
         able = ", ".join(name for name, row in SCHEDULES.items() if not row.splits_backward)
         raise UsageError(
@@ -176,11 +176,11 @@ def split_stages(
 
 
 def _balanced(costs: tuple[float, list[float], float], num_stages: int) -> tuple[int, ...]:
-    """The first layer of each stage, such that the most expensive stage costs the least, and then the next one.
+    """Return the first layer of each stage; minimise the highest cost of a stage, then the sum of squared costs.
 
     Args:
-        costs: of what is before the layers, of each layer, and of what is after them.
-        num_stages: each gets a layer.
+        costs: the cost before the layers, of each layer, and after the layers.
+        num_stages: the number of stages; each gets at least one layer.
     """
     before, layers, after = costs
     sums = [0.0]
@@ -190,7 +190,7 @@ def _balanced(costs: tuple[float, list[float], float], num_stages: int) -> tuple
     def total(first: int, last: int) -> float:
         return sums[last] - sums[first] + before * (first == 0) + after * (last == len(layers))
 
-    # best[s][n]: of s stages over the first n layers, the cost of the most expensive, the sum of squares, the starts
+    # best[s][n]: for s stages over the first n layers, the highest cost, the sum of squared costs, and the starts
     best: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
     for stage in range(num_stages):
         row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
@@ -205,7 +205,7 @@ def _balanced(costs: tuple[float, list[float], float], num_stages: int) -> tuple
 
 
 def _costs(model: nn.Module, layers: Names) -> tuple[float, list[float], float]:
-    """Multiplications of a forward pass: what is before the layers, each layer, and what is after them."""
+    """Return the multiplications of a forward pass before the layers, in each layer, and after the layers."""
     costs = dict.fromkeys(layers, 0.0)
     before = after = 0.0
     plan = plan_of(model)
@@ -222,8 +222,8 @@ def _costs(model: nn.Module, layers: Names) -> tuple[float, list[float], float]:
 
 
 def _module_costs(model: nn.Module, plan: StagePlan) -> Iterator[tuple[str, int]]:
-    """What each module with parameters of its own costs: for one token of a text, or for one image."""
-    # A convolution uses its parameters once for every place in the image, of which deeper layers have fewer.
+    """Yield each module with direct parameters, and its cost for one token or for one image."""
+    # A convolution uses its parameters once per position, and deeper layers have fewer positions.
     counted = multiplications(model) if plan.changes_shape else None
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
@@ -232,7 +232,7 @@ def _module_costs(model: nn.Module, plan: StagePlan) -> Iterator[tuple[str, int]
         if counted is not None:
             yield name, counted.get(name, 0)
         elif isinstance(module, nn.Embedding):
-            yield name, own[0].shape[1]  # a row is looked up and added, whatever its table holds
+            yield name, own[0].shape[1]  # the lookup reads one row, independent of the table's size
         else:
             yield name, sum(parameter.numel() for parameter in own)
 
@@ -255,14 +255,14 @@ def _stands_after(stack: LayerStack, name: str) -> bool:
 
 
 def _is_group(stack: LayerStack, name: str) -> bool:
-    """Whether a module only calls layers, some of those of its stack, one after the other."""
+    """Return whether a module only calls some layers of its stack in order."""
     parts = stack.layers.split(".")
     first = next((number for number, part in enumerate(parts, 1) if "*" in part), len(parts))
     return any(matches(".".join(parts[:length]), name) for length in range(first, len(parts)))
 
 
 class _Owners:
-    """Which stage each module with parameters belongs to."""
+    """The stage of each module with parameters."""
 
     def __init__(self, model: nn.Module, plan: StagePlan, split: StageSplit) -> None:
         self._model = model
@@ -274,7 +274,7 @@ class _Owners:
         ]
 
     def stage(self, name: str) -> int:
-        """Of the module called `name` in the model."""
+        """Return the stage of the module with this name in the model."""
         relative = relative_name(self._model, name)
         for number, layer in enumerate(self._split.layers):
             if _within(relative, layer):
@@ -287,7 +287,7 @@ class _Owners:
         return self._split.num_stages - 1
 
     def stages(self, name: str, module: nn.Module) -> set[int]:
-        """Of the modules with parameters in `module`, itself included."""
+        """Return the stages of all modules with direct parameters in `module`, including itself."""
         return {
             self.stage(f"{name}.{inner}" if inner else name)
             for inner, part in module.named_modules()
@@ -296,12 +296,12 @@ class _Owners:
 
 
 def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
-    """Leaves of a transformers model what one stage computes; the rest is stood in for.
+    """Cut a transformers model in place to one stage, with stand-ins for the modules of other stages.
 
     Args:
-        model: whole, perhaps on the meta device; changed in place.
-        split: of its layers.
-        stage: which one, from 0.
+        model: the whole model, on any device including meta; it is changed in place.
+        split: the assignment of its layers to stages.
+        stage: the number of the stage, from 0.
     """
     plan = plan_of(model)
     owners = _Owners(model, plan, split)
@@ -322,7 +322,7 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
         relative = relative_name(model, name)
         original = on_meta(module)
         if min(stages) > stage:
-            # A layer is called with hidden states; what comes before a later stack is called before it has any.
+            # A layer's input is hidden states; modules before a later stack run before there are hidden states.
             return Later(original, takes_hidden=relative in split.layers)
         if relative in split.layers:
             return Passing(original, stack_of[split.layers.index(relative)].num_results)
@@ -334,7 +334,7 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
         for attribute, child in list(owner.named_children()):
             name = f"{path}.{attribute}" if path else attribute
             stages = owners.stages(name, child)
-            # What only calls layers stays, so that those of earlier stages let pass and the first later one is met.
+            # A module that only calls layers stays, because the stand-ins of its layers must be called.
             is_group = any(_is_group(stack, relative_name(model, name)) for stack in plan.stacks)
             if stage in stages or is_group:
                 prune(child, name)
@@ -363,11 +363,11 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
 
 
 def stage_sizes(model: nn.Module, split: StageSplit) -> list[int]:
-    """The parameters of each stage; one that several stages hold copies of counts in each.
+    """Return the number of parameters of each stage; a parameter with copies on several stages counts in each.
 
     Args:
-        model: whole, on the meta device; left as it is.
-        split: of its layers.
+        model: the whole model on the meta device; it is not changed.
+        split: the assignment of its layers to stages.
     """
     sizes = []
     for stage in range(split.num_stages):
@@ -378,7 +378,7 @@ def stage_sizes(model: nn.Module, split: StageSplit) -> list[int]:
 
 
 def _crossing(plan: StagePlan, stack_of: Sequence[LayerStack], layer: int) -> Crossing:
-    """What goes from the stage that ends before this layer to the one that begins with it."""
+    """Return the crossing from the stage that ends before this layer to the stage that begins with it."""
     if not 0 < layer < len(stack_of):
         return Crossing(hidden=False, result=False)
     stack = stack_of[layer]
@@ -388,10 +388,10 @@ def _crossing(plan: StagePlan, stack_of: Sequence[LayerStack], layer: int) -> Cr
 def _copy_first_layers(
     model: nn.Module, split: StageSplit, stack_of: Sequence[LayerStack], stage: int
 ) -> Iterator[tuple[str, str, int]]:
-    """Gives the first layer of this stage what only the first of its stack has.
+    """Copy modules that only the first layer of a stack has into the first layer of this stage.
 
     Yields:
-        For each stage that has copies: the name of a copied parameter, that of the original, and the stage.
+        The names of each copied parameter and of its original, and the stage with the copy, for all stages.
     """
     base: Any = model.base_model
     prefix = next(name for name, module in model.named_modules() if module is base)

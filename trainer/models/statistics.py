@@ -1,8 +1,8 @@
-"""Batch normalisation by statistics that stay as they are.
+"""Batch normalisation with fixed running statistics.
 
-In training, batch normalisation (Ioffe & Szegedy 2015, arXiv:1502.03167) takes mean and variance of the rows that are
-in the model together, so the same recipe would learn something else with another microbatch or number of ranks. Here it
-takes the running statistics that the model came with, in training as in evaluation; its scale and shift are learned.
+In training, batch normalisation (Ioffe & Szegedy 2015, arXiv:1502.03167) uses the mean and variance of the rows of a
+microbatch. Results would then depend on the microbatch size and the number of ranks. This module uses the model's
+initial running statistics, in training and in evaluation. Scale and shift are learned.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _FIXED: dict[type[nn.Module], type[_BatchNorm]] = {
 
 
 def fix_statistics(model: nn.Module) -> list[str]:
-    """Make every batch normalisation of a model use its running statistics, which no longer change.
+    """Make every batch normalisation of a model use its running statistics, and fix these.
 
     Returns:
-        Notes for the user; none without a batch normalisation.
+        Notes for the user; empty without batch normalisation.
 
     Raises:
-        UsageError: one has no running statistics, or is of a kind that is not known.
+        UsageError: a batch normalisation has no running statistics, or is of an unknown class.
     """
     count = 0
     for name, module in model.named_modules():
@@ -77,7 +77,7 @@ def fix_statistics(model: nn.Module) -> list[str]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a saved model by name, such as running statistics."""
+    """Return the persistent buffers of a model by name, such as running statistics."""
     return dict(_persistent(model))
 
 
@@ -89,16 +89,16 @@ def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def buffers_hash(models: Iterable[nn.Module], mesh: ParallelMesh) -> str | None:
-    """Names the content of the persistent buffers, which no checkpoint of a run holds; None where there are none.
+    """Return a hash of the persistent buffers, which no checkpoint of a run holds, or None without buffers.
 
-    The same under every layout. All ranks must call it.
+    The hash is the same under every layout. All ranks must call this function.
 
     Args:
-        models: of this rank: the model, or its pipeline stages.
-        mesh: the ranks.
+        models: this rank's model, or its pipeline stages.
+        mesh: the mesh of all ranks.
     """
     digests = {name: _digest(buffer) for model in models for name, buffer in _persistent(model)}
-    if mesh.size("pp") > 1:  # each rank has those of its stages
+    if mesh.size("pp") > 1:  # each rank has the buffers of its own stages only
         gathered = mesh.gather(digests)
         digests = mesh.share({name: digest for part in gathered or [] for name, digest in part.items()})
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest() if digests else None

@@ -1,7 +1,7 @@
-"""Cuts an unmodified Hugging Face model over the tensor axis, by its family's plan; matching is strict.
+"""Cut of an unmodified Hugging Face model over the tensor axis, by its family's plan; matching is strict.
 
-The blocks are those of `parallel/`; what is replaced where, and what stays whole, is data in `models/families/`. Every
-parameter keeps the name that the unsharded model gives it.
+`parallel/` has the sharded modules; `models/families/` lists the replaced and the replicated modules as data. Every
+parameter keeps its name in the unsharded model.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placemen
 from trainer.parallel.sequence import SEQUENCE_DIM, SequenceCut
 from trainer.parallel.stage import Absent
 
-_INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # what is an input among named arguments
-_HEADS_DIM = 1  # of attention probabilities `[batch, heads, queries, keys]`
+_INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # named arguments that are inputs
+_HEADS_DIM = 1  # in attention probabilities `[batch, heads, queries, keys]`
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A module, and where it stands."""
+    """A module and its position in the model."""
 
     owner: nn.Module
     attribute: str
-    name: str  # in the model
-    relative: str  # as patterns say it
+    name: str  # relative to the model
+    relative: str  # as in patterns
     module: nn.Module
 
 
@@ -47,13 +47,13 @@ def check_split(model: nn.Module, degree: int, sequence: bool = False) -> None:
     """Refuse a model that cannot be cut over the tensor ranks.
 
     Args:
-        model: whole, or one pipeline stage; perhaps on the meta device.
-        degree: number of tensor ranks.
+        model: the whole model or one pipeline stage, on any device including meta.
+        degree: the number of tensor ranks.
         sequence: whether `parallel.sequence` is true.
 
     Raises:
-        UsageError: the model is in no family; the family has no tensor or sequence parallelism; the degree does not
-            divide heads or features; a pattern matches nothing; the family does not name a matrix.
+        UsageError: the model is in no family, or its family has no tensor or sequence parallelism. The degree does not
+            divide heads or features. A pattern matches nothing, or the family does not name a matrix.
     """
     family = family_of(model)
     plan = _plan_of(family)
@@ -97,7 +97,7 @@ def _check_sequence(model: nn.Module, family: ModelFamily) -> None:
 
 
 def _check_features(place: _Place, dim: int, blocks: int, degree: int) -> None:
-    """Refuse a matrix with features that the degree does not divide; `dim` is that of `nn.Linear.weight`."""
+    """Refuse a matrix with features that the degree does not divide; `dim` is a dimension of `nn.Linear.weight`."""
     stored_dim = 1 - dim if isinstance(place.module, Conv1D) else dim
     features = place.module.get_parameter("weight").shape[stored_dim] // blocks
     if features % degree:
@@ -108,15 +108,15 @@ def _check_features(place: _Place, dim: int, blocks: int, degree: int) -> None:
 
 
 def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Placements:
-    """Replaces every large matrix of a transformers model by this rank's part of it.
+    """Replace every large matrix of a transformers model by this rank's part of it.
 
     Args:
-        model: whole, the same on every rank of the group, or on the meta device, to be filled later.
-        group: the tensor axis.
-        sequence: between the matrices of a layer, work on this rank's positions only.
+        model: the whole model, equal on every rank of the group, or on the meta device.
+        group: the group of the tensor axis.
+        sequence: whether the hidden states between the matrices of a layer are sharded by position.
 
     Returns:
-        How every parameter lies.
+        The placement of every parameter.
 
     Raises:
         UsageError: `check_split` refuses the model.
@@ -149,7 +149,7 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Place
     if stacks:
         stacks.cut_ends()
     _tie_again(model, tied)
-    for names in tied:  # a parameter stands once, under its first name, however its part came to be
+    for names in tied:  # a tied parameter has one placement, under its first name
         placed = next((placements[name] for name in names if name in placements), None)
         placements |= {names[0]: replace(placed, name=names[0])} if placed else {}
     return {name: placements.get(name) or _whole(model, name) for name, _ in model.named_parameters()}
@@ -170,7 +170,7 @@ def _stacks(model: nn.Module, group: Group) -> Stacks:
 
 
 def _places(model: nn.Module) -> Iterable[_Place]:
-    """Yield all modules but the model itself and what stands in for modules of other stages."""
+    """Yield all modules but the model itself and the stand-ins for modules of other stages."""
     for name, module in model.named_modules():
         if name and not isinstance(module, Absent):
             parent, _, attribute = name.rpartition(".")
@@ -208,7 +208,7 @@ def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place])
 def _part(
     place: _Place, plan: TensorPlan, group: Group, shared: list[str], cut: SequenceCut | None
 ) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding | None:
-    """What takes the place of a module, or None where it stays."""
+    """Return the replacement of a module, or None if it stays."""
     module, transposed = place.module, isinstance(place.module, Conv1D)
     for pattern, blocks in plan.columns.items():
         if matches(pattern, place.relative):
@@ -235,10 +235,10 @@ def _part(
 
 
 def _sum_input_gradients(module: nn.Module, group: Group, cut: SequenceCut | None) -> None:
-    """Puts `f` before a module: its inputs are as they were, and their gradients are summed over the group.
+    """Insert `f` before a module: it keeps the inputs, and sums their gradients over the group.
 
-    Where hidden states are this rank's positions only, they are gathered instead; what a decoder is told of the encoder
-    is whole on every rank.
+    Hidden states that are sharded by position are gathered instead. A decoder's input from the encoder is whole on
+    every rank.
     """
 
     def copy(name: str, tensor: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ def _sum_input_gradients(module: nn.Module, group: Group, cut: SequenceCut | Non
 
 
 def _cut_dropout(place: _Place, plan: TensorPlan, group: Group, cut: SequenceCut | None) -> None:
-    """Tells a dropout that works on this rank's heads, features or positions which they are."""
+    """Set the part of a dropout that works on this rank's heads, features or positions."""
 
     def on_heads(site: DropoutSite) -> DropoutSite:
         return replace(site, cut_dim=_HEADS_DIM, part=index_in_group(group))
@@ -267,10 +267,10 @@ def _cut_dropout(place: _Place, plan: TensorPlan, group: Group, cut: SequenceCut
 
 
 def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
-    """Parts of one whole parameter are one part: the embedding's and the head's, that head's bias and the module's."""
+    """Tie the parts of tied parameters again, such as those of an embedding and a head."""
     for group in tied:
         parts = [model.get_parameter(name) for name in group]
-        # A parameter that is held outside of what was replaced is still whole; the part is the smaller one.
+        # A parameter outside the replaced modules is still whole; the part is the smaller one.
         part = min(parts, key=lambda parameter: parameter.numel())
         for name in group:
             owner, _, attribute = name.rpartition(".")
@@ -283,7 +283,7 @@ def _whole(model: nn.Module, name: str) -> ParameterPlacement:
 
 
 def _partial(place: _Place) -> Placements:
-    """How parameters lie that are whole, but see this rank's heads only."""
+    """Return the placements of replicated parameters that are applied to this rank's part only."""
     return {
         name: ParameterPlacement(
             name, tuple(parameter.shape), partial_over=("dp", TENSOR_AXIS), trainable=parameter.requires_grad

@@ -1,4 +1,4 @@
-"""The tokenizer of a model: loaded, and checked against the model's embedding."""
+"""The tokenizer of a model: loading, and a check against the model's embedding."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from trainer.base.errors import UsageError
 from trainer.models.building import not_found
 from trainer.recipe.schema import Model
 
-_FEWEST_TOKENS = 3  # that are not special
-_LEAST_SHARE = 0.1  # of the embedding; less is another model's tokenizer, or a part of one
+_FEWEST_TOKENS = 3  # without special tokens
+_LEAST_SHARE = 0.1  # of the embedding; a smaller tokenizer is incomplete or belongs to another model
 
 
 def load_tokenizer(recipe: Model) -> Any:
-    """Load the tokenizer of the recipe's model; without a padding token, its end token fills short rows.
+    """Load the tokenizer of the recipe's model; if it has no padding token, its end token pads rows.
 
     Raises:
-        UsageError: There is none, it has no vocabulary, or it cannot be reached.
+        UsageError: the tokenizer does not exist, cannot be loaded, or has no vocabulary.
     """
     key, name, revision = "model.name_or_path", str(recipe.name_or_path), recipe.revision
-    if recipe.tokenizer is not None:  # a place of its own, with revisions of its own
+    if recipe.tokenizer is not None:  # another repository; `model.revision` does not apply
         key, name, revision = "model.tokenizer", recipe.tokenizer, None
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise not_found(key, name, error) from error
-    # Where a folder has a `config.json` and no tokenizer, transformers makes one of special tokens (and T5's space).
+    # For a folder without a tokenizer, transformers makes one of special tokens (and T5's space) from `config.json`.
     if tokenizer.is_fast and len(set(tokenizer.get_vocab()) - _special_tokens(tokenizer)) < _FEWEST_TOKENS:
         raise UsageError(
             f"`{key}` is {name!r}, which has no vocabulary of a tokenizer, so that every word would be unknown; copy"
@@ -46,12 +46,15 @@ def tokenizer_notes(recipe: Model, tokenizer: Any, vocab_size: int | None) -> li
     """Compare a tokenizer with the model's embedding.
 
     Args:
-        recipe: The recipe's `model`.
-        tokenizer: The loaded tokenizer.
-        vocab_size: Number of tokens with an embedding; None: the configuration does not say.
+        recipe: the recipe's `model`.
+        tokenizer: the loaded tokenizer.
+        vocab_size: the number of tokens with an embedding, or None if it is unknown.
+
+    Returns:
+        Notes for the user.
 
     Raises:
-        UsageError: A checkpoint's own tokenizer knows less than a tenth of the tokens with an embedding.
+        UsageError: a checkpoint's own tokenizer has less than a tenth of the tokens with an embedding.
     """
     notes = []
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:

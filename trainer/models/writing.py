@@ -1,8 +1,7 @@
-"""Writes the weights of a Hugging Face folder from tensors that are read when their file is written.
+"""Write the weights of a Hugging Face folder; each tensor is read when its file is written.
 
-By which names, in which types and over which files transformers expects them is its own answer, asked of a model on the
-`meta` device, where tensors have shapes and no memory. So a folder is the same whether it is written by the run, which
-has the model, or from a checkpoint, which has only its tensors.
+A model of transformers on the `meta` device, where tensors have shapes and no memory, gives their names, types and
+files. A run, which has the model, and a checkpoint, which has only tensors, therefore give the same folder.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ _CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9_]*")
 
 
 class UnknownModelError(Exception):
-    """A configuration that describes no model of transformers; the message says why."""
+    """Error for a configuration that describes no model of transformers; the message gives the reason."""
 
 
 def transformers_class(model: Any) -> Any:
-    """The class of transformers that a model is, under what FSDP may have put over it."""
+    """Return the class of transformers that a model has, without a class that FSDP may derive from it."""
     return next(one for one in type(model).__mro__ if one.__module__.startswith("transformers."))
 
 
 def described_model(described: Mapping[str, Any]) -> Any:
-    """The model that the content of a `config.json` describes, on `meta`.
+    """Build the model that the content of a `config.json` describes, on `meta`.
 
-    Closed: its class is one of transformers' own, found by its name; nothing is imported that a file names.
+    The name of its class must be one of transformers' own; no module that a file names is imported.
 
     Raises:
-        UnknownModelError: there is no such class, or it is not of this configuration.
+        UnknownModelError: there is no such class, or it does not belong to this configuration.
     """
     model_type, names = described.get("model_type"), described.get("architectures")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -77,7 +76,7 @@ def _is_model(found: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors of the model that become tensors of a file together: mostly one that becomes one."""
+    """Tensors of the model that are converted to tensors of a file together; usually one to one."""
 
     names: list[str]
     written: Collection[str]
@@ -91,28 +90,28 @@ def write_weights(
     dtype: torch.dtype = torch.float32,
     largest_file_bytes: int = LARGEST_FILE_BYTES,
 ) -> list[Path]:
-    """Writes safetensors, and their index where there are several; never more than a file's tensors are in memory.
+    """Write safetensors files, and an index if there are several; only the tensors of one file are in memory.
 
     Args:
-        model: on `meta`, of `described_model`.
-        shapes: of the tensors that there are, by their names in the model; of tied ones there is one.
-        read: gives one of them.
-        folder: that is there.
-        dtype: of floating tensors, but for those that transformers keeps in fp32.
-        largest_file_bytes: of tensors in a file; a larger tensor has a file of its own.
+        model: the model on `meta`, from `described_model`.
+        shapes: the shapes of the available tensors, by their names in the model; tied tensors appear once.
+        read: the function that returns a tensor by its name.
+        folder: the existing folder to write to.
+        dtype: the type of floating tensors, except for those that transformers keeps in fp32.
+        largest_file_bytes: the maximum size of the tensors of a file; a larger tensor gets its own file.
 
     Returns:
-        The files of weights.
+        The weight files.
 
     Raises:
-        UnknownModelError: the tensors are not those of the model.
+        UnknownModelError: the tensors do not belong to the model.
         UsageError: a value is too large for `dtype`.
         OSError, SafetensorError: a file cannot be written.
     """
     sources = _sources(model, shapes)
     _refuse_other_shapes(model, {name: shapes[source] for name, source in sources.items()})
     types = _types(model, sources, dtype)
-    # As transformers does for a model that no files were loaded into: how older files called them is not brought back.
+    # As in transformers for a model that was not loaded from files: older names are not restored.
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [rule for rule in conversions if not isinstance(rule, PrefixChange)]
 
@@ -122,7 +121,7 @@ def write_weights(
         empty = {name: torch.empty(shapes[sources[name]], dtype=types[name], device="meta") for name in names}
         made = revert_weight_conversion(model, empty)
         groups.append(_Group(names, made.keys()))
-        # Anew, for the size of one that was cut from another would be that of the other.
+        # New tensors, because the storage size of a slice is that of the whole tensor.
         written |= {key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in made.items()}
 
     split = split_torch_state_dict_into_shards(
@@ -145,7 +144,7 @@ def write_weights(
 
 
 def _sources(model: Any, available: Collection[str]) -> dict[str, str]:
-    """By the names that transformers writes, in its order, those that there are; they differ for tied weights."""
+    """Map the names that transformers writes, in its order, to available names; they differ for tied weights."""
     copies, ignored = set(model.all_tied_weights_keys), set(model._keys_to_ignore_on_save or ())
     sources: dict[str, str] = {}
     missing = []
@@ -153,7 +152,7 @@ def _sources(model: Any, available: Collection[str]) -> dict[str, str]:
         found = [name for name in names if name in available]
         if len(found) == 1:
             sources[next((name for name in names if name not in copies), names[0])] = found[0]
-        else:  # several: the configuration ties them, but they came with different weights
+        else:  # several: the configuration ties them, but their weights differ
             sources |= {name: name for name in found}
         missing += names[:1] if not found else []
     if missing := sorted(set(missing) - ignored):
@@ -175,7 +174,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _types(model: Any, names: Collection[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Of each tensor as it is written; transformers says what stays in fp32 because it would lose too much."""
+    """Return the type of each written tensor; transformers keeps tensors in fp32 that need the precision."""
     kept = {re.compile(glob.replace("*", ".*")): type_ for glob, type_ in model._get_dtype_plan(dtype).items()}
     empty = model.state_dict()
     types = {}
@@ -188,7 +187,7 @@ def _types(model: Any, names: Collection[str], dtype: torch.dtype) -> dict[str, 
 
 
 def _together(names: Collection[str], conversions: Sequence[Any]) -> Iterator[list[str]]:
-    """Which tensors are split or merged together on their way into a file, as `revert_weight_conversion` does."""
+    """Yield groups of tensors that `revert_weight_conversion` splits or merges together."""
     reverse = [rule.reverse_transform() for rule in conversions[::-1]]
     converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
     groups: dict[tuple[str, bool], list[str]] = {}
@@ -200,7 +199,7 @@ def _together(names: Collection[str], conversions: Sequence[Any]) -> Iterator[li
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     cast = tensor.to(dtype)
-    # The extremes first, which take no memory.
+    # The extremes are checked first, because they need no memory.
     suspicious = cast is not tensor and cast.numel() > 0 and not torch.stack(cast.aminmax()).isfinite().all()
     if suspicious and bool((cast.isinf() & ~tensor.isinf()).any()):
         raise UsageError(
@@ -211,6 +210,6 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """In memory of its own, without what it may have been cut from."""
+    """Return a contiguous tensor with its own memory, which is not shared with a larger tensor."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

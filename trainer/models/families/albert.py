@@ -12,7 +12,7 @@ ALBERT = ModelFamily(
     tensor=TensorPlan(
         columns={f"{_LAYERS}.attention.{name}": 1 for name in ("query", "key", "value")} | {f"{_LAYERS}.ffn": 1},
         rows=(f"{_LAYERS}.attention.dense", f"{_LAYERS}.ffn_output"),
-        # No shared input: the attention adds its input to its output, so each column sums its own input's gradient.
+        # No shared input: the attention adds its input to its output, so each column sums its own input gradient.
         attention=(f"{_LAYERS}.attention",),
         embeddings=("embeddings.word_embeddings",),
         vocabulary_heads=("predictions.decoder",),

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019, arXiv:1810.04805) and the encoders that kept its modules."""
+"""BERT (Devlin et al. 2019, arXiv:1810.04805) and encoders with the same modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LAYERS = "encoder.layer.*"
 
 
 def _like_bert(model_type: str, *, vocabulary_heads: tuple[str, ...], whole: tuple[str, ...]) -> ModelFamily:
-    """An encoder of BERT's modules, with heads of its own."""
+    """Return the family of an encoder with BERT's modules and its own heads."""
     return ModelFamily(
         model_type,
         layers=_LAYERS,

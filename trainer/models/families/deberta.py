@@ -11,7 +11,7 @@ DEBERTA_V2 = ModelFamily(
     "deberta-v2",
     layers=_LAYERS,
     tensor=TensorPlan(
-        # The projections of relative positions are those of queries and keys, or have weights of their own.
+        # Relative positions use the projections of queries and keys, or their own.
         columns={
             f"{_ATTENTION}.(query_proj|pos_query_proj)": 1,
             f"{_ATTENTION}.(key_proj|pos_key_proj)": 1,
@@ -19,8 +19,8 @@ DEBERTA_V2 = ModelFamily(
             f"{_LAYERS}.intermediate.dense": 1,
         },
         rows=(f"{_LAYERS}.attention.output.dense", f"{_LAYERS}.output.dense"),
-        # Computed in the module itself; and no shared input: it has two, hidden states and embeddings of positions, so
-        # each column sums the gradient of whatever it is given.
+        # The module computes its attention itself. It has no shared input, because it has two inputs, hidden states and
+        # position embeddings; each column sums the gradient of its own input.
         attention=(),
         embeddings=("embeddings.word_embeddings",),
         vocabulary_heads=("cls.predictions.decoder",),

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023, arXiv:2302.13971) and the decoders that kept its modules."""
+"""Llama (Touvron et al. 2023, arXiv:2302.13971) and decoders with the same modules."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def _like_llama(model_type: str, *, partial: tuple[str, ...] = ()) -> ModelFamil
 LLAMA = _like_llama("llama")
 MISTRAL = _like_llama("mistral")  # Jiang et al. 2023 (arXiv:2310.06825)
 QWEN2 = _like_llama("qwen2")  # Yang et al. 2024 (arXiv:2407.10671)
-# Yang et al. 2025 (arXiv:2505.09388); its norms of queries and keys are as wide as one head, which all heads share.
+# Yang et al. 2025 (arXiv:2505.09388); all heads share its norms of queries and keys, which have the width of one head.
 QWEN3 = _like_llama("qwen3", partial=(f"{_LAYERS}.self_attn.(q_norm|k_norm)",))

@@ -1,7 +1,7 @@
-"""Families that transformers describes itself: the `base_model_tp_plan` of a configuration, read as one of ours.
+"""Families from transformers' own plans: the `base_model_tp_plan` of a configuration, converted to a `ModelFamily`.
 
-Used for architectures without a table of their own. Such a plan says what is cut and how, but not what else stands
-beside it, so whatever could make a rank's result wrong in silence is refused instead.
+They are used for architectures outside the table. Such a plan lists the sharded modules, but not the modules beside
+them. A model is refused if these could make a rank's result wrong without an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REMEDY = "use `parallel.tensor` 1, or add a file to `trainer/models/families/` 
 
 
 def shipped_layers(config: Any) -> str | None:
-    """The pattern of the repeated layers that transformers' plan cuts, or None where it ships no plan."""
+    """Return the pattern of the repeated layers in transformers' plan, or None if there is no plan."""
     plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     prefixes = list(dict.fromkeys(_layer(name) for name in plan if "*" in name))
     if not prefixes:
@@ -30,10 +30,10 @@ def shipped_layers(config: Any) -> str | None:
 
 
 def shipped_family(model: Any) -> ModelFamily | None:
-    """The family that transformers' own plan describes, or None where it ships no plan.
+    """Return the family from transformers' own plan, or None if there is no plan.
 
     Raises:
-        UsageError: the plan cuts in a way that has no block of ours, or leaves open how its parts fit together.
+        UsageError: the plan has an unknown style, or does not define how its parts fit together.
     """
     layers = shipped_layers(model.config)
     if layers is None:
@@ -55,7 +55,7 @@ def shipped_family(model: Any) -> ModelFamily | None:
         tensor=TensorPlan(
             columns=dict.fromkeys(columns, 1),
             rows=_of_style(plan, _ROW),
-            # Something between the layer and the column calls the attention function; the others have no dropout.
+            # A module between the block and the column calls the attention function. The others do not use dropout.
             attention=tuple(dict.fromkeys(name for column in columns for name in _owners(column))),
             embeddings=(*_of_style(plan, _VOCABULARY), *embedding),
             vocabulary_heads=head,
@@ -67,19 +67,19 @@ def shipped_family(model: Any) -> ModelFamily | None:
 
 
 def _layer(name: str) -> str:
-    """The layer of what a plan cuts: all up to the first star; a second one counts experts."""
+    """Return the layer of a pattern, up to its first star; a second star counts experts."""
     return name[: name.index("*") + 1]
 
 
 def _block(name: str) -> str:
-    """The part of a layer that holds a column and its row, such as its attention."""
+    """Return the part of a layer that holds a column and its row, such as its attention."""
     layer = _layer(name)
     inside = name[len(layer) + 1 :].split(".")
     return f"{layer}.{inside[0]}" if len(inside) > 1 else layer
 
 
 def _owners(name: str) -> Iterator[str]:
-    """What holds a column, from its block inward."""
+    """Yield the modules that contain a column, from its parent up to its block."""
     block = _block(name)
     while name != block:
         name = name.rpartition(".")[0]
@@ -91,15 +91,15 @@ def _of_style(plan: Mapping[str, str], style: str) -> tuple[str, ...]:
 
 
 def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
-    """Refuses what a plan leaves open inside of the blocks that it cuts, and would be wrong if guessed.
+    """Refuse modules in the plan's blocks that the plan does not define, or that cannot be cut.
 
     Raises:
-        UsageError: names the module.
+        UsageError: there is such a module; the message names it.
     """
     model_type = model.config.model_type
     cut = {_block(pattern) for pattern, style in plan.items() if style in (_COLUMN, _ROW)}
-    columns: dict[str, list[tuple[str, int]]] = {}  # of each block, with their outputs
-    inputs: dict[str, int] = {}  # of the row of each block
+    columns: dict[str, list[tuple[str, int]]] = {}  # by block: names and output features
+    inputs: dict[str, int] = {}  # by block: input features of the row
     for name, module in model.named_modules():
         relative = relative_name(model, name)
         block = _inside(cut, relative)
@@ -137,14 +137,14 @@ def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
 
 
 def _inside(blocks: Iterable[str], name: str) -> str | None:
-    """The name of the block in which a module stands, or None where it stands in none."""
+    """Return the name of the block that contains a module, or None if there is none."""
     parts = name.split(".")
     starts = (".".join(parts[: block.count(".") + 1]) for block in blocks)
     return next((start for block, start in zip(blocks, starts, strict=True) if matches(block, start)), None)
 
 
 def _input_embedding(model: Any) -> nn.Module | None:
-    """The embedding of the vocabulary, or None for a model of anything else."""
+    """Return the embedding of the vocabulary, or None for a model without one."""
     try:
         embedding = model.get_input_embeddings()
     except NotImplementedError:
@@ -157,7 +157,7 @@ def _name_of(model: Any, wanted: nn.Module | None) -> tuple[str, ...]:
 
 
 def _matrices_around(model: Any) -> Iterator[str]:
-    """The modules with a matrix in the head around the base model, which every rank computes from whole states."""
+    """Yield the modules with a matrix in the head around the base model; they are replicated on every rank."""
     for name, module in model.named_modules():
         outside = model.base_model is not model and relative_name(model, name) == name
         if outside and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):

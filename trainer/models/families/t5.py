@@ -1,4 +1,4 @@
-"""T5 (Raffel et al. 2020, arXiv:1910.10683) and T5 1.1, whose feed-forward is gated; whole, or its encoder alone."""
+"""T5 (Raffel et al. 2020, arXiv:1910.10683) and T5 1.1 with its gated feed-forward; the whole model, or its encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of model families, and finding a model's place in it; matching is strict."""
+"""The table of model families, and the lookup of a model's family; matching is strict."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ consume("family", _add)
 
 
 def family_of(model: nn.Module) -> ModelFamily:
-    """The family of a transformers model: of the table, or else as transformers' own plan describes it.
+    """Return the family of a transformers model, from the table or from transformers' own plan.
 
     Raises:
-        UsageError: it is in no family of the table, and transformers' plan is none, or none that can be carried out.
+        UsageError: the model is in no family of the table, and transformers has no plan for it, or one that cannot be
+            used.
     """
     config: Any = model.config
     family = FAMILIES.get(config.model_type) or shipped_family(model)
@@ -67,14 +68,14 @@ def _of_no_family(config: Any) -> UsageError:
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated layers of a model, by name, in order.
+    """Return the repeated layers of a model in order, by name.
 
     Raises:
         UsageError: the model is in no family, or its family's pattern matches nothing.
     """
     config: Any = model.config
     family = FAMILIES.get(config.model_type)
-    # To find the layers, a plan of transformers need not be one that tensor ranks can carry out.
+    # A plan of transformers gives the layers, even if tensor ranks cannot use it.
     pattern = family.layers if family else shipped_layers(config)
     if pattern is None:
         raise _of_no_family(config)
@@ -82,7 +83,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     layers = {
         name: module
         for name, module in base.named_modules()
-        if matches(pattern, name) and not isinstance(module, Absent)  # of another pipeline stage
+        if matches(pattern, name) and not isinstance(module, Absent)  # `Absent`: of another pipeline stage
     }
     if not layers:
         raise UsageError(f"the family {config.model_type} says that layers are `{pattern}`, but none is in this model")
@@ -90,7 +91,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_shared_dropout(model: nn.Module, name: str) -> bool:
-    """Whether the dropout `name` works on a tensor that has no batch, as its family knows."""
+    """Return whether the dropout `name` works on a tensor without a batch dimension, by the model's family."""
     family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
     return family is not None and any(
         matches(pattern, relative_name(model, name)) for pattern in family.shared_dropouts
