@@ -3,7 +3,7 @@
 A test marked `alone` runs while no other worker runs a test. `once` makes an artefact in the first worker that asks and
 gives it to all others. Without pytest-xdist there is one worker, and neither waits.
 
-The locks are POSIX record locks. A process that a test forks and leaves behind does not hold them, as it would `flock`'s.
+The locks are POSIX record locks, and not those of `flock`, which a process that a test leaves behind would inherit.
 """
 
 from __future__ import annotations
