@@ -1,7 +1,7 @@
-"""What layouts cost, by formula, for the shapes of real models: the figures of `choosing.md`.
+"""Formulas for the memory and communication of layouts with real models: the figures of `choosing.md`.
 
-Models are built on torch's meta device, which has shapes and no memory. Bytes of training state are those of the
-trainer's own `state_bytes`, what tensor ranks and stages hold that of its own plans.
+Models are built on torch's meta device, which allocates no memory. The bytes of training state come from the trainer's
+`state_bytes`, and the parameters of tensor ranks and stages from its plans.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 4096,
     },
 }
-"""Devlin et al. 2019 (arXiv:1810.04805), with a head for two classes."""
+"""The models of Devlin et al. 2019 (arXiv:1810.04805), with a head for two classes."""
 
 
 @cache
 def model_of(name: str) -> nn.Module:
-    """A model of `MODELS`, without memory."""
+    """Build a model of `MODELS` on the meta device."""
     recipe = Model.model_validate({"config": dict(MODELS[name]), "tokenizer": "none"})
     return build_on_meta(recipe, Training(), "AutoModelForSequenceClassification", {"num_labels": 2})
 
@@ -48,13 +48,13 @@ def num_parameters(name: str) -> int:
 
 
 def state(name: str, strategy: str, num_ranks: int, tensor: int = 1) -> StateBytes:
-    """What a rank holds in fp32 with AdamW, by the trainer's formula.
+    """Return the bytes of state on a rank in fp32 with AdamW, by the trainer's formula.
 
     Args:
-        name: of the model.
-        strategy: its row is read from the table of strategies.
-        num_ranks: data-parallel ranks that share; of hsdp, those of one group.
-        tensor: degree over which matrices are cut besides.
+        name: The name of the model.
+        strategy: The name of a row in the table of strategies.
+        num_ranks: The number of data-parallel ranks that share the state; for hsdp, the ranks of one group.
+        tensor: The degree of tensor parallelism.
     """
     row = STRATEGIES[strategy]
     placements = tensor_cuts(model_of(name), tensor)
@@ -71,7 +71,7 @@ def state(name: str, strategy: str, num_ranks: int, tensor: int = 1) -> StateByt
 
 
 def tensor_cuts(model: Any, degree: int) -> Placements:
-    """How parameters lie over tensor ranks, by the plan of the model's family."""
+    """Return the placements of parameters on tensor ranks, by the plan of the model's family."""
     placements = whole(model)
     plan = FAMILIES[model.config.model_type].tensor
     if degree == 1 or plan is None:
@@ -90,16 +90,16 @@ def _cut(model: Any, placement: ParameterPlacement, plan: TensorPlan) -> Paramet
 
 
 def largest_stage(name: str, num_stages: int) -> int:
-    """Parameters of the stage that holds the most, of the trainer's balanced split."""
+    """Return the number of parameters of the largest stage in the trainer's balanced split."""
     model = model_of(name)
     return max(stage_sizes(model, split_stages(model, num_stages, None)))
 
 
 def sent_by_data_parallel(name: str, strategy: str, num_ranks: int) -> float:
-    """Bytes that a rank sends in an optimizer step of one microbatch, by ring algorithms.
+    """Return the bytes that a rank sends in an optimizer step of one microbatch, with ring algorithms in fp32.
 
-    An all-reduce of P elements sends 2 P (N - 1) / N, a gather or a reduce-scatter half of that: Rajbhandari et al.
-    2020 (arXiv:1910.02054), section 7. Everything is sent in fp32.
+    An all-reduce of P elements sends 2 P (N - 1) / N elements, an all-gather or a reduce-scatter half of that.
+    Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7.
     """
     row = STRATEGIES[strategy]
     passes = 3 if row.cuts_parameters else 2
@@ -109,32 +109,34 @@ def sent_by_data_parallel(name: str, strategy: str, num_ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What goes through the model at once."""
+    """The size of a microbatch."""
 
     rows: int
-    length: int  # tokens of a row
+    length: int  # tokens per row
 
 
 def hidden_bytes(name: str, batch: Microbatch) -> int:
-    """The hidden states between two layers, in fp32."""
+    """Return the bytes of the hidden states between two layers, in fp32."""
     config: Any = model_of(name).config
     return batch.rows * batch.length * config.hidden_size * FP32_BYTES
 
 
 def sent_by_tensor_rank(name: str, batch: Microbatch, degree: int) -> float:
-    """Bytes for one microbatch: two sums over the ranks forward and two backward in each layer.
+    """Return the bytes that a tensor rank sends for one microbatch.
 
-    Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+    Each layer has two all-reduces in the forward pass and two in the backward pass.
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
     config: Any = model_of(name).config
     return 4 * config.num_hidden_layers * hidden_bytes(name, batch) * 2 * (degree - 1) / degree
 
 
 def activations(name: str, batch: Microbatch, tensor: int = 1, sequence: bool = False) -> Mapping[str, float]:
-    """Bytes that the layers keep for the backward pass in 16 bits, by kind of recomputation.
+    """Return the bytes that the layers keep for the backward pass in 16 bits, by kind of recomputation.
 
-    Korthikanti et al. 2022 (arXiv:2205.05198), equations 1, 2, 4 and 6, and section 5: with a layer's attention scores
-    `[rows, heads, length, length]`, their softmax and its dropout kept, or computed again ("selective" of the paper).
+    "none" keeps a layer's attention scores `[rows, heads, length, length]`, their softmax and its dropout.
+    "scores again" recomputes them ("selective" in the paper).
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), equations 1, 2, 4 and 6, and section 5.
     """
     config: Any = model_of(name).config
     unit = batch.length * batch.rows * config.hidden_size  # elements of the hidden states

@@ -1,8 +1,8 @@
-"""Writes the generated blocks of `README.md`, `CONTRIBUTING.md` and `docs/*.md`, whose facts stand in the code.
+"""Generator of the blocks in `README.md`, `CONTRIBUTING.md` and `docs/*.md` that contain facts from the code.
 
 A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. Run `python -m docs.generate` after a change of the
-schema, the command line, the strategies, the schedules, the checks or the shipped recipes; a test fails where a block
-is out of date. The figures of the promise are those that `python -m tests.parity.measure` left in `docs/parity.json`.
+schema, the command line, the strategies, the schedules, the checks or the shipped recipes. A test fails if a block is
+out of date. The parity figures come from `docs/parity.json`, which `python -m tests.parity.measure` writes.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ _REQUIRED = "required"
 
 
 def pages() -> list[Path]:
-    """The pages that may hold generated blocks."""
+    """Return the pages that may contain generated blocks."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def with_blocks(text: str) -> str:
-    """`text` with each of its generated blocks as it should be.
+    """Return `text` with its generated blocks updated.
 
     Raises:
-        KeyError: a block of an unknown name.
+        KeyError: A block has an unknown name.
     """
     return _BLOCK.sub(lambda block: f"{block['begin']}{BLOCKS[block['name']]()}\n{block['end']}", text)
 
@@ -82,8 +82,8 @@ def _strategies() -> str:
 
 
 def _strategy(row: Strategy) -> tuple[str, ...]:
-    """The bytes that a rank holds for P parameters in fp32 with AdamW, and what it sends, as formulas."""
-    master = " + 4P/N" if row.zero_stage else ""  # DeepSpeed's master copy of the rank's part
+    """Return formulas for P fp32 parameters with AdamW on N ranks: bytes that a rank holds, and its communication."""
+    master = " + 4P/N" if row.zero_stage else ""  # DeepSpeed's master copy of the rank's shard
     return (
         f"`{row.name}`",
         row.summary,
@@ -100,12 +100,12 @@ def _shipped() -> str:
 
 
 def _keys() -> str:
-    """One table for the plain keys of a recipe, then one for each section, what it holds, and each kind of it."""
+    """Return tables of the plain keys of a recipe, then of each section, its subsections and its kinds."""
     return "\n\n".join(_section_keys("", Recipe, "###"))
 
 
 def _section_keys(prefix: str, model: type[Section], heading: str) -> Iterator[str]:
-    """A table of the plain keys of a section, then the sections in it."""
+    """Iterate over the table of the plain keys of a section, then the texts of its subsections."""
     plain = {name: field for name, field in model.model_fields.items() if not section_models(field.annotation)}
     yield _key_table(prefix, model, plain)
     for name, field in model.model_fields.items():
@@ -136,7 +136,7 @@ def _kinds(name: str, field: FieldInfo, tags: list[str]) -> str:
 
 
 def _shared_keys(models: list[type[Section]]) -> dict[str, FieldInfo]:
-    """The keys that every kind of a section has with the same type, default and meaning."""
+    """Return the keys that have the same type, default and meaning in every kind of a section."""
     first, *others = (model.model_fields for model in models)
     return {key: row for key, row in first.items() if all(repr(other.get(key)) == repr(row) for other in others)}
 
@@ -149,7 +149,7 @@ def _key_rows(prefix: str, model: type[Section], fields: Mapping[str, FieldInfo]
     properties = model.model_json_schema()["properties"]
     for key, field in fields.items():
         inner = section_models(field.annotation)
-        if inner:  # a section in a section: its keys stand among the others
+        if inner:  # a nested section: its keys are listed among the others
             yield from _key_rows(f"{prefix}{key}.", inner[0], inner[0].model_fields)
         else:
             yield f"`{prefix}{key}`", _values(properties[key]), _default(field), field.description or ""
@@ -163,7 +163,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(schema: Mapping[str, Any]) -> str:
-    """The values that a key takes, in words."""
+    """Return the allowed values of a key, in words."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_values(choice) for choice in schema["anyOf"]))
     if "const" in schema or "enum" in schema:
@@ -218,7 +218,7 @@ def _family(family: ModelFamily, plan: TensorPlan) -> tuple[str, ...]:
 
 
 def _names(names: Iterable[str]) -> str:
-    """Names as a cell: a bar would end it."""
+    """Return names as a table cell. Markdown characters are escaped, because a bar would end the cell."""
     return "<br>".join(name.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_") for name in names) or "-"
 
 
@@ -240,7 +240,7 @@ def _schedules() -> str:
 
 
 def _schedule(row: PipelineSchedule) -> tuple[str, ...]:
-    """With P ranks, v stages on each and m microbatches; the example is P = 4, m = 16."""
+    """Return a row for P ranks with v stages each and m microbatches. The example has P = 4 and m = 16."""
     least = "as many as stages, or more" if row.fills else "any number"
     many = ", a multiple of P" if row.several_stages else ""
     work = "".join(["3 " * row.splits_backward, "v " * row.several_stages, "m"])
@@ -262,14 +262,14 @@ def _checks() -> str:
 
 
 def _check(text: str) -> tuple[str, str]:
-    """The paragraphs of a check's docstring, those that warn apart."""
+    """Return the description in a check's docstring, and its paragraphs on warnings and problems."""
     paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
     bad = [paragraph for paragraph in paragraphs if paragraph.startswith(("Warning", "Problem"))]
     return " ".join(paragraph for paragraph in paragraphs if paragraph not in bad), "<br>".join(bad) or "-"
 
 
 def _counterparts(table: Mapping[str, Counterpart]) -> str:
-    """The keys of another tool: those that have one here, then the others by the reason."""
+    """Return tables of another tool's keys: those with a counterpart in a recipe, then the others by reason."""
     here = [(f"`{key}`", f"`{row.key}`", row.note) for key, row in table.items() if row.key is not None]
     others: dict[tuple[str, str], list[str]] = {}
     for key, row in table.items():
@@ -281,14 +281,14 @@ def _counterparts(table: Mapping[str, Counterpart]) -> str:
 
 
 def parity() -> str:
-    """The table of the promise, from the figures that were measured last."""
+    """Return the parity table from the figures of the last measurement."""
     measured = json.loads(PARITY.read_text(encoding="utf-8"))
     rows = [(row["layout"], *(f"{figure:.0e}" for figure in row["differences"])) for row in measured["rows"]]
     return _table(("", *measured["columns"]), rows)
 
 
 def _command_line() -> str:
-    """What `--help` says of the program and of each verb."""
+    """Return the `--help` texts of the program and of each verb."""
     program = typer.main.get_command(app)
     with program.make_context("trainer", [], resilient_parsing=True, terminal_width=_HELP_WIDTH) as context:
         return "\n\n".join(_help("trainer", program, context))
@@ -303,7 +303,7 @@ def _help(name: str, command: Any, context: Any) -> Iterator[str]:
 
 
 def _state() -> str:
-    """What a rank holds and sends, for each model and strategy."""
+    """Return tables of the bytes that a rank holds and sends, for each model and strategy."""
     header = ("", "parameters", "gradients", "optimizer", "together", "sent by a rank in a step")
     return "\n\n".join(
         f"**{name}**, {costs.num_parameters(name):,} parameters, {_RANKS} ranks:\n\n"
@@ -320,7 +320,7 @@ def _state_row(name: str, row: Strategy) -> tuple[str, ...]:
 
 
 def _model_cuts() -> str:
-    """What a rank holds where the model itself is cut, and what it then sends."""
+    """Return a table of a rank's parameters and communication with tensor parallelism or pipeline stages."""
     rows = []
     for name in costs.MODELS:
         everything, hidden = costs.num_parameters(name), costs.hidden_bytes(name, _BATCH)
@@ -331,7 +331,7 @@ def _model_cuts() -> str:
                 rows.append((name, f"`parallel.tensor` {degree}", _share(held, everything), _size(sent)))
         for stages in (2, 4):
             held = costs.largest_stage(name, stages)
-            sent = hidden * (2 if stages > 2 else 1)  # forward to the next stage, and back to the one before
+            sent = hidden * (2 if stages > 2 else 1)  # only a middle stage sends in both directions
             rows.append((name, f"`parallel.pipeline.stages` {stages}", _share(held, everything), _size(sent)))
     header = ("model", "cut", "parameters of the rank that holds the most", "sent by a rank for one microbatch")
     return _table(header, rows)
@@ -342,7 +342,7 @@ def _share(held: int, everything: int) -> str:
 
 
 def _activations() -> str:
-    """What the layers keep for the backward pass of one microbatch."""
+    """Return a table of the bytes that the layers keep for the backward pass of one microbatch."""
     rows = []
     for name in costs.MODELS:
         for length in (128, 512):
@@ -365,7 +365,7 @@ _BATCH = costs.Microbatch(rows=8, length=128)
 
 
 def _floors() -> str:
-    """The floors of the import contract, with the first sentence of each package's docstring."""
+    """Return a table of the floors of the import contract, with the first paragraph of each package docstring."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]

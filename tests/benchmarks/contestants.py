@@ -1,4 +1,4 @@
-"""The trainings that are compared: each takes the same model, recipe and batches, and runs a loop of its own."""
+"""The compared trainings. Each uses the same model, recipe and batches with its own loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.training.run_info import model_size, run_info, total_peak_flops
 
 
 def hand_written(setting: Setting, batches: Iterable[RankBatch]) -> None:
-    """The shortest PyTorch loop that computes the same step: no logging, no checks, no signals."""
+    """Train with the shortest PyTorch loop for the same step, without logging, checks or signals."""
     recipe, ranks = setting.recipe, setting.mesh.world_size
     model = setting.model().model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.optimizer.learning_rate, fused=True)
@@ -50,7 +50,7 @@ def hand_written(setting: Setting, batches: Iterable[RankBatch]) -> None:
 
 
 def hugging_face(setting: Setting, batches: Iterable[RankBatch]) -> None:
-    """The Trainer of transformers with its own loop; it neither evaluates nor saves, and logs as often as ours."""
+    """Train with transformers' Trainer. It neither evaluates nor saves, and logs as often as `ours`."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     class OnOurBatches(Trainer):
@@ -86,7 +86,7 @@ def hugging_face(setting: Setting, batches: Iterable[RankBatch]) -> None:
 
 
 class _Flat:
-    """The microbatches of rank batches as the dictionaries that transformers' Trainer takes; of unknown length."""
+    """The microbatches of rank batches as dictionaries for transformers' Trainer, without a length."""
 
     def __init__(self, batches: Iterable[RankBatch]) -> None:
         self._batches = batches
@@ -98,7 +98,7 @@ class _Flat:
 
 
 class _SavesNothing:
-    """As the other contestants do."""
+    """A saver that saves nothing, because the other contestants do not save."""
 
     def save(self) -> None:
         pass
@@ -111,7 +111,7 @@ class _SavesNothing:
 
 
 def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
-    """The real loop and engine, with the observers of a default run on rank 0."""
+    """Train with the loop and engine of `trainer`, and with the observers of a default run on rank 0."""
     recipe, mesh, task = setting.recipe, setting.mesh, setting.task
     built = setting.model()
     engine = build_engine([built], task, mesh, setting.plan, setting.total_steps)

@@ -1,8 +1,8 @@
-"""Seconds from `trainer run` to the end of its first step, beside those that the imports alone take.
+"""Seconds from `trainer run` to the end of its first step, compared with those of the imports alone.
 
-The baseline is as many fresh processes at once as there are ranks, each importing torch, datasets, and BERT's model
-class and the tokenizer loader of transformers. Runs and baselines alternate; the tokenised data is in its cache. From
-the root of the repository:
+The baseline is one new process per rank, started at the same time. Each imports torch, datasets, and transformers'
+BERT class and tokenizer loader. Runs and baselines alternate; the tokenised data is cached. From the root of the
+repository:
 
     python -m tests.benchmarks.startup --processes 1 2 --rounds 5
 """
@@ -32,14 +32,14 @@ OVERRIDES = ("training.max_steps=1", "evaluation.every=null", "logging.every=1 s
 
 @dataclass(frozen=True)
 class Cost:
-    """From the start of the first process: what passed, and what all processes together computed."""
+    """The elapsed time since the start of the first process, and the CPU time of all processes."""
 
     seconds: float
     cpu_seconds: float
 
 
 def measure(commands: Sequence[Sequence[str]]) -> Cost:
-    """Starts the commands at once and waits for a line of each that begins with "step 1"."""
+    """Start the commands at once, and wait until each prints a line that begins with "step 1"."""
     begin = time.perf_counter()
     processes = [start(command) for command in commands]
     try:
@@ -63,22 +63,22 @@ def measure(commands: Sequence[Sequence[str]]) -> Cost:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """What a process and its descendants that still live have computed."""
+    """Return the CPU time of a process and its living descendants."""
     parent = psutil.Process(pid)
     times = [process.cpu_times() for process in (parent, *parent.children(recursive=True))]
     return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
 
 def trainer(processes: int, folder: Path, run: str) -> list[str]:
-    """The command that trains the sample for one step, in a folder of its own."""
+    """Return the command that trains the sample for one step in its own folder."""
     places = [f"checkpoint.folder={folder / run}", f"data.cache={folder / 'cache'}"]
     command = [sys.executable, "-m", "trainer", "run", "bert_sample", *OVERRIDES, *places]
     return [*command, "--processes", str(processes)]
 
 
 def compare(processes: int, num_rounds: int, folder: Path) -> str:
-    """A row of the report."""
-    measure([trainer(processes, folder, "warm-up")])  # fills the cache of tokenised data, and the system's of files
+    """Measure, and return a row of the report."""
+    measure([trainer(processes, folder, "warm-up")])  # fills the cache of tokenised data and the page cache
     imports, runs = [], []
     for number in range(num_rounds):
         imports.append(measure([[sys.executable, "-c", IMPORTS]] * processes))

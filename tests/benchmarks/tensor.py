@@ -1,8 +1,8 @@
-"""A BERT over two tensor ranks: our blocks beside DTensor's `parallelize_module` and transformers' `DistributedConfig`.
+"""A BERT on two tensor ranks: our blocks, DTensor's `parallelize_module` and transformers' `DistributedConfig`.
 
-All three cut the same matrices of the same model, without dropout, and take the same steps of AdamW; they take turns in
-the same processes, a block of steps each, and the ratios are medians over the rounds. The peak of memory is that of
-processes in which one of them ran alone. From the root of the repository:
+All three shard the same matrices of the same model, without dropout, and take the same AdamW steps. They alternate in
+the same processes in blocks of steps, and the ratios are medians over the rounds. The peak memory is measured in
+separate processes for each of them. From the root of the repository:
 
     python -m tests.benchmarks.tensor --models small medium --rounds 20
 """
@@ -42,7 +42,7 @@ MODELS = {
     "medium": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024},
     "base": {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 3072},
 }
-"""BERTs; `base` is as wide as BERT-base, with a third of its layers."""
+"""BERT sizes. `base` has the width of BERT-base and a third of its layers."""
 COLUMNS = ("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense")
 ROWS_CUT = ("attention.output.dense", "output.dense")
 
@@ -85,7 +85,7 @@ CONTESTANTS: dict[str, Callable[[Path], nn.Module]] = {
 
 @dataclass
 class Training:
-    """A model and its optimizer; the loop is the same for all."""
+    """A model with its optimizer and batch. The step is the same for all contestants."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -109,14 +109,14 @@ class Training:
 
 
 def compete(folder: Path, num_rounds: int, num_steps: int) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
-    """On this rank: seconds a step by contestant for each round, and the losses of the first round, which warms up."""
+    """Return this rank's seconds per step (by round and contestant), and the losses of a first round, the warm-up."""
     _name_rank_in_environment()
     trainings = {name: Training.of(make(folder)) for name, make in CONTESTANTS.items()}
     first = {name: [training.step() for _ in range(num_steps)] for name, training in trainings.items()}
     rounds = []
     for number in range(num_rounds):
         order = list(trainings)
-        order = order[number % 3 :] + order[: number % 3]  # none always follows the same other
+        order = order[number % 3 :] + order[: number % 3]  # rotates the order to cancel the effect of the predecessor
         seconds = {}
         for name in order:
             dist.barrier()
@@ -129,7 +129,7 @@ def compete(folder: Path, num_rounds: int, num_steps: int) -> tuple[list[dict[st
 
 
 def peak_bytes(folder: Path, name: str, num_steps: int) -> int:
-    """On this rank: how much memory the contestant's model and steps added at most, alone in its process."""
+    """Return the peak memory that a contestant's model and steps add on this rank, alone in its process."""
     _name_rank_in_environment()
     gc.collect()
     before = status_bytes("VmRSS")
@@ -141,7 +141,7 @@ def peak_bytes(folder: Path, name: str, num_steps: int) -> int:
 
 
 def _name_rank_in_environment() -> None:
-    """Tells transformers of the process group that exists already."""
+    """Set the variables by which transformers finds the existing process group."""
     variables = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
     os.environ |= {name: str(value) for name, value in variables.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -162,7 +162,7 @@ def report(size: str, num_rounds: int, num_steps: int) -> None:
         BertForSequenceClassification(config(size)).save_pretrained(folder)
         rounds, first = on_fresh_ranks(compete, folder, num_rounds, num_steps)[0]
         peaks = {name: max(on_fresh_ranks(peak_bytes, folder, name, num_steps)) for name in CONTESTANTS}
-    for losses in first.values():  # or they do not do the same work
+    for losses in first.values():  # otherwise they do not compute the same training
         assert all(abs(one - other) < 1e-4 for one, other in zip(losses, first[OURS], strict=True)), first
     print(f"\n{size} BERT, {RANKS} tensor ranks, {ROWS} rows of {LENGTH} tokens\n")
     print("| | ms a step | time of our blocks | peak memory of a rank |\n|---|---|---|---|")
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=20, help="rounds that count; one more warms up")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each contestant in a round")
     options = parser.parse_args(arguments)
-    os.environ["OMP_NUM_THREADS"] = "1"  # before a rank imports torch: ranks share the cores
+    os.environ["OMP_NUM_THREADS"] = "1"  # before a rank imports torch, because ranks share the cores
     for size in options.models:
         report(size, options.rounds, options.steps)
 

@@ -1,4 +1,4 @@
-"""The benchmarks run and report; what they measure is judged by people, on a machine that does nothing else."""
+"""Smoke tests of the benchmarks. Their results are only valid on an otherwise idle machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUMBER = r"-?\d+\.\d+"
 
 
 def cells(output: str) -> list[list[str]]:
-    """The rows of the tables in an output, without their heads."""
+    """Return the rows of the tables in an output, without their headers."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines() if line[:1] == "|"]
     return [row for row in rows if re.search(r"\d", row[-1])]
 
@@ -28,7 +28,7 @@ def test_throughput():
     for _, rate, *ratios in rows:
         assert float(rate) > 0
         for ratio in ratios:
-            # very loose: a training that does another work than the others is far out
+            # loose bounds: they only detect a training that computes something else
             assert 0.1 < float(re.match(NUMBER, ratio)[0]) < 10, rows
 
 

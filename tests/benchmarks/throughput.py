@@ -1,7 +1,7 @@
-"""Samples per second of our loop beside a hand-written PyTorch loop and transformers' Trainer, on the same batches.
+"""Samples per second of our loop, a hand-written PyTorch loop and transformers' Trainer, on the same batches.
 
-All trainings live in the same processes and take turns, a block of steps each, so that what else the machine does hits
-them alike; the ratios are medians over the rounds. From the root of the repository:
+All trainings alternate in the same processes in blocks of steps: other load on the machine affects them equally. The
+ratios are medians over the rounds. From the root of the repository:
 
     python -m tests.benchmarks.throughput --processes 1 2 --rounds 50
 """
@@ -31,23 +31,23 @@ NAMES = (BASELINE, "ours", "ours, torch's dropout", "transformers' Trainer")
 
 @dataclass(frozen=True)
 class Round:
-    """One block of steps of each training: the samples of all ranks, and the cost on rank 0 by the training's name."""
+    """One block of steps of each training: the samples of all ranks, and the cost on this rank by training."""
 
     samples: int
     costs: dict[str, Cost]
 
 
 def compete(recipe: Recipe, num_rounds: int, num_steps: int) -> list[Round]:
-    """Runs the rounds on this rank; every rank of the process group must call it at the same time.
+    """Run the rounds on this rank. All ranks must call it.
 
-    The first of the rounds warms up and is not reported.
+    One more round, the warm-up, comes first and is not returned.
     """
     world_size = dist.get_world_size()
     _name_ranks_in_environment(dist.get_rank(), world_size)
     keyed = Setting.of(recipe, world_size)
     torchs = keyed.with_dropout(layout_invariant=False)
     ready = list(keyed.batches())
-    # Ours prepares its batches while it trains; the others get them ready-made.
+    # Our loop prepares batches while it trains; the others get prepared batches.
     contestants = [
         Contestant(name, partial(train, setting), batches)
         for name, train, setting, batches in zip(
@@ -72,7 +72,7 @@ def compete(recipe: Recipe, num_rounds: int, num_steps: int) -> list[Round]:
 
 
 def _name_ranks_in_environment(rank: int, world_size: int) -> None:
-    """Tells accelerate, which transformers' Trainer asks, of the process group that exists already."""
+    """Set the variables by which accelerate, which transformers' Trainer uses, finds the existing process group."""
     if world_size > 1:
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ |= {name: str(value) for name, value in variables.items()}
@@ -80,13 +80,13 @@ def _name_ranks_in_environment(rank: int, world_size: int) -> None:
 
 
 def _rotated(items: Sequence[Contestant], places: int) -> list[Contestant]:
-    """`items` beginning with another one in each round, so that none always follows the same other."""
+    """Return `items` rotated by `places`, which cancels the effect of the predecessor over the rounds."""
     start = places % len(items)
     return [*items[start:], *items[:start]]
 
 
 def report(rounds: Sequence[Round]) -> Iterator[str]:
-    """A table of medians over the rounds; ratios are of one round's rates, with the middle half of all rounds."""
+    """Iterate over the lines of a table of medians. Ratios are per round, with the quartiles over all rounds."""
     yield f"| training | samples/s | of {BASELINE} | the same, by processor time |"
     yield "|---|---|---|---|"
     for name in NAMES:
@@ -108,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=50, help="rounds that count; one more warms up")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each training in a round")
     options = parser.parse_args(arguments)
-    os.environ["OMP_NUM_THREADS"] = "1"  # before a rank imports torch: ranks share the cores
-    # One step is left over, so that no training ends before its last block does.
+    os.environ["OMP_NUM_THREADS"] = "1"  # before a rank imports torch, because ranks share the cores
+    # With one extra step, no training ends before its last block.
     total_steps = (options.rounds + 1) * options.steps + 1
     for processes in options.processes:
         for model in options.models:

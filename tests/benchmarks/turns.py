@@ -1,4 +1,4 @@
-"""Lets several trainings take turns in one process, a block of steps each: a noisy machine treats them alike."""
+"""Trainings that alternate in one process in blocks of steps: other load on the machine affects them equally."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer.parallel.microbatch import RankBatch
 
 @dataclass(frozen=True)
 class Cost:
-    """What a block of steps took in this process.
+    """The elapsed time and the CPU time of a block of steps in this process.
 
-    Other programs prolong the elapsed time, and hardly the processor's; only the elapsed time has the waiting in it.
+    Other programs increase the elapsed time, but hardly the CPU time. Only the elapsed time includes waiting.
     """
 
     seconds: float
@@ -22,39 +22,38 @@ class Cost:
 
 
 Training = Callable[[Iterable[RankBatch]], object]
-"""Trains one optimizer step on each batch that it is given, until there are no more."""
+"""A function that takes one optimizer step on each of the given batches."""
 
 
 class Contestant:
-    """A training in a thread of its own, which sleeps between its blocks of steps.
+    """A training in its own thread, which sleeps between its blocks of steps.
 
-    Its batches are what drives it: it is awake while it asks for them, and the clock runs from the moment at which a
-    block's first batch is prepared until the batch that would follow its last one is asked for. So every training runs
-    its own loop, unchanged, and is timed from outside.
+    The iterator of batches pauses and times the training, so its loop runs unchanged. The time of a block begins before
+    its first batch is prepared, and ends when the training requests the batch after its last.
 
     Args:
-        name: for the report.
-        train: the training.
-        batches: at least as many as all blocks need.
+        name: The name in the report.
+        train: The training.
+        batches: The batches, at least as many as all blocks need.
     """
 
     def __init__(self, name: str, train: Training, batches: Iterable[RankBatch]) -> None:
         self.name = name
         self._train, self._batches = train, batches
         self._wake, self._asleep = threading.Semaphore(0), threading.Semaphore(0)
-        self._num_steps: int | None = None  # of the block that follows; None: the training is over
+        self._num_steps: int | None = None  # steps of the next block; None ends the training
         self._cost = Cost(0.0, 0.0)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def block(self, num_steps: int) -> Cost:
-        """Trains `num_steps` steps and gives what they took."""
+        """Train `num_steps` steps and return their cost."""
         self._num_steps = num_steps
         self._hand_over()
         return self._cost
 
     def end(self) -> None:
-        """Tells the training that there are no more batches, and waits until it has returned."""
+        """End the iterator of batches, and wait until the training returns."""
         self._num_steps = None
         self._hand_over()
         self._thread.join()
@@ -72,7 +71,7 @@ class Contestant:
             self._wake.acquire()
             self._train(self._blocks())
             assert self._num_steps is None, f"{self.name} left its last block early"
-        except BaseException as error:  # told to the thread that waits
+        except BaseException as error:  # raised in the waiting thread
             self._error = error
         self._asleep.release()
 

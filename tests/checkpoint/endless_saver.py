@@ -1,4 +1,4 @@
-"""Saves one checkpoint after the other until it is killed: what `test_store.py` starts."""
+"""A process that saves checkpoints until it is killed, which `test_store.py` starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Kills a save before each of its changes of the file system, each time in a process of its own, and says what is left.
+"""A save that is killed before each of its changes to the file system, each time in a new process.
 
-`python killed_saver.py FOLDER STEP`: step 1 is saved, then STEP, which is killed. One line for each change: its number,
-and the step of the newest whole checkpoint, `damaged` where one had to be passed over; the last line is `done`.
+`python killed_saver.py FOLDER STEP`: step 1 is saved, then the save of STEP is killed. Each change prints a line with
+its number and the step of the newest complete checkpoint. `damaged` replaces the step if a checkpoint is damaged or
+none is complete. The last line is `done`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainer.checkpoint.store import CheckpointStore
 
 
 def kill_before(call: int) -> None:
-    """Counts what changes the file system, whoever does it."""
+    """Let this process kill itself before its change number `call` to the file system, from any code."""
     calls = count(1)
 
     def counted(function: Any) -> Any:
@@ -39,7 +40,7 @@ def kill_before(call: int) -> None:
 
 
 def was_killed(store: CheckpointStore, step: int, call: int) -> bool:
-    """Whether a save of `step` had so many changes to make."""
+    """Return whether a save of `step` was killed, which means that it makes at least `call` changes."""
     child = os.fork()
     if child == 0:
         kill_before(call)

@@ -1,4 +1,4 @@
-"""Small checkpoints whose content follows from their step, saved without an engine."""
+"""Small checkpoints with content that depends on the step only, saved without an engine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trainer.observe.records import BestMetric
 from trainer.parallel.parts import Box, TensorPart
 
 MODEL_FILE = "model/config.json"
-LARGE = 200_000  # elements: enough for a kill to fall into their writing
+LARGE = 200_000  # elements: enough for a kill during the write
 FILES = [SUMS, MODEL_FILE, share_name(0, 1), FACTS]
 
 
 def tensors_of(step: int, num_elements: int = 12) -> dict[str, Tensor]:
-    """Every element is the step, so that a mixture of two checkpoints shows."""
+    """Return tensors filled with the step, which reveals a mixture of two checkpoints."""
     weight = torch.full((num_elements // 4, 4), float(step))
     return {"model.weight": weight, "optimizer.weight.step": torch.tensor(float(step))}
 
@@ -45,7 +45,7 @@ def facts_of(step: int, tensors: dict[str, Tensor], best: int | None = None) -> 
 
 
 def save(store: CheckpointStore, step: int, best: int | None = None, num_elements: int = 12) -> Path:
-    """What one rank does to save."""
+    """Save a checkpoint as a run with one rank does."""
     tensors = tensors_of(step, num_elements)
     folder = store.begin(step)
     parts = [TensorPart(name, tuple(t.shape), (Box((0,) * t.dim(), t),)) for name, t in tensors.items()]
@@ -54,7 +54,7 @@ def save(store: CheckpointStore, step: int, best: int | None = None, num_element
 
 
 def newest(store: CheckpointStore) -> tuple[SavedState | None, list[str]]:
-    """What one rank goes on from, and what it passes over."""
+    """Return the newest valid checkpoint, and the problems of the newer ones."""
     problems = []
     for step in reversed(store.steps()):
         try:
@@ -65,7 +65,7 @@ def newest(store: CheckpointStore) -> tuple[SavedState | None, list[str]]:
 
 
 def is_whole(state: SavedState | None, step: int, num_elements: int = 12) -> bool:
-    """Whether a checkpoint is that of `step`, every element of it."""
+    """Return whether a checkpoint is that of `step` in all elements."""
     return (
         state is not None
         and state.facts.progress.step == step

@@ -1,4 +1,4 @@
-"""What stops a save of a real run: every rank leaves soon, with one message, and what was saved before is whole."""
+"""Failing saves of real runs: all ranks exit soon, with one message, and the previous checkpoint stays valid."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.helpers.tiny_run import write_tiny_run
 from trainer.base.errors import ExitCode
 from trainer.checkpoint.store import CheckpointStore
 
-# A program of its own, so that the limit meets the ranks in the second save, and nothing else. Root may write anywhere
-# while it has the capability to override permissions, which a new program loses where its bounds do not have it.
+# A separate program: the limit must affect only the ranks in the second save. Root ignores permissions while it has the
+# capability CAP_DAC_OVERRIDE. A new program does not get the capability after it is dropped from the bounding set.
 LIMITED = """
 import ctypes, os, resource, sys
 from pathlib import Path
@@ -61,7 +61,7 @@ def assert_failed_whole(finished: subprocess.CompletedProcess[str], run: Path, w
 
 
 def test_a_limit_on_the_size_of_files(tmp_path):
-    """As a full disk does, it fails in the middle of a write."""
+    """The write fails in the middle, as on a full disk."""
     recipe = write_tiny_run(tmp_path)
     finished = run_limited("size", recipe)
     assert_failed_whole(finished, tmp_path / "run", "File too large")
@@ -109,7 +109,7 @@ def test_a_full_disk(tmp_path, small_disk):
 
 @pytest.mark.alone
 def test_a_folder_that_is_deleted(tmp_path):
-    """While the run goes on: it is not made anew without a word, since what lay in it is lost."""
+    """Delete the folder during the run, which must not silently create it again, because its files are lost."""
     recipe = write_tiny_run(tmp_path, checkpoint={"every": "1 step"}, training={"max_steps": 5000})
     process = warm.start(["run", recipe, "--processes", "2", "evaluation.every=null"])
     try:
@@ -125,6 +125,6 @@ def test_a_folder_that_is_deleted(tmp_path):
     finished = processes.finish(process)
     assert time.monotonic() - deleted < 30
     assert finished.returncode == ExitCode.FAILED
-    # Whichever is written next finds it: a checkpoint, or the line of a step.
+    # The next write fails: that of a checkpoint, or of the metrics of a step.
     assert re.search("(could not|can no longer) be written", finished.stderr), finished.stderr
     assert "Traceback" not in finished.stderr

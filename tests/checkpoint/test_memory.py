@@ -1,4 +1,4 @@
-"""No rank holds the whole state while it is saved or read: measured. `SHOW_MEMORY=1 python -m pytest -s` prints it."""
+"""Peak memory of saving and resuming: no rank holds the full state. `SHOW_MEMORY=1 python -m pytest -s` prints it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def save_or_resume(recipe: Recipe, folder: Path, resume: bool) -> int:
-    """The most bytes that this rank had beyond what it had before."""
+    """Save or resume. Return by how many bytes the memory of this rank grew at its peak."""
     with tiny_training(recipe) as training:
         saver = Saver(CheckpointStore(folder, 1), training.engine, training.mesh, Saved({}), asynchronous=False)
         if not resume:
@@ -58,5 +58,5 @@ def test_each_rank_writes_and_reads_its_share(ranks: RankPools, tmp_path, parall
     assert sum(sizes) == pytest.approx(STATE_BYTES, rel=0.01)
     assert max(sizes) < 1.02 * STATE_BYTES / 4
     assert max(saving) < 0.5 * STATE_BYTES
-    # Under ddp each rank trains with all moments, two thirds of the state, and so must read them, a file at a time.
+    # With ddp, each rank needs all moments (two thirds of the state), and reads them one file at a time.
     assert max(resuming) < (2 / 3 + 0.28 if parallel["strategy"] == "ddp" else 0.5) * STATE_BYTES

@@ -70,7 +70,7 @@ def test_the_lock_of_a_killed_owner_is_taken_over(tmp_path):
 
 def test_a_start_waits_for_the_end_of_the_previous_owner(tmp_path):
     with another_owner(tmp_path) as other:
-        other.stdin.close()  # it ends now
+        other.stdin.close()  # ends the process
         other.stdin = None
         with FolderOwner(tmp_path, wait_seconds=60) as owner:
             assert owner.take() is None

@@ -1,4 +1,4 @@
-"""What is counted goes through JSON and comes back."""
+"""Conversion of the progress to JSON and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run may go on from, and what it must refuse."""
+"""Saving and resuming: the checkpoints from which a run may resume, and those that it must refuse."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.parallel.placement import ParameterPlacement
 
 
 class FakeEngine:
-    """One parameter, whole on every rank, and a count of what was loaded."""
+    """An engine with one replicated parameter, which records the step of a loaded state."""
 
     def __init__(self, shape: tuple[int, ...] = (2, 3), name: str = "weight", world_size: int = 1) -> None:
         self.mesh = ParallelMesh(torch.device("cpu"), dp_replicate=world_size)
@@ -166,7 +166,7 @@ class TestIdentity:
         ids=["shape", "broadcastable", "name"],
     )
     def test_weights_of_another_model_are_refused(self, tmp_path, engine, words):
-        """`model.name_or_path` is no part of the identity: the weights are the checkpoint's."""
+        """`model.name_or_path` is not part of the identity, because the weights come from the checkpoint."""
         saved(tmp_path)
         engine = FakeEngine(**engine)
         with pytest.raises(UsageError, match=f"another model than `model` describes: {words}"):
@@ -232,7 +232,7 @@ class TestAsynchronous:
 
 @pytest.fixture
 def slow_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Files are written once this is set."""
+    """An event that delays the writing of files until it is set."""
     may_write = threading.Event()
 
     def wait_and_write(*args: Any) -> WrittenFile:
@@ -264,7 +264,7 @@ def save_on_ranks(folder: Path, failing_rank: int | None = None, delete: bool = 
 
 
 def resume_on_ranks(own: Path, shared: Path) -> str:
-    """Rank 1 looks into another folder, as on a node without the shared file system."""
+    """Resume on this rank. Rank 1 uses another folder, like a node without the shared file system."""
     import torch.distributed as dist
 
     run = saver(shared if dist.get_rank() == 0 else own, world_size=2)
@@ -300,9 +300,7 @@ class TestRanks:
         saved(tmp_path, step=2)
         saved(tmp_path, step=4)
         newest = tmp_path / "checkpoints" / "step-00000004"
-        second = sorted(json.loads((newest / "state.json").read_text())["files"])[
-            1
-        ]  # of two ranks, the second reads it
+        second = sorted(json.loads((newest / "state.json").read_text())["files"])[1]  # rank 1 of 2 reads it
         content = (newest / second).read_bytes()
         (newest / second).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         assert ranks(2).run(resume_on_ranks, tmp_path, tmp_path) == ["step 2"] * 2

@@ -1,4 +1,4 @@
-"""Checkpoints survive kills, damage and full disks: a run always finds a whole one, or is told."""
+"""Checkpoints survive kills, damage and full disks: a run finds a complete one or reports the problem."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TestSave:
         assert store.steps() == [2, 4, 5, 6]
 
     def test_keeps_one_also_where_newer_ones_are_damaged(self, tmp_path, store):
-        """The run went on from step 1, because step 2 and 3 were damaged: what it saves must stay."""
+        """The run resumed from step 1, because steps 2 and 3 were damaged. Its new checkpoint must stay."""
         saved(store, 1, 2, 3)
         for step in (2, 3):
             (store.path(step) / FACTS).unlink()
@@ -114,7 +114,7 @@ class TestSave:
 
 
 class TestVerify:
-    """What is damaged is named; nothing that lies in a checkpoint's place is believed, waited for or run."""
+    """Damage is reported, and no file in a checkpoint's place is trusted, waited for or executed."""
 
     def test_of_a_new_folder_is_none(self, store):
         assert newest(store) == (None, [])
@@ -155,7 +155,7 @@ class TestVerify:
         assert f"{SHARE} does not match its sum" in problem
 
     def test_random_damage_is_found(self, store):
-        """Flipped bits, cuts, insertions, files that are swapped, emptied or gone: 240 of them."""
+        """Damage files 240 times: flipped bits, truncations, insertions, and swapped, empty or missing files."""
         saved(store, 1, 2, 3)
         folder, draw = store.path(3), random.Random(0)
         whole = {name: (folder / name).read_bytes() for name in FILES}
@@ -199,7 +199,7 @@ class TestVerify:
 
     @pytest.mark.parametrize("file", FILES)
     def test_a_pickle_in_place_of_a_file_is_never_run(self, store, file, tmp_path):
-        """Also where its sum and its size are those that the checkpoint says."""
+        """This includes a pickle with the checksum and the size that the checkpoint records."""
         saved(store, 1, 2)
         place, marker = store.path(2) / file, tmp_path / "marker"
         place.write_bytes(Trap(marker).pickled())
@@ -262,7 +262,7 @@ class TestSavedState:
 @pytest.mark.alone
 @pytest.mark.parametrize("rounds", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, rounds):
-    """Kill -9 in the middle of saves: what is found is whole, no file of another step is mixed in, and none is lost."""
+    """SIGKILL during saves: the newest checkpoint is complete, has files of one step only, and is never lost."""
     draw, last = random.Random(0), 0
     for _ in range(rounds):
         ready = forking().Event()
@@ -286,7 +286,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, rounds):
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_kill_before_each_change_of_the_file_system_leaves_a_whole_one(tmp_path, step):
-    """Each phase of a save, also of a step that is saved again: the one before stays, or the new one is complete."""
+    """In each phase of a save, also of an existing step, the old checkpoint stays or the new one is complete."""
     program = Path(__file__).with_name("killed_saver.py")
     finished = processes.run([sys.executable, program, tmp_path, str(step)])
     assert finished.returncode == 0, finished.stderr

@@ -1,4 +1,4 @@
-"""The sample in two stages on two GPUs, over NCCL: the curve of one process on one of them."""
+"""The recipe `bert_sample` in two stages on two GPUs with NCCL has the loss curve of one process on one GPU."""
 
 from __future__ import annotations
 
@@ -40,4 +40,4 @@ def test_two_stages_on_two_gpus(tmp_path, schedule):
         alone = losses(tmp_path / "four", 1, keys[-1])
     staged = losses(tmp_path / "staged", 2, *keys)
     assert len(staged) == STEPS
-    assert staged == pytest.approx(alone, rel=1e-3)  # GPUs sum in orders of their own
+    assert staged == pytest.approx(alone, rel=1e-3)  # the order of sums differs between GPU kernels

@@ -1,4 +1,4 @@
-"""Every strategy with BERT-base on one GPU: it trains, the curves agree; prints memory and speed (`pytest -rP`)."""
+"""Every strategy trains BERT-base on one GPU with the same loss curve. `pytest -rP` prints memory and speed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 STEPS, WARM_UP, BATCH, LENGTH = 20, 5, 32, 128
 BERT_BASE = {"model_type": "bert", "vocab_size": 30522}  # transformers' defaults are BERT-base
-# Relative, over twenty steps from random weights: each strategy sums in an order of its own.
+# Relative, over 20 steps from random weights: the order of sums depends on the strategy.
 LOSS_TOLERANCE = {"bf16": 0.02, "fp16": 0.01}
 
 
@@ -55,7 +55,7 @@ def recipe_of(strategy: str, precision: str) -> Recipe:
 
 
 def batches() -> Iterator[RankBatch]:
-    """Random rows, each labelled by the half of the vocabulary that its first token is from."""
+    """Iterate over batches of random rows. The first token of a row determines its label."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
         ids = torch.randint(5, 30522, (BATCH, LENGTH), generator=generator)
@@ -103,7 +103,7 @@ def _parameters(weights: dict[str, Tensor]) -> int:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_every_strategy_trains_bert_base(mesh: ParallelMesh, precision: str):
-    strategies = [name for name in RANK_STRATEGIES if name != "hsdp"]  # which is fsdp on one rank
+    strategies = [name for name in RANK_STRATEGIES if name != "hsdp"]  # on one rank hsdp is fsdp
     measured = {}
     for strategy in strategies:
         measured[strategy] = train(strategy, precision, mesh)

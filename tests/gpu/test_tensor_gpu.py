@@ -1,4 +1,4 @@
-"""Tensor ranks that share one GPU, over gloo: the training of one process on that GPU."""
+"""Tensor ranks that share one GPU over gloo have the training curve of one process on that GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of models that were never trained, as a run with two ranks would have written them."""
+"""Checkpoints of untrained models, in the layout that a run with two ranks writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ORIGIN = {
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """As an engine names them, with one tensor of the optimizer for each parameter."""
+    """Return the tensors by the names that an engine uses, with one optimizer tensor for each parameter."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {
         **{f"model.{name}": weight for name, weight in weights.items()},
@@ -38,7 +38,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def write_checkpoint(
     run: Path, model: nn.Module, step: int = 12, origin: Mapping[str, Any] = ORIGIN, extra: Mapping[str, bytes] = {}
 ) -> Path:
-    """Writes a checkpoint into a run's folder; every tensor is cut over the ranks' files along its first dimension."""
+    """Write a checkpoint into a run's folder. Dimension 0 of every tensor is sharded over the files of two ranks."""
     store = CheckpointStore(run, keep=9)
     store.open()
     folder = store.begin(step)
@@ -63,7 +63,7 @@ def write_checkpoint(
 
 
 def reseal(folder: Path) -> None:
-    """Makes the sums, and the sizes that the facts tell, those of changed files; facts that cannot be read stay."""
+    """Update the checksums and the recorded sizes of changed files. Keep a `state.json` that cannot be parsed."""
     names = [line.split("  ")[1] for line in (folder / SUMS).read_text().splitlines()]
     try:
         facts = json.loads((folder / "state.json").read_text())

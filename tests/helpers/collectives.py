@@ -1,4 +1,4 @@
-"""Counts the collectives that a rank calls."""
+"""Counter of the collectives that a rank calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-# Torch's functions, some of which torch 2.13 has renamed.
+# torch 2.13 renamed some of its functions.
 _NAMES = {
     "all_reduce": "all_reduce",
     "all_gather_single": "all_gather",
@@ -22,7 +22,7 @@ _NAMES = {
 
 @contextmanager
 def counted_collectives() -> Iterator[Counter[str]]:
-    """Inside, calls of torch's collectives are counted, by kind."""
+    """Count the calls of torch's collectives within the context, by kind."""
     counted: Counter[str] = Counter()
 
     def counting(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""The slowest tests of a run, and the limit that each test keeps.
+"""The slowest tests of a run, and the time limit of each test.
 
-A test that takes more than `LIMIT_SECONDS` and is not named in `SLOW` fails. The limit is that of a machine that runs
-`_reference_work` in `REFERENCE_SECONDS`: a busy or slow machine is measured at once, and the seconds are divided by its
-slowness. Waiting for a turn or for another worker in `turns.once` does not count.
+A test that takes more than `LIMIT_SECONDS` and is not listed in `SLOW` fails. The limit holds for a reference machine,
+which runs `_reference_work` in `REFERENCE_SECONDS`. Any other machine is measured when a test exceeds the limit, and
+the seconds are divided by its slowness. Waiting for a turn or for another worker in `turns.once` does not count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SLOW = {
 
 
 def _reference_work() -> int:
-    """CPU work that takes `REFERENCE_SECONDS` on an idle core of the machine on which the limit was chosen."""
+    """Run CPU work that takes `REFERENCE_SECONDS` on an idle core of the reference machine."""
     total = 0
     for number in range(5_000_000):
         total += number & 7
@@ -44,7 +44,7 @@ def _reference_work() -> int:
 
 
 def slowness() -> float:
-    """Return how much longer this machine takes now than the one of the limit; at least 1."""
+    """Return the current slowdown of this machine relative to the reference, at least 1."""
     begun = time.perf_counter()
     for _ in range(5):
         _reference_work()
@@ -52,11 +52,11 @@ def slowness() -> float:
 
 
 def excess(name: str, seconds: float) -> str | None:
-    """Return the message for a test that took too long; None where it kept the limit.
+    """Return the message for a test that took too long, or None.
 
     Args:
-        name: the test's node id.
-        seconds: its setup, call and teardown, as this machine took them.
+        name: The test's node id.
+        seconds: The duration of its setup, call and teardown on this machine.
     """
     if seconds <= LIMIT_SECONDS or name.partition("[")[0] in SLOW:
         return None
@@ -74,7 +74,7 @@ _FAILED = pytest.StashKey[bool]()
 
 
 class Durations:
-    """The plugin: adds up the phases of each test, fails a test beyond the limit, and shows the slowest."""
+    """The pytest plugin that fails tests beyond the limit and shows the slowest tests."""
 
     def __init__(self) -> None:
         self._waited_seconds = 0.0
@@ -93,7 +93,7 @@ class Durations:
         return report
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
-        """Shows the slowest tests of a run by several workers."""
+        """Show the slowest tests if the run has several workers."""
         if not getattr(config.option, "numprocesses", None):
             return
         total: dict[str, float] = {}

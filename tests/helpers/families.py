@@ -1,4 +1,4 @@
-"""The smallest model of every family that still cuts over four ranks, each with any of its heads."""
+"""For every family, the smallest model that can be sharded over four ranks, with any of its heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.dropout import key_dropout, set_probabilities
 from trainer.parallel.dropout import DropoutKeys
 
-VOCABULARY, ROWS, LENGTH, LABELS = 211, 3, 7, 3  # a vocabulary that no number of ranks divides
+VOCABULARY, ROWS, LENGTH, LABELS = 211, 3, 7, 3  # the vocabulary is prime: no number of ranks divides it
 _COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _ENCODER = {**_COMMON, "intermediate_size": 64, "max_position_embeddings": 32}
 _DECODER = {**_ENCODER, "num_key_value_heads": 2, "pad_token_id": 0}
@@ -23,7 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "xlm-roberta": _ENCODER,
     "electra": {**_ENCODER, "embedding_size": 16},
     "albert": {**_ENCODER, "embedding_size": 16},
-    # as version 3: positions go through the projections of queries and keys
+    # as in DeBERTa v3, positions share the projections of queries and keys
     "deberta-v2": {
         **_ENCODER, "relative_attention": True, "share_att_key": True, "pos_att_type": ["p2c", "c2p"],
         "position_buckets": 4, "norm_rel_ebd": "layer_norm", "position_biased_input": False, "type_vocab_size": 0,
@@ -48,16 +48,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "vit": {**_COMMON, "intermediate_size": 64, "image_size": 16, "patch_size": 8},
 }  # fmt: skip
-# Families that have no table of ours, but a plan of transformers.
+# Families without a table in trainer, for which transformers ships a tensor-parallel plan.
 SHIPPED: dict[str, dict[str, Any]] = {
     "olmo": _DECODER,
     "starcoder2": _DECODER,  # biases, and a feed-forward without a gate
     "eurobert": {**_DECODER, "num_key_value_heads": 4},
-    "exaone4": {**_DECODER, "head_dim": 8},  # norms of queries and keys, each as wide as a head
+    "exaone4": {**_DECODER, "head_dim": 8},  # query and key norms of the size of one head
 }
-# The same families with other modules: of each, what is not as above.
+# The same families with other modules: the keys that differ from `CONFIGS`.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    # version 2 of DeBERTa as its large sizes are
+    # the large sizes of DeBERTa v2
     "positions with projections of their own": ("deberta-v2", {
         "share_att_key": False, "embedding_size": 16, "conv_kernel_size": 3, "position_biased_input": True,
         "type_vocab_size": 2,
@@ -81,12 +81,12 @@ def has_head(model_type: str, head: str) -> bool:
     mapping = getattr(transformers, head)._model_mapping
     config = type(AutoConfig.for_model(model_type))
     if head == "AutoModelForCausalLM" and model_type not in _DECODERS:
-        return False  # encoders as decoders
-    return config in mapping.keys()  # noqa: SIM118  # a lazy mapping
+        return False  # transformers maps encoders to this head too
+    return config in mapping.keys()  # noqa: SIM118  # the mapping is lazy
 
 
 def build(model_type: str, head: str, dropout: float, keys: DropoutKeys, variant: str = "") -> nn.Module:
-    """The same model at every call; its head's weights are not near zero, so that it matters."""
+    """Build a model with the same weights at every call. The head's weights are large enough to affect the output."""
     changed = VARIANTS[variant][1] if variant else {}
     config = AutoConfig.for_model(model_type, **((CONFIGS | SHIPPED)[model_type] | changed), num_labels=LABELS)
     if head == "AutoModelForQuestionAnswering":
@@ -110,5 +110,5 @@ def inputs_of(model_type: str, head: str = "") -> dict[str, Tensor]:
     ids[0, 4:] = 0
     inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     if model_type == "t5":
-        ids[:, 3] = 1  # the end of the sequence, where its classification looks
+        ids[:, 3] = 1  # end of sequence: T5 classifies from its hidden state
     return inputs | ({"decoder_input_ids": ids.flip(0)} if head == "AutoModelForSeq2SeqLM" else {})

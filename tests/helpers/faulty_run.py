@@ -1,7 +1,7 @@
-"""`trainer`, with one fault put in: what tests start as ranks, or as the parent of local ranks.
+"""`trainer` with one injected fault, which tests start as a rank or as the parent of local ranks.
 
-`python faulty_run.py FAULT RANK STEP run RECIPE ...`: the fault happens on RANK in the optimizer step STEP. Where the
-variable FAULT_ONCE names a file, it happens only while that file does not exist, and makes it.
+`python faulty_run.py FAULT RANK STEP run RECIPE ...`: the fault happens on RANK in the optimizer step STEP. If the
+environment variable FAULT_ONCE names a file, the fault creates it, and does not happen if it exists.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def _nan(engine: Any) -> None:
 
 
 def _fill_the_disk(engine: Any) -> None:
-    """Lets every further line of `metrics.jsonl` find a full disk."""
+    """Make every further write to `metrics.jsonl` fail as on a full disk."""
     for link in Path("/proc/self/fd").iterdir():
         if link.is_symlink() and os.readlink(link).endswith("metrics.jsonl"):
             os.dup2(os.open("/dev/full", os.O_WRONLY), int(link.name))
 
 
 def _fill_the_disk_of_events(engine: Any) -> None:
-    """Lets every further event of TensorBoard find a full disk; its file is opened anew for each flush."""
+    """Make further TensorBoard events fail as on a full disk. TensorBoard opens its file again for each flush."""
     for file in (Path(sys.argv[5]).parent / "run" / "tensorboard").iterdir():
         file.unlink()
         file.symlink_to("/dev/full")
@@ -104,7 +104,7 @@ def _is_due(rank: str) -> bool:
 
 
 def put_in(fault: str, rank: str, step: int) -> None:
-    """Makes the fault happen on `rank` before step `step` is computed; `nan` poisons the weights."""
+    """Inject the fault on `rank` before step `step` is computed. `nan` fills one parameter with NaN."""
     for engine in (NativeEngine, ZeroEngine):
         _before_step(engine, FAULTS[fault], rank, step)
 
@@ -121,7 +121,7 @@ def _before_step(engine: Any, action: Callable[[Any], None], rank: str, step: in
 
 
 def put_in_bad_rows(rank: str, step: int) -> None:
-    """Makes the loss of the first microbatch of `rank` not a number, in training as when it is computed again."""
+    """Make the loss of the first microbatch of `rank` NaN, in training and when it is computed again."""
     loss_sum, evaluate = ModelForward.loss_sum, ModelForward.evaluate
     bad: list[int] = []
 
@@ -144,13 +144,13 @@ def put_in_bad_rows(rank: str, step: int) -> None:
 
 
 def put_in_other_code(rank: str) -> None:
-    """Makes `rank` believe that its source is another."""
+    """Make `rank` report a different digest of its source files."""
     if os.environ.get("RANK", "0") == rank:
         agreement._source_digest = lambda: "0123456789ab"
 
 
 def main_with_fault(words: Sequence[str]) -> int:
-    """As the program; `words` are what follows its name."""
+    """Run the program with the arguments `words`."""
     fault, rank, step, *argv = words
     if fault == "nan_loss":
         put_in_bad_rows(rank, int(step))

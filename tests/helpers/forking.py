@@ -1,4 +1,4 @@
-"""Processes that have imported `trainer` already: forks of one that multiprocessing keeps for us, its "forkserver"."""
+"""Processes that start with `trainer` imported, as forks of the fork server of `multiprocessing`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.helpers import processes
 
 @cache
 def forking() -> ForkServerContext:
-    """The context of such processes; the one to fork from imports and does no more.
+    """Return the multiprocessing context of such processes. The fork server only imports.
 
-    It starts in the environment of a user's shell, because libraries look at it when they are imported.
+    It starts with the environment of a user's shell, because libraries read it when they are imported.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.helpers.faulty_run", "tests.helpers.training", "trainer.training.run"])

@@ -1,4 +1,4 @@
-"""A pickle that leaves a trace where anything reads it."""
+"""A pickle that leaves a trace when it is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Trap:
-    """Touches `marker` when a pickle that holds it is read; `marker` is to be absolute."""
+    """An object that creates the file `marker` (an absolute path) when its pickle is loaded."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker

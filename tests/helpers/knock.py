@@ -1,6 +1,6 @@
-"""Asks at the door of `warm.py`: `knock.py DOOR PROGRAM ARGUMENT ...` becomes, as a shell sees it, that program.
+"""The client of `warm.door`: `knock.py DOOR PROGRAM ARGUMENT ...` behaves like that program in a shell.
 
-It imports nothing but what Python has, since every command of the pages starts it.
+It imports only the standard library, because every command of the documentation pages starts it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 
 def main(door: str, arguments: list[str]) -> int:
-    """Hands over arguments, environment, folder and streams; gives the exit code, as a shell counts them."""
+    """Send arguments, environment, working directory and streams, and return the exit code as a shell reports it."""
     asked = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     with socket.socket(socket.AF_UNIX) as caller:
         caller.connect(door)

@@ -1,4 +1,4 @@
-"""The peak of this process's memory, as Linux counts it."""
+"""The peak memory of this process, as Linux reports it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ LARGE_BERT = {
     "intermediate_size": 2048,
     "max_position_embeddings": 64,
 }
-"""47 MB in fp32, most of it in matrices that are cut; the vocabulary does not divide."""
+"""47 MB in fp32, mostly in matrices that are sharded. The vocabulary does not divide evenly over ranks."""
 LARGEST_BYTES = 4001 * 512 * 4  # its word embedding
 
 
 def status_bytes(key: str) -> int:
-    """A number of bytes that Linux counts of this process."""
+    """Return the bytes under `key` of `/proc/self/status`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
 
 
 def peak_growth(action: Callable[[], Any]) -> int:
-    """How many bytes of memory this process had at most, above those before, mapped files included."""
+    """Return by how many bytes the resident memory grew at its peak during `action`, mapped files included."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else what was freed before would serve again and hide
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise `action` would reuse freed memory, unseen in the growth
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status_bytes("VmRSS")
     kept = action()
     growth = status_bytes("VmHWM") - before

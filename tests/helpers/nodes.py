@@ -1,4 +1,4 @@
-"""Two machines on one: network namespaces with addresses, names, hosts files and, where asked, folders of their own.
+"""Two nodes on one machine: network namespaces with their own addresses, names, hosts files and optionally folders.
 
 They need Linux, root and `ip` (iproute2). `python nodes.py JSON COMMAND ...` runs a command on a node.
 """
@@ -23,19 +23,19 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 
 @dataclass(frozen=True)
 class Node:
-    """One of the machines; as it stands here it can be pickled, and entered in another process."""
+    """One of the nodes. It can be pickled, and another process can enter it."""
 
     name: str
-    address: str  # on `eth0`, which leads to the other
+    address: str  # of `eth0`, which connects the nodes
     namespace: str
-    hosts: str  # the file that it has as /etc/hosts
-    own_folders: tuple[str, ...] = ()  # which it does not share: they are empty here
+    hosts: str  # the file that is mounted as /etc/hosts
+    own_folders: tuple[str, ...] = ()  # not shared with the other node, and empty at first
 
     def enter(self) -> None:
-        """Makes this process, and what it starts, be on the node; for ever.
+        """Move this process and its future children to the node, permanently.
 
         Raises:
-            OSError: the system does not allow it.
+            OSError: The system does not allow it.
         """
         libc = ctypes.CDLL(None, use_errno=True)
 
@@ -53,20 +53,20 @@ class Node:
         socket.sethostname(self.name)
 
     def without(self, *folders: Path) -> Node:
-        """The node with these folders not shared."""
+        """Return the node with these folders not shared."""
         return replace(self, own_folders=tuple(map(str, folders)))
 
     def command(self, words: Sequence[str | Path]) -> list[str]:
-        """The command that runs `words` on the node."""
+        """Return the command that runs `words` on the node."""
         return [sys.executable, __file__, json.dumps(asdict(self)), *map(str, words)]
 
     def ip(self, *words: str) -> None:
-        """Runs `ip` on the node."""
+        """Run `ip` on the node."""
         _ip("-n", self.namespace, *words)
 
 
 def problem() -> str | None:
-    """Why there can be no nodes here; None: there can."""
+    """Return the reason why this machine cannot create nodes, or None if it can."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
         return "network namespaces need Linux, root and iproute2"
     ended = subprocess.run(["ip", "netns", "add", _namespace("probe")], capture_output=True, text=True)
@@ -78,9 +78,10 @@ def problem() -> str | None:
 
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
-    """`node0` and `node1`, joined by `eth0`; each finds its own name at 127.0.1.1 first, as Debian sets it up.
+    """Create `node0` and `node1`, connected by `eth0`.
 
-    Each has a second interface, `mgmt`, that leads nowhere.
+    Each node resolves its own name to 127.0.1.1 first, as on Debian. Each has a second interface, `mgmt`, which is
+    connected to no other node.
     """
     nodes = []
     try:
@@ -96,10 +97,10 @@ def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
             node.ip("addr", "add", f"{node.address}/24", "dev", "eth0")
             node.ip("link", "add", "mgmt", "type", "veth", "peer", "name", "nowhere")
             node.ip("addr", "add", f"192.168.77.{number + 1}/24", "dev", "mgmt")
-            # `nowhere` is up too: an interface whose other end is down has no carrier, and so counts as down.
+            # `nowhere` must be up too: without it `mgmt` has no carrier and counts as down.
             for interface in ("lo", "eth0", "mgmt", "nowhere"):
                 node.ip("link", "set", interface, "up")
-            # The table of own addresses comes later than it does by default, so that `closed` can stand before it.
+            # The table of local addresses gets a lower priority than by default: the rule of `closed` must precede it.
             node.ip("rule", "add", "pref", "100", "lookup", "local")
             node.ip("rule", "del", "pref", "0")
         yield first, second
@@ -110,7 +111,7 @@ def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
 
 @contextmanager
 def closed(node: Node, ports: str) -> Iterator[None]:
-    """Inside, what comes to these ports of the node (`29500` or `32768-60999`) is dropped without an answer."""
+    """Within the context, drop packets to these ports of the node (`29500` or `32768-60999`) without an answer."""
     rule = ("pref", "50", "iif", "eth0", "ipproto", "tcp", "dport", ports, "blackhole")
     node.ip("rule", "add", *rule)
     try:

@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled operation for the ranks of a run: one folder for all workers, built once."""
+"""DeepSpeed's compiled operation, built once in one folder for all workers of a test run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-OPERATION = "deepspeed_shm_comm"  # `deepspeed.init_distributed` loads it wherever there is no GPU
+OPERATION = "deepspeed_shm_comm"  # `deepspeed.init_distributed` loads it on machines without a GPU
 _FOLDER_VARIABLE = "TORCH_EXTENSIONS_DIR"
 _BUILD = f"from deepspeed.ops.op_builder.all_ops import ALL_OPS; ALL_OPS[{OPERATION!r}].load(verbose=False)"
 _BUILD_SECONDS = 600.0
 
 
 def build(config: pytest.Config) -> None:
-    """Builds the operation in a folder of this run, before its workers start, and makes that folder theirs.
+    """Build the operation in a folder of this test run before its workers start, and let the workers use it.
 
-    Torch's lock of a build that was killed ends with the run; in the user's folder it would stop every later run. The
-    user's folder serves as a cache: its build is copied, and ninja builds again only what differs from the sources.
+    If a build is killed, its lock stays in this folder; in the user's folder it would block every later run. The
+    user's folder is a cache: its build is copied, and ninja rebuilds only outdated objects.
     """
     if importlib.util.find_spec("deepspeed") is None:
         return
@@ -38,14 +38,14 @@ def build(config: pytest.Config) -> None:
         command = [sys.executable, "-c", _BUILD]
         subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_BUILD_SECONDS, check=False)
     if cache is not None and _is_whole(folder / OPERATION) and not _is_whole(cache):
-        with suppress(OSError):  # another build is there or begun, or the cache cannot be written
+        with suppress(OSError):  # another build exists or has begun, or the cache is not writable
             part = cache.with_name(f"{OPERATION}.{os.getpid()}")
             shutil.copytree(folder / OPERATION, part)
             part.rename(cache)
 
 
 def _cache() -> Path | None:
-    """The folder in which torch keeps the operation by itself; None where it cannot be made."""
+    """Return the folder in which torch builds the operation by default, or None if it cannot be created."""
     from torch.utils.cpp_extension import _get_build_directory
 
     try:

@@ -1,4 +1,4 @@
-"""Runs programs as a user would, and never leaves one behind."""
+"""Programs that tests run as a user would, and that never outlive the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAUNCHER_PREFIXES = ("ACCELERATE_", "CROSS_", "GROUP_", "LOCAL_", "MASTER_", "OM
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a user's shell: no launcher's variables, one thread per process, no network."""
+    """Return the environment of a user's shell: no launcher's variables, one thread per process, no network."""
     names = ("RANK", "WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
     inherited = {
         name: value
@@ -30,7 +30,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def start(command: Sequence[str | Path], **variables: str) -> subprocess.Popen[str]:
-    """Starts a command in a process group of its own, with both outputs as pipes."""
+    """Start a command in its own process group, with stdout and stderr as pipes."""
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=ROOT,
@@ -44,19 +44,19 @@ def start(command: Sequence[str | Path], **variables: str) -> subprocess.Popen[s
 
 
 def finish(process: subprocess.Popen[str], timeout_seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
-    """Waits for a started process; one that does not end in time is killed with its group, and the test fails."""
+    """Wait for a started process. On timeout, kill it with its group, and fail."""
     try:
         stdout, stderr = process.communicate(timeout=timeout_seconds)
     except BaseException:
         kill(process)
-        with suppress(subprocess.TimeoutExpired):  # something that it left behind may hold the pipes
+        with suppress(subprocess.TimeoutExpired):  # a process that it left behind may hold the pipes
             print(*process.communicate(timeout=5), sep="\n")
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """Kills a started process, its group, and what it started in other groups, as torchrun does its ranks."""
+    """Kill a started process, its group, and descendants in other groups (torchrun starts its ranks there)."""
     below: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         below = psutil.Process(process.pid).children(recursive=True)
@@ -70,5 +70,5 @@ def kill(process: subprocess.Popen[str]) -> None:
 def run(
     command: Sequence[str | Path], timeout_seconds: float = 240.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end."""
+    """Run a command to its end."""
     return finish(start(command, **variables), timeout_seconds)

@@ -1,7 +1,7 @@
-"""Runs a test function on N gloo ranks, and gives the failing rank's traceback.
+"""Pools of gloo ranks that run a test's function and report the traceback of a failing rank.
 
-A `RankPool` keeps its processes, and their process group, from call to call, because importing torch costs seconds. The
-first failure throws the processes away; the next call starts fresh ones. A test writes:
+A `RankPool` keeps its processes and their process group between calls, because importing torch takes seconds. After a
+failure it kills the processes, and the next call starts new ones. A test uses it like this:
 
     def sum_of_ranks(offset):
         total = torch.tensor(dist.get_rank() + offset)
@@ -35,16 +35,16 @@ from typing import Any
 from tests.helpers.forking import forking
 
 START_SECONDS = 240.0  # imports and rendezvous, on a busy machine
-GRACE_SECONDS = 4.0  # what the other ranks get to answer once one has failed
+GRACE_SECONDS = 4.0  # for the other ranks to answer after one has failed
 
 
 class RankError(AssertionError):
-    """A rank raised, died or did not answer; the message holds its traceback."""
+    """A rank raised, died or did not answer. The message contains its traceback."""
 
 
 @dataclass(frozen=True)
 class _Reply:
-    """What a rank answers: a pickled result, or the text of a traceback."""
+    """The reply of a rank: a pickled result, or the text of a traceback."""
 
     result: bytes | None
     failure: str | None = None
@@ -62,7 +62,7 @@ class _Rank:
         return self.process.pid
 
     def kill(self) -> None:
-        """Kills the rank and whatever it started: it leads its own process group."""
+        """Kill the rank's process group: the rank and the processes that it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.kill()
@@ -71,7 +71,7 @@ class _Rank:
 
 
 class RankPool:
-    """`world_size` processes with one gloo process group, ready to run functions."""
+    """`world_size` processes with one gloo process group, which run functions."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -80,13 +80,13 @@ class RankPool:
     def run(
         self, function: Callable[..., Any], /, *args: Any, timeout_seconds: float = 240.0, **kwargs: Any
     ) -> list[Any]:
-        """Calls `function(*args, **kwargs)` on every rank and returns the results in the order of the ranks.
+        """Call `function(*args, **kwargs)` on every rank and return the results in rank order.
 
-        `function` is found again by its module's file and its name, so it must stand at the top of a module (or be a
-        static method); arguments and results are pickled. Before each call torch's seed is 0 on every rank.
+        Ranks find `function` by its module's file and its name: it must be at the top of a module, or a static method.
+        Arguments and results are pickled. Each call starts with torch's seed 0 on every rank.
 
         Raises:
-            RankError: a rank raised, died, or did not answer in `timeout_seconds`.
+            RankError: A rank raised, died, or did not answer within `timeout_seconds`.
         """
         call = pickle.dumps((_address(function), pickle.dumps((args, kwargs))))
         try:
@@ -101,7 +101,7 @@ class RankPool:
         return [pickle.loads(reply) for reply in replies]
 
     def close(self) -> None:
-        """Ends the processes; a later `run` starts new ones."""
+        """Kill the processes. A later `run` starts new ones."""
         for rank in self._ranks:
             rank.kill()
         self._ranks = []
@@ -110,10 +110,10 @@ class RankPool:
         context = forking()
         for index in range(self.world_size):
             ours, theirs = context.Pipe()
-            # not a daemon: a daemon may not have children, and data loaders do
+            # not a daemon: a daemon cannot have children, and data loaders start workers
             process = context.Process(target=_serve, args=(index, self.world_size, theirs), name=f"rank {index}")
             process.start()
-            theirs.close()  # so that a dead rank is an end of file here
+            theirs.close()  # otherwise the connection would stay open after the rank's death
             self._ranks.append(_Rank(process, ours))
         first, *others = self._ranks
         if not first.connection.poll(START_SECONDS):
@@ -124,7 +124,7 @@ class RankPool:
         self._replies(START_SECONDS)
 
     def _replies(self, timeout_seconds: float) -> list[bytes]:
-        """One pickled result per rank, or the error of the first rank that failed."""
+        """Return one pickled result per rank, or raise the error of the first rank that failed."""
         deadline = time.monotonic() + timeout_seconds
         replies: dict[int, _Reply] = {}
         failed: int | None = None
@@ -141,7 +141,7 @@ class RankPool:
         if failed is None and waiting:
             raise RankError(self._hanging(sorted(waiting.values()), timeout_seconds))
         if failed is not None:
-            # A rank that died is the cause, also where another noticed the broken connection before we did.
+            # A dead rank is the cause, even if another rank reported the broken connection first.
             failed = next((index for index in sorted(replies) if replies[index].died), failed)
             raise RankError(self._failure(failed, replies))
         return [replies[index].result or b"" for index in range(self.world_size)]
@@ -167,7 +167,7 @@ class RankPool:
         return "\n".join(lines)
 
     def _hanging(self, indices: list[int], timeout_seconds: float) -> str:
-        for index in indices:  # each writes its stack to stderr
+        for index in indices:  # the signal makes each rank write its stack to stderr
             with suppress(ProcessLookupError):
                 os.kill(self._ranks[index].pid, signal.SIGUSR1)
         time.sleep(0.5)
@@ -176,15 +176,15 @@ class RankPool:
 
 
 class RankPools:
-    """One pool per world size, made on first use; the processes of those used last are kept.
+    """One pool per world size, created on first use. The most recently used pools keep their processes.
 
     Args:
-        most_ranks: so many processes are kept beside those of the pool in use; each worker of a run has its own.
+        most_ranks: Processes to keep in addition to those of the pool in use. Each worker of a test run has its own.
     """
 
     def __init__(self, most_ranks: int = 10) -> None:
         self._most_ranks = most_ranks
-        self._pools: dict[int, RankPool] = {}  # the one used last is the last
+        self._pools: dict[int, RankPool] = {}  # in the order of use, most recent last
 
     def __call__(self, world_size: int) -> RankPool:
         pool = self._pools.pop(world_size, None) or RankPool(world_size)
@@ -202,7 +202,7 @@ class RankPools:
 
 
 def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """Module name, file and qualified name of a function, by which another process finds it."""
+    """Return the module name, file and qualified name by which another process finds a function."""
     module = sys.modules[function.__module__]
     if "<" in function.__qualname__ or module.__file__ is None:
         raise TypeError(f"{function.__qualname__} must stand at the top of a module: ranks find it by its name")
@@ -210,7 +210,7 @@ def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
 
 
 def _find(address: tuple[str, str, str]) -> Any:
-    """The function at an address; loads its module from the file, as pytest's importlib mode does."""
+    """Return the function at an address. Load its module from the file, as pytest's importlib mode does."""
     name, file, qualname = address
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
@@ -223,7 +223,7 @@ def _find(address: tuple[str, str, str]) -> Any:
 
 
 def _serve(rank: int, world_size: int, connection: Connection) -> None:
-    """The life of one rank: join the group, then answer calls until the parent hangs up."""
+    """Join the process group, then answer calls until the parent closes the connection."""
     os.setsid()
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -241,13 +241,13 @@ def _serve(rank: int, world_size: int, connection: Connection) -> None:
 
 
 def _leave_with(parent: BaseProcess) -> None:
-    """A rank never outlives the tests, not even one that hangs in a collective."""
+    """Exit when the parent exits, even if the main thread hangs in a collective."""
     parent.join()
     os._exit(1)
 
 
 def _join_group(rank: int, world_size: int, connection: Connection) -> None:
-    """Rank 0 opens the store on a port that the system chooses, so that no other program can take it in between."""
+    """Join the process group. The system chooses the store's port when rank 0 opens it, which excludes a race."""
     import torch
     import torch.distributed as dist
 
@@ -267,7 +267,7 @@ def _answer(call: bytes) -> _Reply:
         torch.manual_seed(0)
         address, arguments = pickle.loads(call)
         function = _find(address)
-        args, kwargs = pickle.loads(arguments)  # after the module is loaded: they may hold its classes
+        args, kwargs = pickle.loads(arguments)  # after the module is loaded: they may contain its classes
         return _Reply(pickle.dumps(function(*args, **kwargs)))
-    except BaseException:  # SystemExit and pytest's skip too: any of them must reach the test
+    except BaseException:  # including SystemExit and pytest's skip, which must reach the test
         return _Reply(None, traceback.format_exc())

@@ -1,4 +1,4 @@
-"""Recipes that tests change and write into files."""
+"""Recipes that tests modify and write into files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MINIMAL: dict[str, Any] = {
 
 @pytest.fixture
 def minimal() -> dict[str, Any]:
-    """A valid recipe with no more than it must hold; free to change."""
+    """A valid recipe with the required keys only. A test may modify it."""
     return copy.deepcopy(MINIMAL)
 
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Writes a recipe, as text or as an object, into the current folder and gives its name."""
+    """A function that writes a recipe, as text or as an object, into the current folder and returns its name."""
     monkeypatch.chdir(tmp_path)
 
     def write_recipe(content: object, name: str = "r.json") -> str:
@@ -43,7 +43,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
 
 @pytest.fixture
 def problems(write: Callable[..., str]) -> Callable[..., list[str]]:
-    """What is reported for a recipe and overrides."""
+    """A function that returns the problems of a recipe with overrides."""
 
     def problems_of(content: object, *overrides: str) -> list[str]:
         with pytest.raises(RecipeError) as caught:

@@ -1,8 +1,8 @@
-"""Runs pytest, and runs a few tests that failed once more, alone: `python -m tests.helpers.second_look ARGUMENT ...`.
+"""A pytest run that repeats failed tests once, alone: `python -m tests.helpers.second_look ARGUMENT ...`.
 
-Tests that failed beside other tests, on a machine with more work than cores, are run again by one worker, and this run
-decides. It names those that pass now, so that nothing is hidden. A test that passes only alone gets the marker `alone`.
-More than `MOST_TESTS` failures are no accident and decide at once.
+Tests can fail beside others on a machine with more work than cores. One worker runs them again, and this second run
+decides the exit code. It lists the tests that pass now; such a test should get the marker `alone`. More than
+`MOST_TESTS` failures are not repeated and fail the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_TESTS = 15
 
 
 class _SecondLook:
-    """The plugin of the second run: says which tests passed alone, before pytest's own summary."""
+    """The plugin of the second run, which lists the tests that passed alone before pytest's own summary."""
 
     def __init__(self, failed: Sequence[str]) -> None:
         self._failed = failed
@@ -42,11 +42,11 @@ class _SecondLook:
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
-    """Return the exit code: pytest's, of the second run where there was one.
+    """Return pytest's exit code, from the second run if there was one.
 
     Args:
-        arguments: pytest's, of the first run.
-        root: where pytest runs, with its configuration and its cache.
+        arguments: The pytest arguments of the first run.
+        root: The folder in which pytest runs, with its configuration and its cache.
     """
     last_failed = root / ".pytest_cache" / "v" / "cache" / "lastfailed"
     last_failed.unlink(missing_ok=True)

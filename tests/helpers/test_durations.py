@@ -8,7 +8,7 @@ from tests.helpers.processes import ROOT
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The slowness of this machine, which a test may set."""
+    """A list with the slowness of this machine, which a test may change."""
     factor = [1.0]
     monkeypatch.setattr(durations, "slowness", lambda: factor[0])
     return factor

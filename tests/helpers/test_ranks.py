@@ -1,4 +1,4 @@
-"""The helper that every multi-rank test stands on must itself fail when a rank does."""
+"""Tests of the helper that runs all multi-rank tests: it must fail when a rank fails."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_failing_ranks_traceback_is_shown_and_waiting_ranks_do_not_hang(pool
     assert "ValueError: the weights differ" in message
     assert "rank 0 had not answered and was killed" in message
     assert time.monotonic() - started < 60
-    assert pool.run(draw)  # a fresh set of ranks
+    assert pool.run(draw)  # new processes
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def variable(name: str) -> str | None:
 
 
 def test_ranks_have_the_environment_of_a_shell():
-    """Without PATH a compiler does not find its parts."""
+    """A compiler needs PATH to find its components."""
     pool = RankPool(1)
     try:
         assert pool.run(variable, "PATH") == [os.environ["PATH"]]

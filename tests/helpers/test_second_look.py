@@ -1,4 +1,4 @@
-"""The second look, with the rules of a run as `tests/conftest.py` sets them, on tests that are written for it."""
+"""Tests of the second look, on test files written for it and with the rules of `tests/conftest.py`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def take_turn(is_alone: bool, folder: Path) -> None:
-    """Notes how many have their turn at the same time."""
+    """Record the number of processes that have their turn at the same time."""
     with turns.turn(is_alone):
         mark = folder / f"here-{multiprocessing.current_process().pid}-{is_alone}"
         mark.touch()

@@ -1,4 +1,4 @@
-"""A recipe file with its data and tokenizer, small enough that a whole run takes about a second."""
+"""A recipe file with data and tokenizer for a complete run of about one second."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NUM_TRAIN_ROWS, NUM_VALIDATION_ROWS = 40, 17
 
 
 def write_tiny_run(folder: Path, **sections: Any) -> Path:
-    """Writes recipe, data and tokenizer into `folder`; `sections` are merged key by key into the recipe.
+    """Write recipe, data and tokenizer into `folder`, and merge `sections` key by key into the recipe.
 
     Returns:
-        The recipe's file; the run lies in `folder / "run"`.
+        The path of the recipe. The folder of the run is `folder / "run"`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = random.Random(0)
@@ -54,7 +54,7 @@ def write_tiny_run(folder: Path, **sections: Any) -> Path:
 
 
 def write_tiny_image_run(folder: Path, **sections: Any) -> Path:
-    """As `write_tiny_run`, for a tiny ViT and a folder of images, as `datasets` reads one."""
+    """Like `write_tiny_run`, for a tiny ViT and an image folder in the layout of `datasets`."""
     file = write_tiny_run(folder)
     recipe = json.loads(file.read_text())
     for key in ("train", "validation", "max_length", "group_by_length"):
@@ -72,7 +72,7 @@ def write_tiny_image_run(folder: Path, **sections: Any) -> Path:
 
 
 def _write_images(folder: Path) -> None:
-    """Noisy images, whose class is how bright they are."""
+    """Write noisy images. The brightness determines the class."""
     noise = np.random.default_rng(0)
     for split, number in (("train", NUM_TRAIN_ROWS), ("validation", NUM_VALIDATION_ROWS)):
         for index in range(number):
@@ -82,7 +82,7 @@ def _write_images(folder: Path) -> None:
 
 
 def _write_rows(file: Path, number: int, rows: random.Random) -> None:
-    """Texts of 3 to 12 words, whose class is that of their first word."""
+    """Write texts of 3 to 12 words. The first word determines the class."""
     with file.open("w", encoding="utf-8") as lines:
         for _ in range(number):
             words = rows.choices(WORDS, k=rows.randint(3, 12))

@@ -1,4 +1,4 @@
-"""Reads what trackers have kept: the transaction log of W&B, by the library's own messages, and MLflow's store."""
+"""A reader of the transaction log of W&B, which parses it with the library's own messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WHOLE, _LAST = 1, 4
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log whose own header is as long as that of a record (`log_format.md` of LevelDB)."""
+    """Iterate over the records of a log in LevelDB's format (its `log_format.md`) with a file header of 7 bytes."""
     place, record = _HEADER_BYTES, b""
     while place + _HEADER_BYTES <= len(data):
         left = _BLOCK_BYTES - place % _BLOCK_BYTES
@@ -21,7 +21,7 @@ def _records(data: bytes) -> Iterator[bytes]:
             place += left
             continue
         _, size, kind = struct.unpack_from("<IHB", data, place)
-        if kind == 0:  # nothing was written from here on
+        if kind == 0:  # nothing was written after this place
             return
         record += data[place + _HEADER_BYTES : place + _HEADER_BYTES + size]
         place += _HEADER_BYTES + size
@@ -57,6 +57,6 @@ def _values(items: Any) -> dict[str, Any]:
 
 
 def offline_runs(run_folder: Path) -> list[OfflineRun]:
-    """The parts of a run, in the order in which they were written."""
+    """Return the offline parts of a run in the order of writing."""
     files = (run_folder / "wandb").glob("offline-run-*/*.wandb")
     return [OfflineRun(file) for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]

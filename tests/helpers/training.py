@@ -1,4 +1,4 @@
-"""A tiny training without files, which the parity tests run under every layout and compare."""
+"""A tiny training without files, which the parity tests run with every layout and compare."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from trainer.tasks.task import Task
 from trainer.training.assembly import Assembly, PreparedData, assemble
 from trainer.training.process_group import open_mesh
 
-# Imported modules stay; a look at them in every collection would take as long as the steps of a training here.
+# Scanning the imported modules in every collection would take as long as the training steps of these tests.
 gc.freeze()
 
 NUM_ROWS, NUM_CLASSES, VOCABULARY = 50, 3, 211
 T5_END = 1
-NUM_SPECIAL, MASK_TOKEN = 5, 4  # the special tokens are the first ones, padding is 0
+NUM_SPECIAL, MASK_TOKEN = 5, 4  # special tokens come first, and padding is 0
 RANK_STRATEGIES = [name for name, row in STRATEGIES.items() if not row.single_process]
-"""Every strategy that runs on several ranks; a new row of the table is tested without another line."""
+"""Every strategy that runs on several ranks. Tests cover a new row of the table without a change."""
 
 TINY_BERT = {
     "model_type": "bert",
@@ -76,9 +76,10 @@ TINY_RESNET = {
 
 
 def tiny_recipe(**sections: Any) -> Recipe:
-    """A recipe for a tiny model with random weights; `sections` are merged key by key into it.
+    """Return a recipe for a tiny model with random weights, with `sections` merged into it key by key.
 
-    The model is a BERT that classifies, or that of `TINY_TASKS` for the `type` of another task.
+    Model and task come from the entry of `TINY_TASKS` for the `type` in the section `task`. The default is a BERT for
+    sequence classification.
     """
     tiny = TINY_TASKS[sections.get("task", {}).get("type", "sequence_classification")]
     recipe: dict[str, Any] = {
@@ -96,13 +97,13 @@ def tiny_recipe(**sections: Any) -> Recipe:
 
 
 def tiny_task(recipe: Recipe) -> Task:
-    """Return the recipe's task, with three classes where it classifies."""
+    """Return the recipe's task. A classification task has three classes."""
     task = build_task(recipe.task)
     return task.with_classes(tuple("abc"), None) if isinstance(task, RowClasses) else task
 
 
 def tiny_masking(recipe: Recipe) -> Masking | None:
-    """Hides tokens of the rows of a `tiny_split`, for `task.type` masked_lm."""
+    """Return the masking for rows of a `tiny_split` if `task.type` is masked_lm, else None."""
     if recipe.task.type != "masked_lm":
         return None
     return Masking(
@@ -115,7 +116,7 @@ def tiny_masking(recipe: Recipe) -> Masking | None:
 
 
 def tiny_split(num_rows: int = NUM_ROWS, has_classes: bool = True) -> EncodedSplit:
-    """Rows of 3 to 17 random tokens, with random classes unless a masking makes the labels; the same on every rank."""
+    """Return rows of 3 to 17 random tokens, the same on every rank. `has_classes` adds random classes as labels."""
     random = np.random.default_rng(0)
     lengths = random.integers(3, 18, num_rows)
     return EncodedSplit(
@@ -127,7 +128,7 @@ def tiny_split(num_rows: int = NUM_ROWS, has_classes: bool = True) -> EncodedSpl
 
 
 def tiny_images(num_rows: int = NUM_ROWS, size: int = 16) -> EncodedSplit:
-    """Random square images of values from 0 to 255 with random classes, the same on every rank."""
+    """Return random square images (uint8, one channel) with random classes, the same on every rank."""
     random = np.random.default_rng(0)
     return EncodedSplit(
         offsets=np.zeros(num_rows + 1, np.int64),
@@ -140,9 +141,9 @@ def tiny_images(num_rows: int = NUM_ROWS, size: int = 16) -> EncodedSplit:
 
 @dataclass(frozen=True)
 class TinyTask:
-    """The parts of a tiny training of one kind of task."""
+    """The parts of a tiny training that depend on the type of task."""
 
-    keys: dict[str, Any]  # of the recipe's `task`
+    keys: dict[str, Any]  # the recipe's `task`
     model: dict[str, Any]  # the recipe's `model`
     split: Callable[[int], EncodedSplit]
     batching: Batching
@@ -163,14 +164,14 @@ TINY_TASKS = {
 
 
 def parallel_keys(strategy: str, world_size: int) -> dict[str, Any]:
-    """The recipe's `parallel` on so many ranks: two groups where a strategy cuts within groups and the ranks allow."""
+    """Return the section `parallel`. A strategy that shards within groups gets two groups if `world_size` is even."""
     if STRATEGIES[strategy].groups and world_size % 2 == 0:
         return {"strategy": strategy, "shard": world_size // 2}
     return {"strategy": strategy}
 
 
 def sgd_sections(learning_rate: float = 1.0) -> dict[str, Any]:
-    """Return plain descent: its step shows the gradient itself, and Adam would hide the scale."""
+    """Return sections for plain gradient descent. Its step shows the gradient's scale, which Adam would hide."""
     return {
         "optimizer": {"name": "sgd", "learning_rate": learning_rate, "weight_decay": 0.0},
         "schedule": {"name": "constant", "warmup": 0},
@@ -179,18 +180,18 @@ def sgd_sections(learning_rate: float = 1.0) -> dict[str, Any]:
 
 @dataclass
 class Curve:
-    """The numbers of each step, and the weights at the end."""
+    """The loss and gradient norm of each step, and the final weights."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    # Of this rank's parts, by axes and indices: ranks with the same part hold the same bits.
+    # Digests of this rank's parts by mesh axes and indices: ranks with the same key hold the same bits.
     digests: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class MemorySource:
-    """A state in memory with whole tensors: `whole_state` returns one, and an engine loads it."""
+    """A state in memory with unsharded tensors. `whole_state` returns one, and an engine loads it."""
 
     tensors: dict[str, Tensor]
     scalars: dict[str, float] = field(default_factory=dict)
@@ -210,7 +211,7 @@ def _block(whole: Tensor, box: Box) -> Tensor:
 
 
 def whole_state(engine: Engine, mesh: ParallelMesh) -> MemorySource:
-    """The state of all ranks, put together on each of them; every element must be there once. All must call it."""
+    """Return the unsharded state on every rank. Each element must be saved exactly once. All ranks must call it."""
     state = engine.state()
     own = [(part.name, tuple(part.shape), tuple(box.start), box.view.detach()) for part, box in own_share(state.parts)]
     gathered = mesh.share(mesh.gather(own))
@@ -226,7 +227,7 @@ def whole_state(engine: Engine, mesh: ParallelMesh) -> MemorySource:
 
 
 def weights_of(engine: Engine, mesh: ParallelMesh) -> dict[str, Tensor]:
-    """The whole weights, on every rank; all ranks must call it."""
+    """Return the unsharded weights on every rank. All ranks must call it."""
     return {
         name.removeprefix(MODEL_PREFIX): tensor
         for name, tensor in whole_state(engine, mesh).tensors.items()
@@ -236,7 +237,7 @@ def weights_of(engine: Engine, mesh: ParallelMesh) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class TinyPreparation:
-    """Of rows that are prepared already; there is nothing to save beside the model."""
+    """The preparation of rows that are prepared already. It saves no files with the model."""
 
     batching: Batching
 
@@ -250,7 +251,7 @@ class TinyPreparation:
 
 @dataclass
 class TinyTraining:
-    """All that a loop needs, on this rank: the parts that `trainer run` assembles."""
+    """The parts of a training on this rank, assembled as by `trainer run`."""
 
     parts: Assembly
     loader: TrainLoader
@@ -272,28 +273,28 @@ class TinyTraining:
         return self.parts.total_steps
 
     def steps(self, number: int) -> list[StepResult]:
-        """Takes the first steps."""
+        """Train the first `number` steps."""
         return [self.engine.train_step(batch) for batch in islice(self.loader, number)]
 
     def close(self) -> None:
-        """Remove the remains of DeepSpeed: hooks that keep the engine alive, and its own linear function."""
+        """Remove DeepSpeed's global state: hooks that keep the engine alive, and its linear function."""
         deepspeed = getattr(self.engine, "_engine", None)
         if deepspeed is not None:
             deepspeed.destroy()
             from deepspeed.utils import groups
 
-            groups.mpu = None  # else the next engine of this process would take its data-parallel group from it
+            groups.mpu = None  # otherwise the next engine of this process would use its data-parallel group
             nn.functional.linear = torch._C._nn.linear
 
 
 @cache
 def _mesh(layout: Layout, device: torch.device) -> ParallelMesh:
-    """One for all trainings of a process, because process groups are never given back."""
+    """Return one mesh for all trainings of a process, because process groups are never released."""
     return open_mesh(layout, device)
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """With images too, which are fp32."""
+    """Convert the model to `dtype`, and its floating-point inputs (images are fp32)."""
 
     def cast(module: nn.Module, args: Any, kwargs: dict[str, Tensor]) -> tuple[Any, Any]:
         return args, {name: t.to(dtype) if t.is_floating_point() else t for name, t in kwargs.items()}
@@ -308,13 +309,13 @@ def build_tiny(
     start_sample: int = 0,
     device: str = "cpu",
 ) -> TinyTraining:
-    """Builds on all ranks of the default process group (or alone, where there is none)."""
+    """Build a training on all ranks of the default process group, or on one process without a group."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     plan = plan_run(recipe, world_size)
     mesh = _mesh(plan.layout, torch.device(device))
     tiny, task = TINY_TASKS[recipe.task.type], tiny_task(recipe)
     split = tiny.split(num_rows)
-    if recipe.model.config and recipe.model.config["model_type"] == "t5":  # it classifies at the end of a sequence
+    if recipe.model.config and recipe.model.config["model_type"] == "t5":  # T5 classifies at the end of a sequence
         split.tokens["input_ids"][split.offsets[1:] - 1] = T5_END
     data = PreparedData(task, tiny_masking(recipe), TinyPreparation(tiny.batching), split, None)
     adapt = None if dtype == torch.float32 else partial(_compute_in, dtype=dtype)
@@ -325,7 +326,7 @@ def build_tiny(
 
 @contextmanager
 def tiny_training(recipe: Recipe, dtype: torch.dtype = torch.float32, **options: Any) -> Iterator[TinyTraining]:
-    """As `build_tiny`, for a process that lives on: nothing of it is left afterwards."""
+    """Build a training as `build_tiny` does, and remove it from the process on exit."""
     training = build_tiny(recipe, dtype, **options)
     try:
         yield training
@@ -338,7 +339,7 @@ def tiny_training(recipe: Recipe, dtype: torch.dtype = torch.float32, **options:
 def train_tiny(
     recipe: Recipe, dtype: torch.dtype = torch.float32, num_rows: int = NUM_ROWS, num_steps: int | None = None
 ) -> Curve:
-    """Trains the first steps; None: all of them."""
+    """Train the first `num_steps` steps, or all if it is None."""
     with tiny_training(recipe, dtype, num_rows=num_rows) as training:
         curve = Curve()
         for result in training.steps(num_steps or training.total_steps):
@@ -350,7 +351,7 @@ def train_tiny(
 
 
 def digests_of(training: TinyTraining) -> dict[str, str]:
-    """One for each way in which parameters lie."""
+    """Return one digest for each placement of parameters."""
     hashes: dict[str, Any] = {}
     for name, part in training.engine.held().items():
         placement = training.engine.placements[name]

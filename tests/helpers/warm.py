@@ -1,6 +1,6 @@
-"""Starts `trainer` as a process that has imported it already: seconds less for each run, where the start is no matter.
+"""`trainer` as a fork of a process that has imported it, which saves seconds in tests that do not test the start.
 
-What a user starts, cold, is tested by the tests of the launchers, of the local ranks and of the README.
+The tests of the launchers, of the local ranks and of the README start it as a user does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.helpers.nodes import Node
 
 
 class WarmProcess:
-    """As `subprocess.Popen` with both outputs as pipes of text, as far as tests use it."""
+    """The subset of `subprocess.Popen`, with stdout and stderr as text pipes, that tests use."""
 
     def __init__(
         self, arguments: Sequence[str], environment: dict[str, str], faulty: bool, node: Node | None = None
@@ -57,10 +57,10 @@ class WarmProcess:
         os.kill(self.pid, number)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What is left of both outputs, when the process has ended.
+        """Wait for the end of the process, and return the unread rest of stdout and stderr.
 
         Raises:
-            subprocess.TimeoutExpired: it has not.
+            subprocess.TimeoutExpired: The process has not ended in time.
         """
         texts = ["", ""]
 
@@ -80,7 +80,7 @@ class WarmProcess:
 
 
 def start(arguments: Sequence[object], faulty: bool = False, node: Node | None = None, **variables: str) -> WarmProcess:
-    """Starts `trainer` with these arguments, on a node if one is given; `faulty` as `faulty_run.py` takes them."""
+    """Start `trainer` with these arguments, on a node if one is given. `faulty` selects those of `faulty_run.py`."""
     return WarmProcess([str(word) for word in arguments], processes.environment(**variables), faulty, node)
 
 
@@ -110,7 +110,7 @@ def _run(
 
 
 def _become(streams: Sequence[Connection], environment: dict[str, str], folder: Path | str) -> None:
-    """Makes this fork what a shell would have started: a session, streams, environment and folder of its own."""
+    """Give this fork the state of a process from a shell: its own session, streams, environment and folder."""
     os.setsid()
     for descriptor, stream in enumerate(streams):
         os.dup2(stream.fileno(), descriptor)
@@ -122,12 +122,12 @@ def _become(streams: Sequence[Connection], environment: dict[str, str], folder: 
 
 @contextmanager
 def door() -> Iterator[dict[str, str]]:
-    """Lets a shell start warm processes: gives a command for each program, which its arguments may follow.
+    """Let a shell start warm processes. Yield, for each program, the command to put before its arguments.
 
     The programs are `trainer`, and `python` with `-`, `-c` or `-m trainer`.
     """
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
-        path = str(Path(folder) / "door")  # a short name: that of a socket has at most 107 bytes
+        path = str(Path(folder) / "door")  # a short path: Linux limits that of a socket to 107 bytes
         listener.bind(path)
         listener.listen()
         threading.Thread(target=_open_to_all, args=(listener,), daemon=True).start()
@@ -137,13 +137,13 @@ def door() -> Iterator[dict[str, str]]:
 
 
 def _open_to_all(listener: socket.socket) -> None:
-    with suppress(OSError):  # the door is closed
+    with suppress(OSError):  # the listener is closed
         while True:
             threading.Thread(target=_serve, args=(listener.accept()[0],), daemon=True).start()
 
 
 def _serve(caller: socket.socket) -> None:
-    """Runs one program to its end; where who asked for it is gone before, it is killed."""
+    """Run one program to its end, or kill it if the caller disconnects before."""
     with caller:
         first, descriptors, _, _ = socket.recv_fds(caller, 1 << 16, 3)
         streams = [Connection(descriptor) for descriptor in descriptors]

@@ -1,8 +1,8 @@
-"""`trainer`, several times in one process that notes what it asks of the network.
+"""Several runs of `trainer` in one process that records its use of the network.
 
-`python watched_run.py REPORT ARGUMENTS...`: each of ARGUMENTS is a list of words in JSON. REPORT becomes an object: the
-exit codes, what Python asked of the network, the attempts that the kernel counted since this network namespace began,
-of every process in it, and whether each library knows that it must not report on its use.
+`python watched_run.py REPORT ARGUMENTS...`: each of ARGUMENTS is a JSON list of words. The file REPORT gets a JSON
+object with the exit codes, Python's network calls, and the setting of each library's usage reports. It also has the
+kernel's counts of network attempts by all processes, since this network namespace began.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _COUNTERS = ("ActiveOpens", "OutDatagrams", "OutNoRoutes", "OutRequests", "Ip6Ou
 
 
 def counters() -> dict[str, int]:
-    """Connections begun, datagrams sent, and attempts of either that had no route."""
+    """Return the counts of connections begun, datagrams sent, and attempts of either without a route."""
     found = {}
     lines = Path("/proc/net/snmp").read_text().splitlines()
     for names, values in zip(lines[::2], lines[1::2], strict=True):
@@ -31,7 +31,7 @@ def counters() -> dict[str, int]:
 
 
 def silenced() -> dict[str, bool]:
-    """Whether each library, asked by its own means, would report nothing on its use."""
+    """Return for each library whether its usage reports are off, by its own API."""
     import datasets.config
     import huggingface_hub.constants
     import mlflow.telemetry.utils as mlflow

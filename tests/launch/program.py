@@ -1,7 +1,7 @@
-"""A program as `trainer run` is one, but whose run is a few lines: what `test_local.py` starts.
+"""A program like `trainer run` with a run of a few lines, which the tests of local ranks start.
 
-`python program.py BEHAVIOUR [--processes N] [--spawn] [--starts N]`. Importing it puts that run in the place of
-`trainer.training.run`, for a spawned rank too, which imports this file.
+`python program.py BEHAVIOUR [--processes N] [--spawn] [--starts N]`. Importing this file replaces
+`trainer.training.run` by its own run, also in spawned ranks, which import it too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def stop_when_told(folder: Path, rank: int) -> int:
     (folder / f"ready{rank}").touch()
     while not told:
         time.sleep(0.05)
-    time.sleep(0.5)  # the step ends
+    time.sleep(0.5)  # the rest of the step
     (folder / f"saved{rank}").touch()
     return 75
 

@@ -1,4 +1,4 @@
-"""Faults and requests in whole runs of local ranks: what `trainer run --processes N` makes of each."""
+"""Faults and requests in complete runs of local ranks: the reaction of `trainer run --processes N`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDLESS = ("training.max_steps=100000", "evaluation.every=null")
 
 
 def start(recipe: Path, *arguments: str, fault: tuple[str, int, int] | None = None, **variables: str):
-    """`trainer run` of two local ranks; with `fault`, as `faulty_run.py` describes it."""
+    """Start `trainer run` with two local ranks by default, with a fault of `faulty_run.py` if one is given."""
     words = [*arguments] if "--processes" in arguments else ["--processes", "2", *arguments]
     return warm.start([*(fault or ()), "run", recipe, *words], faulty=fault is not None, **variables)
 
@@ -33,7 +33,7 @@ def run(recipe: Path, *arguments: str, fault: tuple[str, int, int] | None = None
 
 def finish(process: warm.WarmProcess, timeout_seconds: float = 240) -> subprocess.CompletedProcess[str]:
     ended = processes.finish(process, timeout_seconds)
-    print(ended.stdout, ended.stderr)  # shown where the test fails
+    print(ended.stdout, ended.stderr)  # pytest shows them if the test fails
     return ended
 
 
@@ -55,7 +55,7 @@ def wait_until(process: warm.WarmProcess, happened: Callable[[], bool]) -> None:
 
 
 def is_training(recipe: Path, lines: int = 5) -> bool:
-    """Whether that many lines are written: the run's own, and one for each step."""
+    """Return whether `metrics.jsonl` has that many lines: one for the run, and one for each step."""
     file = recipe.parent / "run" / "metrics.jsonl"
     return file.exists() and len(file.read_text().splitlines()) >= lines
 

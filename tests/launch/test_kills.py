@@ -1,4 +1,4 @@
-"""Ranks that are killed at any moment and start again: what is learned is, bit for bit, what it would have been."""
+"""Ranks that are killed at random moments and restarted: the final weights equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def weights(recipe: Path) -> bytes:
 
 
 def kill_ranks(process: warm.WarmProcess, most: int, draw: random.Random) -> int:
-    """Kills one rank after the other while the run goes on; returns how many."""
+    """Kill at most `most` ranks, one after another, while the run continues. Return the number of kills."""
     killed = 0
     while killed < most:
-        # Mostly after the ranks have begun, for a fork needs a second; sometimes before.
+        # A fork takes about a second: most kills come after the ranks have begun, some before.
         if process.poll() is not None:
             return killed
         time.sleep(draw.uniform(0.2, 2.5))

@@ -1,4 +1,4 @@
-"""One recipe under every launcher, and every file of `launchers/`: two ranks and the losses of one process."""
+"""One recipe with every launcher and every file of `launchers/`: two ranks give the losses of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECIPE = ROOT / "recipes" / "bert_sample.json"
 MODULE = ["-m", "trainer", "run"]
 ACCELERATE = [BIN / "accelerate", "launch"]
 PORT = "<a free port>"
-LOSS_TOLERANCE = 1e-5  # relative: the promise for any layout against one process
+LOSS_TOLERANCE = 1e-5  # relative; guaranteed for any layout compared with one process
 
 SRUN = """#!/bin/sh
 # Stands in for srun: two tasks on this machine, with the variables that Slurm sets in a step.
@@ -43,12 +43,12 @@ echo "$@" >> "$PROGRAM_FOLDER/requeued"
 
 @dataclass(frozen=True)
 class Case:
-    """One way to start two ranks: a command for each machine, before the recipe and its overrides."""
+    """One way to start two ranks: one command per machine, followed by the recipe and its overrides."""
 
-    launcher: str  # what the run must report
+    launcher: str  # the name that the run must report
     commands: list[list[str | Path]]
     variables: list[dict[str, str]] = field(default_factory=lambda: [{}])
-    after: tuple[str, ...] = ()  # what follows the overrides
+    after: tuple[str, ...] = ()  # arguments after the overrides
 
 
 MULTI_NODE = [BIN / "accelerate", "launch", "--config_file", FILES / "accelerate_multi_node.yaml"]
@@ -104,11 +104,11 @@ CASES = {
     "slurm.sbatch": Case("srun", [["bash", FILES / "slurm.sbatch"]], [SLURM_TASK | {"SLURM_TASK_PID": "1"}]),
 }
 BARE = ("torchrun", "accelerate", "accelerate --cpu", "deepspeed --module", "srun")
-"""What a file of `launchers/` starts in the same way."""
+"""Cases that a file of `launchers/` starts in the same way."""
 UNDER_ZERO3 = ("accelerate_multi_gpu.yaml", "deepspeed.sh", "slurm.sbatch")
-"""These run the recipe on DeepSpeed's engine, which reads variables of its own, the others under DDP."""
+"""Cases that run the recipe with DeepSpeed's engine, which reads its own variables. The others use DDP."""
 QUICK = ("trainer", "torchrun_single_node.sh")
-ELSEWHERE = {"kubernetes_job.yaml": "test_two_nodes.py", "pytorchjob.yaml": "test_script.py"}  # and needs a cluster
+ELSEWHERE = {"kubernetes_job.yaml": "test_two_nodes.py", "pytorchjob.yaml": "test_script.py"}  # needs a cluster
 
 
 def overrides(folder: Path, *more: str, steps: int = 3) -> list[str]:
@@ -129,7 +129,7 @@ def free_port() -> str:
 
 
 def programs(folder: Path) -> str:
-    """A PATH whose first folder holds the stand-ins for Slurm's programs, and its second those of this environment."""
+    """Return a PATH with the stand-ins for Slurm's programs first, then the programs of this environment."""
     folder.mkdir(exist_ok=True)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
@@ -161,7 +161,7 @@ def one_process(tmp_path_factory) -> list[float]:
 
 
 def launch(case: Case, folder: Path, *more: str, path: str, recipe: Path = RECIPE, steps: int = 3) -> list[int]:
-    """Starts the commands of all machines at once; gives their exit codes, and shows what they said."""
+    """Start the commands of all machines at once, print their output, and return their exit codes."""
     port, arguments = free_port(), overrides(folder, *more, steps=steps)
     started = [
         start(
@@ -219,7 +219,7 @@ def test_every_file_of_launchers_is_started_by_a_test():
 
 @pytest.mark.slow
 def test_a_batch_job_that_was_stopped_is_queued_again(tmp_path):
-    """By the script that `trainer launch-script` writes"""
+    """Use the script that `trainer launch-script` writes."""
     file, folder = tmp_path / "job's script", tmp_path / "the run"
     words = [str(RECIPE), *overrides(folder), "training.stop_at_step=2"]
     assert main(["launch-script", *words, "--on", "slurm", "--nodes", "1", "--gpus", "2", "-o", str(file)]) == 0
@@ -249,6 +249,6 @@ def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(tmp_path):
 
 @pytest.mark.slow
 def test_bare_ranks_end_without_a_crash(tmp_path):
-    """Gloo used to abort one interpreter in five at its exit (SIGABRT), after all work was done."""
+    """Gloo used to abort one in five interpreters at exit (SIGABRT), after the run had finished."""
     case = Case("variables", [[sys.executable, *MODULE]] * 2, [RANK | {"RANK": r, "LOCAL_RANK": r} for r in "01"])
     assert launch(case, tmp_path / "run", path=os.environ["PATH"]) == [0, 0]

@@ -1,4 +1,4 @@
-"""Local ranks: how many start, what they print, what their ends and the user's signals become."""
+"""Local ranks: their number, output and exit codes, and the handling of the user's signals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from tests.helpers import processes
 from tests.helpers.processes import ROOT, finish, start
 
-SPAWNED = ("--spawn",)  # as where there are GPUs; on a CPU ranks are forks
+SPAWNED = ("--spawn",)  # the start method with GPUs; on a CPU, ranks are forks
 PROGRAM = [sys.executable, ROOT / "tests" / "launch" / "program.py"]
 
 

@@ -1,4 +1,4 @@
-"""The processes of local ranks: who can connect to them, and that they meet however often they start."""
+"""The processes of local ranks: other machines cannot connect to them, and every rendezvous succeeds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAM = [sys.executable, ROOT / "tests" / "launch" / "program.py"]
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
-    """Addresses and ports on which a process and those below it listen."""
+    """Return the addresses and ports on which a process and its descendants listen."""
     process = psutil.Process(pid)
     family = [process, *process.children(recursive=True)]
     found = [connection for member in family for connection in member.net_connections("inet")]
@@ -45,7 +45,7 @@ def test_nobody_outside_can_connect_to_local_ranks(tmp_path):
         assert len(places) >= 3, "the store, and gloo's sockets of two ranks"
         assert all(ipaddress.ip_address(address).is_loopback for address, _ in places), places
         payload = Trap(tmp_path / "marker").pickled()
-        for _, port in places:  # gloo never answers the client of a store
+        for _, port in places:  # in threads, because gloo never answers a store's client
             attack = threading.Thread(target=_attack, args=(port, payload), daemon=True)
             attack.start()
             attack.join(5)
@@ -57,7 +57,7 @@ def test_nobody_outside_can_connect_to_local_ranks(tmp_path):
 
 
 def _attack(port: int, payload: bytes) -> None:
-    """Set the key from which torch's elastic agent would load a pickle, where the port is a store's at all."""
+    """Set the key from which torch's elastic agent would load a pickle, if the port belongs to a store."""
     try:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=3), wait_for_workers=False)
         store.set("torch.rendezvous.trainer-local", payload)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def _attack(port: int, payload: bytes) -> None:
 
 
 def test_many_ranks_meet_at_every_start():
-    """A fork of a process with threads may copy a lock that stays locked; under load, one start in some did."""
+    """A fork of a process with threads can copy a lock that stays locked. Under load, some starts did."""
     starts = 20
     load = [processes.start([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:

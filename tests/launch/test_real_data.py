@@ -1,4 +1,4 @@
-"""Real data through launchers: a small BERT from random weights on SST-2 and TREC, where they are at hand."""
+"""Real data with launchers: a small BERT with random weights on SST-2 and TREC, if the files exist."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_recipe(name: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def one_process(request, tmp_path_factory) -> tuple[Path, list[float]]:
-    """A recipe, and its losses on one process."""
+    """A recipe and its losses on one process."""
     folder = tmp_path_factory.mktemp(request.param)
     recipe = write_recipe(request.param, folder)
     ended = finish(warm.start(["run", recipe, *overrides(folder / "run", steps=STEPS)]))

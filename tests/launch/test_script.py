@@ -1,4 +1,4 @@
-"""`trainer launch-script`: what it fills in, what it refuses, and that what it writes is what the targets read."""
+"""`trainer launch-script`: the values that it fills in, its errors, and the validity of its scripts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a recipe for one's own CSV, as the current one; its name is one that shells would take apart."""
+    """The current folder, with a recipe for a CSV file. A shell needs quotes around its name."""
     folder = tmp_path / "my 'runs'"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -49,7 +49,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def written(*arguments: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
-    """What `trainer launch-script` wrote on the screen, or as an error."""
+    """Return the stdout of `trainer launch-script`, or its stderr if `code` is not 0."""
     assert main(["launch-script", *arguments]) == code, capsys.readouterr().err
     shown = capsys.readouterr()
     return shown.err if code else shown.out
@@ -68,7 +68,7 @@ def checked_shell(file: Path) -> None:
 
 
 def manifests(text: str) -> dict[str, dict[str, Any]]:
-    """The documents by their kind, those of Kubernetes itself checked by its schemas."""
+    """Return the documents by kind, validated with the schemas of Kubernetes or with `check_pytorchjob`."""
     documents = {document["kind"]: document for document in yaml.safe_load_all(text)}
     for kind, document in documents.items():
         if kind == "PyTorchJob":
@@ -79,7 +79,7 @@ def manifests(text: str) -> dict[str, dict[str, Any]]:
 
 
 def check_pytorchjob(document: dict[str, Any]) -> None:
-    """By what the definition of kubeflow.org/v1 names; its pods by the schema of Kubernetes."""
+    """Check the keys with the definition of kubeflow.org/v1, and the pods with the schema of Kubernetes."""
     assert document["apiVersion"] == "kubeflow.org/v1"
     assert set(document["spec"]) <= {"nprocPerNode", "runPolicy", "elasticPolicy", "pytorchReplicaSpecs"}
     assert isinstance(document["spec"]["nprocPerNode"], str)
@@ -127,7 +127,7 @@ def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_pod(pod: dict[str, Any]) -> None:
-    """What a run needs of a pod: time to save, shared memory, no root, and places to write."""
+    """Check that a pod has time to save, shared memory, no root user, and writable folders."""
     (container,) = pod["containers"]
     assert pod["terminationGracePeriodSeconds"] > 60
     assert pod["securityContext"]["runAsNonRoot"]
@@ -288,12 +288,12 @@ eval "$(printf %s "$FATE" | cut -d/ -f$((LOCAL_RANK + 1)))"
     [
         ("exit 0/exit 0", 0, 0),
         ("exit 0/exit 2", 0, 2),
-        ("sleep 1; exit 1/exit 3", 0, 3),  # the first one tells
+        ("sleep 1; exit 1/exit 3", 0, 3),  # the first exit decides
         ("while :; do sleep 0.1; done/while :; do sleep 0.1; done", 1, 75),
     ],
 )
 def test_the_script_of_a_pod_hands_signals_and_exit_codes_on(fate, signals, code, tmp_path):
-    """With a stand-in for the program; that it trains is tested on two nodes."""
+    """A stand-in replaces `trainer`. `test_two_nodes.py` tests a training with this script."""
     (container,) = pods(manifests((LAUNCHERS / "kubernetes_job.yaml").read_text())["Job"])[0]["containers"]
     (tmp_path / "trainer").write_text(POD)
     (tmp_path / "trainer").chmod(0o755)
@@ -309,19 +309,19 @@ def test_the_script_of_a_pod_hands_signals_and_exit_codes_on(fate, signals, code
         until = time.monotonic() + 10
         while time.monotonic() < until and (not said.exists() or len(said.read_text().splitlines()) < 2):
             time.sleep(0.05)
-        time.sleep(0.1)  # the second trap is set
+        time.sleep(0.1)  # time for the second process to set its trap
         pod.send_signal(signal.SIGTERM)
     try:
         assert finish(pod).returncode == code
     finally:
-        kill(pod)  # what it left goes with a container by itself
+        kill(pod)  # a container ends remaining processes itself
     expected = {f"{4 + local} {local} 6 2 m:29500 run recipe a b" for local in (0, 1)}
     assert set(said.read_text().splitlines()) == expected
 
 
 def test_a_machine_that_cannot_reach_the_first_one_says_so_before_torchrun_waits(tmp_path):
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound and not listening: refused
+        unused.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         port = str(unused.getsockname()[1])
         variables = {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ended = run([LAUNCHERS / "torchrun_multi_node.sh", "bert_sample"], 30, **variables, JOIN_SECONDS="1")

@@ -1,7 +1,7 @@
-"""Two machines, each a network namespace with an address, a name and a hosts file of its own, and gloo between them.
+"""Two nodes with gloo between them. Each is a network namespace with its own address, name and hosts file.
 
-The ranks start warm, by the variables that any launcher may set; torchrun and the container's script of the Kubernetes
-job start them as they do for a user.
+The ranks start warm, with the variables that any launcher can set. torchrun and the container's script of the
+Kubernetes job start them as they do for a user.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = [
 
 BIN = Path(sys.executable).parent
 LAUNCHERS = processes.ROOT / "launchers"
-PORT = "29500"  # of the namespaces, where nothing else listens
+PORT = "29500"  # free in the namespaces, in which nothing else listens
 LAYOUTS = {
     "hsdp": {"strategy": "hsdp"},
     "pipeline": {"pipeline": {"stages": 2, "microbatches": 2}},
@@ -56,7 +56,7 @@ def start(
     world_size: int = 4,
     **variables: str,
 ) -> list[warm.WarmProcess]:
-    """The ranks of one node, half of them all."""
+    """Start the ranks of one node, which are half of all ranks."""
     size = world_size // 2
     ours = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "node0", "MASTER_PORT": PORT}
     return [
@@ -70,7 +70,7 @@ def start(
 
 
 def finish(ranks: Sequence[warm.WarmProcess], seconds: float = 240.0) -> list[tuple[int | None, str]]:
-    """The exit codes and what was written to stderr."""
+    """Wait for the ranks. Return the exit code and the stderr of each."""
     ended = []
     try:
         for rank in ranks:
@@ -88,7 +88,7 @@ def numbers(recipe: Path) -> Metrics:
 
 
 def on_one_process(folder: Path, **training: Any) -> Metrics:
-    """Trains on one process."""
+    """Train on one process and return its metrics."""
     recipe = write_tiny_run(folder, training=training)
     assert finish([warm.start(["run", recipe])])[0][0] == 0
     return numbers(recipe)
@@ -96,7 +96,7 @@ def on_one_process(folder: Path, **training: Any) -> Metrics:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
-    """What the recipe learns on one process."""
+    """The metrics of the recipe on one process."""
     return once("nodes: one process", lambda: on_one_process(tmp_path_factory.mktemp("one")))
 
 
@@ -126,7 +126,7 @@ def two_ranks(
     more: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> list[tuple[int | None, str]]:
-    """One rank on each node, the second with `more` overrides and other `variables`; how they ended."""
+    """Run one rank on each node, the second with `more` overrides and `variables`. Return exit codes and stderr."""
     ranks = [
         *start(nodes[0], 0, recipe, *overrides, world_size=2),
         *start(nodes[1], 1, recipe, *overrides, *more, world_size=2, **(variables or {})),
@@ -156,7 +156,7 @@ class TestWhatIsWrongIsSaid:
         assert "only 1 of 2 ranks have come" in first[1]
 
     def test_ports_between_ranks_that_are_closed(self, nodes, tmp_path):
-        with closed(nodes[0], "32768-60999"):  # where rank 0 listens, and not the port that was given out
+        with closed(nodes[0], "32768-60999"):  # the ports on which rank 0 listens, without MASTER_PORT
             ended = two_ranks(nodes, write_tiny_run(tmp_path))
         for code, said in ended:
             assert code == 1
@@ -217,17 +217,17 @@ def test_a_node_that_was_killed_and_started_again_goes_on(nodes, one_process, tm
     assert_same(recipe, one_process)
 
 
-LONG = 40  # steps: enough to be disturbed
+LONG = 40  # steps: enough time to kill a process
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
-    """What so many steps learn on one process."""
+    """The metrics of `LONG` steps on one process."""
     return once("nodes: undisturbed", lambda: on_one_process(tmp_path_factory.mktemp("undisturbed"), max_steps=LONG))
 
 
 class TestTorchrunHandsOutTheRanks:
-    """By its own rendezvous, `c10d`; it starts them again by itself, from the last checkpoint."""
+    """Ranks of torchrun, with its `c10d` rendezvous. It restarts them itself, and they resume."""
 
     @pytest.fixture
     def recipe(self, tmp_path: Path) -> Path:
@@ -236,7 +236,7 @@ class TestTorchrunHandsOutTheRanks:
 
     @pytest.fixture
     def started(self) -> Iterator[list[subprocess.Popen[str]]]:
-        """What a test has started; nothing of it is left behind."""
+        """A list of the processes that a test starts, which are killed after the test."""
         both: list[subprocess.Popen[str]] = []
         yield both
         for process in both:
@@ -266,7 +266,7 @@ class TestTorchrunHandsOutTheRanks:
 
     @pytest.mark.slow
     def test_a_rank_that_was_killed(self, recipe, undisturbed, started):
-        """Its agent counts a restart, the other one does not, and both keep the store of before."""
+        """The rank's agent counts a restart, the other agent does not, and both keep the previous store."""
         options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
         place = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
         command = [BIN / "torchrun", *options, *place, "-m", "trainer", "run", recipe]
@@ -280,7 +280,7 @@ class TestTorchrunHandsOutTheRanks:
 
 @pytest.mark.slow
 def test_pods_learn_what_one_process_learns(nodes, one_process, tmp_path):
-    """By the script in the Kubernetes job, a pod on each node."""
+    """Run the script of the Kubernetes job, with one pod on each node."""
     recipe = write_tiny_run(tmp_path)
     (*_, job) = yaml.safe_load_all((LAUNCHERS / "kubernetes_job.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]

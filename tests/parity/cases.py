@@ -1,4 +1,4 @@
-"""The matrix of layouts and precisions that must give the same training, and how nearly."""
+"""The matrix of layouts and precisions that must give the same training, and its tolerances."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
 
 GLOBAL_BATCH_SIZE = 12
-SHORT = 6  # steps: five are an epoch
-# T5 classifies at the end of a sequence, which the random tokens here have none of, and ViT looks at images.
+SHORT = 6  # steps; an epoch has five
+# Without T5, which needs end-of-sequence tokens (its cases are in `pipeline_matrix`), and without image models.
 TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "vit", "resnet")]
 DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "t5", "vit")
-# Those of which one step of plain descent is compared too: what all strategies are tried with, and convolutions.
+# Also compared after one step of gradient descent: the model that runs with all strategies, and convolutions.
 SGD_FAMILIES = ("bert", "resnet")
 IMAGE_FAMILIES = {"vit": TINY_VIT, "resnet": TINY_RESNET}
 
@@ -45,15 +45,16 @@ def model_config(model_type: str, num_layers: int | None = None) -> dict[str, An
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest differences from one process: relative for loss and norm of a step, absolute for the weights."""
+    """Largest allowed differences from one process, relative for loss and norm of a step, absolute for weights."""
 
     loss: float
     grad_norm: float
     sgd_weights: float  # after one step with learning rate 1
 
 
-# fp32 is the promise. The others are what was measured over the whole matrix, rounded up to a simple share of the
-# type's epsilon: products are rounded to it, in an order that the layout decides; sums, loss and norm are fp32.
+# The documentation guarantees the fp32 tolerances. The others are the largest differences measured over the matrix,
+# rounded up to a simple fraction of the type's epsilon. Products are rounded to this type, in an order that depends on
+# the layout; sums, loss and norm are fp32.
 _BF16, _FP16 = torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float16).eps
 TOLERANCES = {
     "fp32": Tolerance(1e-5, 1e-4, 1e-5),
@@ -64,11 +65,11 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One layout, and what is computed."""
+    """One layout with the options of its training."""
 
     strategy: str
     world_size: int
-    accumulates: bool  # three microbatches a step instead of one (four, where the rows of a rank do not divide by 3)
+    accumulates: bool  # three microbatches per step, or four if 3 does not divide a rank's rows; else one
     precision: str
     checkpointing: str
     dropout: float
@@ -78,8 +79,8 @@ class Case:
     stages: int = 1
     schedule: str = "1f1b"
     task: str = "sequence_classification"
-    num_layers: int | None = None  # None: as the family's tiny configuration says
-    is_extra: bool = False  # beside the pairs of `matrix`
+    num_layers: int | None = None  # None: the number in the family's tiny configuration
+    is_extra: bool = False  # not part of the covering array of `matrix`
 
     def __str__(self) -> str:
         words = [self.strategy, f"{self.world_size}ranks", self.precision]
@@ -93,15 +94,15 @@ class Case:
 
     @property
     def is_fast(self) -> bool:
-        """Whether `make test` runs it: the cases of two ranks."""
+        """Whether `make test` runs the case, which is true for two ranks."""
         return self.world_size == 2
 
     @property
     def num_steps(self) -> int:
-        """How many of the twenty are taken.
+        """The number of steps to train, at most 20.
 
-        Twenty in one case of each strategy. Six are an epoch, with its ragged last batch, and one step of the next.
-        Three show gradient, moments and schedule, where only the model's family differs from another case.
+        One case of each strategy has 20 steps. 6 steps cover an epoch, with its incomplete last batch, and one step of
+        the next. 3 steps cover gradient, moments and schedule if only the model family differs from another case.
         """
         if self.world_size == 1:
             return 20 if self.model_type == "bert" else SHORT
@@ -111,14 +112,14 @@ class Case:
         return 3 if is_family else SHORT
 
     def recipe(self, sgd: bool = False) -> Recipe:
-        """Twenty steps with AdamW, or one of plain descent without clipping."""
+        """Return a recipe of 20 steps with AdamW, or of one step of gradient descent without clipping."""
         data_ranks = self.world_size // self.tensor // self.stages
         share = GLOBAL_BATCH_SIZE // data_ranks
         pipeline = {"stages": self.stages, "schedule": self.schedule} if self.stages > 1 else {}
-        if self.stages > 1 and self.accumulates:  # two passes, of one row a microbatch where there are few
+        if self.stages > 1 and self.accumulates:  # two passes; a microbatch has one row if rows are few
             per_rank = SCHEDULES[self.schedule].stages_per_rank
             pipeline["microbatches"] = max(self.stages * per_rank, share // 6)
-        # Most families call their dropouts by names of their own; some have none.
+        # Most other families name their dropouts differently, and some have none.
         has_dropout = self.model_type in DROPOUT_FAMILIES
         return _recipe(
             sgd,
@@ -147,11 +148,11 @@ def _recipe(sgd: bool, training: dict[str, Any], **sections: Any) -> Recipe:
 
 
 def matrix() -> Iterator[Case]:
-    """Every strategy, on numbers of ranks that divide the tensors and on one that does not; dropout in half of it.
+    """Iterate over cases of every strategy with 2, 3 or 4 ranks; 3 ranks do not divide the tensors evenly.
 
-    Ranks, accumulation, precision, recomputation and dropout are code of their own. The cases are a covering array: any
-    two levels of any two of them, and any level with any strategy, meet in a case. Accumulation in fp32, which has the
-    smallest tolerance, is there for each strategy.
+    Ranks, accumulation, precision, recomputation and dropout are independent factors. The cases are a covering array:
+    each pair of levels of two factors, and each level with each strategy, occurs in a case. Every strategy also has a
+    case with accumulation in fp32, which has the smallest tolerance.
     """
     for index, strategy in enumerate(RANK_STRATEGIES):
         for level, precision in enumerate(TOLERANCES):
@@ -164,7 +165,7 @@ def matrix() -> Iterator[Case]:
 
 
 def tensor_matrix() -> Iterator[Case]:
-    """Every strategy over tensor ranks, and every family of models that reads text over two of them."""
+    """Iterate over cases with tensor ranks: every strategy, and every family in `TEXT_FAMILIES` on two ranks."""
     shapes = [  # ranks, tensor degree, sequence parallel, accumulates, checkpointing, precision
         (2, 2, True, True, "full", "fp32"),
         (4, 2, False, False, "none", "fp16"),
@@ -182,12 +183,12 @@ def tensor_matrix() -> Iterator[Case]:
     for model_type in TEXT_FAMILIES:
         sequence = FAMILIES[model_type].tensor.sequence_parallel
         dropout = 0.1 if model_type in DROPOUT_FAMILIES else 0.0
-        # Without accumulation, which is the engine's own and knows no family.
+        # Without accumulation: it is part of the engine and does not depend on the family.
         yield Case("ddp", 2, False, "fp32", "full", dropout, tensor=2, sequence=sequence, model_type=model_type)
 
 
 def pipeline_matrix() -> Iterator[Case]:
-    """Every schedule; every strategy that combines with stages, with tensor ranks too; families, tied weights."""
+    """Iterate over cases with stages: schedules, strategies (also with tensor ranks), families and tied weights."""
 
     def case(strategy: str, world_size: int, stages: int, schedule: str = "1f1b", **facts: Any) -> Case:
         given = {"accumulates": False, "precision": "fp32", "checkpointing": "none", "dropout": 0.1} | facts
@@ -206,7 +207,7 @@ def pipeline_matrix() -> Iterator[Case]:
     yield case("fsdp", 4, 2, "interleaved_1f1b", num_layers=4, checkpointing="full")
     for strategy in ("ddp", "fsdp", "hsdp"):
         yield case(strategy, 8, 2, "1f1b", tensor=2, sequence=True, num_layers=4, checkpointing="full")
-    # T5 has two layers of each stack: four in all.
+    # T5 has two encoder and two decoder layers.
     for task, model_type, layers in (("masked_lm", "bert", 4), ("sequence_classification", "t5", None)):
         for schedule in ("1f1b", "interleaved_1f1b"):
             yield case("ddp", 2, 2, schedule, task=task, model_type=model_type, num_layers=layers)
@@ -218,7 +219,7 @@ def pipeline_matrix() -> Iterator[Case]:
 
 
 def image_cases() -> Iterator[Case]:
-    """A ViT under each kind of engine and over tensor ranks; a ResNet, whose layers FSDP finds, and in stages."""
+    """Iterate over cases of a ViT (every kind of engine, tensor ranks) and of a ResNet (FSDP, stages)."""
     for strategy, accumulates, checkpointing in (
         ("ddp", True, "none"),
         ("fsdp", True, "full"),
@@ -236,18 +237,18 @@ def image_cases() -> Iterator[Case]:
 
 @dataclass
 class Outcome:
-    """What one rank, or one process, found."""
+    """The curves of one rank."""
 
     curve: Curve
-    sgd: Curve | None  # of `SGD_FAMILIES`
+    sgd: Curve | None  # None for families not in `SGD_FAMILIES`
     sgd_fp64: Curve | None
 
 
 def train(case: Case) -> Outcome:
-    """On this rank."""
+    """Train a case on this rank."""
     if case.model_type not in SGD_FAMILIES:
         return Outcome(train_tiny(case.recipe(), num_steps=case.num_steps), None, None)
-    # ZeRO's master weights are fp32; four ranks on few cores take long.
+    # Not with ZeRO, whose master weights are fp32, and not on four ranks, which take long on few cores.
     in_fp64 = case.precision == "fp32" and not STRATEGIES[case.strategy].zero_stage and case.world_size < 4
     return Outcome(
         train_tiny(case.recipe(), num_steps=case.num_steps),
@@ -258,7 +259,7 @@ def train(case: Case) -> Outcome:
 
 @cache
 def reference(precision: str, dropout: float, model_type: str = "bert", **facts: Any) -> Outcome:
-    """One process, one microbatch, nothing recomputed; `facts` are more of the `Case`."""
+    """Train on one process, in one microbatch, without recomputation. `facts` are further fields of the `Case`."""
     case = Case("ddp", 1, False, precision, "none", dropout, model_type=model_type, **facts)
     return once(f"parity {case!r}", lambda: train(case))
 
@@ -273,7 +274,7 @@ def largest_difference(curve: Curve, expected: Curve) -> float:
 
 
 def assert_same_curve(curve: Curve, expected: Curve, tolerance: Tolerance = TOLERANCES["fp32"]) -> None:
-    """Loss and gradient norm at each step; `expected` may have gone on for longer."""
+    """Compare loss and gradient norm of each step. `expected` may have more steps."""
     assert 0 < len(curve.losses) <= len(expected.losses)
     for step in range(len(curve.losses)):
         loss = relative(curve.losses[step], expected.losses[step])
@@ -283,11 +284,11 @@ def assert_same_curve(curve: Curve, expected: Curve, tolerance: Tolerance = TOLE
 
 
 def assert_parity(outcomes: list[Outcome], case: Case) -> None:
-    """All that the promise says of one layout.
+    """Compare the outcomes of a layout with those of one process, and replicas with each other.
 
     Args:
-        outcomes: of every rank.
-        case: what they trained.
+        outcomes: The outcomes of all ranks.
+        case: The case that they trained.
     """
     same = {"task": case.task, "num_layers": case.num_layers}
     expected, tolerance = reference(case.precision, case.dropout, case.model_type, **same), TOLERANCES[case.precision]

@@ -1,8 +1,8 @@
-"""Measures how far layouts are apart, for the table of the README: `python -m tests.parity.measure`.
+"""The differences between layouts, measured for the README's table: `python -m tests.parity.measure`.
 
-The figures go to `docs/parity.json`, of which `python -m docs.generate` makes the table. The training is that of the
-parity tests: a tiny BERT with dropout 0.1 and global batches of 12 rows. Each row of the table is compared with one
-process that takes the global batch in one microbatch.
+The figures go to `docs/parity.json`, and `python -m docs.generate` makes the table from it. The training is that of the
+parity tests: a tiny BERT with dropout 0.1 and global batches of 12 rows. Each layout is compared with one process that
+computes the global batch in one microbatch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import Curve, tiny_recipe, train_tiny
 from trainer.recipe.schema import Recipe
 
-GLOBAL_BATCH_SIZE = 12  # of `tiny_recipe`
-LAYOUTS = [(1, 1), (2, 6), (2, 2), (3, 4), (3, 1)]  # ranks, rows of a microbatch
+GLOBAL_BATCH_SIZE = 12  # that of `tiny_recipe`
+LAYOUTS = [(1, 1), (2, 6), (2, 2), (3, 4), (3, 1)]  # ranks, rows per microbatch
 ONE_SGD_STEP: dict[str, Any] = {
     "training": {"max_steps": 1, "max_grad_norm": None},
     "optimizer": {"name": "sgd", "learning_rate": 1.0},
@@ -29,20 +29,20 @@ WITHOUT = "2 ranks, torch's own dropout"
 
 
 def label(ranks: int, rows: int) -> str:
-    """What the table calls a layout."""
+    """Return the name of a layout in the table."""
     microbatches = GLOBAL_BATCH_SIZE // ranks // rows
     return f"{ranks} rank{'s' * (ranks > 1)} x {microbatches} microbatch{'es' * (microbatches > 1)}"
 
 
 class Measured:
-    """Curves by layout; what is compared with is trained once."""
+    """Differences of layouts from references, which are trained once."""
 
     def __init__(self, pools: RankPools) -> None:
         self._pools = pools
         self._references: dict[str, Curve] = {}
 
     def differences(self, num_ranks: int, micro_batch_size: int, **training: Any) -> list[float]:
-        """The columns of the table for one layout; `training` is laid over that section of the recipe."""
+        """Return the table's columns for one layout. `training` updates that section of the recipe."""
         cells = []
         for precision in ("fp32", "bf16"):
             one, other = self._pair(num_ranks, micro_batch_size, training, {"precision": precision}, torch.float32)
@@ -72,17 +72,17 @@ def _recipe(sections: dict[str, Any], **training: Any) -> Recipe:
 
 
 def _relative(values: list[float], reference: list[float]) -> float:
-    """The largest relative difference of any step."""
+    """Return the largest relative difference over all steps."""
     return max(abs(one - other) / abs(other) for one, other in zip(values, reference, strict=True))
 
 
 def _absolute(one: Curve, other: Curve) -> float:
-    """The largest absolute difference of any weight."""
+    """Return the largest absolute difference over all weights."""
     return max((one.weights[name] - weight).abs().max().item() for name, weight in other.weights.items())
 
 
 def measure() -> dict[str, list[float]]:
-    """The rows of the table, by what it calls them."""
+    """Return the rows of the table by name."""
     pools = RankPools()
     measured = Measured(pools)
     try:

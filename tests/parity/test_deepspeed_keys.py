@@ -1,4 +1,4 @@
-"""Every key that `parallel.deepspeed` may hold: the same training, the same exported model, the same resumed run."""
+"""Every key that `parallel.deepspeed` allows: it must not change the training, the exported model or a resumed run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.recipe.deepspeed import FREE_KEYS, FREE_ZERO_KEYS
 from trainer.recipe.schema import Recipe
 
 STEPS = 3
-# Of each key a value that is not DeepSpeed's default, small where it is a size.
+# For each key a value other than DeepSpeed's default; sizes are small.
 VALUES: dict[str, Any] = {
     "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False},
     "dump_state": True,
@@ -71,7 +71,7 @@ def recipe_of(world_size: int, **parallel: Any) -> Recipe:
 
 
 def train_export_and_resume(recipe: Recipe, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights of a whole run, and those of a run that goes on after its second step."""
+    """Return the weights of an uninterrupted run, and those of a run that is resumed before its last step."""
     with tiny_training(recipe) as training:
         training.steps(STEPS - 1)
         state = whole_state(training.engine, training.mesh)

@@ -1,4 +1,4 @@
-"""Every strategy writes the same Hugging Face folder: the weights that it trained, in fp32; so does its checkpoint."""
+"""The exported Hugging Face folder (fp32 weights) is the same for every strategy, also from a checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recipe_of(strategy: str, world_size: int, **sections: object) -> Recipe:
 
 
 def train_and_export(recipe: Recipe, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of the training state."""
+    """Train and export. Return the weights of the training state."""
     with tiny_training(recipe) as training:
         training.steps(STEPS)
         training.engine.export(folder)
@@ -70,7 +70,7 @@ def test_the_folder_holds_what_was_trained(ranks: RankPools, tmp_path, strategy,
 
 
 def train_save_and_export(recipe: Recipe, folder: Path) -> None:
-    """By the engine, which has the model, and into a checkpoint."""
+    """Train, export the model with the engine, and save a checkpoint."""
     with tiny_training(recipe) as training:
         training.steps(STEPS)
         training.engine.export(folder / "model")
@@ -105,7 +105,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("world_size", "sections", "parallel"), LAYOUTS)
 def test_a_checkpoint_of_any_layout_gives_the_same_folder(ranks: RankPools, tmp_path, world_size, sections, parallel):
     recipe = tiny_recipe(
-        **({"task": MASKED_LM} | sections),  # whose first and last weights are tied
+        **({"task": MASKED_LM} | sections),  # with tied weights in the first and last layer
         training={"max_steps": STEPS, "micro_batch_size": 3},
         parallel=parallel,
     )

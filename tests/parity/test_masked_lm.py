@@ -1,4 +1,4 @@
-"""The promise for a task that labels tokens: tied weights, a cut vocabulary, and ranks that have nothing to guess."""
+"""Parity of a task with token labels: tied weights, a sharded vocabulary, and ranks without masked tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.training import Curve, sgd_sections, tiny_recipe, train_tiny
 from tests.parity.cases import TOLERANCES, assert_same_curve, largest_difference
 from trainer.recipe.schema import Recipe
 
-STEPS = 10  # two epochs, each with a ragged last batch
+STEPS = 10  # two epochs, each with an incomplete last batch
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"parallel": {"strategy": "ddp"}}),
     "fsdp-accumulated": (3, {"parallel": {"strategy": "fsdp"}, "training": {"micro_batch_size": 1}}),
@@ -29,14 +29,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def recipe_of(sgd: bool = False, training: dict[str, Any] | None = None, **keys: Any) -> Recipe:
-    """Few tokens are chosen of rows of 3 to 17, so that many rows, and some microbatches, have none."""
+    """Return a recipe. With rows of 3 to 17 tokens, many rows and some microbatches have no masked token."""
     sections = {"task": {"type": "masked_lm"}, "model": {"dropout": 0.1}, **keys}
     steps: dict[str, Any] = {"max_steps": 1, "max_grad_norm": None} if sgd else {"max_steps": STEPS}
     return tiny_recipe(**sections, **(sgd_sections() if sgd else {}), training={**steps, **(training or {})})
 
 
 def train(keys: dict[str, Any]) -> tuple[Curve, Curve]:
-    """On this rank: steps of AdamW, and one of plain descent, which shows the gradient's scale."""
+    """Train on this rank: steps of AdamW, and one step of gradient descent, which shows the gradient's scale."""
     return train_tiny(recipe_of(**keys)), train_tiny(recipe_of(sgd=True, **keys))
 
 

@@ -1,4 +1,4 @@
-"""The table that the README shows, and the file of its figures."""
+"""The README's table of differences and the file with its figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.ranks import RankPools
 from tests.parity.measure import COLUMNS, LAYOUTS, WITHOUT, Measured, label
 
 BF16_EPSILON = 2**-7
-BOUNDS = (1e-5, 1e-4, BF16_EPSILON, 4 * BF16_EPSILON, 1e-5, 1e-11)  # the promise, column by column
+BOUNDS = (1e-5, 1e-4, BF16_EPSILON, 4 * BF16_EPSILON, 1e-5, 1e-11)  # the guarantee, by column
 
 
 def is_within_the_promise(cells: list[float]) -> bool:

@@ -1,4 +1,4 @@
-"""The promise: the same recipe gives the same training, whatever the layout."""
+"""Parity: the same recipe gives the same training with every layout."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_accumulation_on_one_process_changes_nothing(micro_batch_size, dropout):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_the_ragged_last_batch_leaves_a_rank_without_rows(ranks: RankPools, strategy):
-    """13 rows in batches of 12: the second step holds one row, and two of three ranks only a filler."""
+    """Use 13 rows in batches of 12: the second step has one row, and two of three ranks have only padding rows."""
     keys = {"model": {"dropout": 0.1}}
     expected = train_tiny(tiny_recipe(**keys, training={"max_steps": 4}), num_rows=13)
     recipe = tiny_recipe(**keys, training={"max_steps": 4, "micro_batch_size": 2}, parallel={"strategy": strategy})
@@ -97,7 +97,7 @@ def test_the_same_layout_twice_is_equal_bit_for_bit(ranks: RankPools):
 
 
 class TestTheTestCanFail:
-    """A mistake that is planted must be found."""
+    """Deliberate mistakes, which the comparison must detect."""
 
     def test_another_seed(self):
         with pytest.raises(AssertionError):
@@ -132,14 +132,14 @@ class TestTheTestCanFail:
 
 
 def train_with(mistake: str, case: Case) -> Outcome:
-    """`train` with a mistake in the trainer, on this rank."""
+    """Train a case on this rank, with a mistake in the trainer."""
     with MISTAKES[mistake]():
         return train(case)
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, `owner.name` is `make` of what it was."""
+    """Within the context, replace `owner.name` by `make(owner.name)`."""
     original = getattr(owner, name)
     setattr(owner, name, make(original))
     try:
@@ -165,7 +165,7 @@ def _doubled_shards():
 
 
 def _averaged_shards():
-    """What fully_shard does unless told otherwise."""
+    """Average the gradients over ranks, which is the default of `fully_shard`."""
     from torch.distributed.fsdp import FSDPModule
 
     return _replaced(FSDPModule, "set_gradient_divide_factor", lambda set_: lambda self, factor: set_(self, 2.0))
@@ -182,7 +182,7 @@ def _doubled_losses():
 
 
 def _mean_of_means():
-    """What most trainers do: the mean of each rank, averaged over the ranks; wrong where they hold unequal rows."""
+    """Average the mean losses of ranks, as most trainers do. It is wrong if ranks have different numbers of rows."""
     from trainer.tasks.sequence_classification import SequenceClassificationTask
 
     return _replaced(

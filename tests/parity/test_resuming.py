@@ -1,4 +1,4 @@
-"""A training that is taken up again, by the same layout or by another, goes on as if it had not been interrupted."""
+"""A resumed training, with the same layout or another, continues as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.engine.engine import OPTIMIZER_PREFIX
 from trainer.recipe.schema import Recipe
 
 DONE_STEPS = 7
-MORE_STEPS = 5  # to the end of the second epoch, whose last batch is ragged, and into the third
+MORE_STEPS = 5  # past the second epoch's incomplete last batch, into the third epoch
 DONE_SAMPLES = NUM_ROWS + 2 * GLOBAL_BATCH_SIZE  # one epoch of five batches, and two of the second
 
 
@@ -41,7 +41,7 @@ def recipe_of(strategy: str, world_size: int, precision: str = "fp32") -> Recipe
 
 
 def first_steps(recipe: Recipe, folder: Path) -> None:
-    """Saves a checkpoint after them."""
+    """Train the first steps and save a checkpoint."""
     with tiny_training(recipe) as training:
         training.steps(DONE_STEPS)
         saver = saver_of(training, folder)
@@ -78,7 +78,7 @@ def curve_of(training: TinyTraining, number: int) -> Curve:
 
 
 def tail(curve: Curve) -> Curve:
-    """What an uninterrupted training did after the steps that another takes over."""
+    """Return the part of an uninterrupted training that a resumed one repeats."""
     return Curve(losses=curve.losses[DONE_STEPS:], grad_norms=curve.grad_norms[DONE_STEPS:], weights=curve.weights)
 
 
@@ -127,7 +127,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (8, {"tensor": 2, **pipeline(2)}),
     (4, {"strategy": "zero1"}),
 ]
-"""Each saves for the next one, the last for the first, so that each one saves once and goes on once."""
+"""Each layout saves for the next one, and the last for the first: each saves once and resumes once."""
 
 _NUM_QUICK = 7
 
@@ -155,7 +155,7 @@ def test_another_layout_goes_on(ranks: RankPools, tmp_path, number, saving, next
 
 @pytest.mark.parametrize("lost", ["exp_avg", "exp_avg_sq", "step"])
 def test_a_lost_moment_would_be_seen(lost):
-    """The test above can fail: the moments matter."""
+    """Without an optimizer state the test above fails."""
     recipe = recipe_of("ddp", 1)
     with tiny_training(recipe) as training:
         training.steps(DONE_STEPS)

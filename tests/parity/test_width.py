@@ -1,4 +1,4 @@
-"""The gradient norm of an embedding of BERT's size, 30522 x 768, is the same under every engine."""
+"""The gradient norm of an embedding of BERT's size (30522 x 768) is the same with every engine."""
 
 from __future__ import annotations
 
