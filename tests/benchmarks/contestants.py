@@ -18,13 +18,12 @@ from tests.benchmarks.setting import Setting
 from trainer.checkpoint.progress import Progress
 from trainer.engine.building import build_engine
 from trainer.observe.build import build_observers
-from trainer.observe.memory import peak_memory_bytes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observers
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
-from trainer.training.loop import Loop
+from trainer.training.loop import Batches, Loop
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 
 
@@ -100,6 +99,9 @@ class _Flat:
 class _SavesNothing:
     """A saver that saves nothing, because the other contestants do not save."""
 
+    def __init__(self) -> None:
+        self.progress = Progress()
+
     def save(self) -> None:
         pass
 
@@ -110,7 +112,7 @@ class _SavesNothing:
         pass
 
 
-def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
+def ours(setting: Setting, batches: Batches) -> None:
     """Train with the loop and engine of `trainer`, and with the observers of a default run on rank 0."""
     recipe, mesh, task = setting.recipe, setting.mesh, setting.task
     built = setting.model()
@@ -124,20 +126,14 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
         Loop(
             recipe=recipe,
             engine=engine,
-            batches=batches,
+            loader=batches,
             evaluator=None,
-            best_metric=task.metric_names[0],
-            greater_is_better=True,
             mesh=mesh,
             observers=observers,
             meter=Meter(model_size([built.model], engine.placements, mesh), total_peak_flops(recipe, mesh)),
-            progress=Progress(),
             steps_per_epoch=info.steps_per_epoch,
-            total_steps=setting.total_steps,
-            row_ids=lambda step: (),
             saver=_SavesNothing(),
             keep_best=lambda: None,
-            peak_memory=lambda: peak_memory_bytes(mesh.device),
             stop=StopRequest(),
         ).run()
         observers.close()
