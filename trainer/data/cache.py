@@ -1,7 +1,7 @@
-"""One cache entry: the folder that holds one prepared split.
+"""Cache entries; an entry is the folder of one prepared split.
 
-`meta.json` describes raw little-endian arrays, one file each: `offsets`, and the columns. An entry is written next to
-its final place and renamed, so it is there whole or not at all; the checksums find what a disk did to it later.
+`meta.json` describes raw little-endian arrays, one file each: `offsets` and the columns. An entry is written next to
+its final place and renamed, so it is complete or absent. Checksums detect later damage on the disk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from trainer.base.errors import UsageError
 from trainer.data.split import EncodedSplit
 
-ENTRY_VERSION = 2  # of the files of a cache entry; part of its key
+ENTRY_VERSION = 2  # version of the file format, part of the key of an entry
 
 _META = "meta.json"
 _OFFSETS = "offsets"
@@ -31,17 +31,18 @@ _HASH_BLOCK_BYTES = 1 << 20
 
 
 class CorruptEntryError(Exception):
-    """A cache entry that is not what was written; the cure is to write it again."""
+    """Error of a cache entry that is damaged and has to be written again."""
 
 
 class EntryWriter:
-    """Writes an entry piece by piece, so that a split larger than memory can be prepared.
+    """Writer of an entry in parts, for splits that are larger than memory.
 
-    A context manager: leaving it without an error puts the entry in its place, leaving it with one removes the pieces.
+    The writer is a context manager. An exit without an error moves the entry to its place; an exit with an error
+    removes the parts.
 
     Args:
-        folder: the place of the entry; must not exist. What an earlier writer that was killed left beside it is
-            removed, so the caller must hold the entry's lock.
+        folder: the place of the entry, which must not exist. The writer removes the parts of an earlier writer that
+            was killed, so the caller must hold the entry's lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,10 +59,10 @@ class EntryWriter:
         return self
 
     def add(self, features: Mapping[str, list[Any]]) -> None:
-        """Appends rows, in the form that a task's `encode` or `encode_images` returns."""
+        """Append rows in the form that a task's `encode` or `encode_images` returns."""
         columns = dict(features)
         self._num_cut += sum(columns.pop("cut", ()))
-        # Rows without tokens have a length all the same: 0.
+        # Rows without tokens have length 0.
         token_ids = columns["input_ids"] if "input_ids" in columns else [()] * len(columns["labels"])
         lengths = np.array([len(ids) for ids in token_ids], np.int64)
         self._append(_OFFSETS, "offsets", self._num_tokens + np.cumsum(lengths))
@@ -97,7 +98,7 @@ class EntryWriter:
 
 
 class _ArrayFile:
-    """One array, growing on disk, with its running checksum."""
+    """One array that grows on disk, with its running checksum."""
 
     def __init__(self, path: Path, role: str, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
         self._role = role
@@ -115,7 +116,7 @@ class _ArrayFile:
         self._file.write(raw)
 
     def close(self) -> dict[str, Any]:
-        """Closes the file and describes the array."""
+        """Close the file and return the description of the array."""
         self._file.close()
         return {
             "role": self._role,
@@ -127,14 +128,14 @@ class _ArrayFile:
 
 
 def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
-    """Maps an entry into memory.
+    """Map an entry into memory.
 
     Args:
-        folder: the entry.
-        verify: whether to read every byte and compare the checksums (about 1 GB a second).
+        folder: the folder of the entry.
+        verify: whether to read every byte and compare the checksums (about 1 GB per second).
 
     Raises:
-        FileNotFoundError: there is no such entry.
+        FileNotFoundError: the entry does not exist.
         CorruptEntryError: the entry is damaged.
     """
     if not folder.exists():
@@ -162,14 +163,14 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
 
 
 def open_or_write(cache: Path, key: str, write: Callable[[EntryWriter], None]) -> EncodedSplit:
-    """The entry `key` of a cache: as it lies there, or made now by `write`.
+    """Return the entry `key` of a cache; write it first if it is missing or damaged.
 
-    Any number of processes may ask for it at once: one makes it, the others wait.
+    Any number of processes may call this function at once: one writes the entry, and the others wait.
 
     Args:
-        cache: the folder of the cache; made if it is missing.
-        key: names the entry by everything that decides its content.
-        write: adds the rows.
+        cache: the folder of the cache, which is created if it is missing.
+        key: the key of the entry, which covers everything that determines its content.
+        write: adds the rows of the entry to a writer.
 
     Raises:
         UsageError: the cache cannot be written.
@@ -178,7 +179,7 @@ def open_or_write(cache: Path, key: str, write: Callable[[EntryWriter], None]) -
     try:
         return open_entry(folder, verify=True)
     except (FileNotFoundError, CorruptEntryError):
-        pass  # told again, and mended, by the one that holds the lock
+        pass  # the holder of the lock checks the entry again and writes it
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
@@ -209,7 +210,7 @@ def _map_array(path: Path, array: Mapping[str, Any], verify: bool) -> NDArray[An
     values = np.memmap(path, dtype, mode="r")
     if verify and _file_digest(path) != array["sha256"]:
         raise CorruptEntryError(f"{path} does not hold what was written")
-    # A plain array over the same pages: indexing the subclass is slower.
+    # Indexing a plain array over the same pages is faster than indexing the subclass.
     return np.asarray(values).reshape(-1, *array["row_shape"])
 
 

@@ -1,4 +1,4 @@
-"""From rows of a split to the tensors of one microbatch: texts padded, images normalised."""
+"""Collation of rows into the tensors of one microbatch: padding of texts, normalisation of images."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 
 class TokenMasking(Protocol):
-    """What this room needs of a task whose labels are its tokens; as `trainer.tasks.masking.Masking`."""
+    """The part of `trainer.tasks.masking.Masking` that this package uses."""
 
     def __call__(self, input_ids: Tensor, rows: Tensor, epoch: int | None) -> tuple[Tensor, Tensor]: ...
 
 
 class Batching(Protocol):
-    """How rows of one kind of data become the tensors of a microbatch."""
+    """Conversion of rows to the input tensors of a microbatch."""
 
     def inputs(self, split: EncodedSplit, row_ids: IndexArray, width: int = 0) -> dict[str, Tensor]:
-        """The columns of the rows that are no scalars, each `[batch, ...]`.
+        """Return the columns of the rows that are not scalars, each of shape `[batch, ...]`.
 
         Args:
             split: the prepared split.
-            row_ids: the rows `[batch]`.
-            width: the least length of rows that differ in theirs; rows of one size have it already.
+            row_ids: the indices of the rows, of shape `[batch]`.
+            width: the minimum length of padded rows; rows of equal size ignore it.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Padding:
-    """What fills short rows (on the right), and to which lengths."""
+    """Padding of texts on the right, to a multiple of `multiple_of` tokens."""
 
     token_id: int
     token_type_id: int = 0
@@ -48,7 +48,7 @@ class Padding:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, multiple_of: int = 1) -> Padding:
-        """That of a tokenizer.
+        """Return the padding for a tokenizer.
 
         Raises:
             UsageError: the tokenizer has no padding token.
@@ -61,14 +61,14 @@ class Padding:
         return cls(tokenizer.pad_token_id, tokenizer.pad_token_type_id, multiple_of)
 
     def value(self, column: str) -> int:
-        """What fills `column`."""
+        """Return the padding value of `column`."""
         fills = {"input_ids": self.token_id, "token_type_ids": self.token_type_id, "labels": IGNORED_LABEL}
         return fills.get(column, 0)
 
     def inputs(self, split: EncodedSplit, row_ids: IndexArray, width: int = 0) -> dict[str, Tensor]:
-        """Rows padded to the longest of them, or to more: int64 `[batch, sequence]`.
+        """Return the rows, padded to the longest row or to `width`: int64 `[batch, sequence]`.
 
-        `attention_mask` is 0 on padding, else 1.
+        `attention_mask` is 0 for padding and 1 for tokens.
         """
         lengths = split.lengths[row_ids]
         width = -(-max(width, int(lengths.max())) // self.multiple_of) * self.multiple_of
@@ -81,18 +81,18 @@ class Padding:
 
 @dataclass(frozen=True)
 class Normalisation:
-    """What becomes of 8-bit images: `(value * scale - mean) / std`, with a mean and a deviation for each channel."""
+    """Normalisation of 8-bit images: `(value * scale - mean) / std`, with one mean and one deviation per channel."""
 
     scale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def inputs(self, split: EncodedSplit, row_ids: IndexArray, width: int = 0) -> dict[str, Tensor]:
-        """Images in float32 `[batch, channels, height, width]`."""
+        """Return the images as float32 `[batch, channels, height, width]`."""
         return {name: self(torch.from_numpy(values[row_ids])) for name, values in split.arrays.items()}
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Normalises uint8 `[..., channels, height, width]`."""
+        """Normalise images, uint8 `[..., channels, height, width]`."""
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
         return pixels.float().mul_(self.scale).sub_(mean).div_(std)
 
@@ -107,26 +107,23 @@ def collate(
     epoch: int | None = None,
     width: int = 0,
 ) -> Microbatch:
-    """Makes rows one microbatch.
+    """Collate rows into one microbatch.
 
     Args:
         split: the prepared split.
-        row_ids: the rows `[batch]`.
-        batching: how their inputs become tensors.
-        places: what becomes `Microbatch.rows` `[batch]`.
-        filler: what becomes `Microbatch.filler`.
-        masking: makes the labels of the rows from their tokens; None: they are in the split.
-        epoch: of these rows, from 0, for the masking; None: they are evaluated.
-        width: the least length of the rows' inputs, as `Batching.inputs` takes it.
-
-    Returns:
-        The microbatch, whose labels are the column of that name.
+        row_ids: the indices of the rows, of shape `[batch]`.
+        batching: the conversion of inputs to tensors.
+        places: the value of `Microbatch.rows`, of shape `[batch]`.
+        filler: the value of `Microbatch.filler`.
+        masking: makes the labels from the tokens; None: the labels are the column `labels` of the split.
+        epoch: the epoch of these rows, from 0, for the masking; None: an evaluation.
+        width: the minimum length of padded rows, as in `Batching.inputs`.
     """
     scalars = {name: torch.from_numpy(np.asarray(values[row_ids])) for name, values in split.scalars.items()}
     features = batching.inputs(split, row_ids, width) | scalars
     if masking is None:
         labels = features.pop("labels")
-    else:  # by row ids, which say the same under every layout
+    else:  # keyed by row ids, which are the same under every layout
         features["input_ids"], labels = masking(features["input_ids"], torch.from_numpy(row_ids), epoch)
     return Microbatch(features, labels, torch.from_numpy(places), filler)
 

@@ -1,4 +1,4 @@
-"""The content of rows as one hash, by which a cache entry is found again."""
+"""Hashes of rows, which are part of the keys of cache entries."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ ROWS_AT_ONCE = 10_000
 def hash_rows(
     rows: Dataset, rows_at_once: int = ROWS_AT_ONCE, prepare: Callable[[pa.Table], pa.Table] | None = None
 ) -> str:
-    """The content itself, not the name or the age of a file: what was downloaded again or edited in place is told.
+    """Return the hash of the content of rows, which does not depend on the names and dates of files.
+
+    An edit in place changes the hash; a new download of the same content does not.
 
     Args:
-        rows: of one split.
-        rows_at_once: how many of them are held in memory.
-        prepare: puts the content of files in the place of their names.
+        rows: the rows of one split.
+        rows_at_once: the number of rows that are held in memory.
+        prepare: replaces the names of files by their content.
     """
     import pyarrow as pa
 
@@ -44,7 +46,7 @@ def _write_stream(file: pa.NativeFile, batch: pa.Table) -> None:
 
 
 class _HashSink(io.RawIOBase):
-    """A file to write to, of which only the hash is kept."""
+    """A writable file object that hashes its input and discards it."""
 
     def __init__(self, start: str) -> None:
         self._hash = hashlib.sha256(start.encode())

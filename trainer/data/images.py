@@ -1,4 +1,4 @@
-"""Resizes the images of a split once, to 8 bits a channel; ranks and concurrent runs share the result."""
+"""Image splits: images are resized once, to 8 bits a channel; ranks and concurrent runs share the result."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _PIXELS = "pixel_values"
 
 
 class ImageProcessor(Protocol):
-    """What this room needs of an image processor."""
+    """The part of an image processor that this package uses."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the same image would become another array."""
+        """A text that changes whenever the same image would become another array."""
         ...
 
     def __call__(self, image: PIL.Image.Image) -> NDArray[np.uint8]:
-        """The image resized, `[channels, height, width]`."""
+        """Return the resized image, of shape `[channels, height, width]`."""
         ...
 
 
 class ImageEncoder(Protocol):
-    """What this room needs of a task; each member as in `trainer.tasks.task.ImageTask`."""
+    """The part of `trainer.tasks.task.ImageTask` that this package uses."""
 
     @property
     def columns(self) -> tuple[str, ...]: ...
@@ -59,21 +59,21 @@ class ImageEncoder(Protocol):
 
 
 def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor, cache: Path) -> EncodedSplit:
-    """The split as the model reads it, but for the normalisation: from the cache, or prepared now and left there.
+    """Return the split with prepared images, before normalisation; read it from the cache or write it there.
 
-    Any number of processes may ask for it at once: one prepares it, the others wait.
+    Any number of processes may call this function at once: one prepares the split, and the others wait.
 
     Args:
         split: the rows.
         encoder: the resolved task.
-        processor: that of the model.
-        cache: the folder of the cache; made if it is missing.
+        processor: the image processor of the model.
+        cache: the folder of the cache, which is created if it is missing.
 
     Returns:
-        A split with the column `pixel_values`, uint8 `[rows, channels, height, width]`, among its `arrays`.
+        A split with the column `pixel_values`, uint8 `[rows, channels, height, width]`, in its `arrays`.
 
     Raises:
-        DataError: a column is missing, a value does not fit, or images are of several sizes that nothing makes equal.
+        DataError: a column is missing, a value is not valid, or the prepared images differ in size.
         UsageError: the cache cannot be written.
     """
     encoder.check_columns(split.rows.features, split.where)
@@ -111,7 +111,7 @@ def _check_shapes(images: list[NDArray[np.uint8]], shape: tuple[int, ...], where
 
 
 def _hash_images(rows: Dataset) -> str:
-    """The hash of rows whose images may lie in files of their own."""
+    """Return the hash of rows, with the content of separate image files."""
     import datasets
 
     columns = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
@@ -121,7 +121,7 @@ def _hash_images(rows: Dataset) -> str:
 
 
 def _with_contents(batch: pa.Table, columns: list[str]) -> pa.Table:
-    """The same rows with encoded images where there were names of files."""
+    """Return the rows with the names of image files replaced by the encoded images."""
     import pyarrow as pa
 
     for name in columns:
@@ -138,4 +138,4 @@ def _content(value: Mapping[str, Any] | None) -> bytes | None:
     try:
         return Path(value["path"]).read_bytes()
     except OSError:
-        return None  # told, with its row, where it is read
+        return None  # the reader of the image reports the error with its row

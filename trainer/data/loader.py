@@ -1,4 +1,4 @@
-"""Feeds the loop: one `RankBatch` for each optimizer step, one `Microbatch` for each forward pass of an evaluation."""
+"""Data loaders: one `RankBatch` for each optimizer step, one `Microbatch` for each forward pass of an evaluation."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.ranks.stopping import STOP_SIGNALS
 from trainer.recipe.plan import BatchPlan
 
-_DEATH_SECONDS = 1.0  # how long a dying worker may take to be gone, once its connection is
+_DEATH_SECONDS = 1.0  # time for a worker to exit after its connection has closed
 
 
 class TrainLoader:
-    """The rank's part of every global batch that is still to be trained on.
+    """Loader of this rank's part of the remaining global batches.
 
-    Iterating again starts again at `start_sample`.
+    Every iteration starts at `start_sample`.
 
     Args:
         split: the training split.
         order: the order of its rows.
-        plan: the batch arithmetic.
-        data_rank: this rank among the data-parallel ranks; ranks that share a model replica share it.
-        batching: how rows become tensors.
-        total_steps: the optimizer steps of the whole training, those already done included.
-        start_sample: the rows of all ranks and epochs that were consumed before.
-        num_workers: processes that prepare batches; 0: the rank itself does.
+        plan: the sizes of batches and microbatches.
+        data_rank: the data-parallel rank; ranks of one model replica share it.
+        batching: the conversion of rows to tensors.
+        total_steps: the number of optimizer steps of the whole training, with those already done.
+        start_sample: the number of rows consumed before, over all ranks and epochs.
+        num_workers: the number of processes that prepare batches; 0: the rank prepares them.
         pin_memory: whether to copy batches into page-locked memory, for asynchronous copies to a GPU.
-        masking: makes labels from tokens, other ones in each epoch; None: the split has labels.
+        masking: makes labels from tokens, different ones in each epoch; None: the split has labels.
 
     Raises:
         UsageError: no global batch starts at `start_sample`.
-        TrainerError: while iterating: a worker died.
+        TrainerError: a worker died during the iteration.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class TrainLoader:
         self._pin_memory = pin_memory
 
     def __len__(self) -> int:
-        """Optimizer steps that are left."""
+        """Return the number of remaining optimizer steps."""
         return len(self._steps)
 
     def row_ids(self, step: int) -> list[int]:
-        """The places in the split of the rows of the global batch of `step` (from 0), those of all ranks."""
+        """Return the split indices of the rows of the global batch of `step` (from 0), over all ranks."""
         return [int(row) for row in self._batches.row_ids(step)]
 
     def __iter__(self) -> Iterator[RankBatch]:
@@ -81,23 +81,24 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """The rank's part of a whole split: over all ranks, every row stands in exactly one microbatch.
+    """Loader of this rank's part of a whole split.
 
-    Fillers aside; `Microbatch.rows` are row ids. Every rank gets equally many microbatches. Rows come longest first,
-    so that a batch that does not fit in memory shows at once.
+    Over all ranks, every row is in exactly one microbatch, apart from fillers. `Microbatch.rows` are row ids. Every
+    rank has the same number of microbatches. The longest rows come first: a batch that does not fit in memory fails
+    at once.
 
     Args:
         split: the split to evaluate on.
-        batch_size: the most rows of one microbatch.
-        data_rank: this rank among the data-parallel ranks.
+        batch_size: the maximum number of rows of one microbatch.
+        data_rank: the data-parallel rank.
         data_parallel_size: the number of data-parallel ranks.
-        batching: how rows become tensors.
-        num_workers: processes that prepare batches; 0: the rank itself does.
+        batching: the conversion of rows to tensors.
+        num_workers: the number of processes that prepare batches; 0: the rank prepares them.
         pin_memory: whether to copy batches into page-locked memory.
-        masking: makes labels from tokens, the same at every evaluation; None: the split has labels.
+        masking: makes labels from tokens, the same ones at every evaluation; None: the split has labels.
 
     Raises:
-        TrainerError: while iterating: a worker died.
+        TrainerError: a worker died during the iteration.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class EvalLoader:
         self._pin_memory = pin_memory
 
     def __len__(self) -> int:
-        """Microbatches of this rank, fillers included: the same on every rank."""
+        """Return the number of microbatches of this rank with fillers, which is the same on every rank."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Microbatch]:
@@ -124,7 +125,7 @@ class EvalLoader:
 
 
 class _TrainBatches:
-    """The rank's part of the global batch of any step, by the step's number from 0."""
+    """This rank's part of each global batch, indexed by the step from 0."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class _TrainBatches:
         self._masking = masking
 
     def row_ids(self, step: int) -> IndexArray:
-        """The rows of the whole global batch, in their order."""
+        """Return the rows of the whole global batch, in order."""
         return self._order.batch(*divmod(step, self._order.steps_per_epoch))
 
     def __getitem__(self, step: int) -> RankBatch:
@@ -155,7 +156,7 @@ class _TrainBatches:
             self._data_rank,
             self._plan.data_parallel_size,
             self._plan.micro_batch_size,
-            filler_place=int(lengths.argmin()),  # the cheapest row to repeat
+            filler_place=int(lengths.argmin()),  # the shortest row, which is the cheapest to repeat
         )
         width = max(int(lengths[chunk.places].max()) for chunk in chunks) if self._plan.equal_widths else 0
         microbatches = [
@@ -175,7 +176,7 @@ class _TrainBatches:
 
 
 class _EvalBatches:
-    """The rank's microbatches of a whole split, by their number from 0."""
+    """This rank's microbatches of a whole split, indexed from 0."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class _EvalBatches:
 
 
 def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool) -> Iterator[Any]:
-    """Yields `batches[key]` for each key, in order.
+    """Yield `batches[key]` for each key, in order.
 
     Raises:
         TrainerError: a worker died.
@@ -215,20 +216,20 @@ def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool)
         num_workers=num_workers,
         pin_memory=pin_memory,
         worker_init_fn=_ignore_stop_signals,
-        generator=torch.Generator(),  # without one, the loader would draw from the generator that dropout may use
+        generator=torch.Generator(),  # otherwise the loader draws from the default generator, which dropout may use
     )
     before = multiprocessing.active_children()
-    with _stop_signals_held():  # for the workers too, until they ignore them
+    with _stop_signals_held():  # also for the workers, until they ignore the signals
         iterator = iter(loader)
     workers = [process for process in multiprocessing.active_children() if process not in before]
-    # At exit, multiprocessing ends its children with a SIGTERM, which these ignore, and waits for them forever.
+    # At exit, multiprocessing sends SIGTERM to the workers, which ignore it, and would wait for them forever.
     weakref.finalize(iterator, _kill, workers)
     while True:
         try:
             batch = next(iterator)
         except StopIteration:
             return
-        except (RuntimeError, OSError, EOFError) as error:  # of the loader, or of a connection cut short
+        except (RuntimeError, OSError, EOFError) as error:  # from the loader or a broken connection
             if dead := _dead(workers):
                 raise TrainerError(_worker_death(dead, num_workers)) from error
             raise
@@ -241,7 +242,7 @@ def _identity(batch: Any) -> Any:
 
 @contextmanager
 def _stop_signals_held() -> Iterator[None]:
-    """Keeps the stop signals pending for this thread and for the processes that it starts meanwhile."""
+    """Block the stop signals in this thread and in the processes that it starts inside this context."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -250,7 +251,7 @@ def _stop_signals_held() -> Iterator[None]:
 
 
 def _ignore_stop_signals(worker_id: int) -> None:
-    """Leaves the answer to the rank: it needs its workers until it has saved a checkpoint and shuts them down."""
+    """Ignore stop signals in a worker: the rank needs it until a checkpoint is saved, and then shuts it down."""
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -265,7 +266,7 @@ def _kill(workers: Sequence[BaseProcess]) -> None:
 
 
 def _dead(workers: Sequence[BaseProcess]) -> list[BaseProcess]:
-    """The workers that have died, after a moment for one that is about to."""
+    """Return the dead workers, after a short wait for workers that are about to exit."""
     for sentinel in wait([worker.sentinel for worker in workers], _DEATH_SECONDS):
         next(worker for worker in workers if worker.sentinel == sentinel).join(_DEATH_SECONDS)
     return [worker for worker in workers if worker.exitcode is not None]

@@ -1,6 +1,6 @@
-"""Which rows form which global batch: a function of the seed, the epoch and the place in it, of nothing else.
+"""The rows of each global batch, a function of seed, epoch and index in the epoch only.
 
-World size, microbatches and workers do not enter, so every layout learns from the same rows at the same step.
+World size, microbatches and workers have no effect, so every layout trains on the same rows at the same step.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from trainer.base.errors import UsageError
 
 IndexArray: TypeAlias = NDArray[np.int64]
 
-_MEGA_BATCH = 50  # global batches that are sorted by length together: well sorted, and still well shuffled
+_MEGA_BATCH = 50  # number of global batches sorted by length together: rows are well sorted and well shuffled
 
 
 class GlobalOrder:
     """The order of all global batches of a training split.
 
-    Every epoch holds each row exactly once. Where the rows do not divide by the global batch size, the last batch of
-    each epoch is ragged: it holds what is left.
+    Every epoch holds each row exactly once. If the number of rows is not a multiple of the global batch size, the last
+    batch of each epoch is ragged: it holds the remaining rows.
 
     Args:
-        num_rows: rows of the split, at least 1.
-        lengths: tokens of each row `[num_rows]`, to put rows of similar length into one batch; None: shuffled only.
-        global_batch_size: rows of one optimizer step over all ranks.
+        num_rows: the number of rows of the split, at least 1.
+        lengths: the tokens of each row, of shape `[num_rows]`, to batch rows of similar length; None: shuffle only.
+        global_batch_size: the number of rows of one optimizer step over all ranks.
         seed: the recipe's seed.
     """
 
@@ -40,11 +40,11 @@ class GlobalOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches of one epoch, a ragged last one included."""
+        """The number of global batches of one epoch, with a ragged last one."""
         return -(-self.num_rows // self.global_batch_size)
 
     def batch(self, epoch: int, index: int) -> IndexArray:
-        """The row ids of global batch `index` of `epoch` (both from 0): at most `[global_batch_size]`."""
+        """Return the row ids of global batch `index` of `epoch` (both from 0), at most `[global_batch_size]`."""
         if not 0 <= index < self.steps_per_epoch:
             raise IndexError(f"an epoch holds {self.steps_per_epoch} global batches; there is no batch {index}")
         if epoch != self._epoch:
@@ -53,10 +53,10 @@ class GlobalOrder:
         return self._rows[start : start + self.global_batch_size]
 
     def position(self, num_samples: int) -> tuple[int, int]:
-        """The epoch and the place in it of the global batch that follows `num_samples` consumed rows.
+        """Return the epoch and the index of the global batch that follows `num_samples` consumed rows.
 
         Raises:
-            UsageError: no global batch of this size starts there: they were consumed with another batch size or split.
+            UsageError: no global batch starts there, because the batch size or the split has changed.
         """
         epoch, consumed = divmod(num_samples, self.num_rows)
         index, rest = divmod(consumed, self.global_batch_size)
@@ -82,11 +82,11 @@ class GlobalOrder:
 
 
 def _permutation(draws: np.random.Philox, size: int) -> IndexArray:
-    # numpy keeps the raw bits of a bit generator the same in every version, but not `Generator.permutation`.
+    # The raw bits of numpy's bit generators are the same in every version; `Generator.permutation` is not.
     return np.argsort(draws.random_raw(size), kind="stable")
 
 
 def _sorted_in_mega_batches(rows: IndexArray, lengths: IndexArray, global_batch_size: int) -> IndexArray:
-    """Sorts each run of `_MEGA_BATCH` global batches by length; ties keep their shuffled order."""
+    """Sort each run of `_MEGA_BATCH` global batches by length; ties keep their shuffled order."""
     mega_batch: IndexArray = np.arange(len(rows)) // (_MEGA_BATCH * global_batch_size)
     return rows[np.lexsort((lengths[rows], mega_batch))]

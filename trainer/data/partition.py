@@ -1,4 +1,4 @@
-"""How the rows of one global batch are cut over data-parallel ranks, and those of a rank into microbatches."""
+"""Partition of a global batch over data-parallel ranks, and of a rank's rows into microbatches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.data.order import IndexArray
 
 @dataclass(frozen=True)
 class RowChunk:
-    """The places, in the global batch, of the rows of one microbatch; a filler's row belongs to another chunk."""
+    """The rows of one microbatch, as indices into the global batch; the row of a filler belongs to another chunk."""
 
     places: IndexArray
     filler: bool = False
@@ -21,18 +21,18 @@ class RowChunk:
 def partition(
     num_rows: int, data_rank: int, data_parallel_size: int, micro_batch_size: int, filler_place: int = 0
 ) -> list[RowChunk]:
-    """The microbatches of one rank, equally many on every rank.
+    """Return the microbatches of one rank; every rank has the same number.
 
-    A rank takes every `data_parallel_size`-th place, which balances the ranks when places are sorted by length, and
-    cuts its places into runs whose sizes differ by at most one. A rank with fewer rows than microbatches fills up with
-    repetitions of `filler_place`.
+    A rank takes every `data_parallel_size`-th place, which balances the ranks if places are sorted by length. It splits
+    its places into runs with sizes that differ by at most one. A rank with fewer rows than microbatches adds fillers,
+    which repeat `filler_place`.
 
     Args:
-        num_rows: rows of the global batch, at least 1.
-        data_rank: this rank, among `data_parallel_size`.
-        data_parallel_size: the ranks that share the global batch.
-        micro_batch_size: the most rows of one microbatch.
-        filler_place: the row that fillers repeat.
+        num_rows: the number of rows of the global batch, at least 1.
+        data_rank: the data-parallel rank.
+        data_parallel_size: the number of ranks that share the global batch.
+        micro_batch_size: the maximum number of rows of one microbatch.
+        filler_place: the place of the row that fillers repeat.
     """
     places = np.arange(data_rank, num_rows, data_parallel_size)
     largest_share = math.ceil(num_rows / data_parallel_size)

@@ -1,6 +1,6 @@
-"""Where rows come from: the hub, a folder of the same shape, files, or a saved `DatasetDict`.
+"""Sources of rows: the hub, a local folder with the same structure, files, or a saved `DatasetDict`.
 
-Only `datasets`' own readers run; it no longer has a way to run code that comes with a data set.
+Only the readers of `datasets` run; `datasets` no longer supports code that comes with a data set.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _FORMAT_OF_ENDING: dict[str, Format] = {
 }
 
 
-_LONGEST_REASON = 400  # characters of a reader's message
+_LONGEST_REASON = 400  # maximum length of a reader's message, in characters
 
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of one split, and what messages call it."""
+    """The rows of one split, and its name in messages."""
 
     rows: Dataset
     where: str
@@ -43,17 +43,17 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
-    """What is learned from, and what is evaluated on."""
+    """The training split and the validation split."""
 
     train: Split
     validation: Split | None
 
 
 def load_splits(data: HubData | FileData | FolderData) -> Splits:
-    """Loads the splits that `data` names.
+    """Load the splits that `data` names.
 
     Raises:
-        DataError: a split, file or folder is missing, empty, or not of the format it should be.
+        DataError: a split, file or folder is missing, is empty, or has the wrong format.
         TrainerError: the hub cannot be reached.
     """
     with _quiet_datasets():
@@ -68,7 +68,7 @@ def load_splits(data: HubData | FileData | FolderData) -> Splits:
 
 @contextlib.contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Without `datasets`' progress bars, which would cut through ours, and its log, which tells every error twice."""
+    """Disable the progress bars of `datasets`, which disturb the run's own, and its log, which repeats errors."""
     import datasets
 
     shown, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
@@ -122,7 +122,7 @@ def _load_hub(data: HubData) -> Mapping[str, Dataset]:
             " reached; set `data.name` to a local copy of the data set, or fetch it where there is a network"
             " and copy the hub's cache folder (HF_HOME)"
         ) from error
-    except Exception as error:  # readers raise what they like; an unknown subset is among it, with those that there are
+    except Exception as error:  # readers raise any type; for an unknown subset the message lists the subsets
         raise DataError(
             f"`data.name` and `data.subset` must name a data set, but {_hub_name(data)} cannot be read:"
             f" {_reason(error)}"
@@ -137,7 +137,7 @@ def _load_folder(data: FolderData) -> Mapping[str, Dataset]:
         raise DataError(f"`data.path` must be a folder, but there is none at `{data.path}`")
     try:
         loaded = datasets.load_from_disk(data.path)
-    except Exception as error:  # of any kind: a saved split without rows ends in an IndexError
+    except Exception as error:  # of any type: a saved split without rows raises IndexError
         raise DataError(
             "`data.path` must be a folder that `DatasetDict.save_to_disk` wrote, each split with a row, but"
             f" `{data.path}` cannot be read as one: {_reason(error)};"
@@ -177,10 +177,10 @@ def _require_files(paths: Sequence[Path], key: str) -> None:
 
 
 def _common_format(paths: Sequence[Path]) -> Format:
-    """The format that all endings agree on.
+    """Return the common format of all file name endings.
 
     Raises:
-        UsageError: an unknown ending, or several formats.
+        UsageError: an ending is unknown, or there are several formats.
     """
     formats = {path: _FORMAT_OF_ENDING.get(path.suffix.lower()) for path in paths}
     for path, file_format in formats.items():
@@ -211,7 +211,7 @@ def _load_file_split(paths: Sequence[Path], file_format: Format, key: str) -> Sp
     try:
         rows = datasets.load_dataset(file_format, data_files=files, split="train")
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        if "corresponds to no data" in str(error):  # how it says that there is no row
+        if "corresponds to no data" in str(error):  # the message of `datasets` for files without rows
             return _not_empty([], where, key)
         fault = _json_fault(paths) if file_format == "json" else None
         raise DataError(
@@ -221,7 +221,7 @@ def _load_file_split(paths: Sequence[Path], file_format: Format, key: str) -> Sp
 
 
 def _json_fault(paths: Sequence[Path]) -> str | None:
-    """The first place that is not as it should be, in words; None where every line is an object, or the file a list."""
+    """Describe the first JSON fault; None if every line is an object or the file is a list."""
     for path in paths:
         text = path.read_text(encoding="utf-8", errors="replace")
         lines = [text] if text.lstrip().startswith("[") else text.splitlines()
@@ -236,7 +236,7 @@ def _json_fault(paths: Sequence[Path]) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    """What the error that started the chain says, on one line: `datasets` wraps what its readers say."""
+    """Return the message of the first error in the chain, on one line: `datasets` wraps errors of its readers."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""One prepared split, memory-mapped from its cache entry: all ranks and workers of a node share the same pages."""
+"""Prepared splits, memory-mapped from their cache entries; all ranks and workers of a node share the pages."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ FlatArray: TypeAlias = NDArray[Any]
 
 
 class EncodedSplit:
-    """Rows as columns: row `i` owns `tokens[name][offsets[i] : offsets[i + 1]]`, `scalars[name][i]`, `arrays[name][i]`.
+    """A prepared split as columns.
+
+    Row `i` owns `tokens[name][offsets[i] : offsets[i + 1]]`, `scalars[name][i]` and `arrays[name][i]`.
 
     Args:
-        offsets: where each row starts in the flat columns, and where the last one ends `[rows + 1]`; where there are no
-            tokens, zeros.
-        tokens: the columns with one value for each token `[all tokens]`: `input_ids` and others, or none.
-        scalars: the columns with one value for each row `[rows]`.
-        content_hash: names the content; equal for equal content only.
-        num_cut: rows that were longer than `data.max_length`.
-        reopen: maps the same split again in another process; must pickle. None: the arrays themselves travel.
-        arrays: the columns with an array for each row, all of one shape, such as images `[rows, ...]`.
+        offsets: the start of each row in the flat columns, and the end of the last row, of shape `[rows + 1]`; zeros
+            if there are no tokens.
+        tokens: the columns with one value for each token, of shape `[all tokens]`, such as `input_ids`; may be empty.
+        scalars: the columns with one value for each row, of shape `[rows]`.
+        content_hash: the hash of the content, equal for equal content only.
+        num_cut: the number of rows that were longer than `data.max_length`.
+        reopen: a picklable function that maps the same split in another process; None: the arrays are pickled.
+        arrays: the columns with one array for each row, all of one shape, such as images `[rows, ...]`.
     """
 
     def __init__(
@@ -45,14 +47,14 @@ class EncodedSplit:
         self.num_cut = num_cut
         self.reopen = reopen
         self.lengths: IndexArray = np.diff(offsets)
-        # Tokens unknown to the tokenizer, and ordinary tokens with these; None: not counted.
+        # The number of unknown tokens, and of ordinary tokens with the unknown ones; None: not counted.
         self.unknown_tokens: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled memory map would carry the whole data set to each spawned worker.
+        # A pickled memory map would copy the whole data set to each spawned worker.
         if self.reopen is not None:
             return self.reopen, ()
         return EncodedSplit, (

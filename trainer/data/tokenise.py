@@ -1,6 +1,6 @@
-"""Tokenises a split once; ranks and concurrent runs share the result.
+"""Tokenised splits: a split is tokenised once; ranks and concurrent runs share the result.
 
-The cache is ours rather than that of `Dataset.map`, whose key pickles the function and whose writers race.
+The cache of `Dataset.map` is not used: its key depends on a pickle of the function, and its writers race.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 1000
 _TOKENS_AT_ONCE = 1 << 22
-_MOST_UNKNOWN = 0.5  # share of the tokens; more means the wrong tokenizer
+_MOST_UNKNOWN = 0.5  # share of the tokens; a larger share means the wrong tokenizer
 
 
 class RowEncoder(Protocol):
-    """What this room needs of a task; each member as in `trainer.tasks.task.TextTask`."""
+    """The part of `trainer.tasks.task.TextTask` that this package uses."""
 
     @property
     def columns(self) -> tuple[str, ...]: ...
@@ -51,20 +51,19 @@ class RowEncoder(Protocol):
 def encode_split(
     split: Split, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase, max_length: int, cache: Path
 ) -> EncodedSplit:
-    """The split as the model reads it: from the cache, or tokenised now and left there.
+    """Return the tokenised split; read it from the cache or write it there.
 
-    Any number of processes may ask for it at once: one tokenises, the others wait.
+    Any number of processes may call this function at once: one tokenises the split, and the others wait.
 
     Args:
         split: the rows.
         encoder: the resolved task.
-        tokenizer: that of the model.
-        max_length: the most tokens of a row.
-        cache: the folder of the cache; made if it is missing.
+        tokenizer: the tokenizer of the model.
+        max_length: the maximum number of tokens of a row.
+        cache: the folder of the cache, which is created if it is missing.
 
     Raises:
-        DataError: a column is missing, or a value does not fit.
-        DataError: most tokens are unknown to the tokenizer.
+        DataError: a column is missing, a value is not valid, or most tokens are unknown to the tokenizer.
         UsageError: `max_length` does not fit the tokenizer, or the cache cannot be written.
     """
     _check_max_length(max_length, tokenizer)
@@ -83,15 +82,17 @@ def encode_split(
 
 
 def _count_unknown(ids: FlatArray, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Count the unknown tokens, and all tokens that are not special ones.
+    """Return the number of unknown tokens, and the number of tokens that are unknown or not special.
 
     Args:
-        ids: `[all tokens]`.
-        tokenizer: The tokenizer of these ids.
+        ids: the token ids, of shape `[all tokens]`.
+        tokenizer: the tokenizer of these ids.
     """
     unknown = tokenizer.unk_token_id
     counts: NDArray[np.int64] = np.zeros(0, np.int64)
-    for start in range(0, len(ids), _TOKENS_AT_ONCE):  # mapped from disk: never in memory as a whole
+    for start in range(
+        0, len(ids), _TOKENS_AT_ONCE
+    ):  # in parts: the ids are mapped from disk and may exceed the memory
         part = np.bincount(ids[start : start + _TOKENS_AT_ONCE], minlength=len(counts))
         part[: len(counts)] += counts
         counts = part
@@ -119,7 +120,7 @@ def _check_max_length(max_length: int, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def _key(rows: Dataset, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
-    """Names an entry by everything that decides its content."""
+    """Return the key of an entry, which covers everything that determines its content."""
     facts = {
         "entry": ENTRY_VERSION,
         "rows": hash_rows(rows),
@@ -134,7 +135,7 @@ def _key(rows: Dataset, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase,
 def _hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.is_fast:
         content = json.loads(tokenizer.backend_tokenizer.to_str())
-        for state in ("truncation", "padding"):  # left by earlier calls
+        for state in ("truncation", "padding"):  # state of earlier calls
             content.pop(state, None)
     else:
         content = [sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items()))]

@@ -1,4 +1,4 @@
-"""What tasks share that give each row one class: finding the classes, turning labels into indices, loss and metrics."""
+"""The base of tasks with one class for each row: class names, class indices, loss and metrics."""
 
 from __future__ import annotations
 
@@ -23,11 +23,16 @@ _NAMES_SHOWN = 10
 
 
 class RowClasses:
-    """One class for each row; the base of frozen dataclasses with these fields, which say what else a row holds.
+    """Base class of tasks that give each row one class.
 
-    `class_names[i]` is the name of class `i`; None until `resolve` has found the names in the training split.
-    `labels_are_names` says how the training split writes a class: by its name, or by its index; every other split must
-    do the same, since a wrong index would be believed.
+    Subclasses are frozen dataclasses with these fields and with fields for their inputs.
+
+    Attributes:
+        label_column: the column of labels.
+        metric_names: the metrics to compute, the deciding one first.
+        class_names: the name of class `i` at index `i`; None until `resolve` finds the names in the training split.
+        labels_are_names: whether the training split holds class names, not indices. Other splits must do the same,
+            because a wrong index cannot be detected.
     """
 
     label_column: str
@@ -38,15 +43,15 @@ class RowClasses:
     rows_are_labels = True
 
     def check_inputs(self, features: Mapping[str, Any], where: str) -> None:
-        """Refuses a split that lacks a column other than the label, or holds the wrong type in it.
+        """Check all columns of a split except the label column.
 
         Raises:
-            DataError: names the column and what it holds.
+            DataError: a column is missing or has the wrong type.
         """
         raise NotImplementedError
 
     def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> Self:
-        """The same task, which knows its classes."""
+        """Return the task with these classes."""
         raise NotImplementedError
 
     def resolve(self, train: Dataset, where: str) -> Self:
@@ -60,16 +65,16 @@ class RowClasses:
         return self.with_classes(names, _holds_names(train.features[self.label_column]))
 
     def in_checkpoint_order(self, checkpoint: Sequence[str], chosen: bool) -> tuple[Self, list[str]]:
-        """Return the task with the classes in the order that the head of a fine-tuned checkpoint has, and notes.
+        """Return the task with its classes in the order of a fine-tuned checkpoint's head, and notes for the user.
 
-        Names are compared without case and outer spaces.
+        The comparison of names ignores case and outer spaces.
 
         Args:
-            checkpoint: Names of the checkpoint's classes, in order.
-            chosen: Whether the recipe lists the classes (`task.labels`): their order then stays.
+            checkpoint: the class names of the checkpoint, in order.
+            chosen: whether the recipe lists the classes in `task.labels`; their order then stays.
 
         Raises:
-            UsageError: Some of the names match, and some do not.
+            UsageError: only some of the names match, and the recipe does not list the classes.
         """
         names = self._known_class_names
         if not self.labels_are_names:  # an index means the same in both
@@ -128,11 +133,11 @@ class RowClasses:
         return labels.new_tensor(labels.numel())
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy summed over the rows.
+        """Return the cross entropy, summed over the rows.
 
         Args:
-            logits: `[batch, num_labels]`.
-            labels: class indices `[batch]`.
+            logits: the logits, of shape `[batch, num_labels]`.
+            labels: the class indices, of shape `[batch]`.
         """
         return F.cross_entropy(at_least_fp32(logits), labels, reduction="sum")
 
@@ -174,15 +179,15 @@ class RowClasses:
         return tuple(str(index) for index in range(len(found)))
 
     def class_indices(self, rows: Dataset, where: str, first_row: int) -> list[int]:
-        """The index in `class_names` of each row's label.
+        """Return the index in `class_names` of each row's label.
 
         Raises:
-            DataError: a label is null, an unknown name, or out of range.
+            DataError: a label is null, is an unknown name, or is out of range.
         """
         names = self._known_class_names
         declared = getattr(rows.features[self.label_column], "names", None)
         index_of: dict[Any, int] = {name: index for index, name in enumerate(names)}
-        if declared is not None:  # integers that stand for names, whose order in the recipe may be another
+        if declared is not None:  # the recipe may list the names in another order than the column
             index_of = {value: index_of[name] for value, name in enumerate(declared) if name in index_of}
         elif not self.labels_are_names:
             index_of = {index: index for index in range(len(names))}
@@ -208,7 +213,7 @@ class RowClasses:
 
 
 def _holds_names(feature: Any) -> bool | None:
-    """Whether a label column holds class names (a `ClassLabel` declares its own) or indices; None: neither."""
+    """Return whether a label column holds class names, also as a `ClassLabel`, or indices; None for other types."""
     dtype = str(getattr(feature, "dtype", ""))
     if getattr(feature, "names", None) is not None or dtype in STRING_TYPES:
         return True
@@ -216,7 +221,10 @@ def _holds_names(feature: Any) -> bool | None:
 
 
 def _places(names: Sequence[str]) -> dict[str, int]:
-    """Return the index of each name in lower case without outer spaces; of each name itself, where two would be one."""
+    """Return the index of each name, keyed by the case-folded name without outer spaces.
+
+    The keys are the names themselves if two names have the same key.
+    """
     folded = {name.strip().casefold(): index for index, name in enumerate(names)}
     return folded if len(folded) == len(names) else {name: index for index, name in enumerate(names)}
 

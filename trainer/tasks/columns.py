@@ -1,4 +1,4 @@
-"""What tasks on text columns share: checking the columns, tokenising them, and naming a cell in a message."""
+"""Functions of tasks on text columns: column checks, tokenisation, and names of cells in messages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str, where: str) -> None:
-    """Refuse a split without one of the columns `names`, which the recipe's `key` asks for.
+    """Require that a split has the columns `names`, which the recipe's `key` selects.
 
     Raises:
-        DataError: names the missing column and the columns that there are.
+        DataError: a column is missing; the message lists the columns of the split.
     """
     for name in names:
         if name not in features:
@@ -28,10 +28,10 @@ def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str,
 
 
 def require_text(features: Mapping[str, Any], names: Sequence[str], where: str) -> None:
-    """Refuse a split in which a column of `names` is missing or does not hold strings.
+    """Require that a split has the columns `names`, and that they hold strings.
 
     Raises:
-        DataError: names the column and what it holds.
+        DataError: a column is missing or does not hold strings.
     """
     require_columns(features, names, "task.text", where)
     for name in names:
@@ -43,31 +43,31 @@ def require_text(features: Mapping[str, Any], names: Sequence[str], where: str) 
 
 
 def type_name(feature: Any) -> str:
-    """Return the type of a column as a message shows it: `int64`, `string`, `List(...)`."""
+    """Return the type of a column for a message: `int64`, `string`, `List(...)`."""
     kind = type(feature).__name__
     return "values of several types" if kind == "Json" else str(feature.dtype if kind == "Value" else feature)
 
 
 def cell(column: str, row: int, where: str) -> str:
-    """Name one cell; `row` counts from 0, the message from 1."""
+    """Return the name of one cell for a message; `row` counts from 0, the message from 1."""
     return f"column `{column}`, row {row + 1} of {where}"
 
 
 def tokenise(
     rows: Dataset, columns: Sequence[str], tokenizer: Tokenizer, max_length: int, where: str, first_row: int
 ) -> dict[str, list[Any]]:
-    """Tokenise one text column, or two as pairs, and cut at `max_length`.
+    """Tokenise one text column, or two as pairs, and truncate rows to `max_length` tokens.
 
     Returns:
-        The tokenizer's columns without the attention mask, which is 1 on every token of an unpadded row, and `cut`:
-        whether the row was longer than `max_length`.
+        The tokenizer's columns without the attention mask, which is 1 for every token of an unpadded row. The column
+        `cut` is True for rows that were longer than `max_length`.
 
     Raises:
-        DataError: a text is null, or no token is left of it.
-        UsageError: `max_length` has no room for text.
+        DataError: a text is null or has no token.
+        UsageError: `max_length` allows only the special tokens.
     """
     num_special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
-    if max_length <= num_special:  # the tokenizer would not cut at all
+    if max_length <= num_special:  # the tokenizer would not truncate at all
         raise UsageError(f"`data.max_length` must be more than the {num_special} special tokens, but is {max_length}")
     texts = [list(rows[column]) for column in columns]
     for column, values in zip(columns, texts, strict=True):
@@ -79,7 +79,7 @@ def tokenise(
         raise DataError(f"{cell(columns[0], row, where)} is a text without a token; leave the row out")
     at_limit = [row for row, ids in enumerate(features["input_ids"]) if len(ids) == max_length]
     cut = [False] * len(rows)
-    if at_limit:  # a row of exactly `max_length` tokens may have been longer, or just as long
+    if at_limit:  # a row of exactly `max_length` tokens may be truncated or complete
         whole = tokenizer(*[[values[row] for row in at_limit] for values in texts], verbose=False)
         for row, ids in zip(at_limit, whole["input_ids"], strict=True):
             cut[row] = len(ids) > max_length
@@ -87,7 +87,7 @@ def tokenise(
 
 
 def finite_number(value: Any) -> float | None:
-    """Return `value` as a float, or None where it is not a finite float32 (strings and booleans are not numbers)."""
+    """Return `value` as a float, or None if it is not a finite float32 (strings and booleans are not numbers)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_FLOAT32:
         return None
     return float(value)

@@ -1,4 +1,4 @@
-"""Put each image into one of several classes."""
+"""Image classification."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.tasks.types import Dataset, ImageProcessor
 
 @dataclass(frozen=True)
 class ImageClassificationTask(RowClasses):
-    """One class for each image.
+    """Classification of images.
 
-    `shape` is that of images which are flat lists: height, width and, where there are several, channels.
+    `shape` is the shape of images stored as flat lists: height, width and, for several channels, their number.
     """
 
     image_column: str

@@ -1,4 +1,4 @@
-"""Reading the images of a column: encoded ones with Pillow, or nested lists of values, always 8 bits a channel."""
+"""Reader of image columns: encoded images, which Pillow decodes, or nested lists of values; 8 bits a channel."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from trainer.tasks.columns import cell, require_columns, type_name
 from trainer.tasks.types import Dataset, Image
 
 _ENCODED = ("binary", "large_binary")
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels
-_DEEP_MODES = ("I", "F")  # more than 8 bits a channel: Pillow would cut them off
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # modes of Pillow by number of channels
+_DEEP_MODES = ("I", "F")  # modes with more than 8 bits a channel, which Pillow would truncate
 
 
 def require_images(features: Mapping[str, Any], name: str, shape: tuple[int, ...] | None, where: str) -> None:
-    """Refuses a split whose column `name` is missing or holds no images, or to whose images `shape` says nothing.
+    """Require that column `name` holds images, and that `shape` is given for flat lists only.
 
     Raises:
-        DataError: names the column and what it holds.
+        DataError: the column is missing or holds no images, or `shape` does not match the type of the column.
     """
     require_columns(features, [name], "task.image", where)
     depth = None if _is_encoded(features[name]) else _depth(features[name])
@@ -39,10 +39,10 @@ def require_images(features: Mapping[str, Any], name: str, shape: tuple[int, ...
 
 
 def read_images(rows: Dataset, name: str, shape: tuple[int, ...] | None, where: str, first_row: int) -> Iterator[Image]:
-    """The images of column `name`, one after the other, upright as their EXIF data says.
+    """Yield the images of column `name`, rotated by their EXIF orientation.
 
     Raises:
-        DataError: a value is null or no image; names the row.
+        DataError: a value is null or not an image; the message names the row.
     """
     values = _undecoded(rows, name)[name]
     for place, value in enumerate(values):
@@ -56,17 +56,17 @@ def read_images(rows: Dataset, name: str, shape: tuple[int, ...] | None, where: 
 
 
 class _NotAnImageError(Exception):
-    """Says what a value is instead of an image."""
+    """Error of a value that is not an image; the message gives the reason."""
 
 
 def _is_encoded(feature: Any) -> bool:
-    if isinstance(feature, Mapping):  # as `datasets` writes images to a Parquet file
+    if isinstance(feature, Mapping):  # the form in which `datasets` writes images to Parquet files
         return "bytes" in feature and _is_encoded(feature["bytes"])
     return type(feature).__name__ == "Image" or getattr(feature, "dtype", None) in _ENCODED
 
 
 def _depth(feature: Any) -> int:
-    """How deep integers are nested in lists; a negative number for anything else."""
+    """Return the nesting depth of lists of integers, or a negative number for other types."""
     if type(feature).__name__.startswith("Array"):  # Array2D, Array3D
         return len(feature.shape) if _is_integer(feature) else -1
     if (inner := getattr(feature, "feature", None)) is not None:
@@ -80,7 +80,7 @@ def _is_integer(feature: Any) -> bool:
 
 
 def _undecoded(rows: Dataset, name: str) -> Dataset:
-    """The rows with what `datasets` would decode as it stands: decoded all at once, images are large."""
+    """Return the rows with encoded images: `datasets` would decode all at once, which needs much memory."""
     if type(rows.features[name]).__name__ != "Image":
         return rows
     import datasets
@@ -89,7 +89,7 @@ def _undecoded(rows: Dataset, name: str) -> Dataset:
 
 
 def _decode(value: Any) -> Image:
-    """An encoded image: its bytes, or the bytes or the path in an object."""
+    """Decode an image from its bytes, or from the bytes or the path in a mapping."""
     import PIL.Image
     import PIL.ImageOps
 
@@ -108,7 +108,7 @@ def _decode(value: Any) -> Image:
 
 
 def _from_lists(value: list[Any], shape: tuple[int, ...] | None) -> Image:
-    """An image of integers from 0 to 255."""
+    """Convert lists of integers from 0 to 255 to an image."""
     import PIL.Image
 
     try:

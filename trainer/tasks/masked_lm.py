@@ -1,4 +1,4 @@
-"""Guess the tokens that are hidden in a text, or a pair of texts, as BERT was pretrained."""
+"""Masked language modelling on texts or pairs of texts, as in the pretraining of BERT."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainer.tasks.metrics import METRICS
 from trainer.tasks.types import Dataset, Tokenizer
 
 _METRICS = {"accuracy": ("token_accuracy", "num_right"), "perplexity": ("perplexity", "losses")}
-"""By their names in a recipe: the row of the table of metrics, and what it is computed from."""
+"""The row in the table of metrics and the input in the predictions, by the metric's name in a recipe."""
 
 
 @dataclass(frozen=True)
 class MaskedLMTask:
-    """The true id of each hidden token, learned by cross entropy over the vocabulary.
+    """Masked language modelling with cross entropy over the vocabulary.
 
-    `vocabulary` says how the model's logits are cut over tensor ranks; None: they are whole.
+    `vocabulary` describes how the logits are sharded over tensor ranks; None if they are not sharded.
     """
 
     text_columns: tuple[str, ...]
@@ -41,7 +41,7 @@ class MaskedLMTask:
 
     @property
     def fingerprint(self) -> str:
-        return json.dumps(["masked_lm", self.text_columns])  # what is hidden is decided later
+        return json.dumps(["masked_lm", self.text_columns])  # without the masking, which is applied to cached rows
 
     def resolve(self, train: Dataset, where: str) -> MaskedLMTask:
         self.check_columns(train.features, where)
@@ -68,18 +68,18 @@ class MaskedLMTask:
         return (labels != IGNORED_LABEL).sum()
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy summed over the hidden tokens; 0 where there is none.
+        """Return the cross entropy, summed over the masked tokens; 0 if there are none.
 
         Args:
-            logits: `[batch, sequence, vocabulary]`, or this rank's columns of them.
-            labels: `[batch, sequence]`.
+            logits: the logits, of shape `[batch, sequence, vocabulary]`, or this rank's shard of the vocabulary.
+            labels: the labels, of shape `[batch, sequence]`.
         """
         return self._cross_entropy(logits, labels, "sum")
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Sums over the hidden tokens of each row: rows are of many lengths, and a split may have many tokens."""
+        """Return sums over the masked tokens of each row: rows differ in length, and a split may have many tokens."""
         cut = self._cut(logits)
-        right = vocab_parallel_argmax(logits, cut.group, cut.size) == labels  # no token has the ignored label
+        right = vocab_parallel_argmax(logits, cut.group, cut.size) == labels  # no token id equals the ignored label
         found = {"num_right": right.sum(-1).cpu(), "num_hidden": (labels != IGNORED_LABEL).sum(-1).cpu()}
         if "perplexity" in self.metric_names:
             found["losses"] = self._cross_entropy(logits, labels, "none").double().sum(-1).cpu()

@@ -1,4 +1,4 @@
-"""Which tokens a masked language model has to guess: a function of seed, epoch, row and position, and nothing else."""
+"""Masking of tokens for masked language models, a function of seed, epoch, row and position only."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.random import element_keys, stream_key, uniforms
 from trainer.tasks.types import Tokenizer
 
-_REPLACED, _DRAWN = 0.8, 0.1  # of the chosen tokens, by the mask token and by a random one; the rest stays
+_REPLACED, _DRAWN = 0.8, 0.1  # shares of chosen tokens that become the mask token and a random token
 
 
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """Chooses tokens and hides them: 80 % become the mask token, 10 % a random token, 10 % stay as they are.
+    """Random masking: 80 % of the chosen tokens become the mask token, 10 % a random token, 10 % stay unchanged.
 
-    Nothing is remembered and no generator is asked, so that every rank, worker and microbatch finds the same tokens
-    hidden, and a resumed run too. Special tokens, padding among them, are neither chosen nor put in.
+    The masking has no state and no random generator. Every rank, worker, microbatch and resumed run therefore masks
+    the same tokens. Special tokens, which include padding, are neither chosen nor drawn as random tokens.
 
-    Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1; masked anew in every epoch: Liu et al. 2019,
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1. New masks in every epoch: Liu et al. 2019,
     arXiv:1907.11692, section 4.1.
 
     Args:
-        seed: the recipe's.
-        probability: of each token to be chosen, in (0, 1).
-        mask_token: its id.
-        special_tokens: ids, int64 `[special]`.
-        ordinary_tokens: ids to draw random tokens from, int64 `[ordinary]`.
+        seed: the recipe's seed.
+        probability: the probability to choose a token, in (0, 1).
+        mask_token: the id of the mask token.
+        special_tokens: the ids of special tokens, int64 `[special]`.
+        ordinary_tokens: the ids from which random tokens are drawn, int64 `[ordinary]`.
     """
 
     seed: int
@@ -41,7 +41,7 @@ class Masking:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, probability: float, seed: int) -> Masking:
-        """That of a tokenizer.
+        """Return the masking for a tokenizer.
 
         Raises:
             UsageError: the tokenizer has no mask token.
@@ -58,22 +58,22 @@ class Masking:
         return cls(seed, probability, tokenizer.mask_token_id, torch.tensor(sorted(special)), torch.tensor(ordinary))
 
     def __call__(self, input_ids: Tensor, rows: Tensor, epoch: int | None) -> tuple[Tensor, Tensor]:
-        """Hides tokens of rows.
+        """Mask tokens of rows.
 
         Args:
-            input_ids: int64 `[batch, sequence]`.
-            rows: the place of each row in its split, int64 `[batch]`.
-            epoch: from 0; None: the one masking of a split that is evaluated.
+            input_ids: the token ids, int64 `[batch, sequence]`.
+            rows: the index of each row in its split, int64 `[batch]`.
+            epoch: the epoch, from 0; None: the fixed masking of an evaluation.
 
         Returns:
-            The ids that the model is given, and the labels: the true id of each chosen token, `IGNORED_LABEL`
-            elsewhere; both int64 `[batch, sequence]`.
+            The input ids for the model, and the labels, both int64 `[batch, sequence]`. A label is the true id of a
+            chosen token, and `IGNORED_LABEL` elsewhere.
         """
         key = stream_key(self.seed, "masking", "evaluation" if epoch is None else epoch)
         draws = uniforms(element_keys(key, rows, (), ()), torch.arange(2 * input_ids.shape[1]))
         choice, token = draws.view(*input_ids.shape, 2).unbind(-1)
         chosen = (choice < self.probability) & ~torch.isin(input_ids, self.special_tokens)
-        share = choice / self.probability  # in [0, 1) where a token is chosen, and evenly so
+        share = choice / self.probability  # uniform in [0, 1) for chosen tokens
         random = self.ordinary_tokens[(token * len(self.ordinary_tokens)).long()]
         hidden = torch.where(
             share < _REPLACED, self.mask_token, torch.where(share < _REPLACED + _DRAWN, random, input_ids)

@@ -1,4 +1,4 @@
-"""The closed table of metrics, computed over a whole split by scikit-learn and scipy."""
+"""The table of metrics over a whole split, computed by numpy, scikit-learn and scipy."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ Values: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class Metric:
-    """`compute(predictions, labels)`, each `[rows]`, and which way is better.
+    """A metric: `compute(predictions, labels)`, both of shape `[rows]`, and its direction.
 
-    Of tasks that label tokens, these are sums over the labelled tokens of each row, and their numbers.
+    For tasks that label tokens, the arguments are sums over the labelled tokens of each row, and the numbers of these
+    tokens.
     """
 
     compute: Callable[[Values, Values], float]
     greater_is_better: bool = True
 
 
-# scikit-learn and scipy take half a second each to import; the first evaluation pays for it, not the start.
+# scikit-learn and scipy each take half a second to import, so the first evaluation imports them, not the start.
 
 
 def _accuracy(predictions: Values, labels: Values) -> float:
@@ -41,7 +42,7 @@ def _f1(predictions: Values, labels: Values) -> float:
 
 
 def _f1_macro(predictions: Values, labels: Values) -> float:
-    """The mean over the classes that occur in the labels or in the predictions: F1 is not defined for others."""
+    """Return the mean F1 of the classes in the labels or the predictions; F1 is undefined for other classes."""
     from sklearn.metrics import f1_score
 
     return float(f1_score(labels, predictions, average="macro", zero_division=0))
@@ -66,11 +67,11 @@ def _spearman(predictions: Values, labels: Values) -> float:
 
 
 def _correlation(function: Callable[..., Any], predictions: Values, labels: Values) -> float:
-    """Zero where one side is constant, as Matthews has it: the correlation is not defined, and nothing was learned."""
+    """Return the correlation; 0 if one side is constant and it is undefined, as for the Matthews correlation."""
     if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
         return 0.0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "nearly constant": early predictions are, and the value still stands
+        warnings.simplefilter("ignore")  # of nearly constant input, which early predictions are; the value is valid
         return float(function(predictions.astype(np.float64), labels.astype(np.float64)).statistic)
 
 
@@ -83,7 +84,7 @@ def _token_accuracy(num_right: Values, num_tokens: Values) -> float:
 
 
 def _perplexity(losses: Values, num_tokens: Values) -> float:
-    """The exponential of the mean loss of a token; infinite where that has no number, as it is at a divergence."""
+    """Return the exponential of the mean loss of a token; infinite on overflow, as after a divergence."""
     with np.errstate(over="ignore"):
         return float(np.exp(losses.sum() / max(1, num_tokens.sum())))
 
@@ -112,5 +113,5 @@ consume("metric", _add)
 
 
 def greater_is_better(metric: str) -> bool:
-    """Whether a larger value of `metric` (a name of the table, or "loss") is the better one."""
+    """Return whether a larger value of `metric` (a name of the table, or "loss") is better."""
     return metric != "loss" and METRICS[metric].greater_is_better

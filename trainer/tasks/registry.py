@@ -1,4 +1,4 @@
-"""The table of tasks: a recipe names one of these, or a registered one, and never code."""
+"""The table of shipped and registered tasks, which a recipe selects by name, never by code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PIPELINE_TAGS = {
     "masked_lm": "fill-mask",
     "image_classification": "image-classification",
 }
-"""The names of the tasks on the hub, and of their pipelines in transformers."""
+"""The task names of the hub, which transformers also uses for pipelines."""
 
 _REGISTERED: dict[str, Callable[[Any], TextTask | ImageTask]] = {}
 """The builders of registered tasks."""
@@ -42,7 +42,7 @@ consume("task", _add)
 
 
 def build_task(recipe: TaskSection) -> TextTask | ImageTask:
-    """Return the task of `recipe.task`, which does not know its labels yet."""
+    """Build the task of a recipe's section `task`; `resolve` adds the labels of the training split."""
     if recipe.type in _REGISTERED:
         return _REGISTERED[recipe.type](recipe)
     metrics = tuple(recipe.metrics)

@@ -1,4 +1,4 @@
-"""Put each text, or pair of texts, into one of several classes."""
+"""Sequence classification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.tasks.types import Dataset, Tokenizer
 
 @dataclass(frozen=True)
 class SequenceClassificationTask(RowClasses):
-    """One class for each text or pair of texts."""
+    """Classification of texts or pairs of texts."""
 
     text_columns: tuple[str, ...]
     label_column: str

@@ -1,4 +1,4 @@
-"""Give each text, or pair of texts, a number."""
+"""Sequence regression."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.tasks.types import Dataset, Tokenizer
 
 @dataclass(frozen=True)
 class SequenceRegressionTask:
-    """One number for each row, learned by squared error."""
+    """Regression on texts or pairs of texts with the squared error."""
 
     text_columns: tuple[str, ...]
     label_column: str
@@ -65,11 +65,11 @@ class SequenceRegressionTask:
         return labels.new_tensor(labels.numel()).long()
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Squared error summed over the rows.
+        """Return the squared error, summed over the rows.
 
         Args:
-            logits: `[batch, 1]`.
-            labels: `[batch]`.
+            logits: the outputs of the model, of shape `[batch, 1]`.
+            labels: the targets, of shape `[batch]`.
         """
         scores = at_least_fp32(logits).squeeze(-1)
         return F.mse_loss(scores, labels.to(scores.dtype), reduction="sum")
@@ -82,7 +82,7 @@ class SequenceRegressionTask:
         return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
 
     def _numbers(self, rows: Dataset, where: str, first_row: int) -> list[float]:
-        """The target of each row.
+        """Return the target of each row.
 
         Raises:
             DataError: a target is null, not a number, NaN or infinite.

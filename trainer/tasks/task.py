@@ -1,4 +1,4 @@
-"""What the rest of the trainer asks of a task; nothing outside this room knows which task it runs."""
+"""The interface of tasks; code outside of this package does not depend on a particular task."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class Task(Protocol):
-    """Turns model outputs into a loss, and predictions into metrics; what it makes of rows, `TextTask` and so on say.
+    """A task, which computes a loss from model outputs, and metrics from predictions.
 
-    A task is immutable. Fresh from `build_task` it may not know its labels yet; `resolve` gives the one that does.
+    `TextTask` and `ImageTask` add the encoding of rows. A task is immutable. `build_task` may return a task without
+    labels; `resolve` returns the task with labels.
     """
 
     @property
@@ -28,7 +29,7 @@ class Task(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of the data set that the task reads; all others are left alone."""
+        """The columns of the data set that the task reads."""
         ...
 
     @property
@@ -38,16 +39,16 @@ class Task(Protocol):
 
     @property
     def rows_are_labels(self) -> bool:
-        """Whether every row holds one valid label, so that the loss is divided by a number of rows."""
+        """Whether every row holds one valid label; the loss is then divided by the number of rows."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the same rows, prepared by the same tokenizer or image processor, would give others."""
+        """A text that changes whenever the same tokenizer or image processor would encode the same rows differently."""
         ...
 
     def resolve(self, train: Dataset, where: str) -> Self:
-        """Completes the task with the labels of the training split.
+        """Return the task with the labels of the training split.
 
         Args:
             train: the training split.
@@ -55,46 +56,53 @@ class Task(Protocol):
 
         Raises:
             DataError: a column is missing or of the wrong type, or the labels do not form classes.
-            UsageError: a metric that is not defined for these labels.
+            UsageError: a metric is not defined for these labels.
         """
         ...
 
     def model_options(self) -> dict[str, Any]:
-        """The keys that a resolved task sets in the model's configuration."""
+        """Return the keys that a resolved task sets in the model's configuration."""
         ...
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
-        """Refuses a split that lacks a column, or holds the wrong type in it.
+        """Check the columns of a split.
 
         Raises:
-            DataError: names the column and the columns that there are.
+            DataError: a column is missing or has the wrong type.
         """
         ...
 
     def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
-        """The task for a model whose logits are cut over its vocabulary; None: they are whole."""
+        """Return the task for logits that are sharded over the vocabulary; None if they are not sharded."""
         ...
 
     def num_valid(self, labels: Tensor) -> Tensor:
-        """How many of `labels` `[batch, ...]` enter the loss: an int64 scalar on their device."""
+        """Return the number of `labels` `[batch, ...]` that enter the loss, as an int64 scalar on their device."""
         ...
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss, summed (never averaged) over all valid labels: a float32 scalar.
+        """Return the loss, summed (never averaged) over all valid labels, as a float32 scalar.
 
         Args:
-            logits: `[batch, ...]`, of any floating dtype; after `for_vocabulary`, this rank's columns of them, and
-                every rank of that group must call.
-            labels: `[batch, ...]`.
+            logits: the logits, of shape `[batch, ...]` and any floating dtype. After `for_vocabulary`, they are this
+                rank's shard, and every rank of the group must call this method.
+            labels: the labels, of shape `[batch, ...]`.
         """
         ...
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """What `metrics` needs of each row: small tensors on the CPU, each `[batch, ...]`; called as `loss_sum` is."""
+        """Return the input of `metrics` for each row: small CPU tensors, each of shape `[batch, ...]`.
+
+        Arguments and callers are those of `loss_sum`.
+        """
         ...
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
-        """The metrics over the predictions of a whole split, each tensor `[rows, ...]`, in any order of rows."""
+        """Return the metrics over a whole split.
+
+        Args:
+            predictions: the predictions of the whole split, each of shape `[rows, ...]`, with rows in any order.
+        """
         ...
 
 
@@ -105,34 +113,34 @@ class TextTask(Task, Protocol):
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
     ) -> dict[str, list[Any]]:
-        """Tokenises rows and turns their labels into numbers.
+        """Tokenise rows and convert their labels to numbers.
 
         Args:
-            rows: some consecutive rows of a split that passed `check_columns`.
-            tokenizer: that of the model.
-            max_length: the most tokens of a row; what is longer is cut.
+            rows: consecutive rows of a split that passed `check_columns`.
+            tokenizer: the tokenizer of the model.
+            max_length: the maximum number of tokens of a row; longer rows are truncated.
             where: the split and its source, for messages.
-            first_row: the 0-based place of `rows[0]` in the split; messages count from 1.
+            first_row: the index of `rows[0]` in the split, from 0; messages count from 1.
 
         Returns:
-            The tokenizer's columns (`input_ids` and what belongs to it: one list of integers for each row); `labels`:
-            one number for each row, or one list as long as that row's `input_ids`, and none where there is a `masking`;
-            `cut`: whether the row was cut.
+            The tokenizer's columns, such as `input_ids`: one list of integers for each row. `labels`: for each row, one
+            number, or one list as long as its `input_ids`; absent if there is a `masking`. `cut`: whether the row was
+            truncated.
 
         Raises:
-            DataError: a value that does not fit; names the column, the row and the value.
+            DataError: a value is not valid; the message names the column, the row and the value.
         """
         ...
 
     def masking(self, tokenizer: Tokenizer, seed: int) -> Masking | None:
-        """What makes the labels of encoded rows from their tokens, anew in each epoch; None: `encode` gives labels.
+        """Return the masking that makes labels from tokens in each epoch; None if `encode` returns labels.
 
         Args:
-            tokenizer: that of the model.
-            seed: the recipe's.
+            tokenizer: the tokenizer of the model.
+            seed: the recipe's seed.
 
         Raises:
-            UsageError: the tokenizer has no token to mask with.
+            UsageError: the tokenizer has no mask token.
         """
         ...
 
@@ -144,18 +152,18 @@ class ImageTask(Task, Protocol):
     def encode_images(
         self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int
     ) -> dict[str, list[Any]]:
-        """Reads the images of rows and turns their labels into numbers.
+        """Read the images of rows and convert their labels to numbers.
 
         Args:
-            rows: as for `TextTask.encode`.
-            processor: that of the model.
-            where: likewise.
-            first_row: likewise.
+            rows: consecutive rows of a split that passed `check_columns`.
+            processor: the image processor of the model.
+            where: the split and its source, for messages.
+            first_row: the index of `rows[0]` in the split, from 0; messages count from 1.
 
         Returns:
-            `pixel_values`: an array of uint8 `[channels, height, width]` for each row; `labels`: one number for each.
+            `pixel_values`: one uint8 array `[channels, height, width]` for each row. `labels`: one number for each row.
 
         Raises:
-            DataError: a value that does not fit; names the column, the row and the value.
+            DataError: a value is not valid; the message names the column, the row and the value.
         """
         ...

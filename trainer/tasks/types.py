@@ -1,4 +1,4 @@
-"""The classes of other libraries that tasks take as arguments, named without importing those at run time."""
+"""Types of task arguments; the libraries that define them are imported for type checking only."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ else:
 
 
 class ImageProcessor(Protocol):
-    """Makes of an image what the model reads, before it is normalised."""
+    """Preparation of an image for the model, without normalisation."""
 
     def __call__(self, image: Image) -> NDArray[np.uint8]:
-        """The image resized, `[channels, height, width]`."""
+        """Return the resized image, of shape `[channels, height, width]`."""
         ...
