@@ -33,7 +33,7 @@ class Batching(Protocol):
         Args:
             split: the prepared split.
             row_ids: the indices of the rows, of shape `[batch]`.
-            width: the minimum length of padded rows; rows of equal size ignore it.
+            width: the minimum length of padded rows; ignored for rows of equal size.
         """
         ...
 
@@ -66,7 +66,7 @@ class Padding:
         return fills.get(column, 0)
 
     def inputs(self, split: EncodedSplit, row_ids: IndexArray, width: int = 0) -> dict[str, Tensor]:
-        """Return the rows, padded to the longest row or to `width`: int64 `[batch, sequence]`.
+        """Return the rows, padded to the longest row and to at least `width`: int64 `[batch, sequence]`.
 
         `attention_mask` is 0 for padding and 1 for tokens.
         """

@@ -68,7 +68,7 @@ def load_splits(data: HubData | FileData | FolderData) -> Splits:
 
 @contextlib.contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Disable the progress bars of `datasets`, which disturb the run's own, and its log, which repeats errors."""
+    """Disable the progress bars of `datasets`, which disturb those of the run, and its log, which repeats errors."""
     import datasets
 
     shown, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()

@@ -90,9 +90,7 @@ def _count_unknown(ids: FlatArray, tokenizer: PreTrainedTokenizerBase) -> tuple[
     """
     unknown = tokenizer.unk_token_id
     counts: NDArray[np.int64] = np.zeros(0, np.int64)
-    for start in range(
-        0, len(ids), _TOKENS_AT_ONCE
-    ):  # in parts: the ids are mapped from disk and may exceed the memory
+    for start in range(0, len(ids), _TOKENS_AT_ONCE):  # in parts: the mapped ids may exceed the memory
         part = np.bincount(ids[start : start + _TOKENS_AT_ONCE], minlength=len(counts))
         part[: len(counts)] += counts
         counts = part

@@ -1,7 +1,7 @@
-"""Starts the local ranks of a run, or joins the ranks that a launcher has started.
+"""Start of the local ranks of a run, and entry of a rank that a launcher has started.
 
-Local ranks are forks of this process where there is no GPU: they need not import torch again. A rank leaves its error
-in a file, so that the first failure is shown once and last.
+Without GPUs, local ranks are forks of this process and need not import torch again. A rank writes its error to a file,
+and the first failure is shown once, after all other output.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from trainer.recipe.strategies import STRATEGIES, Strategy
 if TYPE_CHECKING:
     from trainer.reading.loading import ResolvedRecipe
 
-_RESTART_SECONDS = 1.0  # between two attempts, for resources that the old ranks still hold
+_RESTART_SECONDS = 1.0  # pause between two attempts, because the old ranks may still hold resources
 
 
 class RankError(TrainerError):
-    """A rank that `trainer run` started has failed; with its message and exit code."""
+    """Failure of a rank that `trainer run` started, with its message and exit code."""
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
@@ -49,18 +49,18 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
     """Run a recipe on `processes` ranks, or as a rank of the launcher that started this process.
 
     Args:
-        resolved: the recipe.
-        processes: number of ranks; None: one for each GPU, or one process without GPUs.
-        max_restarts: how often ranks that fail start again from the last checkpoint.
+        resolved: the resolved recipe.
+        processes: the number of ranks; None: one for each GPU, or one process without GPUs.
+        max_restarts: the maximum number of restarts from the last checkpoint after failures.
 
     Returns:
         The exit code.
 
     Raises:
         RecipeError: the recipe does not fit on that many ranks.
-        LaunchError: ranks and request, or ranks and devices, contradict each other.
+        LaunchError: the ranks contradict the request or the devices.
         RankError: a rank failed.
-        SystemExit: a signal asked to stop before the first step.
+        SystemExit: a stop signal arrived before the first step.
     """
     with stop_before_training():
         environment, number = plan_start(resolved, processes, max_restarts)
@@ -70,10 +70,11 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
 def plan_start(
     resolved: ResolvedRecipe, processes: int | None, max_restarts: int
 ) -> tuple[LaunchEnvironment, int | None]:
-    """Return the place of this process, and the number of ranks to start; None: it is a rank itself.
+    """Return the environment of this process, and the number of ranks to start, None if it is a rank itself.
 
     Raises:
-        RecipeError, LaunchError: as for `run_or_join`.
+        RecipeError: the recipe does not fit on that many ranks.
+        LaunchError: the ranks contradict the request or the devices.
     """
     environment = detect()
     recipe = resolved.recipe
@@ -120,7 +121,7 @@ def _num_gpus() -> int:
 
 
 def _check_devices(local_ranks: int) -> None:
-    """Require a GPU for each rank if the machine has GPUs; ranks that share one would wait for each other."""
+    """Require one GPU for each rank if the machine has GPUs; ranks on the same GPU would wait for each other."""
     gpus = _num_gpus()
     if 0 < gpus < local_ranks:
         raise LaunchError(
@@ -130,12 +131,13 @@ def _check_devices(local_ranks: int) -> None:
 
 
 def _asked_of_accelerate() -> int:
-    """Return the number of processes that `accelerate launch --cpu` was asked for.
+    """Return the number of processes that was requested from `accelerate launch --cpu`.
 
-    accelerate starts a single process and passes the number to none, so it is read from its command line and its file.
+    accelerate starts a single process without that number, so it is read from the command line and configuration file
+    of accelerate.
 
     Raises:
-        LaunchError: the command line cannot be read, or asks for several machines.
+        LaunchError: the command line cannot be read, or requests several machines.
     """
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
@@ -167,7 +169,7 @@ def _arguments_of_accelerate() -> list[str] | None:
     for ancestor in psutil.Process().parents():
         with suppress(psutil.Error):
             command: list[str] = ancestor.cmdline()
-            # `python -m` stands in the command line as the module's name or, after a re-exec, as its file
+            # with `python -m` the command line holds the module's name or, after a re-exec, its file
             for index, word in enumerate(command[:4]):
                 if Path(word).name in names or word.endswith(("accelerate/commands/launch.py", "accelerate_cli.py")):
                     rest = command[index + 1 :]
@@ -176,7 +178,7 @@ def _arguments_of_accelerate() -> list[str] | None:
 
 
 def join(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
-    """Run the rank of this process; returns its exit code."""
+    """Run the rank of this process; return its exit code."""
     from trainer.training.run import run
 
     set_threads(environment)
@@ -192,11 +194,11 @@ def set_threads(environment: LaunchEnvironment) -> None:
 
 
 def _start(resolved: ResolvedRecipe, number: int, max_restarts: int) -> int:
-    """Run `number` local ranks to their end, again after a failure; returns their exit code."""
+    """Run `number` local ranks to their end, with restarts after failures; return their exit code."""
     method = _start_method()
     with stop_signals() as stop:
         if method == "fork":
-            importlib.import_module("trainer.training.run")  # once, instead of in each rank and again in each restart
+            importlib.import_module("trainer.training.run")  # one import for all ranks and restarts
         for restart in range(1, max_restarts + 1):
             try:
                 return _attempt(resolved, number, method, stop)
@@ -217,7 +219,7 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int) -> int:
 
 
 def _resuming(resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """Return the recipe of a restart, which resumes: the checkpoints in the folder are of this run."""
+    """Return the recipe of a restart, which resumes from the checkpoints of this run in the folder."""
     recipe = resolved.recipe
     if recipe.checkpoint.resume == "auto":
         return resolved
@@ -226,7 +228,7 @@ def _resuming(resolved: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: Stop) -> int:
-    """Run `number` local ranks once; returns their exit code."""
+    """Run `number` local ranks once; return their exit code."""
     if stop.signal is not None:
         raise _stopped_early(stop.signal)
     with tempfile.TemporaryDirectory(prefix="trainer-") as name:
@@ -245,12 +247,12 @@ def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: S
 
 
 def _start_method() -> StartMethod:
-    """Choose fork, which has torch already; CUDA, once it has answered a question, does not survive a fork."""
+    """Return fork, which keeps torch imported, on Linux without GPUs: CUDA in use does not survive a fork."""
     return "spawn" if _num_gpus() or sys.platform != "linux" else "fork"
 
 
 def _live(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
-    """Run one of our own ranks; returns its exit code and leaves an error in the rank's error file."""
+    """Run one local rank; return its exit code, and write an error to the rank's error file."""
     kind: Kind = "error"
     try:
         extensions.load()  # a spawned rank has not loaded the recipe itself
@@ -263,7 +265,7 @@ def _live(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
     assert environment.error_file is not None
     Report(environment.rank, code, message, kind).write(environment.error_file)
     if environment.rank > 0 or kind == "consequence":
-        # The first rank that leaves ends the others: rank 0 first shows its summary, and the cause leaves first.
+        # The first exit ends all ranks, so this rank lets rank 0 show its summary, or lets the cause exit first.
         time.sleep(1)
     return code
 
@@ -277,8 +279,8 @@ def _error_of(
 ) -> RankError:
     """Return the error nearest to the cause.
 
-    A first rank without a report died suddenly, and the others failed because of it. Otherwise the earliest report is
-    nearest to the cause.
+    If the first rank has no report, it died suddenly, and the others failed because of it. Otherwise the earliest
+    report is nearest to the cause.
     """
     if first.rank in (report.rank for report in reports):
         return _first_error(reports, statuses, number)
@@ -306,7 +308,7 @@ def _described(rank: int, pid: int, statuses: Mapping[int, Status]) -> str:
 
 
 def _first_error(reports: Sequence[Report], statuses: Mapping[int, Status], number: int) -> RankError:
-    """Return the error of the earliest report, with the ranks that left none and may have been killed before it."""
+    """Return the error of the earliest report, and name ranks without a report, which may have been killed before."""
     first = reports[0]
     code = ExitCode(first.exit_code)
     if code is not ExitCode.FAILED or first.kind == "stall":

@@ -1,6 +1,6 @@
-"""Writes the launch script of one job: a file of `launchers/` with the job's numbers, recipe and overrides.
+"""Launch scripts of jobs: files of `launchers/` with the numbers, recipe and overrides of one job.
 
-The text of the scripts is in those files alone, and they run as they are. In a shell script the values are assignments
+Only those files hold the text of the scripts, and they run unchanged. In a shell script the values are assignments
 (`NODES=...`) and `#SBATCH` lines; in a manifest they are on lines that end with a mark (`# set: nodes`).
 """
 
@@ -23,18 +23,18 @@ from trainer.recipe.plan import plan_run
 RUNS = "/runs"
 """The folder of the pods where the manifests mount the shared claim."""
 
-_POD_JOIN_TIMEOUT = "parallel.join_timeout=15 minutes"  # one node may have to fetch the image first
+_POD_JOIN_TIMEOUT = "parallel.join_timeout=15 minutes"  # a node may first have to pull the image
 _FOLDER_KEY = "checkpoint.folder"
 _MEMORY_PER_GPU_GIB = 32
 _POD_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
 _BY_HAND = "NODE_RANK=0 bash {file}  # on each node, with its own number"
-_PLAIN = re.compile(r"[\w.:+,@/=-]+")  # values that an #SBATCH line takes without quotes
+_PLAIN = re.compile(r"[\w.:+,@/=-]+")  # values that an #SBATCH line accepts without quotes
 _SLURM_TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the job on the command line, beside its recipe; None: not given."""
+    """Options of the job on the command line; None: not given."""
 
     name: str | None = None
     cpus: int | None = None  # for each GPU
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(frozen=True)
 class _Kind:
-    """One target: its file, the options that it uses, the function that fills the file, the command that starts it."""
+    """One target: its launcher file, its options, the function that fills the file, and the start command."""
 
     file: str
     options: frozenset[str]
@@ -71,7 +71,7 @@ class _Job:
 
     @property
     def recipe(self) -> str:
-        """The recipe, for a machine that shares the folders of this one."""
+        """The recipe argument for machines that share the folders of this machine."""
         return self.source if self.is_shipped else os.path.abspath(self.resolved.file)
 
     @property
@@ -106,16 +106,16 @@ def write_launch_script(
     """Return the script or manifest, and the command that starts it, with `{file}` for the path of the script.
 
     Args:
-        source: a recipe file, or the name of a shipped one.
-        overrides: `key=value`.
-        target: launcher, a key of `KINDS`.
-        nodes: number of machines.
-        gpus: number of GPUs, and ranks, of each machine.
+        source: a recipe file, or the name of a shipped recipe.
+        overrides: overrides of the recipe, as `key=value`.
+        target: the launcher, a key of `KINDS`.
+        nodes: the number of machines.
+        gpus: the number of GPUs, and of ranks, of each machine.
         options: further options of the job.
 
     Raises:
         RecipeError: the recipe is not valid, or does not fit on that many ranks.
-        UsageError: an option that the target does not use, or a value that it does not accept.
+        UsageError: the target does not use an option, or does not accept its value.
     """
     kind = KINDS[target]
     given = {field.name: getattr(options, field.name) for field in fields(options)}
@@ -132,7 +132,7 @@ def write_launch_script(
 
 
 class _File:
-    """The text of a launcher file, with places that are found by name; a missing place is a bug."""
+    """The text of a launcher file, with named places to fill; a missing place is a bug."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -234,7 +234,7 @@ def _fill_shell(file: _File, job: _Job) -> None:
 
 
 def _fill_first_host(file: _File, job: _Job) -> list[str]:
-    """Set the address of the rendezvous, if the hosts are given; returns the hosts."""
+    """Set the address of the rendezvous, if the hosts are given; return the hosts."""
     if job.options.hosts is None:
         return []
     hosts = job.options.hosts.split(",")
@@ -263,7 +263,7 @@ def _fill_pytorchjob(file: _File, job: _Job) -> None:
 
 
 def _fill_pod(file: _File, job: _Job) -> str:
-    """Fill the parts that both manifests have in common; returns the name of the job."""
+    """Fill the common parts of both manifests; return the name of the job."""
     options, name = job.options, job.options.name or _shortened(job, r"[^a-z0-9]+")
     for option, value in (("name", name), ("claim", options.claim)):
         if value is not None and not _POD_NAME.fullmatch(value):
@@ -315,7 +315,7 @@ def _recipe_for_pods(job: _Job, maps: Mapping[str, str]) -> tuple[str, list[str]
 
 
 def _shared_folder(folder: str) -> str:
-    """Return the folder of the run in the claim, which takes the place of the local folder `runs`."""
+    """Return the folder of the run in the claim, which replaces the local folder `runs`."""
     here = os.path.join(os.getcwd(), "runs") + os.sep
     there = f"{RUNS}/{folder[len(here) :]}" if folder.startswith(here) else folder
     if not there.startswith(f"{RUNS}/"):
@@ -340,7 +340,7 @@ def _maps(words: Sequence[str]) -> dict[str, str]:
     """Return the folders of a pod by the folders of this machine.
 
     Raises:
-        UsageError: a word that is not HERE=THERE, or a folder that pods do not have.
+        UsageError: a word is not HERE=THERE, or pods do not have the folder.
     """
     maps = {}
     for word in words:
@@ -365,7 +365,7 @@ def _mapped(key: str, path: str, maps: Mapping[str, str]) -> str:
 
 
 def _yaml(word: str) -> str:
-    """Quote for YAML, which includes JSON; Kubernetes would expand `$(NAME)`."""
+    """Quote a word for YAML, which includes JSON, and escape `$(NAME)`, which Kubernetes would expand."""
     return json.dumps(word.replace("$(", "$$("))
 
 
@@ -373,7 +373,7 @@ def _yaml(word: str) -> str:
 
 
 def _shortened(job: _Job, not_allowed: str) -> str:
-    """Shorten the recipe's name to a job's name."""
+    """Return a job name made from the recipe's name, without the characters of `not_allowed`."""
     name = re.sub(not_allowed, "-", job.resolved.recipe.name.lower()).strip("-.")[:50].strip("-.")
     return name if re.match(r"[a-z]", name) else f"trainer-{name}"[:50].strip("-.")
 
@@ -389,7 +389,7 @@ def _folder(path: str) -> str:
 
 
 def _outermost(folders: Sequence[str]) -> list[str]:
-    """Leave out folders inside another."""
+    """Return the folders without those inside another folder."""
     distinct = sorted(set(folders))
     return [one for one in distinct if not any(one != other and Path(one).is_relative_to(other) for other in distinct)]
 

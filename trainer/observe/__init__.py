@@ -1,4 +1,4 @@
 """Output of a run: terminal, files, TensorBoard and tracking services.
 
-Knows only the records in `records.py`: no model, no engine, no process group.
+Observers use only the records in `records.py`, no model, engine or process group.
 """

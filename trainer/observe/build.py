@@ -1,4 +1,4 @@
-"""Builds the observers of the recipe's `logging`; imports the packages of the named destinations only."""
+"""Construction of the observers of the recipe's `logging`; only packages of the named destinations are imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run on standard output: a progress bar on a terminal, else plain lines."""
+"""Console output of a run: a progress bar on a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.observe.summary import end_summary, evaluation_line, start_summary,
 
 
 class PlainConsole(Observer):
-    """One line for each logging interval, without colours or cursor movements: for files, pipes and batch systems."""
+    """Console for files, pipes and batch systems: one line per logging interval, no colours or cursor movements."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock

@@ -1,7 +1,7 @@
 """`metrics_training.csv` and `metrics_evaluation.csv`: the numbers of `metrics.jsonl` for spreadsheets and data frames.
 
-Two files, because training and evaluation rows have other columns. A number stands as in `metrics.jsonl`, what is not
-known as nothing.
+Training and evaluation rows have different columns and therefore different files. Numbers are written as in
+`metrics.jsonl`; unknown values are empty.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def _line(cells: Iterable[object]) -> str:
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns and the rows of a file of ours, without a last line that a kill cut short; none where it is missing.
+    """Return the columns and rows of a file, without an incomplete last line; both are empty if the file is missing.
 
     Raises:
-        UsageError: it is of another kind.
+        UsageError: the file is not one that `_Table` writes.
     """
     if not path.exists():
         return [], []
@@ -54,7 +54,7 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 class _Table:
-    """One CSV file; goes on after `resumed_from`, None beginning anew. A row may bring a new column."""
+    """One CSV file, which keeps rows up to step `resumed_from`; None: no rows. A row may add a new column."""
 
     def __init__(self, path: Path, columns: Sequence[str], resumed_from: int | None) -> None:
         self._path = path
@@ -81,9 +81,9 @@ class _Table:
 
 
 class CsvFiles(Observer):
-    """Appends to both files in the run's folder, which resumed runs go on with as they do with `metrics.jsonl`.
+    """Observer that appends to both files in the run's folder; resumed runs continue both, like `metrics.jsonl`.
 
-    Every write may raise a `TrainerError`: the disk is full, or the folder was deleted.
+    Every write raises `TrainerError` if the disk is full or the folder was deleted.
     """
 
     def __init__(self) -> None:
@@ -91,10 +91,10 @@ class CsvFiles(Observer):
         self._evaluation: _Table | None = None
 
     def start(self, run: RunInfo) -> None:
-        """Opens the files.
+        """Open the files.
 
         Raises:
-            UsageError: the folder cannot be written, or a file to resume is of another kind.
+            UsageError: the folder cannot be written, or a file to resume is not one that this class writes.
         """
         self._training = _Table(run.folder / TRAINING_FILE_NAME, _TRAINING_COLUMNS, run.resumed_from)
         self._evaluation = _Table(run.folder / EVALUATION_FILE_NAME, ("step",), run.resumed_from)

@@ -1,7 +1,6 @@
-"""Files in the run's folder that grow by a line at a time, and go on where a resumed run does.
+"""Files in the run's folder that grow line by line, and that a resumed run continues.
 
-What `metrics.jsonl` and the CSV files share: how a number stands in them, how lines are replaced and added, and what a
-user reads when the disk is full.
+`metrics.jsonl` and the CSV files share the form of numbers, the writing of lines and the errors of a full disk.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def encode_number(value: float) -> float | str:
-    """A number that JSON has a word for, or its name in protocol buffers' JSON mapping."""
+    """Return a finite number unchanged, and others by their names in protocol buffers' JSON mapping."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def decode_number(value: Any) -> Any:
-    """What `encode_number` was given."""
+    """Return the argument of the `encode_number` call that returned `value`."""
     return float(value) if value in _NON_FINITE else value
 
 
 class GrowingFile:
-    """A text file to which whole lines are added; each is out of the process before `add` returns.
+    """A text file of whole lines; `add` passes each line to the operating system before it returns.
 
     Args:
-        path: of the file; its folder is made.
-        lines: gives what it begins with, without line breaks. They take the place of what it held, such that a kill at
-            any moment leaves the old file or the new one.
+        path: the path of the file; its folder is created.
+        lines: returns the first lines, without line breaks. They replace the old content atomically: a kill leaves the
+            old file or the new file.
 
     Raises:
-        UsageError: the folder cannot be written, or what `lines` raises.
+        UsageError: the folder cannot be written. Errors of `lines` are passed on.
     """
 
     def __init__(self, path: Path, lines: Callable[[], Iterable[str]]) -> None:
@@ -47,7 +46,7 @@ class GrowingFile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, "".join(f"{line}\n" for line in lines()))
-            # No buffer: what could not be written would be tried again, and fail again, when the file is closed.
+            # No buffer: when the file is closed, a failed write would be repeated, and would fail again.
             self._file: FileIO = path.open("ab", buffering=0)
         except OSError as error:
             raise UsageError(
@@ -56,16 +55,16 @@ class GrowingFile:
             ) from error
 
     def add(self, line: str) -> None:
-        """Writes one line.
+        """Write one line.
 
         Raises:
             TrainerError: the disk is full, or the folder was deleted.
         """
         rest = memoryview(f"{line}\n".encode())
         try:
-            while rest:  # a disk that is nearly full takes a part
+            while rest:  # a nearly full disk accepts only a part
                 rest = rest[self._file.write(rest) :]
-            self._path.stat()  # a file that was deleted takes everything
+            self._path.stat()  # writes to a deleted file succeed
         except OSError as error:
             raise TrainerError(
                 f"{self._path} can no longer be written ({error.strerror}); make room or restore the folder, then start"
@@ -73,5 +72,5 @@ class GrowingFile:
             ) from error
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file; may be called twice."""
         self._file.close()

@@ -1,7 +1,7 @@
-"""Signs of life: each rank keeps one small file in the run's folder that says how far it is and what it does.
+"""Heartbeats: each rank keeps one small file in the run's folder with its step and its current activity.
 
-`ranks/rank-00003.json` is one record of a fixed size, written over in place, so that a beat costs some microseconds. It
-is gone after a good end and stays after a bad one, where others read in it what the rank did last. Imports no torch.
+`ranks/rank-00003.json` is one record of a fixed size, overwritten in place, so a beat costs a few microseconds. A good
+end removes the file. After a failure it stays, and shows the last activity of the rank. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from trainer.observe.records import EndRecord
 
 _FOLDER = "ranks"
 _RECORD_BYTES = 512
-_LONGEST_TEXT = 100  # so that a record always fits, however its letters are escaped
+_LONGEST_TEXT = 100  # a record always fits, even if all its characters are escaped
 
 
 @dataclass(frozen=True)
 class Status:
-    """What one rank wrote last."""
+    """The last record of one rank."""
 
     rank: int
     host: str
     pid: int
-    step: int  # the last optimizer step that it has done
+    step: int  # the last optimizer step that is done
     doing: str
-    time: float  # seconds since the epoch, when it began to do that
+    time: float  # start of the activity, in seconds since the epoch
 
     def __str__(self) -> str:
         return f"after step {self.step}, {self.doing}"
 
 
 def ranks_folder(run_folder: Path) -> Path:
-    """Where the ranks of a run keep their files."""
+    """Return the folder of the files of all ranks."""
     return run_folder / _FOLDER
 
 
 def read_statuses(run_folder: Path) -> dict[int, Status]:
-    """What the ranks of a run wrote last, in order of rank; without those whose file is gone or torn."""
+    """Return the last records of the ranks of a run, in order of rank, without missing and incomplete files."""
     statuses = sorted(_parsed(ranks_folder(run_folder)), key=lambda status: status.rank)
     return {status.rank: status for status in statuses}
 
@@ -58,14 +58,14 @@ def _parsed(folder: Path) -> Iterator[Status]:
 
 
 def forget_statuses(run_folder: Path) -> None:
-    """Removes what ranks of an earlier run have left."""
+    """Remove the files of the ranks of an earlier run."""
     shutil.rmtree(ranks_folder(run_folder), ignore_errors=True)
 
 
 class Heartbeat(Observer):
-    """Writes this rank's file. Every rank has one; it beats from `begin` on.
+    """Observer that writes this rank's file. Every rank has one; it beats from `begin` on.
 
-    A beat that cannot be written, on a full disk say, ends nothing: the file is for the worse day only.
+    A failed write, for example on a full disk, is ignored: the file serves diagnosis only.
     """
 
     def __init__(self, rank: int) -> None:
@@ -77,10 +77,10 @@ class Heartbeat(Observer):
         self._step = 0
 
     def begin(self, run_folder: Path, step: int) -> None:
-        """Makes the file.
+        """Create the file.
 
         Raises:
-            TrainerError: it cannot be written.
+            TrainerError: the file cannot be written.
         """
         self.run_folder = run_folder
         try:
@@ -95,7 +95,7 @@ class Heartbeat(Observer):
 
     @property
     def file(self) -> Path:
-        """Where the record stands."""
+        """The path of this rank's file."""
         assert self.run_folder is not None, "it has not begun"
         return ranks_folder(self.run_folder) / f"rank-{self.rank:05d}.json"
 
@@ -111,11 +111,11 @@ class Heartbeat(Observer):
         self.doing(self._step, f"in an evaluation, {done} of {total} batches done")
 
     def end(self, record: EndRecord) -> None:
-        """Removes the file after a good end."""
+        """Remove the file, except after a failure."""
         if record.outcome != "failed" and self._descriptor is not None:
             with suppress(OSError):
                 self.file.unlink()
-                self.file.parent.rmdir()  # the last one does
+                self.file.parent.rmdir()  # succeeds on the last rank only
 
     def close(self) -> None:
         if self._descriptor is not None:

@@ -1,4 +1,4 @@
-"""The most memory that this rank has used."""
+"""Peak memory of this rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory in bytes since the process started: of tensors on a CUDA device, of the process on any other."""
+    """Return the peak memory in bytes since the process started: of tensors on CUDA, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES

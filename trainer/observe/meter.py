@@ -1,4 +1,4 @@
-"""Rates over a logging interval, and the share of the hardware's peak."""
+"""Rates over a logging interval, and model FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, sequence_length: float) -> float:
     """Return the floating-point operations of the model for one token, forward and backward.
 
-    6 for each parameter (a multiplication and an addition in the forward pass, twice that in the backward pass), and
-    `12 * layers * hidden * sequence` for the attention scores and their weighted sum. Recomputation of activations does
-    not count.
+    Each parameter counts 6: a multiplication and an addition in the forward pass, and twice that in the backward pass.
+    The attention scores and their weighted sum count `12 * layers * hidden * sequence`. Recomputation of activations
+    does not count.
 
     Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
     appendix B.
 
     Args:
-        num_parameters: without the embedding tables, which are looked up and not multiplied.
-        num_layers: transformer layers.
-        hidden_size: heads times the size of a head.
-        sequence_length: tokens that attend to each other.
+        num_parameters: the number of parameters without embedding tables, which are looked up and not multiplied.
+        num_layers: the number of transformer layers.
+        hidden_size: the number of heads times the size of a head.
+        sequence_length: the number of tokens that attend to each other.
     """
     return 6 * num_parameters + 12 * num_layers * hidden_size * sequence_length
 
@@ -40,9 +40,9 @@ class PeakFlops:
     bf16: float | None
 
 
-# The vendor's data sheets, without sparsity: where a sheet gives only the figure "with sparsity", half of it. The first
-# pattern that is found in the device's name counts. Variants with their own figures stand first or are excluded: a
-# slice of a GPU (MIG) and the chips for laptops match nothing.
+# Figures of the vendor's data sheets without sparsity, or half of the figure with sparsity if a sheet has no other. The
+# first pattern in the device's name counts. Variants with other figures come first or are excluded: a GPU slice (MIG)
+# and laptop chips match no pattern.
 _PEAK_FLOPS: tuple[tuple[str, PeakFlops], ...] = (
     (r"\bB200\b", PeakFlops(fp32=75e12, fp16=2250e12, bf16=2250e12)),  # Blackwell data sheet, HGX B200
     (r"\bH200 NVL\b", PeakFlops(fp32=60e12, fp16=835.5e12, bf16=835.5e12)),  # H200 data sheet
@@ -56,7 +56,7 @@ _PEAK_FLOPS: tuple[tuple[str, PeakFlops], ...] = (
     (r"\bA10\b", PeakFlops(fp32=31.2e12, fp16=125e12, bf16=125e12)),  # A10 data sheet
     (r"\bV100-PCIE\b", PeakFlops(fp32=14e12, fp16=112e12, bf16=None)),  # V100 data sheet
     (r"\bV100-SXM2\b", PeakFlops(fp32=15.7e12, fp16=125e12, bf16=None)),
-    # Ada GPU architecture paper, appendix A: FP16 and BF16 with FP32 accumulation, which is what torch asks for.
+    # Ada GPU architecture paper, appendix A: FP16 and BF16 with FP32 accumulation, which torch uses.
     (r"\bRTX 4090$", PeakFlops(fp32=82.6e12, fp16=165.2e12, bf16=165.2e12)),
 )
 
@@ -97,15 +97,15 @@ class Rates:
 
 
 class Meter:
-    """Counts the steps of a logging interval and the seconds that they took.
+    """Counter of the steps of a logging interval and of their seconds.
 
-    The clock runs from one `read` to the next, not from step to step: a GPU works behind the host, which catches up
-    with it only where the interval's loss is read. Read the loss first, then the meter.
+    The clock runs from one `read` to the next, not from step to step: a GPU works asynchronously, and the host waits
+    for it only when it reads the interval's loss. Read the loss first, then the meter.
 
     Args:
-        model: None where the FLOPs of the model are not known.
-        peak_flops: of all ranks together, in FLOP/s; None where it is not known.
-        clock: seconds since some fixed moment.
+        model: the size of the model; None if its FLOPs are unknown.
+        peak_flops: the peak of all ranks together, in FLOP/s; None if it is unknown.
+        clock: returns the seconds since a fixed moment.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Meter:
             self._start += self._clock() - paused_at
 
     def read(self) -> Rates:
-        """Return the rates since the last `read`, with at least one step between."""
+        """Return the rates since the last `read`; at least one step must lie between."""
         assert self._steps, "an interval without steps has no rates"
         seconds = max(self._clock() - self._start, 1e-9)  # a clock may be too coarse for a tiny step
         rates = Rates(
@@ -158,13 +158,13 @@ class Meter:
 
 
 class TimeLeft:
-    """Guesses the seconds until the last step from those since the first, evaluations and checkpoints included."""
+    """Estimate of the seconds until the last step from those since the first, with evaluations and checkpoints."""
 
     def __init__(self, first_step: int, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._first_step, self._total_steps, self._clock = first_step, total_steps, clock
         self._start = clock()
 
     def after(self, step: int) -> float | None:
-        """Seconds left when `step` is done; None before the first step of this process."""
+        """Return the seconds left when `step` is done; None before the first step of this process is done."""
         done = step - self._first_step
         return (self._clock() - self._start) / done * (self._total_steps - step) if done > 0 else None

@@ -1,10 +1,14 @@
-"""`metrics.jsonl`: every number of a run with full precision, so that two runs can be compared.
+"""`metrics.jsonl`: every number of a run with full precision, for the comparison of runs.
 
-One JSON object a line: `{"run": ...}` at each start and resumption, a training line at each logging interval (the
-fields of `StepRecord`, without those that are None), `{"step": ..., "eval": ...}` after each evaluation, and
-`{"step": ..., "bad_step": ...}` for each step that was not taken because it was not finite. Floats are written in the
-shortest form that reads back as the same float64. JSON has no word for what is not finite; here it is the string "NaN",
-"Infinity" or "-Infinity", as in protocol buffers' JSON mapping, so that every line is valid JSON.
+Each line is one JSON object of one of these kinds:
+
+- `{"run": ...}` at each start and resumption;
+- a training line at each logging interval: the fields of `StepRecord` that are not None;
+- `{"step": ..., "eval": ...}` after each evaluation;
+- `{"step": ..., "bad_step": ...}` for each step that was not taken because it was not finite.
+
+Floats have the shortest form that reads back as the same float64. Non-finite numbers are the strings "NaN", "Infinity"
+and "-Infinity", as in protocol buffers' JSON mapping, so every line is valid JSON.
 """
 
 from __future__ import annotations
@@ -25,17 +29,17 @@ METRICS_FILE_NAME = "metrics.jsonl"
 
 
 def step_line(record: StepRecord) -> dict[str, float | str]:
-    """A training line; MFU stays out: it is `tokens_per_second` times constants, and unknown on many devices."""
+    """Return a training line, without MFU: it is `tokens_per_second` times constants, and often unknown."""
     values = asdict(record)
     del values["mfu"]
     return {name: encode_number(value) for name, value in values.items() if value is not None}
 
 
 def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line as text and as object, without a last line that a kill cut short.
+    """Yield each line as text and as object, without an incomplete last line.
 
     Raises:
-        UsageError: any other line is not one of ours.
+        UsageError: another line is not one that `MetricsFile` writes.
     """
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line]
     for number, line in enumerate(lines, start=1):
@@ -54,7 +58,7 @@ def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @dataclass
 class Metrics:
-    """What a `metrics.jsonl` holds, in the order in which it was written."""
+    """The content of a `metrics.jsonl`, in the order of its lines."""
 
     runs: list[dict[str, Any]] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
@@ -63,11 +67,11 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Reads a `metrics.jsonl`, also one that is still being written.
+    """Read a `metrics.jsonl`, even while a run writes it.
 
     Raises:
         UsageError: a line is not one that `MetricsFile` writes.
-        OSError: there is no such file.
+        OSError: the file does not exist.
     """
     metrics = Metrics()
     for line, parsed in _parsed_lines(path):
@@ -95,11 +99,12 @@ def _append(metrics: Metrics, line: dict[str, Any]) -> None:
 
 
 class MetricsFile(Observer):
-    """Appends to `metrics.jsonl` in the run's folder; each line is out of the process before training goes on.
+    """Observer that appends to `metrics.jsonl` in the run's folder.
 
-    Every write may raise a `TrainerError`: the disk is full, or the folder was deleted.
+    Each line leaves the process before training continues. Every write raises `TrainerError` if the disk is full or the
+    folder was deleted.
 
-    A resumed run writes every step after its checkpoint again, so those lines of the file are dropped first; a run from
+    A resumed run repeats every step after its checkpoint, so the old lines of these steps are dropped first. A run from
     the start begins a new file.
     """
 
@@ -107,7 +112,7 @@ class MetricsFile(Observer):
         self._file: GrowingFile | None = None
 
     def start(self, run: RunInfo) -> None:
-        """Opens the file.
+        """Open the file.
 
         Raises:
             UsageError: the folder cannot be written, or the file to resume is not a metrics file.
@@ -139,7 +144,7 @@ class MetricsFile(Observer):
 
 
 def _kept_lines(path: Path, resumed_from: int | None) -> list[str]:
-    """The lines of an earlier part of the same run that stay true; an earlier `run` line always does."""
+    """Return the lines of earlier parts of the run that stay valid: `run` lines, and steps up to `resumed_from`."""
     if resumed_from is None or not path.exists():
         return []
     return [line for line, parsed in _parsed_lines(path) if "run" in parsed or parsed["step"] <= resumed_from]

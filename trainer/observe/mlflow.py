@@ -1,4 +1,4 @@
-"""The run in an MLflow store or at an MLflow server; the only room that imports the package mlflow."""
+"""Tracking of a run with an MLflow store or server; the only module that imports the package mlflow."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from trainer.ranks.environment import forbid_telemetry, mlflow_settings
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-_DEFAULT_EXPERIMENT = "Default"  # of MLflow itself
-_STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}  # the last: to go on later
-_MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # of one request
+_DEFAULT_EXPERIMENT = "Default"  # MLflow's own default
+_STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}  # SCHEDULED: the run continues later
+_MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # maximum numbers of one request
 
 Item = TypeVar("Item")
 
 
 class MLflowService:
-    """A run of MLflow, in `mlflow.db` in the run's folder unless MLFLOW_TRACKING_URI names another place.
+    """A run of MLflow, stored in `mlflow.db` in the run's folder unless MLFLOW_TRACKING_URI names another place.
 
     Raises:
-        UsageError: the package mlflow is not installed. Said at construction, before anything is trained.
+        UsageError: the package mlflow is not installed. The constructor raises it, before training starts.
     """
 
     name = "MLflow"
@@ -41,9 +41,9 @@ class MLflowService:
         self._settings = mlflow_settings()
         with packages_of(self.word):
             import mlflow.tracking
-            import sqlalchemy  # noqa: F401  its local store needs it, and mlflow-skinny does not bring it
+            import sqlalchemy  # noqa: F401  the local store needs it, and mlflow-skinny does not install it
         for logger in ("mlflow", "alembic"):
-            logging.getLogger(logger).setLevel(logging.WARNING)  # each table of a new store is a line else
+            logging.getLogger(logger).setLevel(logging.WARNING)  # otherwise a new store logs a line for each table
         self._mlflow = mlflow
         self._experiment = experiment or self._settings.experiment or _DEFAULT_EXPERIMENT
         self._client: MlflowClient | None = None
@@ -53,7 +53,7 @@ class MLflowService:
 
     def open(self, run: RunInfo, run_id: str | None) -> str:
         self._uri = self._settings.tracking_uri or f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
-        # The client alone: what MLflow does around its global run would record git, user, host and script.
+        # Only the client is used: MLflow's global run would record git, user, host and script.
         self._client = client = self._mlflow.tracking.MlflowClient(self._uri, registry_uri=self._uri)
         if run_id is None:
             self._run_id = client.create_run(self._experiment_id(client), run_name=run.name).info.run_id
@@ -71,10 +71,10 @@ class MLflowService:
         return str(known.experiment_id if known is not None else client.create_experiment(self._experiment))
 
     def _last_steps(self, client: MlflowClient) -> dict[str, int]:
-        """The last step of each metric of an earlier part of this run.
+        """Return the last step of each metric of an earlier part of this run.
 
         Raises:
-            UsageError: the run is not there.
+            UsageError: the run does not exist.
         """
         try:
             names = client.get_run(self._run_id).data.metrics
@@ -96,7 +96,7 @@ class MLflowService:
         return f"run {self._run_id} in {without_secrets(self._uri)}"
 
     def write(self, points: Sequence[Point]) -> None:
-        """Adds points; a step that the store holds already, of before the checkpoint was loaded, stays as it is."""
+        """Write points, except steps that the store already holds from an earlier part of the run."""
         metrics = [
             self._mlflow.entities.Metric(name, value, round(point.time * 1000), point.step)
             for point in points
@@ -106,7 +106,7 @@ class MLflowService:
         assert self._client is not None, "it is opened first"
         for some in _batches(metrics, _MOST_METRICS):
             self._client.log_batch(self._run_id, metrics=some)
-            self._held.update((metric.key, metric.step) for metric in some)  # a later batch may fail, and come again
+            self._held.update((metric.key, metric.step) for metric in some)  # not sent again if a later batch fails
 
     def finish(self, end: EndRecord) -> None:
         assert self._client is not None, "it is opened first"
@@ -115,11 +115,11 @@ class MLflowService:
         self._client.set_terminated(self._run_id, _STATUSES[end.outcome])
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no connection stays open."""
 
 
 def _flat(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Dotted names of the letters that MLflow takes, and values as text."""
+    """Yield dotted names of the characters that MLflow accepts, and values as text."""
     for key, value in dotted_leaves(config).items():
         yield re.sub(r"[^\w.\-/ ]", "_", key), value if isinstance(value, str) else json.dumps(value)
 

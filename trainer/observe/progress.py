@@ -1,4 +1,4 @@
-"""The run as one progress bar on a terminal, drawn by rich."""
+"""Progress bar of a run on a terminal, drawn by rich."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _OUTCOME_STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed":
 
 
 def can_draw(stream: TextIO) -> bool:
-    """Whether the terminal behind `stream` can move its cursor (`TERM=dumb` says that it cannot)."""
+    """Return whether the terminal of `stream` can move its cursor, which `TERM=dumb` denies."""
     return not Console(file=stream).is_dumb_terminal
 
 
 def fold_fields(fields: Sequence[tuple[str, str]], width: int) -> str:
-    """Names and values on as few lines of `width` columns as hold them, none torn apart."""
+    """Return names and values on the fewest lines of `width` columns, without a break inside a pair."""
     lines = [""]
     for name, value in fields:
         field = f"{name} {value}"
@@ -36,9 +36,9 @@ def fold_fields(fields: Sequence[tuple[str, str]], width: int) -> str:
 
 
 class ProgressConsole(Observer):
-    """A bar of the steps with the newest numbers below it; a second bar while an evaluation runs.
+    """Console with a bar of the steps and the newest numbers below it, and a second bar during an evaluation.
 
-    Summaries, evaluations and notes scroll away above it.
+    Summaries, evaluations and notes scroll above the bars.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -97,7 +97,7 @@ class ProgressConsole(Observer):
         self._print(*lines)
 
     def close(self) -> None:
-        """Leaves the bar as it stands and gives the cursor back."""
+        """Leave the bar on the screen and restore the cursor."""
         if self._live is not None:
             self._drop_evaluation()
             self._live.stop()
@@ -112,6 +112,6 @@ class ProgressConsole(Observer):
         return Group(self._bars.get_renderable(), Text(fold_fields(self._fields, self._console.width)))
 
     def _print(self, *lines: str, style: str | None = None) -> None:
-        # Lines are left to the terminal to fold, so that a command that is copied holds no line break.
+        # The terminal wraps long lines, so a copied command holds no line break.
         for line in lines:
             self._console.print(line, style=style, soft_wrap=True)

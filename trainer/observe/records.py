@@ -1,4 +1,4 @@
-"""The values that the training loop passes to observers; they cover all ranks unless stated otherwise."""
+"""Records that the training loop passes to observers; values cover all ranks unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class RunInfo:
     name: str
     folder: Path
     launcher: str
-    device: str  # as the vendor calls it: "NVIDIA H100 80GB HBM3", or "cpu"
+    device: str  # the vendor's name: "NVIDIA H100 80GB HBM3", or "cpu"
     world_size: int
     layout: str
     batch: str
     strategy: str
     precision: str
     parameters: tuple[ParameterGroup, ...]
-    state_bytes: StateBytes  # by formula; activations and buffers come on top
+    state_bytes: StateBytes  # by formula, without activations and buffers
     num_train_rows: int
     num_validation_rows: int | None  # None: the data has no validation split
     majority: MajorityClass | None  # None: not a classification
@@ -56,7 +56,7 @@ class RunInfo:
     versions: Mapping[str, str]  # package -> version
     recipe_hash: str
     recipe: Mapping[str, Any]  # resolved, as JSON values
-    stages: tuple[str, ...] = ()  # of a pipeline: how it runs, and what each stage has
+    stages: tuple[str, ...] = ()  # of a pipeline: lines on its schedule and on each stage
     resumed_from: int | None = None  # the last step that the loaded checkpoint holds
 
 
@@ -64,8 +64,8 @@ class RunInfo:
 class StepRecord:
     """One optimizer step, made at every logging interval.
 
-    `loss`, `grad_norm` and `learning_rate` are of this step; the seconds and rates are means over the steps since the
-    record before, without the time of evaluations and checkpoints.
+    `loss`, `grad_norm` and `learning_rate` are values of this step. Seconds and rates are means over the steps since
+    the last record, without the time of evaluations and checkpoints.
     """
 
     step: int  # the first step is 1
@@ -74,7 +74,7 @@ class StepRecord:
     grad_norm: float  # before clipping
     learning_rate: float
     samples: int  # consumed since the start of the training, resumed parts included
-    tokens: int | None = field(default=None, kw_only=True)  # likewise, without padding; None: rows have none
+    tokens: int | None = field(default=None, kw_only=True)  # consumed, without padding; None: rows have none
     step_seconds: float
     samples_per_second: float
     tokens_per_second: float | None = field(default=None, kw_only=True)

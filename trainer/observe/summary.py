@@ -1,4 +1,4 @@
-"""The words and numbers that a user reads: every line of the terminal is composed here, none is printed here."""
+"""Texts for the user: this module composes every line of the terminal, and prints none."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import asdict
 from trainer.observe.records import EndRecord, EvaluationRecord, ParameterGroup, RunInfo, StepRecord
 
 _LABEL_WIDTH = 12
-_TEXT_WIDTH = 80  # of summaries; the classic terminal, and what a README shows without a scroll bar
+_TEXT_WIDTH = 80  # of summaries: the width of a classic terminal, which a README shows without a scroll bar
 
 
 def format_decimal(value: float) -> str:
-    """Four decimals, or a power of ten where these would hide the number or grow too long."""
+    """Format with four decimals, or with a power of ten if the number is too small or too large for these."""
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """In binary units: 1536 is "1.5 KiB"."""
+    """Format in binary units: 1536 is "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -27,7 +27,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_rate(value: float) -> str:
-    """Three significant digits: 0.0123, 8.12, 812, 33.1k, 1.20M."""
+    """Format with three significant digits: 0.0123, 8.12, 812, 33.1k, 1.20M."""
     for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor * 0.9995:
             return f"{value / factor:#.3g}".rstrip(".") + suffix
@@ -35,14 +35,14 @@ def format_rate(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Hours, minutes and seconds: 0:01:12."""
+    """Format as hours, minutes and seconds: 0:01:12."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"
 
 
 def _row(label: str, text: str) -> list[str]:
-    """A label and its text, folded at words below itself."""
+    """Return a label and its text, wrapped between words with a hanging indent."""
     return textwrap.wrap(
         text,
         _TEXT_WIDTH,
@@ -77,14 +77,14 @@ def _data_text(run: RunInfo) -> str:
     if run.num_validation_rows is not None:
         text += f", {run.num_validation_rows:,} validation rows"
     if run.majority is not None:
-        # As JSON, because a label comes from the data: its control characters must not reach the terminal.
+        # Labels come from the data; JSON escapes their control characters, which must not reach the terminal.
         label = json.dumps(run.majority.label, ensure_ascii=False)
         text += f"; majority class {label}: {format_decimal(run.majority.share)}"
     return text
 
 
 def start_summary(run: RunInfo) -> list[str]:
-    """What is about to be trained, on what, and how it is cut."""
+    """Return the lines on the model, data, layout and devices of a run that starts."""
     ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
     steps = f"{run.total_steps:,}, of which {run.steps_per_epoch:,} make an epoch"
     if run.resumed_from is not None:
@@ -104,7 +104,7 @@ def start_summary(run: RunInfo) -> list[str]:
 
 
 def step_fields(record: StepRecord, seconds_left: float | None) -> list[tuple[str, str]]:
-    """Names and values of what is shown of a step, most wanted first."""
+    """Return the displayed names and values of a step, the most important first."""
     fields = [
         ("epoch", f"{record.epoch:.2f}"),
         ("loss", format_decimal(record.loss)),
@@ -126,12 +126,12 @@ def step_fields(record: StepRecord, seconds_left: float | None) -> list[tuple[st
     return fields
 
 
-# Widths that hold the usual values, so that lines below each other stay aligned.
+# Widths of usual values, which keep consecutive lines aligned.
 _FIELD_WIDTHS = {"loss": 6, "grad_norm": 7, "samples/s": 5, "tokens/s": 5, "mfu": 5, "memory": 9}
 
 
 def step_line(record: StepRecord, total_steps: int, seconds_left: float | None) -> str:
-    """A step as one line of names and values, to read and to grep."""
+    """Return a step as one line of names and values, for readers and for grep."""
     step = f"step {record.step:>{len(str(total_steps))}}/{total_steps}"
     fields = [f"{name} {value:<{_FIELD_WIDTHS.get(name, 0)}}" for name, value in step_fields(record, seconds_left)]
     return "  ".join([step, *fields]).rstrip()
@@ -152,7 +152,7 @@ def _best_text(record: EndRecord, run: RunInfo | None) -> str:
 
 
 def end_summary(record: EndRecord, run: RunInfo | None) -> list[str]:
-    """How the run ended and how to go on; `run` is None where it never started."""
+    """Return the lines on the outcome of a run and its resumption; `run` is None if it never started."""
     steps = "1 step" if record.step == 1 else f"{record.step} steps"
     title = f"{record.outcome} after {steps} in {format_seconds(record.seconds)}, exit code {record.exit_code}"
     lines = [title, *(f"  {line}" for line in (record.message or "").splitlines())]
@@ -163,5 +163,5 @@ def end_summary(record: EndRecord, run: RunInfo | None) -> list[str]:
     lines += _row("folder", str(record.folder))
     if record.model_folder is not None:
         lines += _row("model", str(record.model_folder))
-    # Never folded: it is there to be pasted.
+    # Never wrapped: users paste this line.
     return [*lines, f"  {'resume':<{_LABEL_WIDTH}}{record.resume_command}"]

@@ -1,4 +1,4 @@
-"""The run as TensorBoard events; the only room that imports the package tensorboard."""
+"""TensorBoard events of a run; the only module that imports the package tensorboard."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Observer):
-    """Writes scalars by step into `tensorboard/` in the run's folder: `train/loss`, `eval/accuracy` and so on.
+    """Observer that writes scalars by step to `tensorboard/` in the run's folder, such as `train/loss`.
 
     Raises:
-        UsageError: the package tensorboard is not installed. Said at construction, before anything is trained.
+        UsageError: the package tensorboard is not installed. The constructor raises it, before training starts.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class TensorBoard(Observer):
         self._writer_class = SummaryWriter
         self._writer: SummaryWriter | None = None
         self._folder = Path("tensorboard")
-        self._is_broken = False  # an error that was told is not told again
+        self._is_broken = False  # an error is reported once
         self._loudly = threading.excepthook
 
     def start(self, run: RunInfo) -> None:
-        """Opens a new event file, which hides the points of earlier files that this run writes again."""
+        """Open a new event file, which hides the points of earlier files that this run repeats."""
         first_step = 0 if run.resumed_from is None else run.resumed_from + 1
         self._folder = run.folder / "tensorboard"
         threading.excepthook = self._quietly
@@ -66,19 +66,19 @@ class TensorBoard(Observer):
 
     def close(self) -> None:
         threading.excepthook = self._loudly
-        writer, self._writer = self._writer, None  # one that could not be closed is not closed again
+        writer, self._writer = self._writer, None  # a failed close is not repeated
         if writer is not None:
             with suppress(TrainerError) if self._is_broken else nullcontext(), self._writing():
                 writer.close()
 
     def _quietly(self, error: threading.ExceptHookArgs) -> None:
-        """Shows no traceback of the writer's thread, whose error is raised where the next event is given to it."""
+        """Hide tracebacks of the writer's thread: the next event raises its error."""
         if type(error.thread).__name__ != "_AsyncWriterThread":
             self._loudly(error)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Inside, what the writer's thread could not write is the user's to mend."""
+        """Convert an `OSError` inside this context to a `TrainerError` with a remedy."""
         try:
             yield
         except OSError as error:

@@ -1,7 +1,7 @@
-"""What every experiment tracker has in common: a run that goes on, a thread of its own, errors that end no training.
+"""The common part of experiment trackers: resumed runs, a separate thread, and errors that do not end the training.
 
-A tracker is a `Service` behind a `Tracker`. The service speaks to one library and may be slow or fail; the tracker is
-the observer, which hands it what happened and never waits for it while the training runs.
+A tracker is an observer, `Tracker`, with a `Service`. The service calls one library and may be slow or fail. The
+`Tracker` passes records to it and never waits for it during training.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRe
 IDS_FILE_NAME = "tracking.json"
 
 END_SECONDS = 15.0
-_LAST_WORDS_SECONDS = 5.0  # two services in turn end within what ranks get that are asked to stop
-"""What a tracker gets at the end of a run to send what is left; a batch system that stops a run allows little more."""
+_LAST_WORDS_SECONDS = 5.0  # two services in turn end within the time limit of ranks that must stop
+"""Time limits for remaining points at the end of a run; a batch system that stops a run allows little more."""
 
 _RETRY_SECONDS = 30.0
-_MOST_POINTS = 100_000  # that wait for a service which is away: some tens of megabytes
+_MOST_POINTS = 100_000  # maximum in the queue of an unreachable service: some tens of megabytes
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 @dataclass(frozen=True)
 class Point:
-    """Numbers of one step, named as in `metrics.jsonl` with `train/` or `eval/` before."""
+    """Values of one step, with names as in `metrics.jsonl` and the prefix `train/` or `eval/`."""
 
     step: int
     values: Mapping[str, float]
@@ -44,40 +44,41 @@ class Point:
 
 
 class Service(Protocol):
-    """One library's way to a tracking server or a local store. Methods may raise anything and take their time."""
+    """Access to a tracking server or a local store with one library. Methods may raise any error and may be slow."""
 
-    name: str  # as its makers write it
-    word: str  # in `logging.to`
+    name: str  # the official name
+    word: str  # its value in `logging.to`
 
     def open(self, run: RunInfo, run_id: str | None) -> str:
-        """Begins a tracked run, or goes on with `run_id`; gives its id.
+        """Start a tracked run, or resume `run_id`; return its id.
 
         Raises:
-            UsageError: there is no login, or `run_id` is not known.
+            UsageError: there is no login, or `run_id` is unknown.
         """
 
     def place(self) -> str:
-        """Where the run can be looked at, in words; without any secret."""
+        """Return a description of the place of the tracked run, without secrets."""
 
     def write(self, points: Sequence[Point]) -> None:
-        """Adds points in order of their steps; called again with the same ones where it raised."""
+        """Write points in order of their steps; after an error, it is called again with the same points."""
 
     def finish(self, end: EndRecord) -> None:
-        """Says how the run ended, and waits at most `END_SECONDS` until everything is sent."""
+        """Write the outcome of the run, and wait at most `END_SECONDS` until all data is sent."""
 
     def close(self) -> None:
-        """Ends every process and connection of the library; may be called twice, and without `finish`."""
+        """End all processes and connections of the library; may be called twice, and without `finish`."""
 
 
 class Tracker(Observer):
-    """Tells one service what happens.
+    """Observer that passes records to one service.
 
-    Before the first step a service that cannot be used is an error. From then on the service runs in a thread: what it
-    cannot take waits and is tried again, with one note, and the training goes on.
+    Before the first step, an unusable service is an error. After that, the service runs in a thread. Failed points are
+    queued and written again, the user gets one note, and the training continues.
 
     Args:
-        service: that keeps the run.
+        service: the service that stores the run.
         tell: shows a note to the user.
+        retry_seconds: the maximum time between two attempts to write.
     """
 
     def __init__(self, service: Service, tell: Callable[[str], None], retry_seconds: float = _RETRY_SECONDS) -> None:
@@ -90,10 +91,10 @@ class Tracker(Observer):
         self._has_complained = False
 
     def start(self, run: RunInfo) -> None:
-        """Opens the service, with the run that an earlier part of this run began.
+        """Open the service, with the tracked run of an earlier part of this run.
 
         Raises:
-            UsageError: it cannot be used, or the file of ids is damaged.
+            UsageError: the service cannot be used, or the file of ids is damaged.
         """
         ids = _read_ids(run.folder / IDS_FILE_NAME)
         known = ids.get(self._service.word) if run.resumed_from is not None else None
@@ -122,7 +123,7 @@ class Tracker(Observer):
         self._put("eval", record.step, record.metrics)
 
     def end(self, record: EndRecord) -> None:
-        """Waits a little for what is left; says what did not arrive."""
+        """Wait a limited time for remaining points, and report missing ones."""
         if self._thread.is_alive():
             self._inbox.put(record)
             self._thread.join(END_SECONDS + _LAST_WORDS_SECONDS)
@@ -132,7 +133,7 @@ class Tracker(Observer):
 
     def close(self) -> None:
         if not self._thread.is_alive():
-            with suppress(Exception):  # what the service lacks was said
+            with suppress(Exception):  # missing points are already reported
                 self._service.close()
 
     def _put(self, group: str, step: int, values: Mapping[str, float | None]) -> None:
@@ -144,7 +145,7 @@ class Tracker(Observer):
             self._tell(self._notes.get())
 
     def _work(self) -> None:
-        """The thread's life: until the end of the run, or of the process."""
+        """Run the thread until the end of the run or of the process."""
         end: EndRecord | None = None
         while end is None:
             end = self._receive()
@@ -153,14 +154,14 @@ class Tracker(Observer):
             lost = len(self._waiting) + self._num_lost
             self._notes.put(f"{self._service.name} lacks {lost:,} points of this run, which are in `metrics.jsonl`")
         if self._waiting:
-            return  # what takes no points takes no end
+            return  # a service that rejects points rejects the end too
         try:
             self._service.finish(end)
         except Exception as error:  # a library may raise anything
             self._notes.put(f"{self._service.name} may lack the end of this run ({_one_line(error)})")
 
     def _receive(self) -> EndRecord | None:
-        """Waits for what is next, and takes all that is there; gives the end of the run, if it has come."""
+        """Wait for the next item, and take all items of the queue; return the end of the run if it is among them."""
         try:
             item = self._inbox.get(timeout=self._retry_seconds if self._waiting else None)
             while isinstance(item, Point):
@@ -191,7 +192,7 @@ class Tracker(Observer):
 
 
 def tracked_config(run: RunInfo) -> dict[str, Any]:
-    """What a service shows as the configuration of a run: the resolved recipe, and below `run` how it is spread."""
+    """Return the configuration of a run for a service: the resolved recipe, and facts of the run under `run`."""
     facts = (
         "layout",
         "batch",
@@ -208,15 +209,15 @@ def tracked_config(run: RunInfo) -> dict[str, Any]:
 
 
 def best_values(end: EndRecord) -> dict[str, float]:
-    """The best evaluation, for a service's summary; empty where there was none."""
+    """Return the best evaluation for a service's summary; empty if there is none."""
     return {f"best/{end.best.name}": end.best.value, "best/step": end.best.step} if end.best is not None else {}
 
 
 def _read_ids(path: Path) -> dict[str, str]:
-    """The ids of tracked runs, by the service's word; empty where there is no file.
+    """Return the ids of tracked runs by the `word` of the service; empty if the file does not exist.
 
     Raises:
-        UsageError: the file is not one of ours.
+        UsageError: the file is not one that `Tracker` writes.
     """
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))
@@ -232,6 +233,6 @@ def _read_ids(path: Path) -> dict[str, str]:
 
 
 def _one_line(error: Exception) -> str:
-    """The beginning of what a library says, without the user and password that a URL may hold."""
+    """Return the start of a library's message on one line, without the user and password of a URL."""
     text = without_secrets(" ".join(str(error).split()) or type(error).__name__)
     return text if len(text) <= 200 else f"{text[:200]} ..."

@@ -1,4 +1,4 @@
-"""The run at Weights & Biases, or in a folder to send there later; the only room that imports the package wandb."""
+"""Tracking of a run with Weights & Biases, online or offline; the only module that imports the package wandb."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _START_SECONDS = 30.0
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    """The library's settings: it records what it is given, and collects nothing by itself."""
+    """Return settings under which the library records its input only, and collects no other data."""
     return {
         "host": "",  # the machine's name
         "console": "off",  # the run's output
@@ -40,13 +40,12 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 class WandbService:
-    """A run of W&B; its files lie in `wandb/` in the run's folder.
+    """A run of W&B, with its files in `wandb/` in the run's folder.
 
-    Offline (`WANDB_MODE=offline`), each part of a run that was stopped and goes on is a folder of its own with the same
-    run's id.
+    Offline (`WANDB_MODE=offline`), each part of a resumed run has its own folder with the same run id.
 
     Raises:
-        UsageError: the package wandb is not installed. Said at construction, before anything is trained.
+        UsageError: the package wandb is not installed. The constructor raises it, before training starts.
     """
 
     name = "W&B"
@@ -76,7 +75,7 @@ class WandbService:
             resume="allow" if run_id is not None and is_online else None,
             dir=run.folder,
             config=tracked_config(run),
-            allow_val_change=True,  # of a run that goes on with another layout
+            allow_val_change=True,  # a resumed run may have another layout
             settings=self._wandb.Settings(**settings()),
         )
         self._first_step = self._run.starting_step
@@ -92,7 +91,7 @@ class WandbService:
         return self._run.url or f"run {self._run.id}"
 
     def write(self, points: Sequence[Point]) -> None:
-        """Adds points; a step that the service holds already, of before the checkpoint was loaded, stays as it is."""
+        """Write points, except steps that the service already holds from an earlier part of the run."""
         assert self._run is not None, "it is opened first"
         for point in points:
             if point.step >= self._first_step:
@@ -102,9 +101,9 @@ class WandbService:
         assert self._run is not None, "it is opened first"
         self._run.summary.update({"outcome": end.outcome, **best_values(end)})
         if end.outcome == "stopped":
-            self._run.mark_preempting()  # with an exit code other than 0: preempted, so that it may go on
+            self._run.mark_preempting()  # with a non-zero exit code: preempted, so it can be resumed
         self._run.finish(exit_code=end.exit_code)
 
     def close(self) -> None:
-        """Ends the library's own process, `wandb-core`."""
+        """End the library's own process, `wandb-core`."""
         self._wandb.teardown()

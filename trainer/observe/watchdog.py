@@ -1,7 +1,7 @@
-"""Detects a stalled run, reports the position of every rank, and ends the run.
+"""Watchdog, which detects a stalled run, reports the position of every rank, and ends the run.
 
-A collective with a missing rank waits without a message, so a thread on each rank watches the heartbeats. After a stall
-each rank writes its stacks beside its status file, the lowest rank with stacks reports all, and all ranks exit.
+A collective with a missing rank waits without a message, so a thread on each rank watches the heartbeats. After a
+stall, each rank writes its stacks beside its status file. The lowest rank with stacks reports all, and all ranks exit.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _NO_ANSWER = "no answer: it is stopped or its machine is gone"
 
 
 class Watchdog(Observer):
-    """Ends this process if no rank makes progress; one slow rank is not enough.
+    """Observer that ends this process if no rank makes progress; one slow rank is not enough.
 
     Args:
         heartbeat: the heartbeat of this rank.
         timeout_seconds: the time without progress of any rank.
-        error_file: the file of this rank's error, read by our own agent; None for standard error.
+        error_file: the file of this rank's error, which `trainer run` reads; None: standard error.
         tell: shows the outcome of the run, given the reason.
     """
 

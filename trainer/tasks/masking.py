@@ -17,7 +17,7 @@ _REPLACED, _DRAWN = 0.8, 0.1  # shares of chosen tokens that become the mask tok
 
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """Random masking: 80 % of the chosen tokens become the mask token, 10 % a random token, 10 % stay unchanged.
+    """Masking of tokens: 80 % of the chosen tokens become the mask token, 10 % a random token, 10 % stay unchanged.
 
     The masking has no state and no random generator. Every rank, worker, microbatch and resumed run therefore masks
     the same tokens. Special tokens, which include padding, are neither chosen nor drawn as random tokens.

@@ -71,7 +71,7 @@ def _correlation(function: Callable[..., Any], predictions: Values, labels: Valu
     if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
         return 0.0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of nearly constant input, which early predictions are; the value is valid
+        warnings.simplefilter("ignore")  # scipy warns of nearly constant predictions; the value is valid
         return float(function(predictions.astype(np.float64), labels.astype(np.float64)).statistic)
 
 

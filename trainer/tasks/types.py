@@ -1,4 +1,4 @@
-"""Types of task arguments; the libraries that define them are imported for type checking only."""
+"""Types of task arguments; `datasets`, Pillow and transformers are imported for type checking only."""
 
 from __future__ import annotations
 
