@@ -23,7 +23,7 @@ from trainer.observe.observer import Observers
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
-from trainer.training.loop import Batches, Loop
+from trainer.training.loop import Loop
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 
 
@@ -96,6 +96,22 @@ class _Flat:
                 yield {**microbatch.inputs, "labels": microbatch.labels}
 
 
+class _Counted:
+    """Batches with the length that the loop asks for."""
+
+    def __init__(self, batches: Iterable[RankBatch], number: int) -> None:
+        self._batches, self._number = batches, number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        return iter(self._batches)
+
+    def row_ids(self, step: int) -> tuple[int, ...]:
+        return ()
+
+
 class _SavesNothing:
     """A saver that saves nothing, because the other contestants do not save."""
 
@@ -112,7 +128,7 @@ class _SavesNothing:
         pass
 
 
-def ours(setting: Setting, batches: Batches) -> None:
+def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
     """Train with the loop and engine of `trainer`, and with the observers of a default run on rank 0."""
     recipe, mesh, task = setting.recipe, setting.mesh, setting.task
     built = setting.model()
@@ -126,7 +142,7 @@ def ours(setting: Setting, batches: Batches) -> None:
         Loop(
             recipe=recipe,
             engine=engine,
-            loader=batches,
+            loader=_Counted(batches, setting.total_steps),
             evaluator=None,
             mesh=mesh,
             observers=observers,
