@@ -92,7 +92,7 @@ def test_a_file_system_without_locks_gives_a_note(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(TrainerError, match="cannot be locked"):
+    with pytest.raises(TrainerError, match="must be a folder that can be written"):
         FolderOwner(tmp_path / "file").take()
 
 

@@ -69,7 +69,7 @@ def test_layers_are_found_over_the_stages(pretrained):
 
 
 def test_tensor_ranks_are_refused(pretrained):
-    with pytest.raises(UsageError, match=r"`parallel.tensor` must be 1 for a model of the family resnet"):
+    with pytest.raises(UsageError, match=r"`parallel.tensor` must be 1: .* does not support the family resnet"):
         split_model(build(pretrained).model, None)
 
 

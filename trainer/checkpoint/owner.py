@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from trainer.base.errors import TrainerError
+from trainer.base.errors import TrainerError, UsageError
 
 OWNER_FILE = ".owner.json"
 WAIT_SECONDS = 15.0
@@ -46,7 +46,8 @@ class FolderOwner:
             A note if the file system has no locks, which leaves the folder unprotected; else None.
 
         Raises:
-            TrainerError: another process holds the lock, or the folder cannot be written.
+            TrainerError: another process holds the lock.
+            UsageError: the folder cannot be written.
         """
         end = time.monotonic() + self._wait_seconds
         try:
@@ -64,9 +65,9 @@ class FolderOwner:
                     f"the file system of {self._file.parent} has no locks ({error.strerror}):"
                     " do not start a second run in this folder"
                 )
-            raise TrainerError(
-                f"`checkpoint.folder` {self._file.parent} cannot be locked ({error.strerror});"
-                " make it writable or choose another"
+            raise UsageError(
+                f"`checkpoint.folder` must be a folder that can be written, but {self._file.parent} is not"
+                f" ({error.strerror}); change its permissions or choose another"
             ) from error
         return None
 
