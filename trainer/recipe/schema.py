@@ -143,8 +143,8 @@ class ClassificationKeys(Section):
     label: str = Field("label", description="The column that holds the class: a name, or an integer from 0.")
     labels: Annotated[list[str], Field(min_length=2)] | None = Field(
         None,
-        description="The class names in order; null: the names in the training split, sorted or as the data set"
-        " declares.",
+        description="The class names in order; null: the names in the training split, in the order of a fine-tuned"
+        " checkpoint that has the same names, else sorted or as the data set declares.",
     )
     metrics: list[Literal["accuracy", "f1", "f1_macro", "matthews"]] = Field(
         default=["accuracy"],
@@ -210,7 +210,9 @@ class Model(Section):
         None, description="A name on the hub, or a folder; null: the tokenizer of the model."
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None, description="All dropout probabilities of the model; null: those of the model's configuration."
+        None,
+        description="All dropout probabilities of the model; 0 turns off stochastic depth too; null: those of the"
+        " model's configuration.",
     )
 
 
