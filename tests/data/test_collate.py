@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trainer.base.errors import UsageError
+from trainer.data.cache import EntryWriter, open_entry
 from trainer.data.collate import Normalisation, Padding, collate
 from trainer.data.split import EncodedSplit
 
@@ -43,12 +44,29 @@ def test_pads_to_a_multiple():
     assert batch.inputs["attention_mask"].sum(1).tolist() == [3, 9]
 
 
-@pytest.mark.parametrize(("width", "padded"), [(1, 4), (4, 4), (5, 8)])
-def test_pads_to_at_least_a_width(width, padded):
+@pytest.mark.parametrize(("longest", "padded"), [(1, 4), (4, 4), (5, 8)])
+def test_pads_to_the_width_of_other_rows(longest, padded):
     padding = Padding(token_id=0, multiple_of=4)
-    batch = collate(split_of([3, 1]), np.array([0, 1]), padding, places=np.arange(2), width=width)
+    rows, widest = np.array([0, 1]), np.array([0, 1, 2])
+    batch = collate(split_of([3, 1, longest]), rows, padding, places=np.arange(2), as_wide_as=widest)
     assert batch.inputs["input_ids"].shape == (2, padded)
     assert batch.inputs["attention_mask"].sum(1).tolist() == [3, 1]
+
+
+def test_rows_of_several_texts_and_ragged_columns_are_padded(tmp_path):
+    with EntryWriter(tmp_path / "entry", own_lengths=("labels",)) as writer:
+        writer.add({"input_ids": [[[1, 2, 3], [4]], [[5], [6, 7]]], "labels": [[8], [9, 10, 11]], "cut": [False, True]})
+        writer.add({"input_ids": [[[12], [13]]], "labels": [[]], "cut": [False]})
+    split = open_entry(tmp_path / "entry", verify=True)
+    assert (len(split), split.texts_per_row, split.lengths.tolist(), split.num_cut) == (3, 2, [3, 2, 1], 1)
+    assert [split.num_tokens(np.array([row])) for row in range(3)] == [4 + 1, 3 + 3, 2]
+    batch = collate(split, np.array([1, 2]), PADDING, places=np.array([5, 6]))
+    assert batch.inputs["input_ids"].tolist() == [[[5, 9], [6, 7]], [[12, 9], [13, 9]]]  # padding is 9
+    assert batch.inputs["attention_mask"].tolist() == [[[1, 0], [1, 1]], [[1, 0], [1, 0]]]
+    assert batch.labels.tolist() == [[9, 10, 11], [-100, -100, -100]]
+    assert batch.text_rows.tolist() == [10, 11, 12, 13]
+    wide = collate(split, np.array([2]), PADDING, places=np.array([0]), as_wide_as=np.array([0, 1, 2]))
+    assert (wide.inputs["input_ids"].shape, wide.labels.shape) == ((1, 2, 3), (1, 3))
 
 
 def test_labels_of_padding_are_ignored():
@@ -73,7 +91,7 @@ def test_images_are_normalised_by_channel():
         np.zeros(3, np.int64), {}, {"labels": np.array([4, 5])}, "hash", arrays={"pixel_values": images}
     )
     batching = Normalisation(1 / 255, mean=(0.5, 0.4, 0.3), std=(0.1, 0.2, 0.4))
-    batch = collate(split, np.array([1, 0, 1]), batching, places=np.array([7, 8, 9]), width=5)  # which is of texts
+    batch = collate(split, np.array([1, 0, 1]), batching, places=np.array([7, 8, 9]))
     assert batch.inputs.keys() == {"pixel_values"}
     pixels = batch.inputs["pixel_values"]
     assert (pixels.dtype, pixels.shape) == (torch.float32, (3, 3, 2, 2))

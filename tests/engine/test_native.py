@@ -21,6 +21,7 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.engine.engine import MODEL_PREFIX
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.tasks.task import TaskDefaults
 
 
 def tiny(**sections: Any) -> TinyTraining:
@@ -340,7 +341,7 @@ def train_with_an_unused_parameter() -> str:
     return "no error"
 
 
-class TokenTask:
+class TokenTask(TaskDefaults):
     """Labels that can be ignored (-100), as token tasks have: each row's class, unless it is ignored."""
 
     rows_are_labels = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,9 +21,9 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from trainer.base.errors import UsageError
-from trainer.data.split import EncodedSplit
+from trainer.data.split import EncodedSplit, Ragged
 
-ENTRY_VERSION = 2  # version of the file format, part of the key of an entry
+ENTRY_VERSION = 3  # version of the file format, part of the key of an entry
 
 _META = "meta.json"
 _OFFSETS = "offsets"
@@ -43,14 +43,18 @@ class EntryWriter:
     Args:
         folder: the place of the entry, which must not exist. The writer removes the parts of an earlier writer that
             was killed, so the caller must hold the entry's lock.
+        own_lengths: the names of columns with lengths of their own.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, own_lengths: Sequence[str] = ()) -> None:
         self._folder = folder
+        self._own_lengths = own_lengths
+        self._texts_per_row = 1
         self._partial = folder.with_name(f"{folder.name}.partial")
         self._arrays: dict[str, _ArrayFile] = {}
         self._num_cut = 0
         self._num_tokens = 0
+        self._num_ragged: dict[str, int] = {}
 
     def __enter__(self) -> EntryWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -62,8 +66,19 @@ class EntryWriter:
         """Append rows in the form that a task's `encode` or `encode_images` returns."""
         columns = dict(features)
         self._num_cut += sum(columns.pop("cut", ()))
+        for name in self._own_lengths:
+            if name in columns:  # rows to predict have no labels
+                self._append_ragged(name, columns.pop(name))
+        if "input_ids" in columns and columns["input_ids"] and isinstance(columns["input_ids"][0][0], list):
+            self._texts_per_row = len(columns["input_ids"][0])
+            for name, values in columns.items():
+                if isinstance(values[0], list) and isinstance(values[0][0], list):
+                    assert all(len(row) == self._texts_per_row for row in values), "rows have one number of texts"
+                    columns[name] = list(chain.from_iterable(values))
         # Rows without tokens have length 0.
-        token_ids = columns["input_ids"] if "input_ids" in columns else [()] * len(columns["labels"])
+        token_ids = (
+            columns["input_ids"] if "input_ids" in columns else [()] * len(columns[next(iter(columns), "labels")])
+        )
         lengths = np.array([len(ids) for ids in token_ids], np.int64)
         self._append(_OFFSETS, "offsets", self._num_tokens + np.cumsum(lengths))
         num_tokens = int(lengths.sum())
@@ -87,9 +102,24 @@ class EntryWriter:
         if error is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
             return
-        meta = {"num_cut": self._num_cut, "content_hash": _digest(arrays), "arrays": arrays}
+        meta = {
+            "num_cut": self._num_cut,
+            "texts_per_row": self._texts_per_row,
+            "content_hash": _digest(arrays),
+            "arrays": arrays,
+        }
         (self._partial / _META).write_text(json.dumps(meta, indent=1))
         self._partial.rename(self._folder)
+
+    def _append_ragged(self, name: str, values: Sequence[Sequence[int]]) -> None:
+        lengths = np.array([len(row) for row in values], np.int64)
+        ends = f"{_OFFSETS}.{name}"
+        if name not in self._arrays:
+            self._append(ends, "ragged_offsets", np.zeros(1, np.int64))
+            self._num_ragged[name] = 0
+        self._append(ends, "ragged_offsets", self._num_ragged[name] + np.cumsum(lengths))
+        self._append(name, "ragged", np.fromiter(chain.from_iterable(values), np.int32))
+        self._num_ragged[name] += int(lengths.sum())
 
     def _append(self, name: str, role: str, values: NDArray[Any]) -> None:
         if name not in self._arrays:
@@ -147,7 +177,7 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
             raise CorruptEntryError(f"{folder / _META} was changed")
         columns = {
             role: {name: arrays[name] for name, array in meta["arrays"].items() if array["role"] == role}
-            for role in ("tokens", "scalars", "arrays")
+            for role in ("tokens", "scalars", "arrays", "ragged")
         }
         return EncodedSplit(
             arrays[_OFFSETS],
@@ -157,12 +187,16 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
             meta["num_cut"],
             partial(open_entry, folder),
             columns["arrays"],
+            {name: Ragged(arrays[f"{_OFFSETS}.{name}"], values) for name, values in columns["ragged"].items()},
+            meta["texts_per_row"],
         )
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CorruptEntryError(f"{folder}: {error}") from error
 
 
-def open_or_write(cache: Path, key: str, write: Callable[[EntryWriter], None]) -> EncodedSplit:
+def open_or_write(
+    cache: Path, key: str, write: Callable[[EntryWriter], None], own_lengths: Sequence[str] = ()
+) -> EncodedSplit:
     """Return the entry `key` of a cache; write it first if it is missing or damaged.
 
     Any number of processes may call this function at once: one writes the entry, and the others wait.
@@ -171,6 +205,7 @@ def open_or_write(cache: Path, key: str, write: Callable[[EntryWriter], None]) -
         cache: the folder of the cache, which is created if it is missing.
         key: the key of the entry, which covers everything that determines its content.
         write: adds the rows of the entry to a writer.
+        own_lengths: the names of columns with lengths of their own.
 
     Raises:
         UsageError: the cache cannot be written.
@@ -183,7 +218,7 @@ def open_or_write(cache: Path, key: str, write: Callable[[EntryWriter], None]) -
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
-            return _open_or_write(folder, write)
+            return _open_or_write(folder, write, own_lengths)
     except OSError as error:
         raise UsageError(
             f"`data.cache` must be a folder that can be written, but prepared data cannot be kept in `{cache}`:"
@@ -191,14 +226,14 @@ def open_or_write(cache: Path, key: str, write: Callable[[EntryWriter], None]) -
         ) from error
 
 
-def _open_or_write(folder: Path, write: Callable[[EntryWriter], None]) -> EncodedSplit:
+def _open_or_write(folder: Path, write: Callable[[EntryWriter], None], own_lengths: Sequence[str]) -> EncodedSplit:
     try:
         return open_entry(folder, verify=True)
     except FileNotFoundError:
         pass
     except CorruptEntryError:
         shutil.rmtree(folder)
-    with EntryWriter(folder) as writer:
+    with EntryWriter(folder, own_lengths) as writer:
         write(writer)
     return open_entry(folder)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.base.errors import UsageError
@@ -27,13 +28,15 @@ class TokenMasking(Protocol):
 class Batching(Protocol):
     """Conversion of rows to the input tensors of a microbatch."""
 
-    def inputs(self, split: EncodedSplit, row_ids: IndexArray, width: int = 0) -> dict[str, Tensor]:
+    def inputs(
+        self, split: EncodedSplit, row_ids: IndexArray, as_wide_as: IndexArray | None = None
+    ) -> dict[str, Tensor]:
         """Return the columns of the rows that are not scalars, each of shape `[batch, ...]`.
 
         Args:
             split: the prepared split.
             row_ids: the indices of the rows, of shape `[batch]`.
-            width: the minimum length of padded rows; ignored for rows of equal size.
+            as_wide_as: the rows that decide the length of padded rows; None: `row_ids`.
         """
         ...
 
@@ -65,18 +68,31 @@ class Padding:
         fills = {"input_ids": self.token_id, "token_type_ids": self.token_type_id, "labels": IGNORED_LABEL}
         return fills.get(column, 0)
 
-    def inputs(self, split: EncodedSplit, row_ids: IndexArray, width: int = 0) -> dict[str, Tensor]:
-        """Return the rows, padded to the longest row and to at least `width`: int64 `[batch, sequence]`.
+    def inputs(
+        self, split: EncodedSplit, row_ids: IndexArray, as_wide_as: IndexArray | None = None
+    ) -> dict[str, Tensor]:
+        """Return the rows, padded to the longest: int64 `[batch, sequence]`, or `[batch, texts_per_row, sequence]`.
 
-        `attention_mask` is 0 for padding and 1 for tokens.
+        `attention_mask` is 0 for padding and 1 for tokens. Ragged columns are padded to their own longest row.
         """
-        lengths = split.lengths[row_ids]
-        width = -(-max(width, int(lengths.max())) // self.multiple_of) * self.multiple_of
-        columns = np.arange(width)
-        is_token = columns < lengths[:, None]
-        flat = (split.offsets[row_ids, None] + columns)[is_token]
-        padded = {name: _pad(values, flat, is_token, self.value(name)) for name, values in split.tokens.items()}
-        return {**padded, "attention_mask": torch.from_numpy(is_token.astype(np.int64))}
+        widest = row_ids if as_wide_as is None else as_wide_as
+        num_texts = split.texts_per_row
+        texts = (row_ids[:, None] * num_texts + np.arange(num_texts)).ravel()
+        flat, is_token = self._places(split.offsets, texts, int(split.lengths[widest].max()))
+        shape = (len(row_ids), num_texts, -1) if num_texts > 1 else (len(row_ids), -1)
+        features = {name: _pad(values, flat, is_token, self.value(name)) for name, values in split.tokens.items()}
+        features["attention_mask"] = torch.from_numpy(is_token.astype(np.int64))
+        features = {name: tensor.view(shape) for name, tensor in features.items()}
+        for name, column in split.ragged.items():
+            flat, is_token = self._places(column.offsets, row_ids, int(column.lengths[widest].max()))
+            features[name] = _pad(column.values, flat, is_token, self.value(name))
+        return features
+
+    def _places(self, offsets: IndexArray, texts: IndexArray, longest: int) -> tuple[IndexArray, NDArray[np.bool_]]:
+        """Return the places of tokens in flat columns, and which elements of `[texts, sequence]` are tokens."""
+        columns = np.arange(-(-longest // self.multiple_of) * self.multiple_of)
+        is_token = columns < (offsets[texts + 1] - offsets[texts])[:, None]
+        return (offsets[texts, None] + columns)[is_token], is_token
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,9 @@ class Normalisation:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def inputs(self, split: EncodedSplit, row_ids: IndexArray, width: int = 0) -> dict[str, Tensor]:
+    def inputs(
+        self, split: EncodedSplit, row_ids: IndexArray, as_wide_as: IndexArray | None = None
+    ) -> dict[str, Tensor]:
         """Return the images as float32 `[batch, channels, height, width]`."""
         return {name: self(torch.from_numpy(values[row_ids])) for name, values in split.arrays.items()}
 
@@ -105,7 +123,7 @@ def collate(
     filler: bool = False,
     masking: TokenMasking | None = None,
     epoch: int | None = None,
-    width: int = 0,
+    as_wide_as: IndexArray | None = None,
 ) -> Microbatch:
     """Collate rows into one microbatch.
 
@@ -117,12 +135,12 @@ def collate(
         filler: the value of `Microbatch.filler`.
         masking: makes the labels from the tokens; None: the labels are the column `labels` of the split.
         epoch: the epoch of these rows, from 0, for the masking; None: an evaluation.
-        width: the minimum length of padded rows, as in `Batching.inputs`.
+        as_wide_as: the rows that decide the length of padded rows, as in `Batching.inputs`.
     """
     scalars = {name: torch.from_numpy(np.asarray(values[row_ids])) for name, values in split.scalars.items()}
-    features = batching.inputs(split, row_ids, width) | scalars
-    if masking is None:
-        labels = features.pop("labels")
+    features = batching.inputs(split, row_ids, as_wide_as) | scalars
+    if masking is None:  # rows to predict have no labels
+        labels = features.pop("labels", torch.empty(len(row_ids), 0))
     else:  # keyed by row ids, which are the same under every layout
         features["input_ids"], labels = masking(features["input_ids"], torch.from_numpy(row_ids), epoch)
     return Microbatch(features, labels, torch.from_numpy(places), filler)

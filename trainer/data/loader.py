@@ -158,7 +158,7 @@ class _TrainBatches:
             self._plan.micro_batch_size,
             filler_place=int(lengths.argmin()),  # the shortest row, which is the cheapest to repeat
         )
-        width = max(int(lengths[chunk.places].max()) for chunk in chunks) if self._plan.equal_widths else 0
+        together = np.concatenate([row_ids[chunk.places] for chunk in chunks]) if self._plan.equal_widths else None
         microbatches = [
             collate(
                 self._split,
@@ -168,11 +168,11 @@ class _TrainBatches:
                 chunk.filler,
                 self._masking,
                 epoch,
-                width,
+                together,
             )
             for chunk in chunks
         ]
-        return RankBatch(microbatches, num_rows=len(row_ids), num_tokens=int(lengths.sum()))
+        return RankBatch(microbatches, num_rows=len(row_ids), num_tokens=self._split.num_tokens(row_ids))
 
 
 class _EvalBatches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,13 +14,28 @@ from trainer.data.order import IndexArray
 FlatArray: TypeAlias = NDArray[Any]
 
 
+@dataclass(frozen=True)
+class Ragged:
+    """A column with lengths of its own: row `i` owns `values[offsets[i] : offsets[i + 1]]`."""
+
+    offsets: IndexArray  # [rows + 1]
+    values: FlatArray
+
+    @property
+    def lengths(self) -> IndexArray:
+        """The length of each row, of shape `[rows]`."""
+        return np.diff(self.offsets)
+
+
 class EncodedSplit:
     """A prepared split as columns.
 
-    Row `i` owns `tokens[name][offsets[i] : offsets[i + 1]]`, `scalars[name][i]` and `arrays[name][i]`.
+    Text `i` owns `tokens[name][offsets[i] : offsets[i + 1]]`. Row `i` owns the `texts_per_row` texts from
+    `i * texts_per_row`, `scalars[name][i]`, `arrays[name][i]` and its part of `ragged[name]`. `lengths` holds the
+    number of tokens of the longest text of each row, of shape `[rows]`.
 
     Args:
-        offsets: the start of each row in the flat columns, and the end of the last row, of shape `[rows + 1]`; zeros
+        offsets: the start of each text in the flat columns, and the end of the last text, of shape `[texts + 1]`; zeros
             if there are no tokens.
         tokens: the columns with one value for each token, of shape `[all tokens]`, such as `input_ids`; may be empty.
         scalars: the columns with one value for each row, of shape `[rows]`.
@@ -27,6 +43,8 @@ class EncodedSplit:
         num_cut: the number of rows that were longer than `data.max_length`.
         reopen: a picklable function that maps the same split in another process; None: the arrays are pickled.
         arrays: the columns with one array for each row, all of one shape, such as images `[rows, ...]`.
+        ragged: the columns with lengths of their own, such as target texts.
+        texts_per_row: the number of texts of each row, such as the choices of a question.
     """
 
     def __init__(
@@ -38,25 +56,36 @@ class EncodedSplit:
         num_cut: int = 0,
         reopen: Callable[[], EncodedSplit] | None = None,
         arrays: Mapping[str, FlatArray] | None = None,
+        ragged: Mapping[str, Ragged] | None = None,
+        texts_per_row: int = 1,
     ) -> None:
         self.offsets = offsets
         self.tokens = dict(tokens)
         self.scalars = dict(scalars)
         self.arrays = dict(arrays or {})
+        self.ragged = dict(ragged or {})
+        self.texts_per_row = texts_per_row
         self.content_hash = content_hash
         self.num_cut = num_cut
         self.reopen = reopen
-        self.lengths: IndexArray = np.diff(offsets)
+        self._text_lengths: IndexArray = np.diff(offsets).reshape(-1, texts_per_row)
+        self.lengths: IndexArray = self._text_lengths.max(axis=1)
         # The number of unknown tokens, and of ordinary tokens with the unknown ones; None: not counted.
         self.unknown_tokens: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def num_tokens(self, row_ids: IndexArray) -> int:
+        """Return the number of tokens of all texts of the rows, and of their ragged columns."""
+        ragged = sum(int(column.lengths[row_ids].sum()) for column in self.ragged.values())
+        return int(self._text_lengths[row_ids].sum()) + ragged
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled memory map would copy the whole data set to each spawned worker.
         if self.reopen is not None:
             return self.reopen, ()
         return EncodedSplit, (
-            self.offsets, self.tokens, self.scalars, self.content_hash, self.num_cut, None, self.arrays
+            self.offsets, self.tokens, self.scalars, self.content_hash, self.num_cut, None, self.arrays, self.ragged,
+            self.texts_per_row,
         )  # fmt: skip

@@ -39,6 +39,9 @@ class RowEncoder(Protocol):
     def columns(self) -> tuple[str, ...]: ...
 
     @property
+    def own_lengths(self) -> tuple[str, ...]: ...
+
+    @property
     def fingerprint(self) -> str: ...
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None: ...
@@ -75,7 +78,7 @@ def encode_split(
             batch = rows.select(range(first_row, min(first_row + _ROWS_AT_ONCE, len(rows))))
             writer.add(encoder.encode(batch, tokenizer, max_length, split.where, first_row))
 
-    encoded = open_or_write(cache, _key(rows, encoder, tokenizer, max_length), write)
+    encoded = open_or_write(cache, _key(rows, encoder, tokenizer, max_length), write, encoder.own_lengths)
     encoded.unknown_tokens = _count_unknown(encoded.tokens["input_ids"], tokenizer)
     _require_known(encoded.unknown_tokens, split, tokenizer)
     return encoded

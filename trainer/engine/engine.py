@@ -122,6 +122,10 @@ class Engine(Protocol):
         """Run a forward pass without dropout and without gradients."""
         ...
 
+    def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """Return the task's answers for rows without labels: CPU tensors `[batch, ...]`; empty for a filler."""
+        ...
+
     def idle_share(self) -> float | None:
         """Return the share of time in which this rank waited for other pipeline stages; None without stages."""
         ...

@@ -90,9 +90,9 @@ class ModelForward:
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
         """Return the sum of losses of a microbatch; a filler joins the collectives with a gradient of zero."""
         microbatch = microbatch.to(self._mesh.device)
-        keyed = self._keys.use(MicrobatchKey(self._step, microbatch.rows)) if self._keys else nullcontext()
+        keyed = self._keys.use(MicrobatchKey(self._step, microbatch.text_rows)) if self._keys else nullcontext()
         with self._watch, keyed:
-            logits = self._call(**microbatch.inputs, **self._constants).logits
+            logits = self._scores(self._call, microbatch.inputs)
         self._watch = nullcontext()
         loss = self._task.loss_sum(logits, microbatch.labels)
         return loss * 0.0 if microbatch.filler else loss
@@ -103,11 +103,23 @@ class ModelForward:
         self._set_training(False)
         num_valid = int(self._task.num_valid(microbatch.labels))  # on the CPU, so the host does not wait for a device
         microbatch = microbatch.to(self._mesh.device)
-        logits = self._eval_call(**microbatch.inputs, **self._constants).logits
+        logits = self._scores(self._eval_call, microbatch.inputs)
         if microbatch.filler:
             return EvalResult(0.0, 0, {})
         loss_sum = self._task.loss_sum(logits, microbatch.labels).item()
         return EvalResult(loss_sum, num_valid, self._task.predictions(logits, microbatch.labels))
+
+    @torch.no_grad()
+    def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """Return the task's answers for rows without labels; empty for a filler."""
+        self._set_training(False)
+        microbatch = microbatch.to(self._mesh.device)
+        logits = self._scores(self._eval_call, microbatch.inputs)
+        return {} if microbatch.filler else self._task.answers(logits, microbatch.inputs)
+
+    def _scores(self, call: ModelCall, inputs: dict[str, Tensor]) -> Tensor:
+        output = call(**self._task.model_inputs(inputs), **self._constants)
+        return self._task.scores(output, inputs)
 
     def _set_training(self, mode: bool) -> None:
         if self._model.training != mode:

@@ -145,6 +145,9 @@ class NativeEngine:
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         return self._forward.evaluate(microbatch)
 
+    def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        return self._forward.answer(microbatch)
+
     def idle_share(self) -> float | None:
         return self._schedule.idle_share()
 

@@ -25,7 +25,7 @@ from trainer.models.stages import StagePart
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.gradients import TiedGradients, sum_gradients_
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.microbatch import Microbatch
+from trainer.parallel.microbatch import Microbatch, text_rows
 from trainer.parallel.pipeline import BusyClock, LocalStage, PipelineDriver, Shapes
 from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.recipe.plan import PipelinePlan, RunPlan
@@ -138,15 +138,25 @@ class PipelinedForward(ModelForward):
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch) -> EvalResult:
         """Run a forward pass without dropout and gradients; the result is on the rank of the last stage."""
-        self._set_training(False)
         num_valid = int(self._task.num_valid(microbatch.labels))
-        (rows,) = passes_of([microbatch], 1, self._pipeline.num_microbatches)
-        logits = self._driver.forward(self._inputs(rows), self._shapes(rows))
-        if microbatch.filler or logits is None:
+        logits = self._scores_of(microbatch)
+        if logits is None:
             return EvalResult(0.0, 0, {})
         labels = microbatch.labels.to(self._mesh.device)
-        logits = logits[: len(labels)]
         return EvalResult(self._task.loss_sum(logits, labels).item(), num_valid, self._task.predictions(logits, labels))
+
+    @torch.no_grad()
+    def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """Return the task's answers on the rank of the last stage; empty on other ranks."""
+        logits = self._scores_of(microbatch)
+        return {} if logits is None else self._task.answers(logits, microbatch.to(self._mesh.device).inputs)
+
+    def _scores_of(self, microbatch: Microbatch) -> Tensor | None:
+        """Return the scores of a microbatch on the rank of the last stage; None on other ranks and for a filler."""
+        self._set_training(False)
+        (rows,) = passes_of([microbatch], 1, self._pipeline.num_microbatches)
+        scores = self._driver.forward(self._inputs(rows), self._shapes(rows))
+        return None if microbatch.filler or scores is None else scores[: len(microbatch.rows)]
 
     def _run_stage(
         self,
@@ -159,11 +169,12 @@ class PipelinedForward(ModelForward):
         """Run one microbatch, as torch calls it; return the tensors for the next stage, or logits."""
         rows = inputs.pop(_ROWS)
         keys = built.dropout_keys
-        keyed = keys.use(MicrobatchKey(self._step, rows)) if keys and built.model.training else nullcontext()
+        key = MicrobatchKey(self._step, text_rows(rows, inputs))
+        keyed = keys.use(key) if keys and built.model.training else nullcontext()
         with self._watch if built.model.training else nullcontext(), keyed:
-            output = part.run(forward, received, {**inputs, **self._constants})
+            output = part.run(forward, received, {**self._task.model_inputs(inputs), **self._constants})
         if not isinstance(output, tuple):
-            return output.logits
+            return self._task.scores(output, inputs)
         # The next stage expects the type of the parameters, not that of autocast.
         dtype = next(p.dtype for p in built.model.parameters() if p.is_floating_point())
         return tuple(tensor.to(dtype) for tensor in output)

@@ -37,8 +37,8 @@ class LossReplica(nn.Module):
     def forward(self, step: int, rows: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
         """Return the sum of losses of this copy's rows, `[1]`."""
         with self._keys.use(MicrobatchKey(step, rows)) if self._keys else nullcontext():
-            logits = self.model(**inputs).logits
-        return self._task.loss_sum(logits, labels).unsqueeze(0)
+            output = self.model(**self._task.model_inputs(inputs))
+        return self._task.loss_sum(self._task.scores(output, inputs), labels).unsqueeze(0)
 
 
 class ReplicatedForward(ModelForward):
@@ -52,7 +52,7 @@ class ReplicatedForward(ModelForward):
         microbatch = microbatch.to(self._mesh.device)
         with self._watch:
             sums: Tensor = self._replicas(
-                step=self._step, rows=microbatch.rows, labels=microbatch.labels, **microbatch.inputs
+                step=self._step, rows=microbatch.text_rows, labels=microbatch.labels, **microbatch.inputs
             )
         self._watch = nullcontext()
         return sums.sum()

@@ -189,6 +189,9 @@ class ZeroEngine:
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         return self._forward.evaluate(microbatch)
 
+    def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        return self._forward.answer(microbatch)
+
     def idle_share(self) -> None:
         return None
 

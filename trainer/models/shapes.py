@@ -47,7 +47,8 @@ class CrossingShapes:
             num_rows: the number of rows of the microbatch.
         """
         if self._traced is None:
-            return ((num_rows, *_hidden_shape(self._config, inputs)),) * len(self._starts)
+            num_texts = inputs["input_ids"][0].numel() // inputs["input_ids"].shape[-1] if "input_ids" in inputs else 1
+            return ((num_rows * num_texts, *_hidden_shape(self._config, inputs)),) * len(self._starts)
         shapes = self._traced(tuple(inputs["pixel_values"].shape[1:]))
         return tuple((num_rows, *shapes[layer]) for layer in self._starts)
 
@@ -99,10 +100,10 @@ def _hidden_shape(config: Any, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
 
     Args:
         config: the configuration of transformers.
-        inputs: `input_ids` `[batch, positions]`, or `pixel_values` `[batch, channels, height, width]`.
+        inputs: `input_ids` `[batch, ..., positions]`, or `pixel_values` `[batch, channels, height, width]`.
     """
     if "input_ids" in inputs:
-        return inputs["input_ids"].shape[1], config.hidden_size
+        return inputs["input_ids"].shape[-1], config.hidden_size
     size = config.patch_size
     rows, columns = (size, size) if isinstance(size, int) else size
     height, width = inputs["pixel_values"].shape[2:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,8 @@ IGNORED_LABEL = -100
 class Microbatch:
     """The rows of one forward pass.
 
-    `inputs` are the model's keyword arguments, each `[batch, sequence]`; `labels` are `[batch]` or `[batch, sequence]`;
+    `inputs` are the model's keyword arguments, each `[batch, sequence]`, or `[batch, texts, sequence]` for rows of
+    several texts; `labels` are `[batch]` or `[batch, sequence]`, or `[batch, 0]` for rows without labels;
     `rows` `[batch]` (int64) is the index of each row in its global batch, which keys its dropout masks. A `filler`
     repeats a row so that a rank without rows joins the collectives; it adds nothing to loss, gradients or metrics.
     """
@@ -24,6 +26,11 @@ class Microbatch:
     labels: Tensor
     rows: Tensor
     filler: bool = False
+
+    @property
+    def text_rows(self) -> Tensor:
+        """The index of each text in its global batch `[batch * texts]`, which keys its dropout masks."""
+        return text_rows(self.rows, self.inputs)
 
     def to(self, device: torch.device) -> Microbatch:
         """Copy to `device`, asynchronously from pinned memory."""
@@ -42,6 +49,15 @@ class Microbatch:
             labels=self.labels.pin_memory(),
             rows=self.rows.pin_memory(),
         )
+
+
+def text_rows(rows: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the index of each text in its global batch `[batch * texts]`; `rows` `[batch]` for single texts."""
+    tokens = inputs.get("input_ids")
+    if tokens is None or tokens.dim() < 3:
+        return rows
+    num_texts = tokens.shape[1]
+    return (rows[:, None] * num_texts + torch.arange(num_texts, device=rows.device)).flatten()
 
 
 @dataclass(frozen=True)

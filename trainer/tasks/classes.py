@@ -10,10 +10,10 @@ from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
 from trainer.base.text import listed
-from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import STRING_TYPES, cell, require_columns, type_name
 from trainer.tasks.metrics import METRICS
+from trainer.tasks.task import TaskDefaults
 from trainer.tasks.types import Dataset
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NAMES_SHOWN = 10
 
 
-class RowClasses:
+class RowClasses(TaskDefaults):
     """Base class of tasks that give each row one class.
 
     Subclasses are frozen dataclasses with these fields and with fields for their inputs.
@@ -124,10 +124,6 @@ class RowClasses:
                 f"column `{self.label_column}` of {where} must hold {_kind(not holds_names)}, as the training split"
                 f" does, but holds {_kind(holds_names)}"
             )
-
-    def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
-        assert cut is None, "its logits are not of a vocabulary"
-        return self
 
     def num_valid(self, labels: Tensor) -> Tensor:
         return labels.new_tensor(labels.numel())

@@ -14,6 +14,7 @@ from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.columns import require_text, tokenise
 from trainer.tasks.masking import Masking
 from trainer.tasks.metrics import METRICS
+from trainer.tasks.task import TaskDefaults
 from trainer.tasks.types import Dataset, Tokenizer
 
 _METRICS = {"accuracy": ("token_accuracy", "num_right"), "perplexity": ("perplexity", "losses")}
@@ -21,7 +22,7 @@ _METRICS = {"accuracy": ("token_accuracy", "num_right"), "perplexity": ("perplex
 
 
 @dataclass(frozen=True)
-class MaskedLMTask:
+class MaskedLMTask(TaskDefaults):
     """Masked language modelling with cross entropy over the vocabulary.
 
     `vocabulary` describes how the logits are sharded over tensor ranks; None if they are not sharded.
@@ -46,9 +47,6 @@ class MaskedLMTask:
     def resolve(self, train: Dataset, where: str) -> MaskedLMTask:
         self.check_columns(train.features, where)
         return self
-
-    def model_options(self) -> dict[str, Any]:
-        return {}
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, self.text_columns, where)

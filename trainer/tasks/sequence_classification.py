@@ -43,6 +43,3 @@ class SequenceClassificationTask(RowClasses):
     ) -> dict[str, list[Any]]:
         features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
         return {**features, "labels": self.class_indices(rows, where, first_row)}
-
-    def masking(self, tokenizer: Tokenizer, seed: int) -> None:
-        return None

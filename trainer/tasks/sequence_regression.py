@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.base.errors import DataError
-from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import cell, finite_number, require_columns, require_text, tokenise
 from trainer.tasks.metrics import METRICS
+from trainer.tasks.task import TaskDefaults
 from trainer.tasks.types import Dataset, Tokenizer
 
 
 @dataclass(frozen=True)
-class SequenceRegressionTask:
+class SequenceRegressionTask(TaskDefaults):
     """Regression on texts or pairs of texts with the squared error."""
 
     text_columns: tuple[str, ...]
@@ -53,13 +53,6 @@ class SequenceRegressionTask:
     ) -> dict[str, list[Any]]:
         features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
         return {**features, "labels": self._numbers(rows, where, first_row)}
-
-    def masking(self, tokenizer: Tokenizer, seed: int) -> None:
-        return None
-
-    def for_vocabulary(self, cut: VocabularyCut | None) -> SequenceRegressionTask:
-        assert cut is None, "its logits are not of a vocabulary"
-        return self
 
     def num_valid(self, labels: Tensor) -> Tensor:
         return labels.new_tensor(labels.numel()).long()

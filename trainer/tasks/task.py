@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from trainer.base.errors import UsageError
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.tasks.masking import Masking
-from trainer.tasks.types import Dataset, ImageProcessor, Tokenizer
+from trainer.tasks.types import Dataset, EvaluatedSplit, ImageProcessor, Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,7 +94,8 @@ class Task(Protocol):
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return the input of `metrics` for each row: small CPU tensors, each of shape `[batch, ...]`.
 
-        Arguments and callers are those of `loss_sum`.
+        Rows of different batches may differ in the size of the second dimension; `metrics` gets them padded with
+        `IGNORED_LABEL`. Arguments and callers are those of `loss_sum`.
         """
         ...
 
@@ -101,14 +103,97 @@ class Task(Protocol):
         """Return the metrics over a whole split.
 
         Args:
-            predictions: the predictions of the whole split, each of shape `[rows, ...]`, with rows in any order.
+            predictions: the predictions of the whole split, each of shape `[rows, ...]`, in the order of its rows.
         """
         ...
+
+    # Methods with a default in `TaskDefaults`.
+
+    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the keyword arguments of the model for the inputs of a microbatch."""
+        ...
+
+    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the tensor that `loss_sum` and `predictions` take as `logits`.
+
+        Args:
+            output: the output of the model.
+            inputs: the inputs of the microbatch.
+        """
+        ...
+
+    def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
+        """Return the metrics over a whole split, for tasks with metrics that need the texts of the split."""
+        ...
+
+    def without_labels(self) -> Self:
+        """Return the resolved task for rows without labels, for predictions.
+
+        Raises:
+            UsageError: the task has no predictions.
+        """
+        ...
+
+    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the input of `readable` for each row, as `predictions` does, but without labels."""
+        ...
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        """Return one JSON object for each row of `split.rows`, in order.
+
+        Args:
+            answers: the answers for the whole split, each of shape `[encoded rows, ...]`, in the order of the rows.
+            split: the split.
+        """
+        ...
+
+
+class TaskDefaults:
+    """Base class with the methods that few tasks change."""
+
+    own_lengths: tuple[str, ...] = ()
+
+    def model_options(self) -> dict[str, Any]:
+        return {}
+
+    def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
+        assert cut is None, "its logits are not of a vocabulary"
+        return self
+
+    def masking(self, tokenizer: Tokenizer, seed: int) -> Masking | None:
+        return None
+
+    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return inputs
+
+    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        logits: Tensor = output.logits
+        return logits
+
+    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
+        raise NotImplementedError
+
+    def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
+        return self.metrics(predictions)
+
+    def without_labels(self) -> Self:
+        raise UsageError(f"`trainer predict` does not support {type(self).__name__}")
+
+    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        raise NotImplementedError
 
 
 @runtime_checkable
 class TextTask(Task, Protocol):
     """A task on texts."""
+
+    @property
+    def own_lengths(self) -> tuple[str, ...]:
+        """The columns of `encode` with one list of integers for each row that is not as long as its `input_ids`."""
+        ...
 
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
@@ -125,7 +210,8 @@ class TextTask(Task, Protocol):
         Returns:
             The tokenizer's columns, such as `input_ids`: one list of integers for each row. `labels`: for each row, one
             number, or one list as long as its `input_ids`; absent if there is a `masking`. `cut`: whether the row was
-            truncated.
+            truncated. A row of several texts has one list of lists in each column of the tokenizer. A task may return
+            more or fewer rows than it got, for example windows of a long text.
 
         Raises:
             DataError: a value is not valid; the message names the column, the row and the value.

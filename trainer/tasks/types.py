@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -27,3 +29,28 @@ class ImageProcessor(Protocol):
     def __call__(self, image: Image) -> NDArray[np.uint8]:
         """Return the resized image, of shape `[channels, height, width]`."""
         ...
+
+
+class EncodedRows(Protocol):
+    """The part of `trainer.data.split.EncodedSplit` that tasks use: the columns that `encode` returned."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def offsets(self) -> NDArray[np.int64]: ...
+
+    @property
+    def tokens(self) -> Mapping[str, NDArray[Any]]: ...
+
+    @property
+    def scalars(self) -> Mapping[str, NDArray[Any]]: ...
+
+
+@dataclass(frozen=True)
+class EvaluatedSplit:
+    """A split with its encoded rows, for metrics and outputs that need the texts."""
+
+    rows: Dataset
+    encoded: EncodedRows
+    tokenizer: Tokenizer | None  # None: the rows are images
+    where: str = ""

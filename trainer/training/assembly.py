@@ -36,6 +36,7 @@ from trainer.recipe.drawing import layers_text
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
+from trainer.tasks.types import EvaluatedSplit
 from trainer.training.evaluation import Evaluator
 from trainer.training.model_card import complete_folder
 from trainer.training.preparing import Preparation, load_preparation, resolve_task, unknown_notes
@@ -56,6 +57,7 @@ class PreparedData:
     train: EncodedSplit
     validation: EncodedSplit | None
     label_notes: tuple[str, ...] = ()
+    evaluated: EvaluatedSplit | None = None  # the rows of `validation`
 
     def notes(self, max_length: int) -> list[str]:
         """Return notes on tokenizer and classes, on rows cut to `max_length` tokens, and on unknown tokens."""
@@ -79,10 +81,13 @@ def prepare_data(recipe: Recipe) -> PreparedData:
     masking = preparation.masking(task, recipe.training.seed)
     cache = Path(recipe.data.cache) if recipe.data.cache else cache_folder()
     train = preparation.encode(splits.train, task, cache)
-    validation = None
+    validation = evaluated = None
     if splits.validation is not None:
         validation = preparation.encode(splits.validation, task, cache)
-    return PreparedData(task, masking, preparation, train, validation, tuple(label_notes))
+        evaluated = EvaluatedSplit(
+            splits.validation.rows, validation, preparation.text_tokenizer, splits.validation.where
+        )
+    return PreparedData(task, masking, preparation, train, validation, tuple(label_notes), evaluated)
 
 
 @dataclass
@@ -172,7 +177,8 @@ class Assembly:
         loader = self.eval_loaders.get("validation")
         if loader is None or self.data.validation is None:
             return None
-        return Evaluator(self.engine, loader, len(self.data.validation), self.task, self.mesh, observers)
+        rows = self.data.evaluated
+        return Evaluator(self.engine, loader, len(self.data.validation), self.task, self.mesh, observers, rows)
 
     def evaluate(self) -> dict[str, float]:
         """Return the loss and the task's metrics over the validation split. All ranks must call it.

@@ -22,6 +22,7 @@ from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import RowClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import ImageTask, Task, TextTask
+from trainer.tasks.types import Tokenizer
 
 
 class Preparation(Protocol):
@@ -40,6 +41,11 @@ class Preparation(Protocol):
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the preparation for the user."""
+        ...
+
+    @property
+    def text_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None: rows are not of texts."""
         ...
 
     @property
@@ -134,6 +140,10 @@ class TextPreparation:
     normalisation = None
 
     @property
+    def text_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    @property
     def padding_token(self) -> int:
         return self.batching.token_id
 
@@ -176,6 +186,7 @@ class ImagePreparation:
     labels: tuple[str, ...] | None = None
 
     notes = ()
+    text_tokenizer = None
     padding_token = None
 
     @property
