@@ -1,0 +1,73 @@
+"""Parity of tasks: every task gives the same training under every layout as on one process.
+
+A new task needs its row in `TINY_TASKS` of `tests/helpers/training.py` and its name in `TASKS`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import TINY_TASKS, Curve, sgd_sections, tiny_recipe, train_tiny
+from tests.parity.cases import TOLERANCES, assert_same_curve, largest_difference
+from trainer.recipe.schema import Recipe
+
+STEPS = 6  # an epoch with an incomplete last batch, and a step of the next
+TASKS = ("masked_lm",)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"parallel": {"strategy": "ddp"}}),
+    "fsdp-accumulated": (3, {"parallel": {"strategy": "fsdp"}, "training": {"micro_batch_size": 1}}),
+    "zero3": (2, {"parallel": {"strategy": "zero3"}}),
+    "tensor-sequence-accumulated": (
+        2,
+        {
+            "parallel": {"strategy": "ddp", "tensor": 2, "sequence": True},
+            "training": {"micro_batch_size": 4},
+            "activation_checkpointing": "full",
+        },
+    ),
+    "pipeline": (2, {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}}),
+    "fsdp-tensor-pipeline": (
+        8,
+        {"parallel": {"strategy": "fsdp", "tensor": 2, "pipeline": {"stages": 2}}, "training": {"micro_batch_size": 2}},
+    ),
+}
+
+
+def recipe_of(task: str, sgd: bool = False, training: dict[str, Any] | None = None, **keys: Any) -> Recipe:
+    """Return a recipe with dropout 0.1, of `STEPS` steps of AdamW or of one step of gradient descent."""
+    tiny = TINY_TASKS[task]
+    sections = {"task": tiny.keys, "model": {**tiny.model, "dropout": 0.1}, **keys}
+    steps: dict[str, Any] = {"max_steps": 1, "max_grad_norm": None} if sgd else {"max_steps": STEPS}
+    return tiny_recipe(**sections, **(sgd_sections() if sgd else {}), training={**steps, **(training or {})})
+
+
+def train(task: str, keys: dict[str, Any]) -> tuple[Curve, Curve]:
+    """Train on this rank: steps of AdamW, and one step of gradient descent, which shows the gradient's scale."""
+    return train_tiny(recipe_of(task, **keys)), train_tiny(recipe_of(task, sgd=True, **keys))
+
+
+@cache
+def reference(task: str) -> tuple[Curve, Curve]:
+    return train(task, {})
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_accumulation_on_one_process_changes_nothing(task: str):
+    assert_same_curve(train_tiny(recipe_of(task, training={"micro_batch_size": 5})), reference(task)[0])
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if LAYOUTS[name][0] > 3 else ()) for name in LAYOUTS]
+)
+@pytest.mark.parametrize("task", TASKS)
+def test_any_layout_is_one_process(ranks: RankPools, task: str, layout: str):
+    world_size, keys = LAYOUTS[layout]
+    expected, expected_sgd = reference(task)
+    for curve, sgd in ranks(world_size).run(train, task, keys):
+        assert_same_curve(curve, expected)
+        assert_same_curve(sgd, expected_sgd)
+        assert largest_difference(sgd, expected_sgd) <= TOLERANCES["fp32"].sgd_weights
