@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
 
 import datasets
+import pandas
 import pytest
 
 from trainer.base.errors import DataError, TrainerError, UsageError
@@ -119,8 +121,8 @@ def test_endings_must_agree(in_folder):
     csv_file = write(in_folder, "b.csv", "text,label\none,a\n")
     with pytest.raises(UsageError, match=r"files of one format, but `a.jsonl` is json and `b.csv` is csv"):
         load_files(json_file, csv_file)
-    with pytest.raises(UsageError, match=r"`data.format` must be set .* `c.tsv`; known endings are .json,"):
-        load_files(write(in_folder, "c.tsv", "text\tlabel\n"))
+    with pytest.raises(UsageError, match=r"`data.format` must be set .* `c.rows`; known endings are .json,"):
+        load_files(write(in_folder, "c.rows", "text\tlabel\n"))
 
 
 @pytest.fixture
@@ -218,3 +220,69 @@ def test_an_empty_split_of_a_saved_folder(in_folder):
     datasets.DatasetDict({"train": split.select([]), "validation": split}).save_to_disk("saved")
     with pytest.raises(DataError, match=r"each split with a row, but `saved` cannot be read as one"):
         load_folder("saved")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        ("rows.tsv", "text\tlabel\none\ta\ntwo\tb\n", ()),
+        ("rows.csv", "text;label\none;a\ntwo;b\n", ("`data.train`: `rows.csv` is read with semicolons between",)),
+        ("rows.csv.gz", gzip.compress(b"text,label\none,a\ntwo,b\n"), ()),
+        ("rows.jsonl.gz", gzip.compress(lines(ROWS).encode()), ()),
+    ],
+)
+def test_delimiters_are_found_and_named_and_gzip_is_opened(in_folder, name, content, note):
+    splits = load_files(write(in_folder, name, content))
+    assert splits.train.rows.to_list() == ROWS
+    assert len(splits.notes) == len(note)
+    assert all(found.startswith(start) for found, start in zip(splits.notes, note, strict=True))
+
+
+def test_a_comma_wins_where_texts_hold_other_delimiters(in_folder):
+    name = write(in_folder, "rows.csv", 'text,label\n"a; b; c",x\n"d; e; f",y\n')
+    expected = [{"text": "a; b; c", "label": "x"}, {"text": "d; e; f", "label": "y"}]
+    assert load_files(name).train.rows.to_list() == expected
+
+
+def test_a_delimiter_and_an_encoding_can_be_set(in_folder):
+    write(in_folder, "rows.csv", "text:label\ncafé:a\n".encode("latin-1"))
+    keys = {"source": "files", "train": "rows.csv", "delimiter": ":"}
+    with pytest.raises(DataError, match=r"encoding utf-8, but `rows.csv` does not; save it as UTF-8, or .*latin-1"):
+        load_splits(FileData(**keys))
+    splits = load_splits(FileData(**keys, encoding="latin-1"))
+    assert splits.train.rows.to_list() == [{"text": "café", "label": "a"}]
+
+
+def test_names_that_mean_nothing_elsewhere_are_texts(in_folder):
+    name = write(in_folder, "rows.csv", "text,label\none,None\ntwo,NA\nthree,null\nfour,\n")
+    assert load_files(name).train.rows["label"][:] == ["None", "NA", "null", None]
+
+
+def test_patterns_and_pointers_of_git_lfs(in_folder):
+    for name in ("part-2.jsonl", "part-1.jsonl"):
+        write(in_folder, name, lines([{"text": name}]))
+    assert load_files("part-*.jsonl").train.rows["text"][:] == ["part-1.jsonl", "part-2.jsonl"]
+    with pytest.raises(DataError, match=r"no file matches `none-\*.jsonl`"):
+        load_files("none-*.jsonl")
+    write(in_folder, "rows.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(DataError, match=r"`rows.jsonl` is a pointer of Git LFS; run `git lfs pull`"):
+        load_files("rows.jsonl")
+
+
+def test_excel(in_folder):
+    pandas.DataFrame(ROWS).to_excel("rows.xlsx", index=False)
+    assert load_files("rows.xlsx").train.rows.to_list() == ROWS
+
+
+def test_a_share_is_held_out_of_each_class(in_folder):
+    rows = [{"text": f"text {row}", "label": "rare" if row % 10 == 0 else "usual"} for row in range(200)]
+    data = FileData(source="files", train=write(in_folder, "rows.jsonl", lines(rows)), validation=0.1)
+    splits, again = load_splits(data, "label"), load_splits(data, "label")
+    held = splits.validation.rows["text"][:]
+    assert held == again.validation.rows["text"][:]
+    assert sorted([*held, *splits.train.rows["text"][:]]) == sorted(row["text"] for row in rows)
+    assert splits.validation.rows["label"][:].count("rare") == 2
+    assert len(held) == 20
+    assert splits.notes == ("validation: 20 of the 200 rows of `rows.jsonl` are held out",)
+    with pytest.raises(DataError, match=r"`data.validation` is 0.001, but `rows.jsonl` has 200 rows"):
+        load_splits(data.model_copy(update={"validation": 0.001}))

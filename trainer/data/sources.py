@@ -6,31 +6,19 @@ Only the readers of `datasets` run; `datasets` no longer supports code that come
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from trainer.base.errors import DataError, TrainerError, UsageError
+import numpy as np
+
+from trainer.base.errors import DataError, TrainerError
+from trainer.data.files import common_format, files_of, read_files, reason
 from trainer.recipe.schema import FileData, FolderData, HubData
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-Format = Literal["json", "csv", "parquet"]
-
-_FORMAT_OF_ENDING: dict[str, Format] = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-}
-
-
-_LONGEST_REASON = 400  # maximum length of a reader's message, in characters
 
 
 @dataclass(frozen=True)
@@ -43,14 +31,19 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
-    """The training split and the validation split."""
+    """The training split, the validation split, and notes on their reading for the user."""
 
     train: Split
     validation: Split | None
+    notes: tuple[str, ...] = ()
 
 
-def load_splits(data: HubData | FileData | FolderData) -> Splits:
+def load_splits(data: HubData | FileData | FolderData, label: str | None = None) -> Splits:
     """Load the splits that `data` names.
+
+    Args:
+        data: the section `data` of a recipe.
+        label: the column of classes, of which a held-out share has as many as the rest; None: there is none.
 
     Raises:
         DataError: a split, file or folder is missing, is empty, or has the wrong format.
@@ -59,11 +52,15 @@ def load_splits(data: HubData | FileData | FolderData) -> Splits:
     with _quiet_datasets():
         match data:
             case HubData():
-                return _named_splits(_load_hub(data), data, _hub_name(data))
+                splits = _named_splits(_load_hub(data), data, _hub_name(data))
             case FolderData():
-                return _named_splits(_load_folder(data), data, f"`{data.path}`")
+                splits = _named_splits(_load_folder(data), data, f"`{data.path}`")
             case FileData():
-                return _load_files(data)
+                splits = _load_files(data)
+        if not isinstance(data.validation, float):
+            return splits
+        held_out = _hold_out(splits.train, data.validation, label)
+        return replace(held_out, notes=(*splits.notes, *held_out.notes))
 
 
 @contextlib.contextmanager
@@ -84,8 +81,8 @@ def _quiet_datasets() -> Iterator[None]:
 
 def _named_splits(splits: Mapping[str, Dataset], data: HubData | FolderData, source: str) -> Splits:
     train = _named_split(splits, data.train, "data.train", source)
-    validation = data.validation and _named_split(splits, data.validation, "data.validation", source)
-    return Splits(train, validation or None)
+    name = data.validation
+    return Splits(train, _named_split(splits, name, "data.validation", source) if isinstance(name, str) else None)
 
 
 def _named_split(splits: Mapping[str, Dataset], name: str, key: str, source: str) -> Split:
@@ -114,7 +111,7 @@ def _load_hub(data: HubData) -> Mapping[str, Dataset]:
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
             f"`data.name` must name a data set on the hub or a local folder, but is `{data.name}`:"
-            f" {_reason(error)}; check the spelling, and for a gated data set the access of your hub token"
+            f" {reason(error)}; check the spelling, and for a gated data set the access of your hub token"
         ) from error
     except ConnectionError as error:
         raise TrainerError(
@@ -124,8 +121,7 @@ def _load_hub(data: HubData) -> Mapping[str, Dataset]:
         ) from error
     except Exception as error:  # readers raise any type; for an unknown subset the message lists the subsets
         raise DataError(
-            f"`data.name` and `data.subset` must name a data set, but {_hub_name(data)} cannot be read:"
-            f" {_reason(error)}"
+            f"`data.name` and `data.subset` must name a data set, but {_hub_name(data)} cannot be read: {reason(error)}"
         ) from error
     return splits
 
@@ -140,7 +136,7 @@ def _load_folder(data: FolderData) -> Mapping[str, Dataset]:
     except Exception as error:  # of any type: a saved split without rows raises IndexError
         raise DataError(
             "`data.path` must be a folder that `DatasetDict.save_to_disk` wrote, each split with a row, but"
-            f" `{data.path}` cannot be read as one: {_reason(error)};"
+            f" `{data.path}` cannot be read as one: {reason(error)};"
             ' for a folder of JSON, CSV or Parquet files use `data.source` "files" or "hub"'
         ) from error
     if not isinstance(loaded, datasets.DatasetDict):
@@ -153,91 +149,48 @@ def _load_folder(data: FolderData) -> Mapping[str, Dataset]:
 
 
 def _load_files(data: FileData) -> Splits:
-    train, validation = _paths(data.train), _paths(data.validation)
-    for key, paths in (("data.train", train), ("data.validation", validation)):
-        _require_files(paths, key)
-    file_format = data.format or _common_format([*train, *validation])
-    return Splits(
-        _load_file_split(train, file_format, "data.train"),
-        _load_file_split(validation, file_format, "data.validation") if validation else None,
-    )
+    names = data.validation if not isinstance(data.validation, float) else None
+    train, validation = files_of(data.train, "data.train"), files_of(names, "data.validation")
+    file_format = data.format or common_format([*train, *validation])
+    notes: list[str] = []
+
+    def load(paths: Sequence[Path], key: str) -> Split:
+        rows, found = read_files(paths, file_format, data.delimiter, data.encoding, key)
+        notes.extend(found)
+        return _not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), key)
+
+    own = load(validation, "data.validation") if validation else None
+    return Splits(load(train, "data.train"), own, tuple(notes))
 
 
-def _paths(value: str | Sequence[str] | None) -> list[Path]:
-    return [Path(path) for path in ([value] if isinstance(value, str) else value or [])]
+def _hold_out(train: Split, share: float, label: str | None) -> Splits:
+    """Split rows off for validation: of each class its share, if `label` names a column of classes.
 
-
-def _require_files(paths: Sequence[Path], key: str) -> None:
-    for path in paths:
-        if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
-            raise DataError(f"`{key}` must name files, but `{path}` {what}")
-        if not os.access(path, os.R_OK):
-            raise DataError(f"`{key}` must name files that can be read, but `{path}` denies it")
-
-
-def _common_format(paths: Sequence[Path]) -> Format:
-    """Return the common format of all file name endings.
+    The choice depends on the rows' places only, and not on the recipe's seed, so that runs can be compared.
 
     Raises:
-        UsageError: an ending is unknown, or there are several formats.
+        DataError: there are too few rows.
     """
-    formats = {path: _FORMAT_OF_ENDING.get(path.suffix.lower()) for path in paths}
-    for path, file_format in formats.items():
-        if file_format is None:
-            raise UsageError(
-                f"`data.format` must be set where the ending does not tell it, but is null and a file is `{path.name}`;"
-                f" known endings are {', '.join(_FORMAT_OF_ENDING)}"
-            )
-    first, *others = formats.items()
-    for path, file_format in others:
-        if file_format != first[1]:
-            raise UsageError(
-                f"`data.train` and `data.validation` must be files of one format, but `{first[0].name}` is {first[1]}"
-                f" and `{path.name}` is {file_format}; convert one, or set `data.format` if an ending is wrong"
-            )
-    assert first[1] is not None
-    return first[1]
-
-
-def _load_file_split(paths: Sequence[Path], file_format: Format, key: str) -> Split:
-    import datasets
-
-    where = ", ".join(f"`{path}`" for path in paths)
-    for path in paths:
-        if not path.stat().st_size:
-            raise DataError(f"`{key}` must hold at least one row, but `{path}` is empty")
-    files = [str(path.absolute()) for path in paths]
-    try:
-        rows = datasets.load_dataset(file_format, data_files=files, split="train")
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        if "corresponds to no data" in str(error):  # the message of `datasets` for files without rows
-            return _not_empty([], where, key)
-        fault = _json_fault(paths) if file_format == "json" else None
+    num_rows = len(train.rows)
+    number = round(share * num_rows)
+    if not 0 < number < num_rows:
         raise DataError(
-            f"`{key}` must hold {file_format}, but {fault or f'{where} cannot be read: {_reason(error)}'}"
-        ) from error
-    return _not_empty(rows, where, key)
-
-
-def _json_fault(paths: Sequence[Path]) -> str | None:
-    """Describe the first JSON fault; None if every line is an object or the file is a list."""
-    for path in paths:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        lines = [text] if text.lstrip().startswith("[") else text.splitlines()
-        for number, line in enumerate(lines, start=1):
-            try:
-                value = json.loads(line) if line.strip() else {}
-            except json.JSONDecodeError as error:
-                return f"line {number - 1 + error.lineno} of `{path}` is not JSON: {error.msg} at column {error.colno}"
-            if not isinstance(value, dict | list):
-                return f"line {number} of `{path}` is not a JSON object"
-    return None
-
-
-def _reason(error: BaseException) -> str:
-    """Return the message of the first error in the chain, on one line: `datasets` wraps errors of its readers."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
+            f"`data.validation` is {share}, but {train.where} has {num_rows} rows, of which {number} would be held out;"
+            " use a share that leaves rows for both, or a split of its own"
+        )
+    order = np.random.default_rng(0).permutation(num_rows)
+    values = train.rows[label][:] if label in train.rows.features else []
+    if values and isinstance(values[0], str | int) and len(set(values)) <= number:
+        # Rows of one class stand together, so that every 1/share-th row is of each class in turn.
+        place = {value: index for index, value in enumerate(sorted(set(values), key=str))}
+        order = order[np.argsort([place[values[row]] for row in order], kind="stable")]
+        taken = np.floor((np.arange(number) + 0.5) / number * num_rows).astype(np.int64)
+    else:
+        taken = np.arange(number)
+    held = np.isin(np.arange(num_rows), order[taken])
+    note = f"validation: {number:,} of the {num_rows:,} rows of {train.where} are held out"
+    return Splits(
+        Split(train.rows.select(np.flatnonzero(~held)), train.where),
+        Split(train.rows.select(np.flatnonzero(held)), f"the held-out rows of {train.where}"),
+        (note,),
+    )

@@ -225,7 +225,7 @@ SCRIPTS: dict[str, Counterpart] = {
     "train_split_name": mapped("data.train", None, note=say.HUB),
     "validation_split_name": mapped("data.validation", None, note=say.HUB),
     **alike(none("`trainer run` reads only a training and a validation split", None), "test_file", "test_split_name"),
-    "validation_split_percentage": none("data.validation names the split or file", 5),
+    "validation_split_percentage": none("write the share, such as 0.05, in data.validation", 5),
     **alike(
         none("name a split or file with these rows", None),
         "remove_splits",

@@ -130,6 +130,12 @@ class _MaskedScale(torch.autograd.Function):
         return grads[0].mul(mask).mul_(ctx.scale), None, None  # type: ignore[attr-defined]
 
 
+def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
+    """Return `x * mask / (share kept)`."""
+    dropped: Tensor = _MaskedScale.apply(x, mask, 1.0 / (1.0 - quantised(probability)))  # type: ignore[no-untyped-call]
+    return dropped
+
+
 @dataclass(frozen=True)
 class DropoutSite:
     """A place in a model at which activations are dropped.
@@ -159,14 +165,12 @@ class DropoutSite:
         if self.cut_dim is not None:
             offsets[self.cut_dim] = self.sequence.start if self.sequence else self.part * x.shape[self.cut_dim]
         mask = self.keys.mask(self.name, shape, probability, offsets[1:], self.shared).view(x.shape)
-        dropped: Tensor = _MaskedScale.apply(x, mask, 1.0 / (1.0 - quantised(probability)))  # type: ignore[no-untyped-call]
-        return dropped
+        return _scaled(x, mask, probability)
 
     def drop_rows(self, x: Tensor, probability: float) -> Tensor:
         """Drop whole rows of `x` `[batch, ...]` and scale the kept ones by 1 / (share kept)."""
         mask = self.keys.mask(self.name, (x.shape[0], 1), probability).view(-1, *[1] * (x.dim() - 1))
-        dropped: Tensor = _MaskedScale.apply(x, mask, 1.0 / (1.0 - quantised(probability)))  # type: ignore[no-untyped-call]
-        return dropped
+        return _scaled(x, mask, probability)
 
 
 class KeyedDropout(nn.Module):
@@ -180,27 +184,20 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
+        return self.drop(x)
+
+    def drop(self, x: Tensor) -> Tensor:
         return self.site.drop(x, self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, site={self.site.name}"
 
 
-class KeyedDropPath(nn.Module):
+class KeyedDropPath(KeyedDropout):
     """Stochastic depth (Huang et al. 2016, arXiv:1603.09382), which drops rows of a residual branch `[batch, ...]`.
 
     Each row has one bit, so ranks with any part of a row's activations drop the same rows.
     """
 
-    def __init__(self, site: DropoutSite, p: float) -> None:
-        super().__init__()
-        self.site = site
-        self.p = p
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0.0:
-            return x
+    def drop(self, x: Tensor) -> Tensor:
         return self.site.drop_rows(x, self.p)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, site={self.site.name}"

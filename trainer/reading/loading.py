@@ -204,8 +204,9 @@ def _with_places(value: Any, path: KeyPath, root: Node) -> Any:
     return value.model_copy(update=updates) if updates else value
 
 
-def _absolute(place: str | None, folder: Path) -> str | None:
-    return None if place is None else os.path.normpath(os.path.join(folder, os.path.expanduser(place)))
+def _absolute(place: Any, folder: Path) -> Any:
+    """Return a path as absolute; other values, such as a share of rows, stay."""
+    return place if not isinstance(place, str) else os.path.normpath(os.path.join(folder, os.path.expanduser(place)))
 
 
 def _absolute_unless_hub(place: str | None, folder: Path) -> str | None:

@@ -6,6 +6,7 @@ that exclude each other are a row of `recipe/combinations.py`.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections import Counter
@@ -126,12 +127,14 @@ def _data_places(data: Data) -> Iterator[Contradiction]:
             yield _clash("applies to a hub repository, but `data.name` is a folder; remove it", "data.revision")
 
 
-def _files(split: str, places: str | list[str] | None) -> Iterator[Contradiction]:
-    single = isinstance(places, str)
-    for index, place in enumerate([places] if isinstance(places, str) else places or ()):
-        if not os.path.isfile(place):
-            path: KeyPath = ("data", split) if single else ("data", split, index)
-            yield Contradiction((path,), f"is a file that does not exist: {place}")
+def _files(split: str, places: float | str | list[str] | None) -> Iterator[Contradiction]:
+    for index, place in enumerate(places if isinstance(places, list) else [places]):
+        if isinstance(place, str) and not os.path.isfile(place):
+            path: KeyPath = ("data", split, index) if isinstance(places, list) else ("data", split)
+            if not glob.has_magic(place):
+                yield Contradiction((path,), f"is a file that does not exist: {place}")
+            elif not glob.glob(place, recursive=True):
+                yield Contradiction((path,), f"is a pattern that no file matches: {place}")
 
 
 def _columns(task: TaskSection) -> Iterator[Contradiction]:

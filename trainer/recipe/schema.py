@@ -216,6 +216,10 @@ class Model(Section):
     )
 
 
+HeldOut = Annotated[float, Field(gt=0, lt=1)]
+"""A share of the training split that is held out for validation, the same rows in every run."""
+
+
 class _DataKeys(Section):
     max_length: int = Field(
         128, ge=1, description="Maximum tokens of a text; longer texts are truncated, and their share is reported."
@@ -244,21 +248,29 @@ class HubData(_DataKeys):
     subset: str | None = Field(None, description="The configuration of the data set, such as `mrpc` of GLUE.")
     revision: Revision = None
     train: str = Field("train", description="Name of the training split.")
-    validation: str | None = Field("validation", description="Name of the validation split.")
+    validation: HeldOut | str | None = Field(
+        "validation", description="Name of the validation split, or the share of the training split to hold out."
+    )
 
 
 class FileData(_DataKeys):
-    """JSON Lines, JSON, CSV or Parquet files."""
+    """JSON Lines, JSON, CSV, Parquet or Excel files, also compressed by gzip."""
 
     source: Literal["files"]
-    format: Literal["json", "csv", "parquet"] | None = Field(
+    format: Literal["json", "csv", "parquet", "excel"] | None = Field(
         None, description="null: from the extension of the first file."
     )
-    train: PathField | Annotated[list[PathField], Field(min_length=1)] = Field(
-        description="File or files of the training split."
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
+        None, description="The character between the columns of CSV files; null: found in their first lines."
     )
-    validation: PathField | Annotated[list[PathField], Field(min_length=1)] | None = Field(
-        None, description="File or files of the validation split."
+    encoding: str = Field("utf-8", description="The encoding of JSON and CSV files, such as latin-1.")
+    train: PathField | Annotated[list[PathField], Field(min_length=1)] = Field(
+        description="File or files of the training split, or a pattern such as `part-*.jsonl`."
+    )
+    validation: HeldOut | PathField | Annotated[list[PathField], Field(min_length=1)] | None = Field(
+        None,
+        description="File or files of the validation split, or the share of the training split to hold out, such as"
+        " 0.1.",
     )
 
 
@@ -268,7 +280,9 @@ class FolderData(_DataKeys):
     source: Literal["folder"]
     path: PathField = Field(description="The folder.")
     train: str = Field("train", description="Name of the training split.")
-    validation: str | None = Field("validation", description="Name of the validation split.")
+    validation: HeldOut | str | None = Field(
+        "validation", description="Name of the validation split, or the share of the training split to hold out."
+    )
 
 
 class Pipeline(Section):

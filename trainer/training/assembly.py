@@ -56,7 +56,7 @@ class PreparedData:
     preparation: Preparation
     train: EncodedSplit
     validation: EncodedSplit | None
-    label_notes: tuple[str, ...] = ()
+    data_notes: tuple[str, ...] = ()
     evaluated: EvaluatedSplit | None = None  # the rows of `validation`
 
     def notes(self, max_length: int) -> list[str]:
@@ -66,7 +66,7 @@ class PreparedData:
             for name, split in (("training", self.train), ("validation", self.validation))
             if split is not None and split.num_cut
         ]
-        return [*self.preparation.notes, *self.label_notes, *cut, *unknown_notes(self.train, self.validation)]
+        return [*self.preparation.notes, *self.data_notes, *cut, *unknown_notes(self.train, self.validation)]
 
 
 def prepare_data(recipe: Recipe) -> PreparedData:
@@ -76,8 +76,8 @@ def prepare_data(recipe: Recipe) -> PreparedData:
         TrainerError: model or data cannot be reached, or do not fit each other.
     """
     preparation = load_preparation(recipe)
-    splits = load_splits(recipe.data)
-    task, label_notes = resolve_task(recipe, preparation, splits.train)
+    splits = load_splits(recipe.data, getattr(recipe.task, "label", None))
+    task, data_notes = resolve_task(recipe, preparation, splits.train)
     masking = preparation.masking(task, recipe.training.seed)
     cache = Path(recipe.data.cache) if recipe.data.cache else cache_folder()
     train = preparation.encode(splits.train, task, cache)
@@ -87,7 +87,7 @@ def prepare_data(recipe: Recipe) -> PreparedData:
         evaluated = EvaluatedSplit(
             splits.validation.rows, validation, preparation.text_tokenizer, splits.validation.where
         )
-    return PreparedData(task, masking, preparation, train, validation, tuple(label_notes), evaluated)
+    return PreparedData(task, masking, preparation, train, validation, (*splits.notes, *data_notes), evaluated)
 
 
 @dataclass

@@ -1,0 +1,233 @@
+"""Readers of data files: JSON Lines, JSON, CSV, Parquet and Excel, also compressed by gzip."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from trainer.base.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Format = Literal["json", "csv", "parquet", "excel"]
+
+_FORMAT_OF_ENDING: dict[str, Format] = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".tab": "csv",
+    ".parquet": "parquet",
+    ".xlsx": "excel",
+}
+_DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_LFS_POINTER = b"version https://git-lfs"
+_SNIFFED_LINES = 20
+_LONGEST_REASON = 400  # maximum length of a reader's message, in characters
+
+
+def files_of(value: str | Sequence[str] | None, key: str) -> list[Path]:
+    """Return the files of the recipe's `key`; patterns such as `part-*.jsonl` give their matches in order.
+
+    Raises:
+        DataError: a file is missing, denies reading, or is a pointer of Git LFS; a pattern matches no file.
+    """
+    paths: list[Path] = []
+    for name in [value] if isinstance(value, str) else value or []:
+        if glob.has_magic(name) and not Path(name).exists():
+            matched = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if Path(path).is_file()]
+            if not matched:
+                raise DataError(f"`{key}` must name files, but no file matches `{name}`")
+            paths += matched
+        else:
+            paths.append(Path(name))
+    for path in paths:
+        _require_file(path, key)
+    return paths
+
+
+def _require_file(path: Path, key: str) -> None:
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise DataError(f"`{key}` must name files, but `{path}` {what}")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"`{key}` must name files that can be read, but `{path}` denies it")
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise DataError(
+                f"`{key}` must name files of rows, but `{path}` is a pointer of Git LFS; run `git lfs pull` in its"
+                " folder"
+            )
+
+
+def common_format(paths: Sequence[Path]) -> Format:
+    """Return the common format of all file name endings.
+
+    Raises:
+        UsageError: an ending is unknown, or there are several formats.
+    """
+    formats = {path: _FORMAT_OF_ENDING.get(_ending(path)) for path in paths}
+    for path, file_format in formats.items():
+        if file_format is None:
+            raise UsageError(
+                f"`data.format` must be set where the ending does not tell it, but is null and a file is `{path.name}`;"
+                f" known endings are {', '.join(_FORMAT_OF_ENDING)}, each also with .gz"
+            )
+    first, *others = formats.items()
+    for path, file_format in others:
+        if file_format != first[1]:
+            raise UsageError(
+                f"`data.train` and `data.validation` must be files of one format, but `{first[0].name}` is {first[1]}"
+                f" and `{path.name}` is {file_format}; convert one, or set `data.format` if an ending is wrong"
+            )
+    assert first[1] is not None
+    return first[1]
+
+
+def _ending(path: Path) -> str:
+    """Return the ending in small letters, without `.gz`."""
+    name = path.name.lower()
+    return Path(name.removesuffix(".gz")).suffix
+
+
+def read_files(
+    paths: Sequence[Path], file_format: Format, delimiter: str | None, encoding: str, key: str
+) -> tuple[Dataset | None, list[str]]:
+    """Return the rows of files, or None without a row, and notes for the user.
+
+    Args:
+        paths: the files.
+        file_format: their format.
+        delimiter: the delimiter of CSV files; None: found in each file's first lines.
+        encoding: the encoding of text files.
+        key: the key of the recipe, for messages.
+
+    Raises:
+        DataError: a file has the wrong format or encoding.
+        UsageError: a package for the format is missing.
+    """
+    import datasets
+
+    for path in paths:
+        if not path.stat().st_size:
+            raise DataError(f"`{key}` must hold at least one row, but `{path}` is empty")
+    notes: list[str] = []
+    options: dict[str, Any] = {}
+    where = ", ".join(f"`{path}`" for path in paths)
+    try:
+        if file_format == "excel":
+            return _read_excel(paths, key), []
+        if file_format in ("csv", "json") and encoding != "utf-8":
+            options["encoding"] = encoding
+        if file_format == "csv":
+            options |= {"keep_default_na": False, "na_values": [""]}  # "None" and "NA" may be names of classes
+            parts = [_delimiter(path, encoding) for path in paths] if delimiter is None else [delimiter]
+            options["sep"] = parts[0]
+            if delimiter is None and parts[0] != "," and _ending(paths[0]) == ".csv":
+                notes.append(f"`{key}`: `{paths[0].name}` is read with {_DELIMITERS[parts[0]]} between its columns")
+            if len(set(parts)) > 1:
+                other = paths[next(index for index, part in enumerate(parts) if part != parts[0])]
+                raise DataError(
+                    f"`{key}` must name files with one delimiter, but `{paths[0]}` has {_DELIMITERS[parts[0]]} and"
+                    f" `{other}` has others; set `data.delimiter` if a guess is wrong"
+                )
+        files = [str(path.absolute()) for path in paths]
+        return datasets.load_dataset(file_format, data_files=files, split="train", **options), notes
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        if "corresponds to no data" in str(error):  # the message of `datasets` for files without rows
+            return None, notes
+        if wrong := _not_in(encoding, paths):
+            raise DataError(
+                f"`{key}` must hold text in the encoding {encoding}, but `{wrong}` does not; save it as UTF-8, or name"
+                " its encoding in `data.encoding`, such as latin-1"
+            ) from error
+        fault = _json_fault(paths) if file_format == "json" else None
+        raise DataError(
+            f"`{key}` must hold {file_format}, but {fault or f'{where} cannot be read: {reason(error)}'}"
+        ) from error
+
+
+def _read_excel(paths: Sequence[Path], key: str) -> Dataset | None:
+    """Return the rows of the first sheet of each file; the first row holds the names of the columns."""
+    import datasets
+    import pandas
+
+    try:
+        import openpyxl  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"`{key}` names Excel files, which need openpyxl: pip install openpyxl; or save the sheet as CSV"
+        ) from error
+    frames = [pandas.read_excel(path, keep_default_na=False, na_values=[""]) for path in paths]
+    frame = pandas.concat(frames, ignore_index=True)
+    return datasets.Dataset.from_pandas(frame, preserve_index=False) if len(frame) else None
+
+
+def _open(path: Path, encoding: str) -> IO[str]:
+    if path.name.lower().endswith(".gz"):
+        return gzip.open(path, "rt", encoding=encoding, newline="")
+    return path.open(encoding=encoding, newline="")
+
+
+def _delimiter(path: Path, encoding: str) -> str:
+    """Return the delimiter that gives the same number of columns, and the most, in the first lines of a CSV file."""
+    if _ending(path) in (".tsv", ".tab"):
+        return "\t"
+    with _open(path, encoding) as file:
+        lines = [line for _, line in zip(range(_SNIFFED_LINES), file, strict=False)]
+    best, most = ",", 1
+    for delimiter in _DELIMITERS:
+        widths = [len(row) for row in csv.reader(lines, delimiter=delimiter) if row]
+        if widths and widths[0] > most and widths[0] == widths[min(1, len(widths) - 1)]:
+            best, most = delimiter, widths[0]
+            if delimiter == ",":
+                break
+    return best
+
+
+def _not_in(encoding: str, paths: Sequence[Path]) -> Path | None:
+    """Return the first file that is not text in `encoding`; None if all are, or are no text files."""
+    for path in paths:
+        if _FORMAT_OF_ENDING.get(_ending(path), "json") not in ("json", "csv"):
+            continue
+        try:
+            with _open(path, encoding) as file:
+                for _ in file:
+                    pass
+        except UnicodeError:
+            return path
+        except OSError:
+            continue
+    return None
+
+
+def _json_fault(paths: Sequence[Path]) -> str | None:
+    """Describe the first JSON fault; None if every line is an object or the file is a list."""
+    for path in paths:
+        with _open(path, "utf-8") as file:
+            text = file.read()
+        lines = [text] if text.lstrip().startswith("[") else text.splitlines()
+        for number, line in enumerate(lines, start=1):
+            try:
+                value = json.loads(line) if line.strip() else {}
+            except json.JSONDecodeError as error:
+                return f"line {number - 1 + error.lineno} of `{path}` is not JSON: {error.msg} at column {error.colno}"
+            if not isinstance(value, dict | list):
+                return f"line {number} of `{path}` is not a JSON object"
+    return None
+
+
+def reason(error: BaseException) -> str:
+    """Return the message of the first error in the chain, on one line: `datasets` wraps errors of its readers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
