@@ -35,7 +35,7 @@ def key_dropout(model: nn.Module, keys: DropoutKeys) -> int:
         for child_name, child in list(module.named_children()):
             site_name = f"{name}.{child_name}" if name else child_name
             if (keyed := _keyed_form(child, DropoutSite(keys, site_name), model)) is not None:
-                setattr(module, child_name, keyed)
+                setattr(module, child_name, keyed.train(child.training))  # a loaded model is in evaluation mode
                 replaced += 1
             elif isinstance(child, nn.modules.dropout._DropoutNd):
                 raise UsageError(f"{name}.{child_name} is a {type(child).__name__}, which has no keyed form; {REMEDY}")
