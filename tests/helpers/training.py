@@ -127,6 +127,19 @@ def tiny_split(num_rows: int = NUM_ROWS, has_classes: bool = True) -> EncodedSpl
     )
 
 
+def tiny_tuples(num_rows: int = NUM_ROWS, texts_per_row: int = 3, has_scores: bool = False) -> EncodedSplit:
+    """Return rows of several random texts of 3 to 17 tokens. `has_scores` adds scores, some of them equal."""
+    texts = tiny_split(num_rows * texts_per_row, has_classes=False)
+    scores = np.random.default_rng(1).integers(0, 6, num_rows) / 5
+    return EncodedSplit(
+        texts.offsets,
+        texts.tokens,
+        scalars={"labels": scores} if has_scores else {},
+        content_hash="tiny tuples",
+        texts_per_row=texts_per_row,
+    )
+
+
 def tiny_images(num_rows: int = NUM_ROWS, size: int = 16) -> EncodedSplit:
     """Return random square images (uint8, one channel) with random classes, the same on every rank."""
     random = np.random.default_rng(0)
@@ -156,6 +169,12 @@ TINY_TASKS = {
     ),
     "masked_lm": TinyTask(
         {"type": "masked_lm", "text": "text"}, _TEXT_MODEL, partial(tiny_split, has_classes=False), Padding(0)
+    ),
+    "embedding": TinyTask(
+        {"type": "embedding", "texts": ["a", "b", "c"]},
+        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
+        tiny_tuples,
+        Padding(0),
     ),
     "image_classification": TinyTask(
         {"type": "image_classification"}, {"config": TINY_VIT}, tiny_images, Normalisation(1 / 255, (0.5,), (0.5,))

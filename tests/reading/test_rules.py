@@ -151,3 +151,54 @@ def test_a_contradiction_is_reported_where_its_first_key_stands(
     minimal["training"] = {"max_steps": 5, "stop_at_step": 6}
     (problem,) = problems(minimal)
     assert problem.startswith("r.json:1:260: `training.stop_at_step` must be at most")
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "messages"),
+    [
+        ({"texts": ["a", "b", "a"]}, [], ['`task.texts` has "a" more than once; remove one']),
+        (
+            {"texts": ["a", "b"], "score": "s"},
+            [],
+            ['`task.score` is "s", but the loss multiple_negatives reads no score'],
+        ),
+        ({"texts": ["a", "b"], "metrics": ["spearman"]}, [], ['`task.metrics` has "spearman", which needs scores']),
+        (
+            {"texts": ["a", "b", "c"], "loss": "cosine", "metrics": ["mrr"], "temperature": 0.1},
+            [],
+            [
+                '`task.metrics` has "mrr", which needs positives, but the loss is cosine',
+                "`task.score` is missing, but the loss cosine needs it",
+                "`task.temperature` does not apply to the loss cosine",
+                "`task.texts` must name two columns for the loss cosine, but names 3",
+            ],
+        ),
+        (
+            {"texts": ["a", "b"]},
+            ["training.global_batch_size=1", "training.micro_batch_size=1"],
+            ["`training.global_batch_size` must be at least 2 for the loss multiple_negatives"],
+        ),
+        (
+            {"texts": ["a", "b"]},
+            ["parallel.strategy=dp"],
+            ["`parallel.strategy` is dp, in which each copy of the model computes the loss of its own rows"],
+        ),
+        ({"texts": ["a", "b"], "score": "s", "loss": "cosent", "metrics": ["spearman"]}, [], []),
+        ({"texts": ["a", "b", "c"]}, ["training.global_batch_size=1", "training.micro_batch_size=1"], []),
+    ],
+)
+def test_embeddings_need_rows_to_compare(
+    write: Callable[..., str],
+    problems: Callable[..., list[str]],
+    minimal: Minimal,
+    task: dict[str, Any],
+    overrides: list[str],
+    messages: list[str],
+) -> None:
+    minimal["task"] = {"type": "embedding", **task}
+    if not messages:
+        load_recipe(write(minimal), overrides)
+        return
+    found = sorted(problem.partition(": ")[2] for problem in problems(minimal, *overrides))
+    assert len(found) == len(messages)
+    assert all(problem.startswith(message) for problem, message in zip(found, messages, strict=True)), found

@@ -11,12 +11,13 @@ from trainer.tasks.registry import PIPELINE_TAGS
 from trainer.tasks.task import ImageTask, TextTask
 
 SECTIONS = get_args(Recipe.model_fields["task"].annotation)
+INPUTS = {"text": ["first", "second"], "texts": ["first", "second"], "image": "first"}
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_task_of_the_schema_is_built_and_keeps_the_protocol(section):
     (name,) = get_args(section.model_fields["type"].annotation)
-    inputs = {"text": ["first", "second"]} if "text" in section.model_fields else {"image": "first"}
+    inputs = {key: value for key, value in INPUTS.items() if key in section.model_fields}
     task = build_task(section(type=name, **inputs))
     assert task.columns[:1] == ("first",)
     assert task.columns[-1] == ("label" if "label" in section.model_fields else "second")

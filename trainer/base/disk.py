@@ -49,7 +49,7 @@ def replace_text(path: Path, text: str) -> None:
 
 def replace_folder(new: Path, place: Path) -> None:
     """Move the folder `new` to `place`, which may exist, once the disk has stored all files of `new`."""
-    for path in (*new.iterdir(), new):
+    for path in (*new.rglob("*"), new):
         sync(path)
     aside = place.with_name(f".replaced-{place.name}")
     shutil.rmtree(aside, ignore_errors=True)

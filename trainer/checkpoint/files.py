@@ -31,7 +31,7 @@ FORMAT = 2
 FACTS, SUMS, MODEL_FOLDER = "state.json", "SHA256SUMS", "model"
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
 _SHARE_NAME = re.compile(r"state-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
-_MODEL_FILE_NAME = re.compile(rf"{MODEL_FOLDER}/[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+_MODEL_FILE_NAME = re.compile(rf"{MODEL_FOLDER}(/[A-Za-z0-9_-][A-Za-z0-9_.-]*){{1,2}}")
 _LARGEST_FACTS_BYTES = 1 << 30
 
 
@@ -109,7 +109,7 @@ def write_bytes(folder: Path, name: str, content: bytes) -> WrittenFile:
         OSError: the file cannot be written.
     """
     path = folder / name
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return written(folder, name)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.engine.engine import EvalResult
+from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.precision import cast_forward
 from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import checkpoint_layers
@@ -65,18 +66,41 @@ class ModelForward:
         takes_cache = "use_cache" in inspect.signature(type(built.model).forward).parameters
         self._constants = {"use_cache": False} if takes_cache else {}
         self._step = 0
+        self._num_rows = 0
+        self._joint: JointLosses | None = None  # of the current step
         # The first pass runs every dropout of the model, so the watch need not take time in later ones.
         self._watch: AbstractContextManager[object] = RefuseUnkeyedDropout() if built.dropout_keys else nullcontext()
 
-    def begin_step(self, step: int) -> None:
-        """Prepare for the microbatches of the optimizer step after `step` steps."""
+    def begin_step(self, step: int, batch: RankBatch) -> None:
+        """Prepare for the microbatches of the optimizer step after `step` steps.
+
+        If the rows of `batch` depend on each other, a first pass computes their losses.
+        """
         self._step = step
+        self._num_rows, self._joint = batch.num_rows, None
         self._set_training(True)
+        self._seed_dropout()
+        if self._task.rows_depend:
+            self._joint = self._joint_losses(batch)
+            self._seed_dropout()  # the second pass draws the same masks
+
+    def _seed_dropout(self) -> None:
         if self._keys is None:
             # Torch's own dropout must draw other masks on each data-parallel rank and in each stage, and the same masks
             # again after a resumption.
             place = self._mesh.index("dp") + self._mesh.size("dp") * self._mesh.index("pp")
-            seed_generator(self._mesh.device, stream_key(self._seed, step, place))
+            seed_generator(self._mesh.device, stream_key(self._seed, self._step, place))
+
+    @torch.no_grad()
+    def _joint_losses(self, batch: RankBatch) -> JointLosses | None:
+        """Return the losses of the global batch after a pass without gradients.
+
+        With one microbatch on each rank, return None: `loss_sum` needs no second pass, because it has all scores.
+        """
+        if len(batch.microbatches) == 1:
+            return None
+        scores = [self._training_scores(self._eval_call, m.to(self._mesh.device)) for m in batch.microbatches]
+        return joint_losses(self._task, self._mesh, batch.num_rows, batch.microbatches, scores)
 
     def denominator(self, batch: RankBatch) -> Tensor:
         """Return the number of valid labels in the global batch, which is known before the first forward pass."""
@@ -90,12 +114,21 @@ class ModelForward:
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
         """Return the sum of losses of a microbatch; a filler joins the collectives with a gradient of zero."""
         microbatch = microbatch.to(self._mesh.device)
+        logits = self._training_scores(self._call, microbatch)
+        if not self._task.rows_depend:
+            loss = self._task.loss_sum(logits, microbatch.labels)
+        else:
+            joint = self._joint or joint_losses(self._task, self._mesh, self._num_rows, [microbatch], [logits])
+            loss = joint.sum_of(microbatch.rows, logits)
+        return loss * 0.0 if microbatch.filler else loss
+
+    def _training_scores(self, call: ModelCall, microbatch: Microbatch) -> Tensor:
+        """Return the scores of a microbatch, on this rank's device, with the dropout of its rows."""
         keyed = self._keys.use(MicrobatchKey(self._step, microbatch.text_rows)) if self._keys else nullcontext()
         with self._watch, keyed:
-            logits = self._scores(self._call, microbatch.inputs)
+            scores = self._scores(call, microbatch.inputs)
         self._watch = nullcontext()
-        loss = self._task.loss_sum(logits, microbatch.labels)
-        return loss * 0.0 if microbatch.filler else loss
+        return scores
 
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch) -> EvalResult:
@@ -106,7 +139,8 @@ class ModelForward:
         logits = self._scores(self._eval_call, microbatch.inputs)
         if microbatch.filler:
             return EvalResult(0.0, 0, {})
-        loss_sum = self._task.loss_sum(logits, microbatch.labels).item()
+        # The loss of rows that depend on each other is that of the whole split.
+        loss_sum = 0.0 if self._task.rows_depend else self._task.loss_sum(logits, microbatch.labels).item()
         return EvalResult(loss_sum, num_valid, self._task.predictions(logits, microbatch.labels))
 
     @torch.no_grad()

@@ -113,7 +113,7 @@ class NativeEngine:
         )
 
     def train_step(self, batch: RankBatch) -> StepResult:
-        self._forward.begin_step(self._step)
+        self._forward.begin_step(self._step, batch)
         scale = self._scaler.scale if self._scaler else 1.0
         share = self._schedule.run(batch.microbatches, self._forward.denominator(batch), scale)
         loss = self._mesh.begin_sum_(share, "dp")

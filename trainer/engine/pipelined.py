@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainer.engine.engine import EvalResult
 from trainer.engine.forward import ModelForward, prepare_model
+from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.native import NativeEngine
 from trainer.engine.sharded import shard
 from trainer.models.building import BuiltModel
@@ -25,7 +26,7 @@ from trainer.models.stages import StagePart
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.gradients import TiedGradients, sum_gradients_
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.microbatch import Microbatch, text_rows
+from trainer.parallel.microbatch import Microbatch, RankBatch, text_rows
 from trainer.parallel.pipeline import BusyClock, LocalStage, PipelineDriver, Shapes
 from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.recipe.plan import PipelinePlan, RunPlan
@@ -98,6 +99,7 @@ class PipelinedForward(ModelForward):
         super().__init__(first, first.model, first.model, task, mesh, plan.recipe.training.seed)
         assert plan.pipeline is not None
         self._built = built
+        self._batch = plan.batch
         self._pipeline: PipelinePlan = plan.pipeline
         stages = plan.pipeline.stages_of(mesh.index(PIPELINE_AXIS))
         for stage in built:
@@ -129,11 +131,26 @@ class PipelinedForward(ModelForward):
             count = real.stop - real.start
             if count == 0:
                 return logits.sum() * 0.0  # its backward pass must run too
+            if self._joint is not None:
+                return self._joint.sum_of(rows.rows[real].to(logits.device), logits[:count]) * scale / denominator
             return self._task.loss_sum(logits[:count], labels[real]) * scale / denominator
 
         total = self._driver.train(self._inputs(rows), self._shapes(rows), loss)
         self._watch = nullcontext()
         return total / scale
+
+    @torch.no_grad()
+    def _joint_losses(self, batch: RankBatch) -> JointLosses | None:
+        """Return the losses of the global batch on ranks with the last stage, after a pass without gradients."""
+        passes = passes_of(batch.microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
+        found = [self._driver.forward(self._inputs(rows), self._shapes(rows)) for rows in passes]
+        parts = [(rows, scores) for rows, scores in zip(passes, found, strict=True) if scores is not None]
+        if not parts:
+            return None
+        real = [Microbatch({}, rows.labels[: rows.num_rows], rows.rows[: rows.num_rows]) for rows, _ in parts]
+        return joint_losses(
+            self._task, self._mesh, batch.num_rows, real, [scores[: rows.num_rows] for rows, scores in parts]
+        )
 
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch) -> EvalResult:
@@ -143,7 +160,8 @@ class PipelinedForward(ModelForward):
         if logits is None:
             return EvalResult(0.0, 0, {})
         labels = microbatch.labels.to(self._mesh.device)
-        return EvalResult(self._task.loss_sum(logits, labels).item(), num_valid, self._task.predictions(logits, labels))
+        loss_sum = 0.0 if self._task.rows_depend else self._task.loss_sum(logits, labels).item()
+        return EvalResult(loss_sum, num_valid, self._task.predictions(logits, labels))
 
     @torch.no_grad()
     def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:

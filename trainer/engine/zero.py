@@ -48,7 +48,7 @@ from trainer.models.statistics import persistent_buffers
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.partial import is_partial, sum_while_backward
-from trainer.parallel.parts import TensorPart, flat_part, whole_part
+from trainer.parallel.parts import TensorPart, flat_part, tensor_part, whole_part
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.whole import gather_on_rank_zero
 from trainer.ranks.environment import set_local_rank
@@ -167,7 +167,7 @@ class ZeroEngine:
         self._is_partitioned = plan.strategy.cuts_parameters  # stage 3
 
     def train_step(self, batch: RankBatch) -> StepResult:
-        self._forward.begin_step(self._step)
+        self._forward.begin_step(self._step, batch)
         if self._scaler:
             # DeepSpeed multiplies the loss by scale / N, and `_accumulate` by N. With scale * N instead, many ranks
             # would overflow fp16. DeepSpeed's average divides by N again.
@@ -221,12 +221,24 @@ class ZeroEngine:
         self._step = step
 
     def export(self, folder: Path) -> None:
-        from deepspeed.utils import safe_get_full_fp32_param
-
         weights: dict[str, Tensor] = persistent_buffers(self._engine.module)
         for name, parameter in self._parameters.items():
-            weights |= self._joined(name, {name: safe_get_full_fp32_param(parameter)})
+            weights |= self._joined(name, {name: self._whole(parameter)})
         self._mesh.on_rank_zero(lambda: save_model(self._engine.module, folder, weights))
+
+    def _whole(self, parameter: Any) -> Tensor:
+        """Return the fp32 weights of a parameter without the split over the data ranks; a collective."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if parameter.requires_grad:
+            weights: Tensor = safe_get_full_fp32_param(parameter)
+            return weights
+        # DeepSpeed keeps no master weights of a frozen parameter.
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter], enabled=self._is_partitioned):
+            frozen: Tensor = parameter.detach().clone()
+            return frozen
 
     def _partition(self, parameter: Any) -> Tensor:
         """Return this rank's elements of a parameter of stage 3, without DeepSpeed's undefined padding."""
@@ -234,9 +246,19 @@ class ZeroEngine:
         return partition[: self._bounds(parameter)[1]]
 
     def _parts(self) -> Iterator[TensorPart]:
-        """Yield the parts of master weights, moments, and the step count of each parameter."""
+        """Yield the parts of master weights, moments, and the step count of each parameter.
+
+        A frozen parameter has its weights only. Stages 1 and 2 do not partition it.
+        """
         count = self._step_count()
-        for name in self._parameters:
+        for name, parameter in self._parameters.items():
+            if not parameter.requires_grad:
+                if self._is_partitioned:
+                    yield self._flat_part(name, None, self._partition(parameter), self._bounds(parameter)[0])
+                else:
+                    label = f"{MODEL_PREFIX}{name}"
+                    yield tensor_part(label, parameter.detach(), self.placements[name], self._mesh)
+                continue
             for key in (None, *self._moments()):
                 flat, start = self._fragment(name, key)
                 yield self._flat_part(name, key, flat, start)
@@ -273,14 +295,16 @@ class ZeroEngine:
 
         parameter: Any = self._parameters[name]
         start, number = self._bounds(parameter)
-        flats = {key: torch.zeros(parameter.ds_tensor.ds_numel) for key in (None, *self._moments())}
+        keys = (None, *self._moments()) if parameter.requires_grad else (None,)
+        flats = {key: torch.zeros(parameter.ds_tensor.ds_numel) for key in keys}
         source.fill([self._flat_part(name, key, flat[:number], start) for key, flat in flats.items()])
         for key, flat in flats.items():
             own = flat.to(parameter.ds_tensor.device)
             if key:
                 safe_set_local_optimizer_state(parameter, own, key)
             else:
-                safe_set_local_fp32_param(parameter, own)
+                if parameter.requires_grad:
+                    safe_set_local_fp32_param(parameter, own)
                 parameter.ds_tensor.copy_(own)
 
     def _joined(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -334,7 +358,7 @@ class ZeroEngine:
             state = {key: torch.zeros_like(flat) for key in _MOMENTS if key in keys}
             if "step" in keys:
                 state["step"] = torch.zeros((), device=flat.device)
-                name = next(iter(self._parameters))
+                name = next(name for name, parameter in self._parameters.items() if parameter.requires_grad)
                 source.fill([whole_part(f"{OPTIMIZER_PREFIX}{name}.step", state["step"], self._mesh)])
             if state:
                 self._optimizer.state[flat] = state

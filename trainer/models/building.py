@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -330,6 +330,14 @@ def _undescribed(recipe: Model, auto_class_name: str, error: Exception) -> Usage
     if recipe.config is not None:
         return UsageError(f"`model.config` does not describe an {auto_class_name}: {_one_line(error)}")
     return not_found("model.name_or_path", str(recipe.name_or_path), error)
+
+
+def freeze(model: nn.Module, names: Sequence[str]) -> None:
+    """Freeze the parameters of modules of the base model; names that it does not have are skipped."""
+    base: Any = model.base_model
+    for name, module in base.named_children():
+        if name in names:
+            module.requires_grad_(False)
 
 
 def save_configuration(model: nn.Module, folder: Path) -> None:

@@ -21,6 +21,7 @@ from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.schema import (
     Checkpoint,
     ClassificationKeys,
+    Embedding,
     Evaluation,
     FileData,
     FolderData,
@@ -144,6 +145,9 @@ def _columns(task: TaskSection) -> Iterator[Contradiction]:
             text = f"is {shown_value(label)}, which is also `task.image`; set the column of the label"
             yield _clash(text, "task.label", "task.image")
         return
+    if isinstance(task, Embedding):
+        yield from _repeated("task.texts", [*task.texts, *([task.score] if task.score else [])])
+        return
     columns = [task.text] if isinstance(task.text, str) else task.text
     if len(set(columns)) < len(columns):
         yield _clash(f"has the column {shown_value(columns[0])} twice; a pair needs two columns", "task.text")
@@ -162,6 +166,65 @@ def _labels(task: TaskSection) -> Iterator[Contradiction]:
             f'has "f1", which needs two classes, but `task.labels` has {len(task.labels)}; use "f1_macro"',
             "task.metrics",
             "task.labels",
+        )
+
+
+def _similarities(task: TaskSection) -> Iterator[Contradiction]:
+    if not isinstance(task, Embedding):
+        return
+    if task.loss == "multiple_negatives":
+        if task.score is not None:
+            yield _clash(
+                f"is {shown_value(task.score)}, but the loss multiple_negatives reads no score; remove it, or use the"
+                " loss cosent or cosine",
+                "task.score",
+                "task.loss",
+            )
+        if "spearman" in task.metrics:
+            yield _clash(
+                'has "spearman", which needs scores, but the loss is multiple_negatives; use "mrr"',
+                "task.metrics",
+                "task.loss",
+            )
+        return
+    if task.score is None:
+        yield _clash(f"is missing, but the loss {task.loss} needs it; set it", "task.score", "task.loss")
+    if len(task.texts) != 2:
+        yield _clash(
+            f"must name two columns for the loss {task.loss}, but names {len(task.texts)}; remove the others",
+            "task.texts",
+            "task.loss",
+        )
+    for metric in task.metrics:
+        if metric != "spearman":
+            yield _clash(
+                f'has "{metric}", which needs positives, but the loss is {task.loss}, with scores; set it to'
+                ' ["spearman"]',
+                "task.metrics",
+                "task.loss",
+            )
+    if task.loss == "cosine" and task.temperature != Embedding.model_fields["temperature"].default:
+        yield _clash("does not apply to the loss cosine; remove it", "task.temperature", "task.loss")
+
+
+def _losses_of_copies(task: TaskSection, parallel: Parallel) -> Iterator[Contradiction]:
+    if isinstance(task, Embedding) and task.loss != "cosine" and parallel.strategy == "dp":
+        yield _clash(
+            f"is dp, in which each copy of the model computes the loss of its own rows, but the loss {task.loss}"
+            " compares all rows of the batch; use ddp",
+            "parallel.strategy",
+            "task.loss",
+        )
+
+
+def _rows_to_compare(task: TaskSection, training: Training) -> Iterator[Contradiction]:
+    if not isinstance(task, Embedding) or training.global_batch_size > 1:
+        return
+    if task.loss == "cosent" or (task.loss == "multiple_negatives" and len(task.texts) == 2):
+        yield _clash(
+            f"must be at least 2 for the loss {task.loss}, which compares rows with each other, but is 1",
+            "training.global_batch_size",
+            "task.loss",
         )
 
 
@@ -260,6 +323,9 @@ def _project(logging: Logging) -> Iterator[Contradiction]:
 RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...] = (
     (("task",), _columns),
     (("task",), _labels),
+    (("task",), _similarities),
+    (("task", "training"), _rows_to_compare),
+    (("task", "parallel"), _losses_of_copies),
     (("model",), _weights),
     (("task", "model"), _tokenizer),
     (("task", "data"), _text_lengths),

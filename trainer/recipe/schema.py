@@ -189,13 +189,41 @@ class MaskedLM(TextKeys):
     )
 
 
+class Embedding(Section):
+    """Embed texts, so that similar texts have a high cosine similarity."""
+
+    type: Literal["embedding"]
+    texts: Annotated[list[str], Field(min_length=2)] = Field(
+        description="The columns of the texts of a row: anchor and positive, and perhaps hard negatives of the anchor."
+    )
+    score: str | None = Field(
+        None, description="The column of the similarity of the two texts, which the losses `cosine` and `cosent` need."
+    )
+    pooling: Literal["mean", "cls", "last"] = Field(
+        "mean", description="The embedding: the mean of the states of all tokens, or that of the first or last token."
+    )
+    normalize: bool = Field(True, description="Scale embeddings to a length of 1.")
+    loss: Literal["multiple_negatives", "cosine", "cosent"] = Field(
+        "multiple_negatives",
+        description="multiple_negatives: find the positive among those and the negatives of the whole global batch;"
+        " cosine: squared error of cosine and score; cosent: order all pairs of rows of the global batch by score.",
+    )
+    temperature: float = Field(0.05, gt=0, description="Divisor of the cosine similarities; not for the loss `cosine`.")
+    metrics: list[Literal["recall_at_1", "recall_at_5", "recall_at_10", "mrr", "spearman"]] = Field(
+        default=["recall_at_1", "mrr"],
+        min_length=1,
+        description="Share of anchors with their positive among the nearest 1, 5 or 10 of all positives and negatives"
+        " of the split; mean reciprocal rank of the positive; rank correlation of cosine and score.",
+    )
+
+
 class ImageClassification(ClassificationKeys, ImageKeys):
     """Assign each image to one of several classes."""
 
     type: Literal["image_classification"]
 
 
-TaskSection = SequenceClassification | SequenceRegression | MaskedLM | ImageClassification
+TaskSection = SequenceClassification | SequenceRegression | MaskedLM | ImageClassification | Embedding
 
 
 class Model(Section):

@@ -21,7 +21,7 @@ class Metric:
     """A metric: `compute(predictions, labels)`, both of shape `[rows]`, and its direction.
 
     For tasks that label tokens, the arguments are sums over the labelled tokens of each row, and the numbers of these
-    tokens.
+    tokens. For retrieval, the first argument is the rank of the right candidate of each row, from 1.
     """
 
     compute: Callable[[Values, Values], float]
@@ -89,6 +89,19 @@ def _perplexity(losses: Values, num_tokens: Values) -> float:
         return float(np.exp(losses.sum() / max(1, num_tokens.sum())))
 
 
+def _recall_at(num_candidates: int) -> Callable[[Values, Values], float]:
+    """Return the share of rows with the right candidate among the first `num_candidates`."""
+
+    def recall(ranks: Values, _: Values) -> float:
+        return float(np.mean(ranks <= num_candidates))
+
+    return recall
+
+
+def _mrr(ranks: Values, _: Values) -> float:
+    return float(np.mean(1.0 / ranks))
+
+
 METRICS: dict[str, Metric] = {
     "accuracy": Metric(_accuracy),
     "f1": Metric(_f1),
@@ -99,6 +112,10 @@ METRICS: dict[str, Metric] = {
     "mse": Metric(_mse, greater_is_better=False),
     "token_accuracy": Metric(_token_accuracy),
     "perplexity": Metric(_perplexity, greater_is_better=False),
+    "recall_at_1": Metric(_recall_at(1)),
+    "recall_at_5": Metric(_recall_at(5)),
+    "recall_at_10": Metric(_recall_at(10)),
+    "mrr": Metric(_mrr),
 }
 
 

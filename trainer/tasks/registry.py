@@ -8,12 +8,14 @@ from typing import Any
 import trainer.recipe.extending  # noqa: F401  # checks registered tasks
 from trainer.base.extensions import Registration, consume, resolved
 from trainer.recipe.schema import (
+    Embedding,
     ImageClassification,
     MaskedLM,
     SequenceClassification,
     SequenceRegression,
     TaskSection,
 )
+from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.image_classification import ImageClassificationTask
 from trainer.tasks.masked_lm import MaskedLMTask
 from trainer.tasks.sequence_classification import SequenceClassificationTask
@@ -25,6 +27,7 @@ PIPELINE_TAGS = {
     "sequence_regression": "text-classification",
     "masked_lm": "fill-mask",
     "image_classification": "image-classification",
+    "embedding": "feature-extraction",
 }
 """The task names of the hub, which transformers also uses for pipelines."""
 
@@ -53,6 +56,11 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
             return SequenceRegressionTask(_columns(recipe.text), recipe.label, metrics)
         case MaskedLM():
             return MaskedLMTask(_columns(recipe.text), recipe.mask_probability, metrics)
+        case Embedding():
+            return EmbeddingTask(
+                tuple(recipe.texts), recipe.score, recipe.pooling, recipe.normalize, recipe.loss, recipe.temperature,
+                metrics,
+            )  # fmt: skip
         case ImageClassification():
             shape = None if recipe.shape is None else tuple(recipe.shape)
             return ImageClassificationTask(recipe.image, recipe.label, metrics, _names(recipe.labels), shape=shape)

@@ -107,7 +107,38 @@ class Task(Protocol):
         """
         ...
 
-    # Methods with a default in `TaskDefaults`.
+    # Attributes and methods with a default in `TaskDefaults`.
+
+    @property
+    def rows_depend(self) -> bool:
+        """Whether the loss of a row depends on the other rows of the global batch.
+
+        `joint_losses` then computes the loss in training, and `split_metrics` returns the `loss` of an evaluation.
+        """
+        ...
+
+    @property
+    def unused_modules(self) -> tuple[str, ...]:
+        """Modules of the base model that do not take part in the loss; they are frozen if the model has them."""
+        ...
+
+    def joint_losses(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Return the losses of all rows of a global batch `[rows]`, for tasks with `rows_depend`.
+
+        Args:
+            scores: the scores of all rows, in their order in the global batch, of shape `[rows, ...]`.
+            labels: the labels of the rows `[rows]`; zeros for rows without labels.
+        """
+        ...
+
+    def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
+        """Return the contents of further JSON files of an exported folder, by their path in the folder.
+
+        Args:
+            max_length: the maximum number of tokens of a text.
+            hidden_size: the size of the model's hidden states; None if its configuration does not name it.
+        """
+        ...
 
     def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the keyword arguments of the model for the inputs of a microbatch."""
@@ -152,6 +183,17 @@ class TaskDefaults:
     """Base class with the methods that few tasks change."""
 
     own_lengths: tuple[str, ...] = ()
+    unused_modules: tuple[str, ...] = ()
+
+    @property
+    def rows_depend(self) -> bool:
+        return False
+
+    def joint_losses(self, scores: Tensor, labels: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
+        return {}
 
     def model_options(self) -> dict[str, Any]:
         return {}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from trainer.data.sources import load_splits
 from trainer.data.split import EncodedSplit
 from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
-from trainer.models.building import BuiltModel, build_model, save_configuration
+from trainer.models.building import BuiltModel, build_model, freeze, save_configuration
 from trainer.models.statistics import buffers_hash
 from trainer.observe.observer import Observer
 from trainer.observe.records import Idling, RunInfo
@@ -224,7 +225,7 @@ class Assembly:
 
         def complete() -> None:
             try:
-                self.data.preparation.save(temporary)
+                _save_preparation(self.data, self.recipe, self.models[0], temporary)
                 complete_folder(temporary, folder, self.saved.origin, self.progress)
             except OSError as error:
                 raise TrainerError(f"the model could not be written to {folder}: {error}") from error
@@ -300,9 +301,10 @@ def assemble(
         ]
     models = [part.model for part in built]
     for model in models:
+        freeze(model, task.unused_modules)
         if adapt is not None:
             adapt(model)
-    model_files = _files_beside_weights(models[0], data.preparation) if mesh.rank == 0 else {}
+    model_files = _files_beside_weights(data, recipe, models[0]) if mesh.rank == 0 else {}
     beside = {"buffers": buffers_hash(models, mesh), "normalisation": data.preparation.normalisation}
     saved = Saved(
         identity(recipe, data.train.content_hash, beside),
@@ -313,9 +315,20 @@ def assemble(
     return Assembly(plan, mesh, data, built, engine, saved)
 
 
-def _files_beside_weights(model: nn.Module, preparation: Preparation) -> dict[str, bytes]:
-    """Return the other files of a Hugging Face folder by name: configurations, tokenizer or image processor."""
+def _files_beside_weights(data: PreparedData, recipe: Recipe, model: nn.Module) -> dict[str, bytes]:
+    """Return the other files of a Hugging Face folder by path: configurations, tokenizer or image processor."""
     with tempfile.TemporaryDirectory(prefix="trainer-") as name:
-        save_configuration(model, Path(name))
-        preparation.save(Path(name))
-        return {file.name: file.read_bytes() for file in sorted(Path(name).iterdir())}
+        folder = Path(name)
+        save_configuration(model, folder)
+        _save_preparation(data, recipe, model, folder)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+
+
+def _save_preparation(data: PreparedData, recipe: Recipe, model: nn.Module, folder: Path) -> None:
+    """Write tokenizer or image processor, and the files of the task."""
+    data.preparation.save(folder)
+    hidden_size = getattr(model.config, "hidden_size", None)
+    for name, content in data.task.beside_weights(recipe.data.max_length, hidden_size).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -73,6 +73,7 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed here
         temporary.mkdir(parents=True)
         for name in beside:
+            (temporary / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(state.folder / MODEL_FOLDER / name, temporary / name)
         type_ = COMPUTE_DTYPES.get(dtype, torch.float32)
         typed = _with_dtype(config, str(type_).removeprefix("torch."))
@@ -155,9 +156,10 @@ def _read(state: SavedState, key: str) -> Tensor:
 
 def _beside_weights(folder: Path, names: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the model's configuration, and the names of the files to copy, its own included."""
-    beside = [Path(name).name for name in names if name.startswith(f"{MODEL_FOLDER}/")]
+    start = f"{MODEL_FOLDER}/"
+    beside = [name.removeprefix(start) for name in names if name.startswith(start)]
     for name in beside:
-        if name.startswith(_NEVER_BEGINS) or name.endswith(_NEVER_ENDS):
+        if Path(name).name.startswith(_NEVER_BEGINS) or name.endswith(_NEVER_ENDS):
             raise UsageError(
                 f"`CHECKPOINT` must hold only configurations and files that prepare rows in {MODEL_FOLDER}/, but"
                 f" {folder} has {name} there; name a checkpoint that trainer saved"

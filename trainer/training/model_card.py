@@ -70,7 +70,7 @@ def _card(config: Mapping[str, Any], origin: Mapping[str, Any], progress: Progre
         "## Use",
         "",
         "```python",
-        *_use(config["architectures"][0], tag),
+        *_use(config["architectures"][0], task_type, tag),
         "```",
         "",
         "## Recipe",
@@ -97,7 +97,7 @@ def _head(recipe: Mapping[str, Any], task_type: str, tag: str | None) -> ModelCa
     data = _part(recipe, "data")
     dataset = _hub_name(data.get("name")) if data.get("source") == "hub" else None
     return ModelCardData(
-        library_name="transformers",
+        library_name="sentence-transformers" if task_type == "embedding" else "transformers",
         base_model=_hub_name(_part(recipe, "model").get("name_or_path")),
         datasets=[dataset] if dataset else None,
         pipeline_tag=tag,
@@ -127,7 +127,13 @@ def _layout(recipe: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
     return f"{' x '.join(degrees)}, `{strategy}`, `{recipe.get('precision')}`"
 
 
-def _use(architecture: str, tag: str | None) -> list[str]:
+def _use(architecture: str, task_type: str, tag: str | None) -> list[str]:
+    if task_type == "embedding":
+        return [
+            "from sentence_transformers import SentenceTransformer",
+            "",
+            'embed = SentenceTransformer("path/to/this/folder").encode',
+        ]
     if tag is None:
         return [
             f"from transformers import {architecture}",

@@ -18,7 +18,7 @@ from trainer.data.tokenise import encode_split
 from trainer.models.building import checkpoint_labels, load_config, vocabulary_size
 from trainer.models.images import ImageProcessor, load_image_processor
 from trainer.models.tokenizer import load_tokenizer, tokenizer_notes
-from trainer.recipe.schema import ImageKeys, Recipe
+from trainer.recipe.schema import Embedding, ImageKeys, Recipe
 from trainer.tasks.classes import RowClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import ImageTask, Task, TextTask
@@ -97,6 +97,11 @@ def load_preparation(recipe: Recipe) -> Preparation:
     labels = checkpoint_labels(recipe.model, config)
     if isinstance(recipe.task, ImageKeys):
         return ImagePreparation(load_image_processor(recipe.model), labels)
+    if isinstance(recipe.task, Embedding) and config.is_encoder_decoder:
+        raise UsageError(
+            f"`task.type` is embedding, which needs an encoder or a decoder, but the model is of type"
+            f" {config.model_type}, which has both; use another model"
+        )
     tokenizer, size = load_tokenizer(recipe.model), vocabulary_size(config)
     notes = tuple(tokenizer_notes(recipe.model, tokenizer, size))
     return TextPreparation(tokenizer, recipe.data.max_length, size, labels, notes)

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from sentence_transformers.sentence_transformer import losses
+from torch.nn import functional as F
+
+from trainer.base.errors import DataError
+from trainer.recipe.schema import Embedding
+from trainer.tasks import embedding
+from trainer.tasks.registry import build_task
+
+WHERE = "`rows.jsonl`"
+SCORED = {"texts": ["a", "b"], "score": "score", "metrics": ["spearman"]}
+
+
+def task_of(**keys):
+    return build_task(Embedding(type="embedding", **{"texts": ["a", "b"], **keys}))
+
+
+def embeddings_of(num_rows, num_texts=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, num_texts, 8, generator=generator).requires_grad_()
+
+
+def gradient_of(loss, embeddings):
+    return torch.autograd.grad(loss, embeddings)[0]
+
+
+@pytest.mark.parametrize("at_once", [512, 3])
+@pytest.mark.parametrize("num_texts", [2, 4])
+def test_multiple_negatives_against_sentence_transformers(monkeypatch, num_texts, at_once):
+    monkeypatch.setattr(embedding, "_ROWS_AT_ONCE", at_once)
+    embeddings = embeddings_of(10, num_texts)
+    task = task_of(texts=list("abcd")[:num_texts], temperature=0.1)
+    theirs = losses.MultipleNegativesRankingLoss(None, scale=10.0)
+    expected = theirs.compute_loss_from_embeddings(list(embeddings.unbind(1)), None)
+    loss = task.joint_losses(embeddings, torch.zeros(10)).mean()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient_of(loss, embeddings), gradient_of(expected, embeddings))
+
+
+@pytest.mark.parametrize("labels", [[0.2, 1.0, 0.2, 0.6, 0.0, 1.0, 0.4], [1.0] * 7])
+def test_cosent_against_sentence_transformers(labels):
+    embeddings, scores = embeddings_of(7), torch.tensor(labels)
+    theirs = losses.CoSENTLoss(None, scale=20.0)
+    expected = theirs.compute_loss_from_embeddings(list(embeddings.unbind(1)), scores)
+    found = task_of(**SCORED, loss="cosent").joint_losses(embeddings, scores)
+    assert len(found) == 7
+    torch.testing.assert_close(found, expected.expand(7))
+    torch.testing.assert_close(gradient_of(found.mean(), embeddings), gradient_of(expected, embeddings))
+
+
+def test_cosine_is_a_squared_error_of_each_row():
+    task, embeddings = task_of(**SCORED, loss="cosine"), embeddings_of(5)
+    cosines, scores = F.cosine_similarity(embeddings[:, 0], embeddings[:, 1], dim=-1), torch.rand(5)
+    assert not task.rows_depend
+    torch.testing.assert_close(task.loss_sum(embeddings, scores), ((cosines - scores) ** 2).sum())
+
+
+def test_poolings_leave_padding_out():
+    states = torch.arange(24.0).view(2, 3, 4)
+    inputs = {"input_ids": torch.ones(1, 2, 3), "attention_mask": torch.tensor([[[1, 1, 0], [1, 1, 1]]])}
+    output = type("Output", (), {"last_hidden_state": states})
+    first, second = states
+    for pooling, expected in (
+        ("mean", (first[:2].mean(0), second.mean(0))),
+        ("cls", (first[0], second[0])),
+        ("last", (first[1], second[2])),
+    ):
+        scores = task_of(pooling=pooling, normalize=False).scores(output, inputs)
+        assert torch.equal(scores, torch.stack(expected)[None])
+        unit = task_of(pooling=pooling).scores(output, inputs)
+        torch.testing.assert_close(unit.norm(dim=-1), torch.ones(1, 2))
+
+
+def test_retrieval_is_over_the_whole_split(monkeypatch):
+    monkeypatch.setattr(embedding, "_ROWS_AT_ONCE", 16)
+    embeddings = embeddings_of(50, 3).detach()
+    embeddings[:, 1] += embeddings[:, 0]
+    unit = F.normalize(embeddings, dim=-1).numpy()
+    candidates = np.concatenate([unit[:, 1], unit[:, 2]])
+    order = (-unit[:, 0] @ candidates.T).argsort(axis=1)
+    ranks = 1 + np.array([int(np.where(order[row] == row)[0][0]) for row in range(50)])
+    task = task_of(texts=["a", "b", "c"], metrics=["recall_at_1", "recall_at_5", "recall_at_10", "mrr"])
+    found = task.metrics(task.predictions(embeddings, torch.empty(50, 0)))
+    assert found["mrr"] == pytest.approx((1 / ranks).mean())
+    assert [found[f"recall_at_{k}"] for k in (1, 5, 10)] == [(ranks <= k).mean() for k in (1, 5, 10)]
+    assert 0.2 < found["recall_at_1"] < 1
+    expected = F.cross_entropy(torch.tensor(unit[:, 0] @ candidates.T).double() / 0.05, torch.arange(50))
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_equal_embeddings_of_all_texts_find_nothing():
+    task = task_of(metrics=["recall_at_1", "mrr"])
+    found = task.metrics(task.predictions(torch.ones(20, 2, 8), torch.empty(20, 0)))
+    assert found["recall_at_1"] == 0
+    assert found["mrr"] == pytest.approx(1 / 10.5)
+
+
+def test_spearman_of_cosines_and_scores():
+    task = task_of(**SCORED, loss="cosent")
+    embeddings = torch.eye(3)[torch.tensor([[0, 1], [0, 0], [1, 1]])]
+    embeddings[0, 1, 0] = 0.5
+    found = task.metrics(task.predictions(embeddings, torch.tensor([0.1, 0.9, 0.8])))
+    assert found["spearman"] == pytest.approx(np.sqrt(3) / 2)
+
+
+class TestRows:
+    def rows(self, **columns):
+        return datasets.Dataset.from_dict({"a": ["one two", "three"], "b": ["two", "one three two"], **columns})
+
+    def test_each_text_is_tokenised_by_itself(self, tokenizer):
+        rows = self.rows()
+        features = task_of().resolve(rows, WHERE).encode(rows, tokenizer, 4, WHERE, 0)
+        expected = [[tokenizer(row[name], truncation=True, max_length=4)["input_ids"] for name in "ab"] for row in rows]
+        assert features["input_ids"] == expected
+        assert features["cut"] == [False, True]
+        assert "labels" not in features
+
+    @pytest.mark.parametrize(
+        ("columns", "problem"),
+        [
+            ({"b": ["two", None]}, "column `b`, row 9 of `rows.jsonl` is null"),
+            ({"a": [" \n", "three"]}, "column `a`, row 8 of `rows.jsonl` is empty"),
+            (
+                {"score": [1.0, 1.5]},
+                "column `score`, row 9 .* must be a number from -1 to 1, as cosines are, but is 1.5",
+            ),
+            ({"score": [float("nan"), 1.0]}, "column `score`, row 8 .* but is nan"),
+        ],
+    )
+    def test_what_cannot_be_read_is_named_with_its_row(self, tokenizer, columns, problem):
+        rows = self.rows(**{"score": [0.5, 1.0], **columns})
+        task = task_of(**SCORED, loss="cosine").resolve(rows, WHERE)
+        with pytest.raises(DataError, match=problem):
+            task.encode(rows, tokenizer, 16, WHERE, 7)
+
+    def test_cosent_takes_scores_of_any_range(self, tokenizer):
+        rows = self.rows(score=[3.5, 5])
+        assert task_of(**SCORED, loss="cosent").encode(rows, tokenizer, 16, WHERE, 0)["labels"] == [3.5, 5.0]
+
+    def test_a_missing_column_and_one_of_numbers(self):
+        with pytest.raises(DataError, match=r"`task.texts` names the column `c`"):
+            task_of(texts=["a", "c"]).resolve(self.rows(), WHERE)
+        with pytest.raises(DataError, match=r"`task.score` names the column `score`"):
+            task_of(**SCORED, loss="cosent").resolve(self.rows(), WHERE)
+        with pytest.raises(DataError, match=r"`task.texts` must name columns of strings, but column `b` .* int64"):
+            task_of().resolve(self.rows(b=[1, 2]), WHERE)
+
+    def test_answers_are_embeddings_of_the_first_column(self, tokenizer):
+        task, rows = task_of().without_labels(), datasets.Dataset.from_dict({"a": ["one", "two"]})
+        task.check_columns(rows.features, WHERE)
+        assert len(task.encode(rows, tokenizer, 8, WHERE, 0)["input_ids"][0]) == 1
+        found = task.answers(torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), {})
+        assert task.readable(found, None) == [{"embedding": [1.0, 2.0]}, {"embedding": [3.0, 4.0]}]

@@ -1,0 +1,70 @@
+"""Losses of rows that depend on each other, over the microbatches and ranks of a step, by gradient caching.
+
+Gradient caching (Gao et al. 2021, arXiv:2101.06983): a first pass without gradients computes the scores of all rows.
+The loss and its gradient with respect to the scores are computed once. A second pass runs the backward pass of each
+microbatch from the cached gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import Microbatch
+from trainer.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class JointLosses:
+    """The loss of each row of the global batch `[rows]`, and the gradient of their sum with respect to the scores.
+
+    `gradient` has the shape of the scores of all rows, `[rows, ...]`.
+    """
+
+    losses: Tensor
+    gradient: Tensor
+
+    def sum_of(self, rows: Tensor, scores: Tensor) -> Tensor:
+        """Return the sum of the losses of `rows` `[batch]`, a scalar with the cached gradient.
+
+        Args:
+            rows: the index of each row in the global batch.
+            scores: the scores of these rows `[batch, ...]`, with a graph.
+        """
+        product = (scores * self.gradient[rows]).sum()
+        return self.losses[rows].sum() + (product - product.detach())
+
+
+@torch.no_grad()
+def joint_losses(
+    task: Task, mesh: ParallelMesh, num_rows: int, microbatches: Sequence[Microbatch], scores: Sequence[Tensor]
+) -> JointLosses:
+    """Return the losses of all rows of the global batch, equal on all data ranks; a collective over the data axis.
+
+    Args:
+        task: the task, with `rows_depend`.
+        mesh: the ranks.
+        num_rows: the number of rows of the global batch.
+        microbatches: this rank's microbatches, at least one.
+        scores: the scores of each microbatch `[batch, ...]`, those of fillers included.
+    """
+    shape = (num_rows, *scores[0].shape[1:])
+    every = torch.zeros(shape, dtype=scores[0].dtype, device=mesh.device)
+    labels = torch.zeros(num_rows, dtype=torch.float64, device=mesh.device)
+    for microbatch, part in zip(microbatches, scores, strict=True):
+        if not microbatch.filler:
+            rows = microbatch.rows.to(mesh.device)
+            every[rows] = part.to(mesh.device)
+            if microbatch.labels.dim() == 1:  # else the rows have no labels
+                labels[rows] = microbatch.labels.to(mesh.device, labels.dtype)
+    # Each row is on one rank, and the others add zeros, so the sum gathers the rows in their order, without rounding.
+    mesh.sum_(every, "dp")
+    mesh.sum_(labels, "dp")
+    with torch.enable_grad():
+        losses = task.joint_losses(every.requires_grad_(), labels)
+        (gradient,) = torch.autograd.grad(losses.sum(), every)
+    return JointLosses(losses.detach(), gradient)

@@ -1,0 +1,267 @@
+"""Sentence embeddings of pairs and tuples of texts, as in Sentence-BERT (Reimers and Gurevych 2019, arXiv:1908.10084).
+
+The losses `multiple_negatives` and `cosent` compare the rows of a global batch with each other. The engines therefore
+gather the embeddings of the whole batch (`trainer/engine/joint.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from trainer.base.errors import DataError
+from trainer.parallel.dtypes import at_least_fp32
+from trainer.tasks.columns import STRING_TYPES, cell, finite_number, require_columns, tokenise, type_name
+from trainer.tasks.metrics import METRICS
+from trainer.tasks.task import TaskDefaults
+from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+
+Pooling = Literal["mean", "cls", "last"]
+Loss = Literal["multiple_negatives", "cosine", "cosent"]
+
+_ROWS_AT_ONCE = 512  # anchors that are compared with all candidates at once, which bounds the memory
+
+
+@dataclass(frozen=True)
+class EmbeddingTask(TaskDefaults):
+    """Embeddings of texts, trained by their cosine similarities.
+
+    Attributes:
+        text_columns: the columns of anchor, positive and negatives; after `without_labels`, the first column only.
+        score_column: the column of the similarity of two texts; None for `multiple_negatives`.
+        pooling: how the states of the tokens become one embedding.
+        normalize: whether embeddings have a length of 1.
+        loss: the name of the loss.
+        temperature: the divisor of cosine similarities.
+        metric_names: the metrics to compute, the deciding one first.
+    """
+
+    text_columns: tuple[str, ...]
+    score_column: str | None
+    pooling: Pooling
+    normalize: bool
+    loss: Loss
+    temperature: float
+    metric_names: tuple[str, ...]
+
+    auto_class_name = "AutoModel"
+    rows_are_labels = True
+    unused_modules = ("pooler",)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.text_columns if self.score_column is None else (*self.text_columns, self.score_column)
+
+    @property
+    def fingerprint(self) -> str:
+        return json.dumps(["embedding", self.text_columns, self.score_column, self.loss == "cosine"])
+
+    @property
+    def rows_depend(self) -> bool:
+        return self.loss != "cosine"
+
+    def resolve(self, train: Dataset, where: str) -> EmbeddingTask:
+        self.check_columns(train.features, where)
+        return self
+
+    def check_columns(self, features: Mapping[str, Any], where: str) -> None:
+        require_columns(features, self.text_columns, "task.texts", where)
+        for name in self.text_columns:
+            if getattr(features[name], "dtype", None) not in STRING_TYPES:
+                raise DataError(
+                    f"`task.texts` must name columns of strings, but column `{name}` of {where} holds"
+                    f" {type_name(features[name])}"
+                )
+        if self.score_column is not None:
+            require_columns(features, [self.score_column], "task.score", where)
+
+    def encode(
+        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+    ) -> dict[str, list[Any]]:
+        for column in self.text_columns:
+            for place, text in enumerate(rows[column]):
+                if text is not None and not text.strip():
+                    raise DataError(f"{cell(column, first_row + place, where)} is empty; leave the row out")
+        texts = [tokenise(rows, [column], tokenizer, max_length, where, first_row) for column in self.text_columns]
+        features: dict[str, list[Any]] = {
+            name: [list(of_row) for of_row in zip(*(text[name] for text in texts), strict=True)] for name in texts[0]
+        }
+        features["cut"] = [any(cut) for cut in features["cut"]]
+        if self.score_column is not None:
+            features["labels"] = self._numbers(rows, self.score_column, where, first_row)
+        return features
+
+    def _numbers(self, rows: Dataset, column: str, where: str, first_row: int) -> list[float]:
+        """Return the score of each row.
+
+        Raises:
+            DataError: a score is not a finite number, or no cosine for the loss `cosine`.
+        """
+        numbers = []
+        for place, value in enumerate(rows[column]):
+            number = finite_number(value)
+            if number is None or (self.loss == "cosine" and not -1 <= number <= 1):
+                needed = "a number from -1 to 1, as cosines are" if self.loss == "cosine" else "a finite number"
+                shown = "null" if value is None else repr(value)
+                raise DataError(f"{cell(column, first_row + place, where)} must be {needed}, but is {shown}")
+            numbers.append(number)
+        return numbers
+
+    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs `[batch * texts, sequence]`: the model reads each text by itself."""
+        return {name: tensor.flatten(0, -2) for name, tensor in inputs.items()}
+
+    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings `[batch, texts, hidden]` in fp32."""
+        states = at_least_fp32(output.last_hidden_state)
+        mask = inputs["attention_mask"].flatten(0, -2)
+        if self.pooling == "mean":
+            weights = mask.unsqueeze(-1).to(states.dtype)
+            pooled = (states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+        elif self.pooling == "cls":
+            pooled = states[:, 0]
+        else:
+            last = mask.sum(1) - 1  # padding is on the right
+            pooled = states[torch.arange(len(states), device=states.device), last]
+        if self.normalize:
+            pooled = F.normalize(pooled, dim=-1)
+        return pooled.view(len(inputs["input_ids"]), -1, pooled.shape[-1])
+
+    def num_valid(self, labels: Tensor) -> Tensor:
+        return labels.new_tensor(len(labels)).long()
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum of losses.
+
+        Args:
+            logits: the embeddings `[rows, texts, hidden]`; of the whole batch if `rows_depend`.
+            labels: the scores of the rows `[rows]`, or `[rows, 0]`.
+        """
+        return self.joint_losses(logits, labels).sum()
+
+    def joint_losses(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each row `[rows]`; arguments are those of `loss_sum`, in the order of the global batch.
+
+        `multiple_negatives` is the cross entropy of the own positive among the positives and negatives of all rows
+        (Henderson et al. 2017, arXiv:1705.00652; van den Oord et al. 2018, arXiv:1807.03748). `cosent` is one loss for
+        all pairs of rows, so each row has the same (Su 2022, kexue.fm/archives/8847).
+        """
+        if self.loss == "multiple_negatives":
+            return _multiple_negatives(scores, self.temperature)
+        cosines = F.cosine_similarity(scores[:, 0], scores[:, 1], dim=-1)
+        if self.loss == "cosine":
+            return (cosines - labels.to(cosines.dtype)).square()
+        return _cosent(cosines / self.temperature, labels).expand(len(cosines))
+
+    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = {"embeddings": logits.float().cpu()}
+        return found if self.score_column is None else {**found, "labels": labels.float().cpu()}
+
+    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the metrics, and the loss of the whole split as one batch: it depends on no batch size."""
+        embeddings = predictions["embeddings"]
+        labels = predictions.get("labels", embeddings.new_zeros(len(embeddings)))
+        with torch.no_grad():
+            computed = {"loss": float(self.joint_losses(embeddings.double(), labels).mean())}
+        if self.score_column is None:
+            found = _ranks(embeddings).numpy()
+        else:
+            found = F.cosine_similarity(embeddings[:, 0], embeddings[:, 1], dim=-1).numpy()
+        return computed | {name: METRICS[name].compute(found, labels.numpy()) for name in self.metric_names}
+
+    def without_labels(self) -> EmbeddingTask:
+        return replace(self, text_columns=self.text_columns[:1], score_column=None)
+
+    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"embeddings": logits.float().cpu()}
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        return [{"embedding": embedding[0].tolist()} for embedding in answers["embeddings"]]
+
+    def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
+        """Return the files, by name, that make an exported folder one of sentence-transformers.
+
+        Args:
+            max_length: the maximum number of tokens of a text.
+            hidden_size: the size of an embedding.
+        """
+        names = ["Transformer", "Pooling", *["Normalize"] * self.normalize]
+        paths = [f"{place}_{name}" if place else "" for place, name in enumerate(names)]
+        modules = [
+            {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for place, (path, name) in enumerate(zip(paths, names, strict=True))
+        ]
+        modes = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
+        pooling: dict[str, Any] = {"word_embedding_dimension": hidden_size}
+        pooling |= {f"pooling_mode_{mode}": name == self.pooling for name, mode in modes.items()}
+        files: dict[str, Any] = {
+            "modules.json": modules,
+            "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
+            "config_sentence_transformers.json": {"similarity_fn_name": "cosine"},
+            "1_Pooling/config.json": pooling,
+        }
+        return files | ({"2_Normalize/config.json": {}} if self.normalize else {})
+
+
+def _multiple_negatives(embeddings: Tensor, temperature: float) -> Tensor:
+    """Return the loss of each row `[rows]` of `embeddings` `[rows, texts, hidden]`."""
+    unit = F.normalize(embeddings, dim=-1)
+    candidates = unit[:, 1:].transpose(0, 1).flatten(0, 1)  # all positives in the order of rows, then the negatives
+
+    def losses(anchors: Tensor, right: Tensor) -> Tensor:
+        return F.cross_entropy(anchors @ candidates.T / temperature, right, reduction="none")
+
+    own = torch.arange(len(unit), device=unit.device)
+    return _in_blocks(losses, unit[:, 0], own)
+
+
+def _in_blocks(function: Callable[[Tensor, Tensor], Tensor], *rows: Tensor) -> Tensor:
+    """Return the results of blocks of rows; a backward pass computes each block again instead of keeping it."""
+    blocks = list(zip(*(torch.split(tensor, _ROWS_AT_ONCE) for tensor in rows), strict=True))
+    if len(blocks) == 1:
+        return function(*blocks[0])
+    return torch.cat([checkpoint(function, *block, use_reentrant=False) for block in blocks])
+
+
+def _cosent(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return log(1 + sum of exp(logits[j] - logits[i]) over all pairs with labels[j] < labels[i]), a scalar.
+
+    Sorted by label, the sum over `j` is a cumulative sum, so N rows take N log N operations instead of N².
+
+    Args:
+        logits: the scaled similarity of each row `[rows]`.
+        labels: the true similarity of each row `[rows]`.
+    """
+    order = labels.argsort(stable=True)
+    logits, labels = logits[order], labels[order].contiguous()
+    num_lower = torch.searchsorted(labels, labels)  # rows with a lower label stand before
+    has_lower = num_lower > 0
+    lower = logits.logcumsumexp(0)[num_lower[has_lower] - 1]
+    return torch.cat([logits[:1] * 0.0, lower - logits[has_lower]]).logsumexp(0)
+
+
+def _ranks(embeddings: Tensor) -> Tensor:
+    """Return the rank of each anchor's positive among all positives and negatives of the split, from 1, `[rows]`.
+
+    Candidates of equal similarity share their mean rank, so equal embeddings of all texts have a poor rank.
+
+    Args:
+        embeddings: the embeddings of the split `[rows, texts, hidden]`.
+    """
+    unit = F.normalize(embeddings, dim=-1)
+    candidates = unit[:, 1:].transpose(0, 1).flatten(0, 1)
+
+    def ranks(anchors: Tensor, right: Tensor) -> Tensor:
+        similarities = anchors @ candidates.T
+        own = similarities.gather(1, right[:, None])
+        higher, equal = (similarities > own).sum(1), (similarities == own).sum(1)
+        return higher + (equal + 1) / 2
+
+    return _in_blocks(ranks, unit[:, 0], torch.arange(len(unit)))
