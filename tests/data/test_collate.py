@@ -59,7 +59,7 @@ def test_rows_of_several_texts_and_ragged_columns_are_padded(tmp_path):
         writer.add({"input_ids": [[[12], [13]]], "labels": [[]], "cut": [False]})
     split = open_entry(tmp_path / "entry", verify=True)
     assert (len(split), split.texts_per_row, split.lengths.tolist(), split.num_cut) == (3, 2, [3, 2, 1], 1)
-    assert [split.num_tokens(np.array([row])) for row in range(3)] == [4 + 1, 3 + 3, 2]
+    assert [split.num_tokens(np.array([row])) for row in range(3)] == [4, 3, 2], "labels are no input"
     batch = collate(split, np.array([1, 2]), PADDING, places=np.array([5, 6]))
     assert batch.inputs["input_ids"].tolist() == [[[5, 9], [6, 7]], [[12, 9], [13, 9]]]  # padding is 9
     assert batch.inputs["attention_mask"].tolist() == [[[1, 0], [1, 1]], [[1, 0], [1, 0]]]

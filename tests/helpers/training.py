@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.progress import Progress
 from trainer.data.collate import Batching, Normalisation, Padding
 from trainer.data.loader import TrainLoader
-from trainer.data.split import EncodedSplit
+from trainer.data.split import EncodedSplit, Ragged
 from trainer.engine.engine import MODEL_PREFIX, Engine, StepResult
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.parts import Box, TensorPart, own_share
@@ -63,6 +63,18 @@ TINY_VIT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
+}
+
+TINY_T5 = {
+    "model_type": "t5",
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
 }
 
 TINY_RESNET = {
@@ -152,6 +164,19 @@ def tiny_images(num_rows: int = NUM_ROWS, size: int = 16) -> EncodedSplit:
     )
 
 
+def tiny_targets(num_rows: int = NUM_ROWS) -> EncodedSplit:
+    """Return the texts of `tiny_split` with targets of 1 to 11 random tokens that end with T5's end token."""
+    split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
+    lengths = random.integers(1, 12, num_rows)
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    labels = random.integers(NUM_SPECIAL, VOCABULARY, int(lengths.sum()))
+    labels[offsets[1:] - 1] = T5_END
+    starts = np.concatenate([[0], labels[:-1]])
+    starts[offsets[:-1]] = 0  # the padding token starts each target
+    split.ragged = {"labels": Ragged(offsets, labels), "decoder_input_ids": Ragged(offsets, starts)}
+    return split
+
+
 @dataclass(frozen=True)
 class TinyTask:
     """The parts of a tiny training that depend on the type of task."""
@@ -176,6 +201,7 @@ TINY_TASKS = {
         tiny_tuples,
         Padding(0),
     ),
+    "seq2seq_lm": TinyTask({"type": "seq2seq_lm"}, {"config": TINY_T5, "tokenizer": "none"}, tiny_targets, Padding(0)),
     "image_classification": TinyTask(
         {"type": "image_classification"}, {"config": TINY_VIT}, tiny_images, Normalisation(1 / 255, (0.5,), (0.5,))
     ),
@@ -263,6 +289,7 @@ class TinyPreparation:
     notes = ()
     normalisation = None
     padding_token = None
+    text_tokenizer = None
 
     def save(self, folder: Path) -> None:
         pass

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageClassification, ResNetConfig
 
 from tests.helpers.training import TINY_RESNET
 from trainer.models.families.table import layers_of
-from trainer.models.shapes import CrossingShapes, multiplications
+from trainer.models.shapes import Crossing, CrossingShapes, multiplications
 
 
 def resnet(**keys: Any) -> nn.Module:
@@ -36,10 +36,11 @@ def given(model: nn.Module, images: Tensor) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("first", [True, False], ids=["halves at once", "halves later"])
 def test_shapes_are_those_that_the_model_finds(layer_type, first):
     model = resnet(layer_type=layer_type, downsample_in_first_stage=first).eval()
-    shapes = CrossingShapes(model, list(layers_of(model))[1:], traced=True)
+    starts = list(layers_of(model))[1:]
+    shapes = CrossingShapes(model, starts, [Crossing(hidden=True, result=False)] * len(starts), traced=True)
     for size in ((64, 64), (35, 35), (17, 64), (1, 1)):
         images = torch.randn(3, 1, *size)
-        assert list(shapes.of({"pixel_values": images}, num_rows=3)) == given(model, images)[1:]
+        assert list(shapes.of({"pixel_values": images}, num_rows=3)) == [(shape,) for shape in given(model, images)[1:]]
 
 
 def test_what_is_counted_is_what_is_multiplied_and_the_model_stays_as_it_is():

@@ -55,6 +55,25 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         ),
         (["data.source=folder", "data.path=no"], "`data.path` is a folder that does not exist: {here}/no"),
         (
+            ["task.type=seq2seq_lm", "task.target=source"],
+            '`task.target` is "source", which is also `task.source`; set the column of the target',
+        ),
+        (
+            ["task.type=seq2seq_lm", "task.generation.early_stopping=true"],
+            "`task.generation.early_stopping` applies to a beam search, but `task.generation.num_beams` is 1; remove"
+            " it, or use 2 or more",
+        ),
+        (
+            ["task.type=seq2seq_lm", "task.generation.min_new_tokens=64"],
+            "`task.generation.min_new_tokens` must be below `task.generation.max_new_tokens` (64), but is 64",
+        ),
+        (
+            ["task.type=seq2seq_lm", 'task.metrics=["accuracy", "bleu"]', "parallel.pipeline.stages=2"],
+            '`task.metrics` has "bleu", a metric of generated texts, for which a rank needs the whole model, but'
+            " `parallel.pipeline.stages` is 2; use accuracy or perplexity, and evaluate the exported model without"
+            " stages",
+        ),
+        (
             ["task.type=image_classification", "task.label=image"],
             '`task.label` is "image", which is also `task.image`; set the column of the label',
         ),

@@ -7,11 +7,17 @@ from transformers.pipelines import SUPPORTED_TASKS
 
 from trainer.recipe.schema import Recipe
 from trainer.tasks import Task, build_task
-from trainer.tasks.registry import PIPELINE_TAGS
+from trainer.tasks.registry import PIPELINE_TAGS, TEXT_TO_TEXT
 from trainer.tasks.task import ImageTask, TextTask
 
 SECTIONS = get_args(Recipe.model_fields["task"].annotation)
-INPUTS = {"text": ["first", "second"], "texts": ["first", "second"], "image": "first"}
+INPUTS = {
+    "text": ["first", "second"],
+    "texts": ["first", "second"],
+    "image": "first",
+    "source": "first",
+    "target": "second",
+}
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -29,4 +35,4 @@ def test_every_task_of_the_schema_is_built_and_keeps_the_protocol(section):
 
 def test_every_task_has_a_pipeline_of_transformers():
     assert set(PIPELINE_TAGS) == {get_args(section.model_fields["type"].annotation)[0] for section in SECTIONS}
-    assert set(PIPELINE_TAGS.values()) <= set(SUPPORTED_TASKS)
+    assert set(PIPELINE_TAGS.values()) <= {*SUPPORTED_TASKS, TEXT_TO_TEXT}

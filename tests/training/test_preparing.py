@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
+from tests.helpers.seq2seq import tiny_tokenizer
 from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
-from tests.helpers.training import TINY_BERT
-from trainer.base.errors import UsageError
+from tests.helpers.training import TINY_BERT, TINY_T5
+from trainer.base.errors import DataError, UsageError
 from trainer.data.sources import load_splits
 from trainer.reading.loading import load_recipe
 from trainer.recipe.schema import MaskedLM
@@ -85,6 +86,41 @@ class TestATokenWithoutAnEmbedding:
         preparation.tokenizer.pad_token = "word60"
         with pytest.raises(UsageError, match="'word60' of id 65"):
             _ = preparation.batching
+
+
+class TestT5Classifies:
+    """The state at the end token is that of the text, so every row needs as many of them."""
+
+    def encode(self, folder, texts, tokenizer=None):
+        recipe = write_tiny_run(folder, model={"config": TINY_T5})
+        if tokenizer:
+            tokenizer.save_pretrained(folder / "tokenizer")
+        rows = [{"text": text, "label": "ab"[index % 2]} for index, text in enumerate(texts)]
+        (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        recipe = load_recipe(str(recipe)).recipe
+        preparation, split = load_preparation(recipe), load_splits(recipe.data).train
+        task, _ = resolve_task(recipe, preparation, split)
+        return preparation.encode(split, task, folder / "cache")
+
+    def test_texts_with_an_end_token(self, tmp_path):
+        encoded = self.encode(tmp_path, ["word1", "word2 word3"], tiny_tokenizer())
+        assert encoded.tokens["input_ids"].tolist() == [4, 1, 5, 6, 1]
+
+    def test_a_tokenizer_without_an_end_token_is_refused(self, tmp_path):
+        message = (
+            r"type t5, which reads the end token of id 1, but the tokenizer .* adds none to row 1 of .*train.jsonl"
+        )
+        with pytest.raises(UsageError, match=message):
+            self.encode(tmp_path, ["word1", "word2 word3"], tiny_tokenizer(adds_end=False))
+
+    def test_a_text_that_holds_the_end_token_is_refused(self, tmp_path):
+        message = r"row 2 of .*train.jsonl` must have 1 end tokens, as other rows do, but has 2; remove '</s>'"
+        with pytest.raises(DataError, match=message):
+            self.encode(tmp_path, ["word1", "word2 </s> word3", "word4"], tiny_tokenizer())
+
+    def test_a_decoder_without_a_start_token_starts_with_padding(self, tmp_path):
+        recipe = load_recipe(str(write_tiny_run(tmp_path, model={"config": TINY_T5}))).recipe
+        assert load_preparation(recipe).config.decoder_start_token_id == 0
 
 
 class TestAFineTunedCheckpoint:

@@ -52,7 +52,7 @@ class EntryWriter:
         self._texts_per_row = 1
         self._partial = folder.with_name(f"{folder.name}.partial")
         self._arrays: dict[str, _ArrayFile] = {}
-        self._num_cut = 0
+        self._num_cut = self._num_cut_targets = 0
         self._num_tokens = 0
         self._num_ragged: dict[str, int] = {}
 
@@ -66,6 +66,7 @@ class EntryWriter:
         """Append rows in the form that a task's `encode` or `encode_images` returns."""
         columns = dict(features)
         self._num_cut += sum(columns.pop("cut", ()))
+        self._num_cut_targets += sum(columns.pop("cut_target", ()))
         for name in self._own_lengths:
             if name in columns:  # rows to predict have no labels
                 self._append_ragged(name, columns.pop(name))
@@ -104,6 +105,7 @@ class EntryWriter:
             return
         meta = {
             "num_cut": self._num_cut,
+            "num_cut_targets": self._num_cut_targets,
             "texts_per_row": self._texts_per_row,
             "content_hash": _digest(arrays),
             "arrays": arrays,
@@ -189,6 +191,7 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
             columns["arrays"],
             {name: Ragged(arrays[f"{_OFFSETS}.{name}"], values) for name, values in columns["ragged"].items()},
             meta["texts_per_row"],
+            meta["num_cut_targets"],
         )
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CorruptEntryError(f"{folder}: {error}") from error

@@ -65,7 +65,12 @@ class Padding:
 
     def value(self, column: str) -> int:
         """Return the padding value of `column`."""
-        fills = {"input_ids": self.token_id, "token_type_ids": self.token_type_id, "labels": IGNORED_LABEL}
+        fills = {
+            "input_ids": self.token_id,
+            "decoder_input_ids": self.token_id,
+            "token_type_ids": self.token_type_id,
+            "labels": IGNORED_LABEL,
+        }
         return fills.get(column, 0)
 
     def inputs(

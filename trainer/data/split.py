@@ -45,6 +45,7 @@ class EncodedSplit:
         arrays: the columns with one array for each row, all of one shape, such as images `[rows, ...]`.
         ragged: the columns with lengths of their own, such as target texts.
         texts_per_row: the number of texts of each row, such as the choices of a question.
+        num_cut_targets: the number of rows with a target that was longer than `task.max_target_length`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class EncodedSplit:
         arrays: Mapping[str, FlatArray] | None = None,
         ragged: Mapping[str, Ragged] | None = None,
         texts_per_row: int = 1,
+        num_cut_targets: int = 0,
     ) -> None:
         self.offsets = offsets
         self.tokens = dict(tokens)
@@ -67,6 +69,7 @@ class EncodedSplit:
         self.texts_per_row = texts_per_row
         self.content_hash = content_hash
         self.num_cut = num_cut
+        self.num_cut_targets = num_cut_targets
         self.reopen = reopen
         self._text_lengths: IndexArray = np.diff(offsets).reshape(-1, texts_per_row)
         self.lengths: IndexArray = self._text_lengths.max(axis=1)
@@ -77,8 +80,9 @@ class EncodedSplit:
         return len(self.lengths)
 
     def num_tokens(self, row_ids: IndexArray) -> int:
-        """Return the number of tokens of all texts of the rows, and of their ragged columns."""
-        ragged = sum(int(column.lengths[row_ids].sum()) for column in self.ragged.values())
+        """Return the number of tokens of all texts of the rows, and of their ragged columns except the labels."""
+        columns = (column for name, column in self.ragged.items() if name != "labels")
+        ragged = sum(int(column.lengths[row_ids].sum()) for column in columns)
         return int(self._text_lengths[row_ids].sum()) + ragged
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -87,5 +91,5 @@ class EncodedSplit:
             return self.reopen, ()
         return EncodedSplit, (
             self.offsets, self.tokens, self.scalars, self.content_hash, self.num_cut, None, self.arrays, self.ragged,
-            self.texts_per_row,
+            self.texts_per_row, self.num_cut_targets,
         )  # fmt: skip

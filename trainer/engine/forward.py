@@ -17,6 +17,7 @@ from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.models.families.table import layers_of
+from trainer.models.generating import generate
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
@@ -50,10 +51,18 @@ class ModelForward:
         task: the task, which computes the loss.
         mesh: the ranks.
         seed: the seed of the recipe.
+        synced: whether each forward pass is a collective of the data-parallel ranks.
     """
 
     def __init__(
-        self, built: BuiltModel, call: ModelCall, eval_call: ModelCall, task: Task, mesh: ParallelMesh, seed: int
+        self,
+        built: BuiltModel,
+        call: ModelCall,
+        eval_call: ModelCall,
+        task: Task,
+        mesh: ParallelMesh,
+        seed: int,
+        synced: bool = False,
     ) -> None:
         self._model = built.model
         self._keys = built.dropout_keys
@@ -62,6 +71,7 @@ class ModelForward:
         self._task = task
         self._mesh = mesh
         self._seed = seed
+        self._synced = synced and mesh.size("dp_shard") > 1
         # Otherwise a decoder caches keys and values for the next token, and a recomputation would add them twice.
         takes_cache = "use_cache" in inspect.signature(type(built.model).forward).parameters
         self._constants = {"use_cache": False} if takes_cache else {}
@@ -137,19 +147,29 @@ class ModelForward:
         num_valid = int(self._task.num_valid(microbatch.labels))  # on the CPU, so the host does not wait for a device
         microbatch = microbatch.to(self._mesh.device)
         logits = self._scores(self._eval_call, microbatch.inputs)
+        generated = self._generated(microbatch)
         if microbatch.filler:
             return EvalResult(0.0, 0, {})
         # The loss of rows that depend on each other is that of the whole split.
         loss_sum = 0.0 if self._task.rows_depend else self._task.loss_sum(logits, microbatch.labels).item()
-        return EvalResult(loss_sum, num_valid, self._task.predictions(logits, microbatch.labels))
+        return EvalResult(loss_sum, num_valid, {**self._task.predictions(logits, microbatch.labels), **generated})
 
     @torch.no_grad()
     def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """Return the task's answers for rows without labels; empty for a filler."""
         self._set_training(False)
         microbatch = microbatch.to(self._mesh.device)
+        if self._task.generates:
+            generated = self._generated(microbatch)
+            return {} if microbatch.filler else generated
         logits = self._scores(self._eval_call, microbatch.inputs)
         return {} if microbatch.filler else self._task.answers(logits, microbatch.inputs)
+
+    def _generated(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """Return the generated tokens of the rows `[batch, tokens]`, if the task needs them."""
+        if not self._task.generates or (microbatch.filler and not self._synced):
+            return {}
+        return {"generated": generate(self._model, microbatch.inputs, self._synced).cpu()}
 
     def _scores(self, call: ModelCall, inputs: dict[str, Tensor]) -> Tensor:
         output = call(**self._task.model_inputs(inputs), **self._constants)

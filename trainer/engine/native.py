@@ -232,6 +232,7 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
         if mesh.size("dp") > 1:
             call = wrapped = wrap_ddp(model, mesh)
             no_sync = wrapped.no_sync
-    forward = ModelForward(built, call, model, task, mesh, plan.recipe.training.seed)
+    synced = plan.strategy.cuts_parameters
+    forward = ModelForward(built, call, model, task, mesh, plan.recipe.training.seed, synced)
     schedule = AccumulationSchedule(forward.loss_sum, no_sync)
     return NativeEngine(forward, [model], schedule, placements, mesh, plan, total_steps)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.base.errors import UsageError
 from trainer.engine.engine import EvalResult
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.joint import JointLosses, joint_losses
@@ -98,6 +99,11 @@ class PipelinedForward(ModelForward):
         first = built[0]
         super().__init__(first, first.model, first.model, task, mesh, plan.recipe.training.seed)
         assert plan.pipeline is not None
+        if task.generates:
+            raise UsageError(
+                f"`parallel.pipeline.stages` is {plan.pipeline.num_stages}, but the task generates texts, for which a"
+                " rank needs the whole model; use 1 stage"
+            )
         self._built = built
         self._batch = plan.batch
         self._pipeline: PipelinePlan = plan.pipeline
@@ -106,10 +112,7 @@ class PipelinedForward(ModelForward):
             model: Any = stage.model
             model.forward = partial(self._run_stage, stage, _part(stage), model.forward)
         self._driver = PipelineDriver(
-            [
-                LocalStage(stage.model, index, len(_part(stage).receives), len(_part(stage).sends))
-                for stage, index in zip(built, stages, strict=True)
-            ],
+            [LocalStage(stage.model, index) for stage, index in zip(built, stages, strict=True)],
             plan.pipeline.num_stages,
             plan.pipeline.schedule.name,
             plan.pipeline.num_microbatches,

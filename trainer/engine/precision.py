@@ -25,7 +25,10 @@ def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.devic
     """
     if precision != "fp32":
         _require(precision, device)
-        model.forward = partial(_autocast, model.forward, COMPUTE_DTYPES[precision], device.type)
+        for method in ("forward", "generate"):  # the latter calls an encoder by itself
+            if hasattr(model, method):
+                function = getattr(model, method)
+                setattr(model, method, partial(_autocast, function, COMPUTE_DTYPES[precision], device.type))
 
 
 def _require(precision: PrecisionName, device: torch.device) -> None:

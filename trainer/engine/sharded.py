@@ -12,7 +12,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from trainer.models.families.table import layers_of
@@ -50,6 +56,8 @@ def shard(
             layer, mesh=mesh.device_mesh[axes], reshard_after_forward=reshard_after_forward, offload_policy=policy
         )
     fully_shard(model, mesh=mesh.device_mesh[axes], reshard_after_forward=reshard_after_forward, offload_policy=policy)
+    if hasattr(model, "generate"):  # it calls an encoder by itself, before the model's forward gathers the embedding
+        register_fsdp_forward_method(model, "generate")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -393,5 +393,6 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
             mpu=MeshTopology(mesh) if mesh.size(TENSOR_AXIS) > 1 else None,
             dist_init_required=False,
         )
-    forward = ModelForward(built, engine, engine, task, mesh, plan.recipe.training.seed)
+    synced = plan.strategy.cuts_parameters
+    forward = ModelForward(built, engine, engine, task, mesh, plan.recipe.training.seed, synced)
     return ZeroEngine(forward, engine, optimizer, placements, mesh, plan, total_steps)

@@ -160,6 +160,9 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
         raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
     if recipe.dropout is not None:
         set_probabilities(config, recipe.dropout)
+    family = FAMILIES.get(config.model_type)
+    if family and family.starts_with_padding and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id  # the model reads the key, but has no default
     return config
 
 

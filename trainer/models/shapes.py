@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -25,22 +26,32 @@ _IMAGE_SIZE = 224
 The assignment of layers to stages must depend on the recipe only, not on the data."""
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """The tensors that one stage sends to the next."""
+
+    hidden: bool  # hidden states between two layers of a stack
+    result: bool  # the output of an earlier stack, which later layers use
+
+
 class CrossingShapes:
     """The shapes of the tensors that each stage sends to the next.
 
     Args:
         model: the whole model, on any device including meta; it is not changed.
         starts: the names of the first layers of all stages but the first.
+        crossings: the tensors that the stage before each of these layers sends.
         traced: whether layers change the shape of their input.
     """
 
-    def __init__(self, model: nn.Module, starts: Sequence[str], traced: bool) -> None:
+    def __init__(self, model: nn.Module, starts: Sequence[str], crossings: Sequence[Crossing], traced: bool) -> None:
         self._config: Any = model.config
         self._starts = tuple(starts)
+        self._crossings = tuple(crossings)
         self._traced = cache(partial(_layer_inputs, _meta_copy(model))) if traced else None
 
-    def of(self, inputs: Mapping[str, Tensor], num_rows: int) -> tuple[Shape, ...]:
-        """Return the shapes for one microbatch, one for each stage but the last.
+    def of(self, inputs: Mapping[str, Tensor], num_rows: int) -> tuple[tuple[Shape, ...], ...]:
+        """Return the shapes for one microbatch, those of each stage but the last.
 
         Args:
             inputs: the inputs of the model, with any number of rows.
@@ -48,9 +59,16 @@ class CrossingShapes:
         """
         if self._traced is None:
             num_texts = inputs["input_ids"][0].numel() // inputs["input_ids"].shape[-1] if "input_ids" in inputs else 1
-            return ((num_rows * num_texts, *_hidden_shape(self._config, inputs)),) * len(self._starts)
+            result = (num_rows * num_texts, *_hidden_shape(self._config, inputs))
+            # Layers that use the result of an earlier stack are of a decoder, with positions of its own.
+            positions = inputs["decoder_input_ids"].shape[-1] if "decoder_input_ids" in inputs else result[1]
+            decoded = (result[0], positions, result[2])
+            return tuple(
+                (decoded if crossing.result else result,) * crossing.hidden + (result,) * crossing.result
+                for crossing in self._crossings
+            )
         shapes = self._traced(tuple(inputs["pixel_values"].shape[1:]))
-        return tuple((num_rows, *shapes[layer]) for layer in self._starts)
+        return tuple(((num_rows, *shapes[layer]),) for layer in self._starts)
 
 
 def multiplications(model: nn.Module) -> dict[str, int]:

@@ -21,7 +21,7 @@ from trainer.models.families.family import LayerStack, StagePlan, matches, relat
 from trainer.models.families.table import FAMILIES, family_of, layers_of
 from trainer.models.names import tied_names
 from trainer.models.sequence import change_inputs
-from trainer.models.shapes import CrossingShapes, multiplications
+from trainer.models.shapes import Crossing, CrossingShapes, multiplications
 from trainer.parallel.stage import Absent, Later, Passing, Received, StageLeft, StageTraffic, on_meta
 from trainer.recipe.schedules import SCHEDULES
 
@@ -50,17 +50,6 @@ class StageSplit:
         """Return the names of a stage's layers."""
         end = self.starts[stage + 1] if stage + 1 < self.num_stages else len(self.layers)
         return self.layers[self.starts[stage] : end]
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """The kinds of tensors that one stage sends to the next."""
-
-    hidden: bool  # hidden states between two layers of a stack
-    result: bool  # the output of an earlier stack, which later layers use
-
-    def __len__(self) -> int:
-        return self.hidden + self.result
 
 
 @dataclass(frozen=True)
@@ -309,7 +298,12 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
     stack_of = [next(stack for stack in plan.stacks if matches(stack.layers, layer)) for layer in split.layers]
     first = split.starts[stage]
     following = first + len(split.layers_of(stage))
-    shapes = CrossingShapes(model, [split.layers[start] for start in split.starts[1:]], plan.changes_shape)
+    shapes = CrossingShapes(
+        model,
+        [split.layers[start] for start in split.starts[1:]],
+        [_crossing(plan, stack_of, start) for start in split.starts[1:]],
+        plan.changes_shape,
+    )
     origins = {name: names[0] for names in tied_names(model) for name in names}
     holders: dict[str, set[int]] = {}
     for name, origin in origins.items():

@@ -31,8 +31,8 @@ SCHEDULE_CLASSES: dict[str, Any] = {
 """Torch's schedule classes, by the names of `recipe/schedules.py`."""
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-Shapes = tuple[tuple[int, ...], ...]
-"""The shape of the tensors that each stage except the last sends for one microbatch; stages may differ."""
+Shapes = tuple[tuple[tuple[int, ...], ...], ...]
+"""The shapes of the tensors that each stage except the last sends for one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,6 @@ class LocalStage:
 
     module: nn.Module
     index: int
-    num_received: int  # tensors from the previous stage
-    num_sent: int
 
 
 class BusyClock:
@@ -142,7 +140,7 @@ class PipelineDriver:
 
         Args:
             inputs: the inputs of all microbatches, each `[microbatches * rows, ...]`, on every stage.
-            shapes: the shapes of the tensors between stages, such as `[rows, positions, hidden]`.
+            shapes: the shapes of the tensors between stages, each such as `[rows, positions, hidden]`.
             loss: a function of the logits of a microbatch and its index, an int64 tensor of one CPU element.
 
         Returns:
@@ -193,19 +191,18 @@ class PipelineDriver:
     def _stage(self, stage: LocalStage, shapes: Shapes, is_training: bool) -> _TimedStage:
         dtype = next((p.dtype for p in stage.module.parameters() if p.is_floating_point()), torch.float32)
 
-        def examples(sender: int, count: int) -> tuple[Tensor, ...]:
-            return tuple(
-                torch.empty(shapes[sender], dtype=dtype, device="meta", requires_grad=is_training) for _ in range(count)
-            )
+        def examples(sender: int) -> tuple[Tensor, ...]:
+            sent = shapes[sender] if 0 <= sender < len(shapes) else ()
+            return tuple(torch.empty(shape, dtype=dtype, device="meta", requires_grad=is_training) for shape in sent)
 
         # The last stage sends nothing, so torch never reads this shape.
-        sent = examples(stage.index, stage.num_sent) if stage.num_sent else (torch.empty(1, device="meta"),)
+        sent = examples(stage.index) or (torch.empty(1, device="meta"),)
         timed = _TimedStage(
             stage.module,
             stage.index,
             self._num_stages,
             self._device,
-            input_args=examples(stage.index - 1, stage.num_received),
+            input_args=examples(stage.index - 1),
             output_args=sent,
             group=self._group,
         )

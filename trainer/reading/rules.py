@@ -25,12 +25,14 @@ from trainer.recipe.schema import (
     Evaluation,
     FileData,
     FolderData,
+    Generation,
     HubData,
     ImageKeys,
     Logging,
     Model,
     Parallel,
     Schedule,
+    Seq2SeqLM,
     TaskSection,
     Training,
 )
@@ -148,12 +150,50 @@ def _columns(task: TaskSection) -> Iterator[Contradiction]:
     if isinstance(task, Embedding):
         yield from _repeated("task.texts", [*task.texts, *([task.score] if task.score else [])])
         return
+    if isinstance(task, Seq2SeqLM):
+        if task.target == task.source:
+            text = f"is {shown_value(task.target)}, which is also `task.source`; set the column of the target"
+            yield _clash(text, "task.target", "task.source")
+        return
     columns = [task.text] if isinstance(task.text, str) else task.text
     if len(set(columns)) < len(columns):
         yield _clash(f"has the column {shown_value(columns[0])} twice; a pair needs two columns", "task.text")
     if label in columns:
         text = f"is {shown_value(label)}, which is also in `task.text`; set the column of the label"
         yield _clash(text, "task.label", "task.text")
+
+
+def _beams(task: TaskSection) -> Iterator[Contradiction]:
+    generation = getattr(task, "generation", None)
+    if not isinstance(generation, Generation):
+        return
+    for key in ("length_penalty", "early_stopping"):
+        if key in generation.model_fields_set and generation.num_beams == 1:
+            yield _clash(
+                "applies to a beam search, but `task.generation.num_beams` is 1; remove it, or use 2 or more",
+                f"task.generation.{key}",
+                "task.generation.num_beams",
+            )
+    if generation.min_new_tokens >= generation.max_new_tokens:
+        yield _clash(
+            f"must be below `task.generation.max_new_tokens` ({generation.max_new_tokens}), but is"
+            f" {generation.min_new_tokens}",
+            "task.generation.min_new_tokens",
+            "task.generation.max_new_tokens",
+        )
+
+
+def _stages_of_generation(task: TaskSection, parallel: Parallel) -> Iterator[Contradiction]:
+    if not isinstance(getattr(task, "generation", None), Generation) or parallel.pipeline.stages == 1:
+        return
+    if texts := [name for name in task.metrics if name not in ("accuracy", "perplexity")]:
+        yield _clash(
+            f"has {shown_value(texts[0])}, a metric of generated texts, for which a rank needs the whole model, but"
+            f" `parallel.pipeline.stages` is {parallel.pipeline.stages}; use accuracy or perplexity, and evaluate the"
+            " exported model without stages",
+            "task.metrics",
+            "parallel.pipeline.stages",
+        )
 
 
 def _labels(task: TaskSection) -> Iterator[Contradiction]:
@@ -326,6 +366,8 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("task",), _similarities),
     (("task", "training"), _rows_to_compare),
     (("task", "parallel"), _losses_of_copies),
+    (("task",), _beams),
+    (("task", "parallel"), _stages_of_generation),
     (("model",), _weights),
     (("task", "model"), _tokenizer),
     (("task", "data"), _text_lengths),

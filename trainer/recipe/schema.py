@@ -223,7 +223,46 @@ class ImageClassification(ClassificationKeys, ImageKeys):
     type: Literal["image_classification"]
 
 
-TaskSection = SequenceClassification | SequenceRegression | MaskedLM | ImageClassification | Embedding
+class Generation(Section):
+    """Generation of texts, for metrics on texts and for predictions; an exported model has these settings too."""
+
+    max_new_tokens: int = Field(64, ge=1, description="Maximum tokens of a generated text, with its end token.")
+    min_new_tokens: int = Field(0, ge=0, description="Minimum tokens of a generated text, without its end token.")
+    num_beams: int = Field(1, ge=1, description="Beams of the beam search; 1: the most probable token at each place.")
+    length_penalty: float = Field(
+        1.0, description="A beam's score is divided by its length to this power; larger values prefer longer texts."
+    )
+    early_stopping: bool = Field(
+        False, description="Stop a beam search at `num_beams` complete texts, although a better one may follow."
+    )
+    no_repeat_ngram_size: int = Field(
+        0, ge=0, description="Tokens in a row that a generated text may hold only once; 0: any repetition."
+    )
+
+
+class Seq2SeqLM(Section):
+    """Generate a target text from a source text by an encoder-decoder, as in summarisation and translation.
+
+    The loss is the mean over the tokens of all targets, each of which ends with the end token.
+    """
+
+    type: Literal["seq2seq_lm"]
+    source: str = Field("source", description="The column that holds the source text.")
+    target: str = Field("target", description="The column that holds the target text; it may be empty.")
+    prefix: str = Field("", description='Text before each source, such as `"summarize: "` for T5.')
+    max_target_length: int = Field(
+        128, ge=2, description="Maximum tokens of a target; longer ones are truncated, and their share is reported."
+    )
+    generation: Generation = Field(Generation(), description="The length of generated texts, and their search.")
+    metrics: list[Literal["rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf", "accuracy", "perplexity"]] = Field(
+        default=["perplexity"],
+        min_length=1,
+        description="F1 of ROUGE, from 0 to 1, and BLEU and chrF, from 0 to 100, of generated texts; share of target"
+        " tokens that are predicted correctly from the true tokens before them; exponential of the mean loss.",
+    )
+
+
+TaskSection = SequenceClassification | SequenceRegression | MaskedLM | ImageClassification | Embedding | Seq2SeqLM
 
 
 class Model(Section):

@@ -27,18 +27,18 @@ def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str,
             )
 
 
-def require_text(features: Mapping[str, Any], names: Sequence[str], where: str) -> None:
-    """Require that a split has the columns `names`, and that they hold strings.
+def require_text(features: Mapping[str, Any], names: Sequence[str], where: str, key: str = "task.text") -> None:
+    """Require that a split has the columns `names`, which the recipe's `key` selects, and that they hold strings.
 
     Raises:
         DataError: a column is missing or does not hold strings.
     """
-    require_columns(features, names, "task.text", where)
+    require_columns(features, names, key, where)
     for name in names:
         if getattr(features[name], "dtype", None) not in STRING_TYPES:
             raise DataError(
-                f"`task.text` must name columns of strings, but column `{name}` of {where} holds"
-                f" {type_name(features[name])}"
+                f"`{key}` must name {'columns' if key == 'task.text' else 'a column'} of strings, but column `{name}`"
+                f" of {where} holds {type_name(features[name])}"
             )
 
 
@@ -54,9 +54,17 @@ def cell(column: str, row: int, where: str) -> str:
 
 
 def tokenise(
-    rows: Dataset, columns: Sequence[str], tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+    rows: Dataset,
+    columns: Sequence[str],
+    tokenizer: Tokenizer,
+    max_length: int,
+    where: str,
+    first_row: int,
+    prefix: str = "",
 ) -> dict[str, list[Any]]:
     """Tokenise one text column, or two as pairs, and truncate rows to `max_length` tokens.
+
+    `prefix` comes before each text of the first column.
 
     Returns:
         The tokenizer's columns without the attention mask, which is 1 for every token of an unpadded row. The column
@@ -73,6 +81,8 @@ def tokenise(
     for column, values in zip(columns, texts, strict=True):
         if None in values:
             raise DataError(f"{cell(column, first_row + values.index(None), where)} is null; every row needs a text")
+    if prefix:
+        texts[0] = [prefix + text for text in texts[0]]
     features = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
     if [] in features["input_ids"]:
         row = first_row + features["input_ids"].index([])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import Registration, consume, resolved
+from trainer.tasks.text_metrics import TEXT_METRICS
 
 Values: TypeAlias = NDArray[Any]
 
@@ -22,6 +23,7 @@ class Metric:
 
     For tasks that label tokens, the arguments are sums over the labelled tokens of each row, and the numbers of these
     tokens. For retrieval, the first argument is the rank of the right candidate of each row, from 1.
+    tokens. For tasks that generate texts, they are generated texts and targets.
     """
 
     compute: Callable[[Values, Values], float]
@@ -116,6 +118,7 @@ METRICS: dict[str, Metric] = {
     "recall_at_5": Metric(_recall_at(5)),
     "recall_at_10": Metric(_recall_at(10)),
     "mrr": Metric(_mrr),
+    **{name: Metric(compute) for name, compute in TEXT_METRICS.items()},
 }
 
 

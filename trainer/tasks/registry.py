@@ -11,6 +11,7 @@ from trainer.recipe.schema import (
     Embedding,
     ImageClassification,
     MaskedLM,
+    Seq2SeqLM,
     SequenceClassification,
     SequenceRegression,
     TaskSection,
@@ -18,18 +19,22 @@ from trainer.recipe.schema import (
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.image_classification import ImageClassificationTask
 from trainer.tasks.masked_lm import MaskedLMTask
+from trainer.tasks.seq2seq_lm import Seq2SeqLMTask
 from trainer.tasks.sequence_classification import SequenceClassificationTask
 from trainer.tasks.sequence_regression import SequenceRegressionTask
 from trainer.tasks.task import ImageTask, TextTask
+
+TEXT_TO_TEXT = "text2text-generation"
 
 PIPELINE_TAGS = {
     "sequence_classification": "text-classification",
     "sequence_regression": "text-classification",
     "masked_lm": "fill-mask",
+    "seq2seq_lm": TEXT_TO_TEXT,
     "image_classification": "image-classification",
     "embedding": "feature-extraction",
 }
-"""The task names of the hub, which transformers also uses for pipelines."""
+"""The task names of the hub, which transformers also uses for pipelines, except for text to text."""
 
 _REGISTERED: dict[str, Callable[[Any], TextTask | ImageTask]] = {}
 """The builders of registered tasks."""
@@ -61,6 +66,15 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 tuple(recipe.texts), recipe.score, recipe.pooling, recipe.normalize, recipe.loss, recipe.temperature,
                 metrics,
             )  # fmt: skip
+        case Seq2SeqLM():
+            return Seq2SeqLMTask(
+                recipe.source,
+                recipe.target,
+                recipe.prefix,
+                recipe.max_target_length,
+                metrics,
+                recipe.generation,
+            )
         case ImageClassification():
             shape = None if recipe.shape is None else tuple(recipe.shape)
             return ImageClassificationTask(recipe.image, recipe.label, metrics, _names(recipe.labels), shape=shape)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainer.base.errors import UsageError
 from trainer.parallel.cross_entropy import VocabularyCut
+from trainer.recipe.schema import Generation
 from trainer.tasks.masking import Masking
 from trainer.tasks.types import Dataset, EvaluatedSplit, ImageProcessor, Tokenizer
 
@@ -140,6 +141,30 @@ class Task(Protocol):
         """
         ...
 
+    @property
+    def generation(self) -> Generation | None:
+        """The settings of generated texts, which an exported model has too; None: the task generates none."""
+        ...
+
+    @property
+    def generates(self) -> bool:
+        """Whether the engine adds generated tokens to predictions and answers.
+
+        `generated` is `[batch, tokens]`: the tokens after the prompt up to the end token, then `IGNORED_LABEL`.
+        """
+        ...
+
+    def for_configuration(self, config: Any) -> Self:
+        """Return the task with the parts of the model's configuration that `encode` needs.
+
+        Args:
+            config: the configuration of transformers.
+
+        Raises:
+            UsageError: the model does not fit the task.
+        """
+        ...
+
     def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the keyword arguments of the model for the inputs of a microbatch."""
         ...
@@ -166,7 +191,10 @@ class Task(Protocol):
         ...
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the input of `readable` for each row, as `predictions` does, but without labels."""
+        """Return the input of `readable` for each row, as `predictions` does, but without labels.
+
+        If the task generates texts, the engine does not call this method, and `generated` is the input.
+        """
         ...
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
@@ -195,11 +223,20 @@ class TaskDefaults:
     def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
         return {}
 
+    generation: Generation | None = None
+
+    @property
+    def generates(self) -> bool:
+        return False
+
     def model_options(self) -> dict[str, Any]:
         return {}
 
     def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
         assert cut is None, "its logits are not of a vocabulary"
+        return self
+
+    def for_configuration(self, config: Any) -> Self:
         return self
 
     def masking(self, tokenizer: Tokenizer, seed: int) -> Masking | None:
@@ -252,8 +289,9 @@ class TextTask(Task, Protocol):
         Returns:
             The tokenizer's columns, such as `input_ids`: one list of integers for each row. `labels`: for each row, one
             number, or one list as long as its `input_ids`; absent if there is a `masking`. `cut`: whether the row was
-            truncated. A row of several texts has one list of lists in each column of the tokenizer. A task may return
-            more or fewer rows than it got, for example windows of a long text.
+            truncated. `cut_target`: whether its target was truncated. A row of several texts has one list of lists in
+            each column of the tokenizer. A task may return more or fewer rows than it got, for example windows of a
+            long text.
 
         Raises:
             DataError: a value is not valid; the message names the column, the row and the value.

@@ -27,6 +27,7 @@ from trainer.data.split import EncodedSplit
 from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
 from trainer.models.building import BuiltModel, build_model, freeze, save_configuration
+from trainer.models.generating import set_generation
 from trainer.models.statistics import buffers_hash
 from trainer.observe.observer import Observer
 from trainer.observe.records import Idling, RunInfo
@@ -67,7 +68,12 @@ class PreparedData:
             for name, split in (("training", self.train), ("validation", self.validation))
             if split is not None and split.num_cut
         ]
-        return [*self.preparation.notes, *self.data_notes, *cut, *unknown_notes(self.train, self.validation)]
+        targets = [
+            f"targets cut to `task.max_target_length`: {split.num_cut_targets:,} of {len(split):,} {name} rows"
+            for name, split in (("training", self.train), ("validation", self.validation))
+            if split is not None and split.num_cut_targets
+        ]
+        return [*self.preparation.notes, *self.data_notes, *cut, *targets, *unknown_notes(self.train, self.validation)]
 
 
 def prepare_data(recipe: Recipe) -> PreparedData:
@@ -302,6 +308,9 @@ def assemble(
     models = [part.model for part in built]
     for model in models:
         freeze(model, task.unused_modules)
+        if task.generation is not None:
+            tokenizer = data.preparation.text_tokenizer
+            set_generation(model, task.generation, tokenizer.eos_token_id if tokenizer else None)
         if adapt is not None:
             adapt(model)
     model_files = _files_beside_weights(data, recipe, models[0]) if mesh.rank == 0 else {}

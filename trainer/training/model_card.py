@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME
 
 from trainer.base.disk import replace_folder
 from trainer.checkpoint.progress import Progress
-from trainer.tasks.registry import PIPELINE_TAGS
+from trainer.tasks.registry import PIPELINE_TAGS, TEXT_TO_TEXT
 
 CARD_NAME = "README.md"
 
@@ -70,7 +70,7 @@ def _card(config: Mapping[str, Any], origin: Mapping[str, Any], progress: Progre
         "## Use",
         "",
         "```python",
-        *_use(config["architectures"][0], task_type, tag),
+        *_use(config["architectures"][0], task_type, tag, _part(recipe, "task").get("prefix") or ""),
         "```",
         "",
         "## Recipe",
@@ -127,12 +127,22 @@ def _layout(recipe: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
     return f"{' x '.join(degrees)}, `{strategy}`, `{recipe.get('precision')}`"
 
 
-def _use(architecture: str, task_type: str, tag: str | None) -> list[str]:
+def _use(architecture: str, task_type: str, tag: str | None, prefix: str) -> list[str]:
     if task_type == "embedding":
         return [
             "from sentence_transformers import SentenceTransformer",
             "",
             'embed = SentenceTransformer("path/to/this/folder").encode',
+        ]
+    if tag == TEXT_TO_TEXT:  # transformers 5 has no such pipeline
+        return [
+            "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer",
+            "",
+            'model = AutoModelForSeq2SeqLM.from_pretrained("path/to/this/folder")',
+            'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
+            f'inputs = tokenizer({json.dumps(f"{prefix}...")}, return_tensors="pt")',
+            "tokens = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask)",
+            "print(tokenizer.decode(tokens[0], skip_special_tokens=True))",
         ]
     if tag is None:
         return [

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.base.errors import UsageError
+import numpy as np
+
+from trainer.base.errors import DataError, UsageError
 from trainer.data.collate import Batching, Normalisation, Padding, TokenMasking
 from trainer.data.images import encode_images
 from trainer.data.sources import Split
@@ -41,6 +43,11 @@ class Preparation(Protocol):
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the preparation for the user."""
+        ...
+
+    @property
+    def config(self) -> Any:
+        """The configuration of transformers."""
         ...
 
     @property
@@ -96,7 +103,7 @@ def load_preparation(recipe: Recipe) -> Preparation:
     config = load_config(recipe.model, {})
     labels = checkpoint_labels(recipe.model, config)
     if isinstance(recipe.task, ImageKeys):
-        return ImagePreparation(load_image_processor(recipe.model), labels)
+        return ImagePreparation(load_image_processor(recipe.model), labels, config)
     if isinstance(recipe.task, Embedding) and config.is_encoder_decoder:
         raise UsageError(
             f"`task.type` is embedding, which needs an encoder or a decoder, but the model is of type"
@@ -104,7 +111,7 @@ def load_preparation(recipe: Recipe) -> Preparation:
         )
     tokenizer, size = load_tokenizer(recipe.model), vocabulary_size(config)
     notes = tuple(tokenizer_notes(recipe.model, tokenizer, size))
-    return TextPreparation(tokenizer, recipe.data.max_length, size, labels, notes)
+    return TextPreparation(tokenizer, recipe.data.max_length, size, labels, notes, config)
 
 
 def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tuple[Task, list[str]]:
@@ -113,7 +120,7 @@ def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tupl
     Raises:
         TrainerError: The labels of the training split do not fit the task or the checkpoint.
     """
-    task = build_task(recipe.task).resolve(train.rows, train.where)
+    task = build_task(recipe.task).resolve(train.rows, train.where).for_configuration(preparation.config)
     if not isinstance(task, RowClasses) or preparation.labels is None:
         return task, []
     return task.in_checkpoint_order(preparation.labels, getattr(recipe.task, "labels", None) is not None)
@@ -141,6 +148,7 @@ class TextPreparation:
     vocab_size: int | None = None
     labels: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
+    config: Any = None
 
     normalisation = None
 
@@ -162,7 +170,37 @@ class TextPreparation:
         assert isinstance(task, TextTask)
         encoded = encode_split(split, task, self.tokenizer, self.max_length, cache)
         self._require_embedding(int(encoded.tokens["input_ids"].max(initial=0)))
+        if task.auto_class_name == "AutoModelForSequenceClassification":
+            self._require_ends(encoded, split)
+        if "labels" in encoded.ragged:  # target texts
+            self._require_embedding(int(encoded.ragged["labels"].values.max(initial=0)))
         return encoded
+
+    def _require_ends(self, encoded: EncodedSplit, split: Split) -> None:
+        """Require equally many end tokens in all rows, since an encoder-decoder classifies the states of end tokens.
+
+        Raises:
+            UsageError: a row has no end token.
+            DataError: rows differ in their number of end tokens.
+        """
+        config = self.config
+        if not getattr(config, "is_encoder_decoder", False) or len(encoded) == 0:
+            return
+        counts = np.add.reduceat(encoded.tokens["input_ids"] == config.eos_token_id, encoded.offsets[:-1], dtype=int)
+        if not counts.all():
+            row = int(counts.argmin())
+            raise UsageError(
+                f"`task.type` is a classification by a model of type {config.model_type}, which reads the end token of"
+                f" id {config.eos_token_id}, but the tokenizer `{self.tokenizer.name_or_path}` adds none to row"
+                f" {row + 1} of {split.where}; name the model's own tokenizer in `model.tokenizer`"
+            )
+        usual = int(np.bincount(counts).argmax())
+        if (counts != usual).any():
+            row = int((counts != usual).argmax())
+            raise DataError(
+                f"row {row + 1} of {split.where} must have {usual} end tokens, as other rows do, but has"
+                f" {counts[row]}; remove {self.tokenizer.convert_ids_to_tokens(config.eos_token_id)!r} from its text"
+            )
 
     def masking(self, task: Task, seed: int) -> TokenMasking | None:
         assert isinstance(task, TextTask)
@@ -189,6 +227,7 @@ class ImagePreparation:
 
     processor: ImageProcessor
     labels: tuple[str, ...] | None = None
+    config: Any = None
 
     notes = ()
     text_tokenizer = None

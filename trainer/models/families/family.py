@@ -81,6 +81,7 @@ class ModelFamily:
     tensor: TensorPlan | None  # None: no tensor parallelism
     stages: StagePlan | None = None  # None: no pipeline stages
     shared_dropouts: tuple[str, ...] = ()  # dropouts of a tensor that all rows of a batch share
+    starts_with_padding: bool = False  # whether a decoder starts with the padding token if no start token is set
     undeclared_keys: tuple[str, ...] = ()  # configuration keys that the model reads and transformers does not declare
 
 

@@ -40,5 +40,6 @@ T5 = ModelFamily(
             LayerStack("decoder.block.*", before=("decoder.embed_tokens",), num_results=3, first_layer=_FIRST_LAYER),
         )
     ),
+    starts_with_padding=True,
     undeclared_keys=("decoder_start_token_id",),
 )

@@ -1,0 +1,121 @@
+"""Generated texts depend neither on the ranks nor on the batch size nor on the padding."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import TINY_T5, TinyTraining, tiny_recipe, tiny_targets, tiny_training
+from trainer.base.errors import UsageError
+from trainer.data.collate import Padding
+from trainer.data.loader import EvalLoader
+from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
+
+NUM_ROWS, MOST_TOKENS, END = 11, 9, 126
+GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 3, "length_penalty": 0.5}
+MODEL = {"config": {**TINY_T5, "eos_token_id": END, "initializer_factor": 3.0}}  # a token that it generates
+Texts = dict[int, list[int]]
+
+
+def recipe_of(generation: dict[str, Any], **sections: Any):
+    keys = {"max_new_tokens": MOST_TOKENS, **generation}
+    return tiny_recipe(
+        task={"type": "seq2seq_lm", "metrics": ["rouge1"], "generation": keys},
+        training={"max_steps": 40, "micro_batch_size": 4},
+        model=MODEL,
+        **sections,
+    )
+
+
+def evaluate(training: TinyTraining, batch_size: int, multiple_of: int = 1) -> Texts:
+    """Return the generated tokens of this rank's rows."""
+    mesh, padding = training.mesh, Padding(0, multiple_of=multiple_of)
+    found: Texts = {}
+    for microbatch in EvalLoader(tiny_targets(NUM_ROWS), batch_size, mesh.index("dp"), mesh.size("dp"), padding):
+        tokens = training.engine.eval_step(microbatch).predictions.get("generated")
+        if tokens is not None:
+            for row, of_row in zip(microbatch.rows.tolist(), tokens.tolist(), strict=True):
+                found[row] = [token for token in of_row if token != IGNORED_LABEL]
+    return found
+
+
+def generated(batch_size: int, generation: dict[str, Any], multiple_of: int = 1, **sections: Any) -> tuple[Texts, ...]:
+    """Return the texts of this rank's rows before a step of training and after it."""
+    with tiny_training(recipe_of(generation, **sections)) as training:
+        before = evaluate(training, batch_size, multiple_of)
+        training.steps(1)
+        return before, evaluate(training, batch_size, multiple_of)
+
+
+def by_hand(model: Any, microbatch: Microbatch) -> list[int]:
+    """Return the most probable tokens of one row, each from a whole forward pass without a cache."""
+    tokens = [0]
+    while len(tokens) <= MOST_TOKENS and tokens[-1] != END:
+        inputs: dict[str, Tensor] = {**microbatch.inputs, "decoder_input_ids": torch.tensor([tokens])}
+        tokens.append(int(model(**inputs).logits[0, -1].argmax()))
+    return tokens[1:]
+
+
+@cache
+def alone(beams: bool) -> tuple[Texts, ...]:
+    return generated(1, BEAMS if beams else GREEDY)
+
+
+@torch.no_grad()
+def test_greedy_tokens_are_those_of_single_forward_passes():
+    with tiny_training(recipe_of(GREEDY)) as training:
+        found = evaluate(training, 4)
+        expected = {
+            int(microbatch.rows): by_hand(training.model, microbatch)
+            for microbatch in EvalLoader(tiny_targets(NUM_ROWS), 1, 0, 1, Padding(0))
+        }
+    assert found == expected
+    lengths = {len(tokens) for tokens in found.values()}
+    assert {1, MOST_TOKENS} <= lengths, "texts end at different places"
+
+
+def test_beams_find_other_texts():
+    assert alone(True)[0] != alone(False)[0] != alone(False)[1]
+
+
+@pytest.mark.parametrize("beams", [False, True], ids=["greedy", "beams"])
+def test_batch_size_and_padding_change_no_text(beams):
+    assert generated(4, BEAMS if beams else GREEDY, multiple_of=16) == alone(beams)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "beams"),
+    [
+        (3, {"strategy": "ddp"}, True),
+        (2, {"strategy": "fsdp"}, True),
+        (3, {"strategy": "fsdp"}, False),
+        (2, {"strategy": "zero1"}, False),
+        (2, {"strategy": "zero3"}, True),
+        (2, {"strategy": "ddp", "tensor": 2}, True),
+        (2, {"strategy": "ddp", "tensor": 2, "sequence": True}, False),
+    ],
+    ids=lambda value: value.get("strategy") + "+tensor" * ("tensor" in value) if isinstance(value, dict) else None,
+)
+def test_ranks_change_no_text(ranks: RankPools, world_size, parallel, beams):
+    """Ranks have different numbers of rows and of tokens, and one has only fillers at the end."""
+    answers = ranks(world_size).run(generated, 2, BEAMS if beams else GREEDY, parallel=parallel)
+    for moment, expected in enumerate(alone(beams)):
+        found = [answer[moment] for answer in answers]
+        assert {row: text for texts in found for row, text in texts.items()} == expected
+        if "tensor" in parallel:
+            assert all(texts == expected for texts in found)
+
+
+def refused_by_stages() -> str:
+    with pytest.raises(UsageError) as raised, tiny_training(recipe_of(GREEDY, parallel={"pipeline": {"stages": 2}})):
+        pass
+    return str(raised.value)
+
+
+def test_stages_generate_no_text(ranks: RankPools):
+    assert all("a rank needs the whole model" in text for text in ranks(2).run(refused_by_stages))

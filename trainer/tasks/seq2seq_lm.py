@@ -1,0 +1,161 @@
+"""Generation of a target text from a source text by an encoder-decoder, as in summarisation and translation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from trainer.base.errors import DataError, UsageError
+from trainer.parallel.cross_entropy import VocabularyCut
+from trainer.recipe.schema import Generation
+from trainer.tasks.columns import cell, require_text, tokenise
+from trainer.tasks.metrics import METRICS
+from trainer.tasks.text_metrics import require_packages
+from trainer.tasks.token_labels import TOKEN_METRICS, TokenLabels
+from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+
+GENERATED = "generated"
+"""The generated tokens in predictions and answers, `[batch, tokens]`, padded with `IGNORED_LABEL`."""
+
+
+@dataclass(frozen=True)
+class Seq2SeqLMTask(TokenLabels):
+    """Cross entropy of the tokens of a target, each from the source and the true tokens before it.
+
+    `target` is None for rows without targets. `start_token` is the decoder's first input; None until
+    `for_configuration` sets it.
+    """
+
+    source: str
+    target: str | None
+    prefix: str
+    max_target_length: int
+    metric_names: tuple[str, ...]
+    generation: Generation = field(default_factory=Generation)
+    start_token: int | None = None
+    vocabulary: VocabularyCut | None = None
+
+    auto_class_name = "AutoModelForSeq2SeqLM"
+    own_lengths = ("decoder_input_ids", "labels")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.source,) if self.target is None else (self.source, self.target)
+
+    @property
+    def generates(self) -> bool:
+        return self.target is None or any(name not in TOKEN_METRICS for name in self.metric_names)
+
+    @property
+    def fingerprint(self) -> str:
+        return json.dumps(
+            ["seq2seq_lm", self.source, self.target, self.prefix, self.max_target_length, self.start_token]
+        )
+
+    def resolve(self, train: Dataset, where: str) -> Seq2SeqLMTask:
+        self.check_columns(train.features, where)
+        require_packages(self.metric_names)
+        return self
+
+    def for_configuration(self, config: Any) -> Seq2SeqLMTask:
+        start = getattr(config, "decoder_start_token_id", None)
+        if start is None:
+            raise UsageError(
+                f"`task.type` is seq2seq_lm, which needs the decoder's first token, but the model of type"
+                f" {config.model_type} names none; set `decoder_start_token_id` in its configuration"
+            )
+        positions = getattr(config, "max_position_embeddings", None)
+        for key, length in (
+            ("max_target_length", self.max_target_length),
+            ("generation.max_new_tokens", self.generation.max_new_tokens),
+        ):
+            if positions is not None and length > positions:
+                raise UsageError(
+                    f"`task.{key}` must be at most the {positions} positions of the model's decoder, but is {length}"
+                )
+        return replace(self, start_token=start)
+
+    def check_columns(self, features: Mapping[str, Any], where: str) -> None:
+        require_text(features, [self.source], where, "task.source")
+        if self.target is not None:
+            require_text(features, [self.target], where, "task.target")
+
+    def encode(
+        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+    ) -> dict[str, list[Any]]:
+        blank = next((row for row, text in enumerate(rows[self.source]) if text is not None and not text.strip()), None)
+        if blank is not None:
+            raise DataError(f"{cell(self.source, first_row + blank, where)} is an empty text; leave the row out")
+        features = tokenise(rows, [self.source], tokenizer, max_length, where, first_row, self.prefix)
+        features = {name: features[name] for name in ("input_ids", "cut")}  # T5 takes no token types
+        if self.target is None:
+            return features
+        texts = list(rows[self.target])
+        if None in texts:
+            raise DataError(
+                f"{cell(self.target, first_row + texts.index(None), where)} is null; every row needs a target, which"
+                " may be an empty text"
+            )
+        labels, cut = self._labels(texts, tokenizer)
+        assert self.start_token is not None, "call `for_configuration` first"
+        starts = [[self.start_token, *row[:-1]] for row in labels]
+        return {**features, "labels": labels, "decoder_input_ids": starts, "cut_target": cut}
+
+    def for_vocabulary(self, cut: VocabularyCut | None) -> Seq2SeqLMTask:
+        return replace(self, vocabulary=cut)
+
+    def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
+        targets = np.array([text.strip() for text in split.rows[self.target]], object) if self.generates else None
+        texts = np.array(_texts(predictions[GENERATED], split.tokenizer), object) if self.generates else None
+        return {
+            name: self.token_metric(name, predictions)
+            if name in TOKEN_METRICS
+            else METRICS[name].compute(texts, targets)
+            for name in self.metric_names
+        }
+
+    def without_labels(self) -> Seq2SeqLMTask:
+        return replace(self, target=None, metric_names=())
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        return [{GENERATED: text} for text in _texts(answers[GENERATED], split.tokenizer)]
+
+    def _labels(self, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[list[list[int]], list[bool]]:
+        """Return the tokens of each target with its end token, and whether it was truncated.
+
+        Raises:
+            UsageError: the tokenizer has no end token, or `max_target_length` does not fit it.
+        """
+        end = tokenizer.eos_token_id
+        if end is None:
+            raise UsageError(
+                f"the tokenizer `{tokenizer.name_or_path}` has no end token, at which the generation of a text stops;"
+                ' add "eos_token" to the `tokenizer_config.json` of a copy and name its folder in `model.tokenizer`'
+            )
+        frame = tokenizer(text_target="")["input_ids"]
+        appended = [] if frame[-1:] == [end] else [end]
+        room = self.max_target_length - len(appended)
+        if not len(frame) < room <= max(tokenizer.model_max_length, len(frame) + 1):
+            raise UsageError(
+                f"`task.max_target_length` must be more than the {len(frame) + len(appended)} special tokens of a"
+                f" target and at most the {tokenizer.model_max_length} tokens that the tokenizer allows for its model,"
+                f" but is {self.max_target_length}"
+            )
+        whole = tokenizer(text_target=list(texts), return_attention_mask=False, verbose=False)["input_ids"]
+        cut = [len(ids) > room for ids in whole]
+        if any(cut):
+            whole = tokenizer(text_target=list(texts), truncation=True, max_length=room, return_attention_mask=False)[
+                "input_ids"
+            ]
+        return [ids + appended for ids in whole], cut
+
+
+def _texts(generated: Tensor, tokenizer: Tokenizer | None) -> list[str]:
+    assert tokenizer is not None, "the rows are texts"
+    rows = [[token for token in row if token >= 0] for row in generated.tolist()]
+    return [tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]

@@ -1,0 +1,69 @@
+"""Metrics of generated texts by the field's own packages, rouge-score and sacrebleu, which this module imports.
+
+The packages are optional; tasks call `require_packages` before the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from trainer.base.errors import UsageError
+
+_ROUGE, _SACREBLEU = ("rouge_score.rouge_scorer", "rouge-score"), ("sacrebleu", "sacrebleu")
+"""The module and the package of a metric."""
+
+
+def rouge(kind: str, generated: Sequence[str], targets: Sequence[str]) -> float:
+    """Return the mean F1 of ROUGE over all rows, of stemmed words (Lin 2004, ACL W04-1013).
+
+    Args:
+        kind: `rouge1`, `rouge2`, `rougeL`, or `rougeLsum`, which compares the lines of two texts.
+        generated: the generated text of each row.
+        targets: the target text of each row.
+    """
+    scorer = _module(_ROUGE).RougeScorer([kind], use_stemmer=True)
+    scores = [scorer.score(target, text)[kind].fmeasure for text, target in zip(generated, targets, strict=True)]
+    return float(sum(scores) / max(1, len(scores)))
+
+
+def bleu(generated: Sequence[str], targets: Sequence[str]) -> float:
+    """Return BLEU of the whole split, from 0 to 100, with the tokens of mteval-13a (Post 2018, arXiv:1804.08771)."""
+    return float(_module(_SACREBLEU).corpus_bleu(list(generated), [list(targets)]).score)
+
+
+def chrf(generated: Sequence[str], targets: Sequence[str]) -> float:
+    """Return chrF2 of the whole split, from 0 to 100 (Popovic 2015, ACL W15-3049)."""
+    return float(_module(_SACREBLEU).corpus_chrf(list(generated), [list(targets)]).score)
+
+
+TEXT_METRICS: dict[str, Callable[..., float]] = {
+    **{kind: partial(rouge, kind) for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")},
+    "bleu": bleu,
+    "chrf": chrf,
+}
+"""The functions of generated texts and targets, by metric."""
+
+
+def require_packages(metrics: Iterable[str]) -> None:
+    """Import the packages of these metrics.
+
+    Raises:
+        UsageError: a package is not installed.
+    """
+    for metric in metrics:
+        if metric in TEXT_METRICS:
+            package = _ROUGE if metric.startswith("rouge") else _SACREBLEU
+            try:
+                _module(package)
+            except ImportError as error:
+                raise UsageError(
+                    f"`task.metrics` names {metric}, which needs the package {package[1]}; install it"
+                    f' (pip install "trainer[generation]") or remove the metric ({error})'
+                ) from error
+
+
+def _module(package: tuple[str, str]) -> Any:
+    return import_module(package[0])
