@@ -161,7 +161,7 @@ def test_check_reads_the_configuration_of_a_local_folder(capsys: pytest.CaptureF
     assert "stage 1  encoder.layer.1  215,042 parameters" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("recipe", ["bert_sample_mlm", "vit_sample"])
+@pytest.mark.parametrize("recipe", ["bert_sample_mlm", "vit_sample", "embedding_sample"])
 def test_check_knows_the_stages_of_every_kind_of_task(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
     """Classes that only the data names are not needed; a head tied to the embedding counts on both stages."""
     assert main(["check", recipe, "parallel.pipeline.stages=2", "--processes", "2"]) == 0
