@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertForMaskedLM, BertModel
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, BertForMaskedLM, BertModel
 
 from tests.helpers.families import CONFIGS
 from tests.helpers.ranks import RankPools
@@ -20,7 +20,7 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
 from trainer.base.errors import TrainerError, UsageError
 from trainer.models.attention import KEYED_ATTENTION
-from trainer.models.building import build_model, checkpoint_labels, load_config, save_model
+from trainer.models.building import build_model, checkpoint_labels, load_config, max_positions, save_model
 from trainer.models.tokenizer import load_tokenizer
 from trainer.parallel.dropout import KeyedDropout
 from trainer.recipe.schema import Model, Training
@@ -310,3 +310,17 @@ class TestCheckpointLabels:
     def test_a_model_with_random_weights_has_none(self):
         recipe = Model(config={**TINY_BERT, "id2label": {0: "a", 1: "b"}})
         assert checkpoint_labels(recipe, load_config(recipe, {})) is None
+
+
+@pytest.mark.parametrize("model_type", ["bert", *(name for name in CONFIGS if name not in ("t5", "vit"))])
+def test_the_number_of_positions_is_that_of_the_model(model_type: str):
+    described = {"model_type": model_type, **(TINY_BERT if model_type == "bert" else CONFIGS[model_type])}
+    config = load_config(Model(config=described), {})
+    model, longest = AutoModel.from_config(config).eval(), max_positions(config)
+    row = torch.full((1, (longest or 600) + 1), 7)
+    model(input_ids=row[:, :-1])
+    if longest is None:
+        model(input_ids=row)
+    else:
+        with pytest.raises((RuntimeError, IndexError)):
+            model(input_ids=row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -83,6 +84,33 @@ def test_nothing_is_answered_while_another_rank_makes_progress(tmp_path, monkeyp
     time.sleep(1.5)  # three times the timeout
     dog.close()
     assert answers == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_folder_that_does_not_answer_is_reported_without_it(tmp_path, monkeypatch, left, capfd):
+    hangs = threading.Event()
+    monkeypatch.setattr(watchdog, "_DISK_SECONDS", 0.2)
+    monkeypatch.setattr(Watchdog, "_statuses", lambda self: hangs.wait(60))
+    watched(tmp_path, [])
+    deadline = time.monotonic() + 60
+    while not left and time.monotonic() < deadline:
+        time.sleep(0.1)
+    hangs.set()
+    assert left[:1] == ["left"]
+    shown = capfd.readouterr().err
+    assert "error: rank 1 has made no progress for 0.5 seconds (`parallel.stall_timeout`), and the folder" in shown
+    assert "test_a_folder_that_does_not_answer" in shown, "the stack of the main thread"
+
+
+def test_a_clock_that_is_set_back_does_not_hide_a_stall(tmp_path, monkeypatch):
+    future = {0: Status(0, "node0", 1, 7, "in step 8", time.time() + 3600)}
+    dog = Watchdog(Heartbeat(0), 0.2, None, lambda reason: None)
+    monkeypatch.setattr(Watchdog, "_statuses", lambda self: dict(future))
+    assert not dog._all_stand_still()
+    time.sleep(0.1)
+    assert not dog._all_stand_still()
+    time.sleep(0.2)
+    assert dog._all_stand_still()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `leave` ends the thread alone

@@ -191,7 +191,7 @@ class TestProgress:
 
     def test_a_run_that_is_done_does_nothing(self):
         world = World()
-        assert loop(world, progress=Progress(6, 72, 600)).run() == "finished"
+        assert loop(world, progress=Progress(6, 72, 600)).run() == "already_finished"
         assert world.events == []
 
     def test_records(self, monkeypatch):

@@ -319,7 +319,7 @@ class TestFailures:
             train(recipe, 'logging.to=["console"]')
         shown = capsys.readouterr().out
         assert "exit code 1" in shown
-        assert "RuntimeError: the power went off" in shown
+        assert "power" not in shown, "the traceback on standard error has the message"
 
     def test_patience(self, tmp_path):
         recipe = write_tiny_run(tmp_path)

@@ -6,7 +6,8 @@ import copy
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -86,6 +87,23 @@ def vocabulary_size(config: Any) -> int | None:
         return None
     size = getattr(described, "vocab_size", None)
     return size if isinstance(size, int) else None
+
+
+_POSITIONS_AFTER_PADDING = frozenset(
+    ("camembert", "data2vec-text", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
+     "xlm-roberta-xl", "xmod")
+)  # fmt: skip
+"""Model types that number positions from the padding token's id + 1."""
+
+
+def max_positions(config: Any) -> int | None:
+    """Return the most tokens that the model has positions for; None without such a limit, as with rotary positions."""
+    size = getattr(config, "max_position_embeddings", None)
+    is_rotary = getattr(config, "rope_parameters", None) is not None
+    is_relative = not getattr(config, "position_biased_input", True)  # of DeBERTa
+    if not isinstance(size, int) or size <= 0 or is_rotary or is_relative:
+        return None
+    return size - (config.pad_token_id + 1) if config.model_type in _POSITIONS_AFTER_PADDING else size
 
 
 def checkpoint_labels(recipe: Model, config: Any) -> tuple[str, ...] | None:
@@ -196,16 +214,17 @@ def _initialise(
             draw_weights(model, dict(model.named_parameters()), seed, gather)
             return model, []
         require_safe_shards(recipe)
-        model, loading = auto_class.from_pretrained(
-            recipe.name_or_path,
-            config=config,
-            revision=recipe.revision or "main",
-            attn_implementation=attention,
-            dtype=torch.float32,
-            use_safetensors=True,  # a pickle can run code
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        with _without_report():
+            model, loading = auto_class.from_pretrained(
+                recipe.name_or_path,
+                config=config,
+                revision=recipe.revision or "main",
+                attn_implementation=attention,
+                dtype=torch.float32,
+                use_safetensors=True,  # a pickle can run code
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     notes = []
     if missing := sorted(loading["missing_keys"]):
         draw_weights(model, missing, seed, gather)
@@ -213,6 +232,17 @@ def _initialise(
     if unexpected := sorted(loading["unexpected_keys"]):
         notes.append(f"in the checkpoint, not in this model: {', '.join(unexpected)}")
     return model, notes
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Hide the report of transformers on a loaded model, one for each rank: the notes of the build say the same."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
 
 
 def build_model(

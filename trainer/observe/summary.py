@@ -6,6 +6,7 @@ import json
 import textwrap
 from dataclasses import asdict
 
+from trainer.base.errors import ExitCode
 from trainer.observe.records import EndRecord, EvaluationRecord, ParameterGroup, RunInfo, StepRecord
 
 _LABEL_WIDTH = 12
@@ -91,7 +92,7 @@ def start_summary(run: RunInfo) -> list[str]:
         steps += f"; going on after step {run.resumed_from:,}"
     return [
         run.name,
-        *_row("ranks", f"{ranks} on {run.device}, started by {run.launcher}"),
+        *_row("ranks", f"{ranks} on {run.device}{_launcher_text(run.launcher)}"),
         *_row("layout", f"{run.layout}, {run.strategy}, {run.precision}"),
         *_parameter_rows(run.parameters),
         *_row("state", _state_text(run)),
@@ -101,6 +102,10 @@ def start_summary(run: RunInfo) -> list[str]:
         *_row("steps", steps),
         *_row("folder", str(run.folder)),
     ]
+
+
+def _launcher_text(launcher: str) -> str:
+    return {"none": "", "variables": ", given by environment variables"}.get(launcher, f", started by {launcher}")
 
 
 def step_fields(record: StepRecord, seconds_left: float | None) -> list[tuple[str, str]]:
@@ -155,7 +160,9 @@ def end_summary(record: EndRecord, run: RunInfo | None) -> list[str]:
     """Return the lines on the outcome of a run and its resumption; `run` is None if it never started."""
     steps = "1 step" if record.step == 1 else f"{record.step} steps"
     title = f"{record.outcome} after {steps} in {format_seconds(record.seconds)}, exit code {record.exit_code}"
-    lines = [title, *(f"  {line}" for line in (record.message or "").splitlines())]
+    # The message of a failure follows on standard error.
+    message = "" if record.outcome == "failed" else record.message or ""
+    lines = [title, *textwrap.wrap(message, _TEXT_WIDTH, initial_indent="  ", subsequent_indent="  ")]
     lines += _row("best", _best_text(record, run))
     if record.pipeline is not None:
         shares = ", ".join(f"{share:.0%}" for share in record.pipeline.measured)
@@ -163,5 +170,7 @@ def end_summary(record: EndRecord, run: RunInfo | None) -> list[str]:
     lines += _row("folder", str(record.folder))
     if record.model_folder is not None:
         lines += _row("model", str(record.model_folder))
+    if record.exit_code == ExitCode.USER:  # the same command would fail again
+        return lines
     # Never wrapped: users paste this line.
     return [*lines, f"  {'resume':<{_LABEL_WIDTH}}{record.resume_command}"]

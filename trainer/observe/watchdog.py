@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +24,8 @@ from trainer.observe.observer import Observer
 from trainer.ranks.report import Report
 
 _TELL_SECONDS = 5.0  # to show the end of the run, which may hang too
+_DISK_SECONDS = 30.0  # for one look at the folder of the run
+_ANSWER_SECONDS = 60.0  # to wait for the stacks of other ranks, and to report them
 _NO_ANSWER = "no answer: it is stopped or its machine is gone"
 
 
@@ -44,6 +47,8 @@ class Watchdog(Observer):
         self._error_file = error_file
         self._tell = tell
         self._pause = min(1.0, timeout_seconds / 10)
+        self._last_seen: dict[int, Status] = {}
+        self._seen_since = 0.0  # by the monotonic clock
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -65,15 +70,37 @@ class Watchdog(Observer):
             before = now
             if self._heartbeat.beats != beats:
                 beats, still_seconds = self._heartbeat.beats, 0.0
-            elif still_seconds >= self._timeout and self._all_stand_still():
-                self._answer(beats)
+            elif still_seconds >= self._timeout and self._asked_of_disk(self._all_stand_still):
+                self._asked_of_disk(partial(self._answer, beats), _ANSWER_SECONDS)
                 still_seconds = 0.0
 
-    def _all_stand_still(self) -> bool:
-        times = [status.time for status in self._statuses().values()]
-        return time.time() - max(times, default=0.0) >= self._timeout
+    def _asked_of_disk(self, question: Callable[[], bool | None], more_seconds: float = 0.0) -> bool:
+        """Return the answer to a question that reads the run folder; end this process if none comes.
 
-    def _answer(self, beats: int) -> None:
+        Another thread asks, because a shared file system may hang as well.
+        """
+        answers: list[bool | None] = []
+        asker = threading.Thread(target=lambda: answers.append(question()), name="watchdog's reader", daemon=True)
+        asker.start()
+        asker.join(_DISK_SECONDS + more_seconds)
+        if asker.is_alive():
+            message = (
+                f"rank {self._heartbeat.rank} has made no progress for {self._timeout:g} seconds"
+                f" (`parallel.stall_timeout`), and the folder of the run does not answer\n{_stacks(self._thread)}"
+            )
+            os.write(sys.stderr.fileno(), f"error: {message}\n".encode(errors="backslashreplace"))
+            _leave()
+        return any(answers)  # none after an error, which the thread has shown
+
+    def _all_stand_still(self) -> bool:
+        """Return whether no rank has made progress for the timeout, also if the clock of a machine was set back."""
+        statuses, now = self._statuses(), time.monotonic()
+        if statuses != self._last_seen:
+            self._last_seen, self._seen_since = statuses, now
+        newest = max((status.time for status in statuses.values()), default=0.0)
+        return time.time() - newest >= self._timeout or now - self._seen_since >= self._timeout
+
+    def _answer(self, beats: int) -> bool:
         """Write a stack, wait for those of other ranks, and end this process; return if it makes progress again."""
         own = self._stack_file(self._heartbeat.rank)
         _write_whole(own, _stacks(self._thread))
@@ -81,7 +108,7 @@ class Watchdog(Observer):
         while time.monotonic() < deadline:
             if self._heartbeat.beats != beats:
                 own.unlink(missing_ok=True)
-                return
+                return False
             statuses = self._statuses()
             if all(self._stack_file(rank).exists() for rank in statuses):
                 break

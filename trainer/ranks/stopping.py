@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -103,3 +104,7 @@ class StopRequest:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
+        if self._folder is not None:  # on rank 0; `os.write` is safe inside of a handler
+            os.write(
+                2, f"\n{signal.Signals(number).name}: saving a checkpoint after this step, then stopping\n".encode()
+            )

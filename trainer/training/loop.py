@@ -23,7 +23,7 @@ from trainer.training.bad_steps import describe, examine
 from trainer.training.evaluation import Evaluator
 
 _FAILING = STOP + 1  # an observer of rank 0 can no longer write
-Ending = Literal["finished", "patience", "stop_at_step", "signal", "stop_file"]
+Ending = Literal["finished", "already_finished", "patience", "stop_at_step", "signal", "stop_file"]
 
 
 class Batches(Protocol):
@@ -125,7 +125,7 @@ class Loop:
                 self.saver.finish()  # the file `save` goes when the checkpoint is complete
                 self.stop.obeyed(SAVE)
             self._doing("waiting for rows")
-        return "finished"
+        return "already_finished"
 
     def _bear(self, result: StepResult, batch: RankBatch) -> None:
         """Report a step that was not taken, and end the run after too many of them."""

@@ -17,7 +17,7 @@ from trainer.data.images import encode_images
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import encode_split
-from trainer.models.building import checkpoint_labels, load_config, vocabulary_size
+from trainer.models.building import checkpoint_labels, load_config, max_positions, vocabulary_size
 from trainer.models.images import ImageProcessor, load_image_processor
 from trainer.models.tokenizer import load_tokenizer, tokenizer_notes
 from trainer.recipe.schema import Embedding, ImageKeys, Recipe
@@ -108,6 +108,12 @@ def load_preparation(recipe: Recipe) -> Preparation:
         raise UsageError(
             f"`task.type` is embedding, which needs an encoder or a decoder, but the model is of type"
             f" {config.model_type}, which has both; use another model"
+        )
+    longest = max_positions(config)
+    if longest is not None and recipe.data.max_length > longest:
+        raise UsageError(
+            f"`data.max_length` must be at most the {longest} tokens that the model has positions for, but is"
+            f" {recipe.data.max_length}"
         )
     tokenizer, size = load_tokenizer(recipe.model), vocabulary_size(config)
     notes = tuple(tokenizer_notes(recipe.model, tokenizer, size))

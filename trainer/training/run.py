@@ -21,6 +21,7 @@ from trainer.training.session import Session, is_complete, open_session
 
 if TYPE_CHECKING:
     from trainer.reading.loading import ResolvedRecipe
+    from trainer.recipe.schema import Recipe
 
 
 def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
@@ -69,13 +70,15 @@ def _train(
     meter = Meter(model_size(parts.models, parts.placements, mesh), total_peak_flops(recipe, mesh))
 
     saver = parts.saver()
+    resumed = saver.resume(recipe.checkpoint.resume)
+    parts.progress = session.progress = saver.progress
     notes = [
         *([unprotected] if unprotected else []),
-        *parts.built[0].notes,
+        *([] if saver.progress.step else parts.built[0].notes),  # a checkpoint has replaced the weights
         *data.notes(recipe.data.max_length),
-        *saver.resume(recipe.checkpoint.resume),
+        *resumed,
+        *_passed_stop(recipe, saver.progress.step),
     ]
-    parts.progress = session.progress = saver.progress
 
     info = parts.info(environment)
     mesh.on_rank_zero(lambda: session.start(info))
@@ -105,3 +108,10 @@ def _train(
         parts.export(folder / "model")
         session.model_folder = folder / "model"
     return ending
+
+
+def _passed_stop(recipe: Recipe, step: int) -> list[str]:
+    stop = recipe.training.stop_at_step
+    if stop is None or step < stop:
+        return []
+    return [f"`training.stop_at_step` is {stop}, but the training stands at step {step}: it goes on to its end"]

@@ -24,6 +24,11 @@ from trainer.training.loop import Ending
 
 _ENDINGS: dict[Ending, tuple[ExitCode, str | None]] = {
     "finished": (ExitCode.DONE, None),
+    "already_finished": (
+        ExitCode.DONE,
+        "already finished; nothing to train. To train further, start a run in another `checkpoint.folder` with this"
+        " model in `model.name_or_path`; it has a schedule of its own",
+    ),
     "patience": (ExitCode.DONE, "no better evaluation within `evaluation.patience`"),
     "stop_at_step": (ExitCode.STOPPED, "`training.stop_at_step` is reached"),
     "signal": (ExitCode.STOPPED, "stopped by a signal"),
