@@ -23,11 +23,12 @@ from trainer.data.loader import TrainLoader
 from trainer.data.split import EncodedSplit, Ragged
 from trainer.engine.engine import MODEL_PREFIX, Engine, StepResult
 from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.parts import Box, TensorPart, own_share
 from trainer.recipe.plan import Layout, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
-from trainer.tasks.classes import RowClasses
+from trainer.tasks.classes import NamedClasses
 from trainer.tasks.masking import Masking
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
@@ -111,7 +112,7 @@ def tiny_recipe(**sections: Any) -> Recipe:
 def tiny_task(recipe: Recipe) -> Task:
     """Return the recipe's task. A classification task has three classes."""
     task = build_task(recipe.task)
-    return task.with_classes(tuple("abc"), None) if isinstance(task, RowClasses) else task
+    return task.with_classes(tuple("abc"), None) if isinstance(task, NamedClasses) else task
 
 
 def tiny_masking(recipe: Recipe) -> Masking | None:
@@ -150,6 +151,18 @@ def tiny_tuples(num_rows: int = NUM_ROWS, texts_per_row: int = 3, has_scores: bo
         content_hash="tiny tuples",
         texts_per_row=texts_per_row,
     )
+
+
+def tiny_tags(num_rows: int = NUM_ROWS) -> EncodedSplit:
+    """Return the rows of `tiny_split` with random classes of about half of their tokens; every fifth row has none."""
+    split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
+    rows = np.repeat(np.arange(num_rows), split.lengths)
+    labels = random.integers(0, NUM_CLASSES, len(rows))
+    labels[(random.random(len(rows)) < 0.5) | (rows % 5 == 0)] = IGNORED_LABEL
+    split.tokens["labels"] = labels
+    split.tokens["word_numbers"] = np.zeros(len(rows), np.int64)  # columns that the model does not take
+    split.scalars["row_numbers"] = np.arange(num_rows)
+    return split
 
 
 def tiny_images(num_rows: int = NUM_ROWS, size: int = 16) -> EncodedSplit:
@@ -202,6 +215,12 @@ TINY_TASKS = {
         Padding(0),
     ),
     "seq2seq_lm": TinyTask({"type": "seq2seq_lm"}, {"config": TINY_T5, "tokenizer": "none"}, tiny_targets, Padding(0)),
+    "token_classification": TinyTask(
+        {"type": "token_classification", "words": "words", "tags": "tags"},
+        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
+        tiny_tags,
+        Padding(0),
+    ),
     "image_classification": TinyTask(
         {"type": "image_classification"}, {"config": TINY_VIT}, tiny_images, Normalisation(1 / 255, (0.5,), (0.5,))
     ),

@@ -105,6 +105,15 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             '`task.metrics` has "f1", which needs two classes, but `task.labels` has 3; use "f1_macro"',
         ),
         (
+            ["task.type=token_classification", "task.words=w", "task.text=t", "task.spans=s"],
+            "`task.words` must be set with `task.tags`, or `task.text` with `task.spans`,"
+            " but set is `task.words`, `task.text`, `task.spans`",
+        ),
+        (
+            ["task.type=token_classification", "task.words=w", "task.tags=w"],
+            '`task.tags` is "w", which is also `task.words`; name another column',
+        ),
+        (
             ["training.max_steps=5", "training.stop_at_step=6"],
             "`training.stop_at_step` must be at most `training.max_steps` 5, but is 6",
         ),

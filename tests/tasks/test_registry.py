@@ -18,12 +18,13 @@ INPUTS = {
     "source": "first",
     "target": "second",
 }
+COLUMNS = {"token_classification": {"words": "first", "tags": "second"}}  # instead of those of `INPUTS`
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_task_of_the_schema_is_built_and_keeps_the_protocol(section):
     (name,) = get_args(section.model_fields["type"].annotation)
-    inputs = {key: value for key, value in INPUTS.items() if key in section.model_fields}
+    inputs = COLUMNS.get(name) or {key: value for key, value in INPUTS.items() if key in section.model_fields}
     task = build_task(section(type=name, **inputs))
     assert task.columns[:1] == ("first",)
     assert task.columns[-1] == ("label" if "label" in section.model_fields else "second")

@@ -63,7 +63,9 @@ class EntryWriter:
         return self
 
     def add(self, features: Mapping[str, list[Any]]) -> None:
-        """Append rows in the form that a task's `encode` or `encode_images` returns."""
+        """Append rows in the form that a task's `encode` or `encode_images` returns; perhaps none."""
+        if not any(features.values()):
+            return
         columns = dict(features)
         self._num_cut += sum(columns.pop("cut", ()))
         self._num_cut_targets += sum(columns.pop("cut_target", ()))

@@ -79,6 +79,8 @@ def encode_split(
             writer.add(encoder.encode(batch, tokenizer, max_length, split.where, first_row))
 
     encoded = open_or_write(cache, _key(rows, encoder, tokenizer, max_length), write, encoder.own_lengths)
+    if not len(encoded):
+        raise DataError(f"{split.where} must hold a text with a token, but has none")
     encoded.unknown_tokens = _count_unknown(encoded.tokens["input_ids"], tokenizer)
     _require_known(encoded.unknown_tokens, split, tokenizer)
     return encoded

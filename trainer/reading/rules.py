@@ -34,6 +34,7 @@ from trainer.recipe.schema import (
     Schedule,
     Seq2SeqLM,
     TaskSection,
+    TokenClassification,
     Training,
 )
 
@@ -155,6 +156,9 @@ def _columns(task: TaskSection) -> Iterator[Contradiction]:
             text = f"is {shown_value(task.target)}, which is also `task.source`; set the column of the target"
             yield _clash(text, "task.target", "task.source")
         return
+    if isinstance(task, TokenClassification):
+        yield from _columns_of_words(task)
+        return
     columns = [task.text] if isinstance(task.text, str) else task.text
     if len(set(columns)) < len(columns):
         yield _clash(f"has the column {shown_value(columns[0])} twice; a pair needs two columns", "task.text")
@@ -196,12 +200,24 @@ def _stages_of_generation(task: TaskSection, parallel: Parallel) -> Iterator[Con
         )
 
 
+def _columns_of_words(task: TokenClassification) -> Iterator[Contradiction]:
+    pairs = (("words", "tags"), ("text", "spans"))
+    keys = tuple(f"task.{key}" for key in ("words", "tags", "text", "spans"))
+    written = [key for pair in pairs for key in pair if getattr(task, key) is not None]
+    if tuple(written) not in pairs:
+        found = ", ".join(f"`task.{key}`" for key in written) or "none"
+        yield _clash(f"must be set with `task.tags`, or `task.text` with `task.spans`, but set is {found}", *keys)
+    elif getattr(task, written[0]) == getattr(task, written[1]):
+        text = f"is {shown_value(getattr(task, written[1]))}, which is also `task.{written[0]}`; name another column"
+        yield _clash(text, f"task.{written[1]}", f"task.{written[0]}")
+
+
 def _labels(task: TaskSection) -> Iterator[Contradiction]:
     yield from _repeated("task.metrics", task.metrics)
-    if not isinstance(task, ClassificationKeys) or task.labels is None:
+    if not isinstance(task, ClassificationKeys | TokenClassification) or task.labels is None:
         return
     yield from _repeated("task.labels", task.labels)
-    if "f1" in task.metrics and len(task.labels) != 2:
+    if isinstance(task, ClassificationKeys) and "f1" in task.metrics and len(task.labels) != 2:
         yield _clash(
             f'has "f1", which needs two classes, but `task.labels` has {len(task.labels)}; use "f1_macro"',
             "task.metrics",

@@ -217,6 +217,47 @@ class Embedding(Section):
     )
 
 
+class TokenClassification(Section):
+    """Assign a tag to each word of a list (`words`, `tags`), or find spans in a text (`text`, `spans`).
+
+    A text with more tokens than `data.max_length` is cut into windows that overlap. Each word is labelled in the window
+    that has the most context for it, so that loss and metrics count it once.
+    """
+
+    type: Literal["token_classification"]
+    words: str | None = Field(None, description="The column that holds lists of words.")
+    tags: str | None = Field(
+        None,
+        description="The column that holds one tag for each word: tags of entities (IOB2 or IOBES, such as B-PER),"
+        " plain tags (such as NOUN), or integers from 0.",
+    )
+    text: str | None = Field(None, description="The column that holds a text, instead of `words`.")
+    spans: str | None = Field(
+        None,
+        description="The column that holds the entities of `text`: a list of {start, end, label}, in characters, the"
+        " end excluded.",
+    )
+    labels: Annotated[list[str], Field(min_length=2)] | None = Field(
+        None,
+        description="The tags in order, such as O, B-PER and I-PER; null: those in the training split, in the order of"
+        " a fine-tuned checkpoint that has the same tags, else sorted or as the data set declares.",
+    )
+    label_all: bool = Field(
+        False,
+        description="Train on all tokens of a word, the further ones with the tag I-; false: on its first token only."
+        " With `text`, each token then counts as a word.",
+    )
+    overlap: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Tokens that two windows of a long text share; null: a quarter of `data.max_length`."
+    )
+    metrics: list[Literal["f1", "precision", "recall", "f1_macro", "accuracy"]] = Field(
+        default=["f1", "precision", "recall"],
+        min_length=1,
+        description="Of whole entities: F1, precision and recall over all types (f1 also adds each type, as f1/PER),"
+        " and `f1_macro`, the mean F1 of the types. Of words: `accuracy`; for plain tags also `f1_macro`.",
+    )
+
+
 class ImageClassification(ClassificationKeys, ImageKeys):
     """Assign each image to one of several classes."""
 
@@ -262,7 +303,15 @@ class Seq2SeqLM(Section):
     )
 
 
-TaskSection = SequenceClassification | SequenceRegression | MaskedLM | ImageClassification | Embedding | Seq2SeqLM
+TaskSection = (
+    SequenceClassification
+    | SequenceRegression
+    | MaskedLM
+    | ImageClassification
+    | Embedding
+    | Seq2SeqLM
+    | TokenClassification
+)
 
 
 class Model(Section):

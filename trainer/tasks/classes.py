@@ -1,4 +1,4 @@
-"""The base of tasks with one class for each row: class names, class indices, loss and metrics."""
+"""The bases of tasks with named classes, and of tasks with one class for each row."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 _NAMES_SHOWN = 10
 
 
-class RowClasses(TaskDefaults):
-    """Base class of tasks that give each row one class.
-
-    Subclasses are frozen dataclasses with these fields and with fields for their inputs.
+class NamedClasses(TaskDefaults):
+    """Base class of tasks that assign named classes.
 
     Attributes:
         label_column: the column of labels.
@@ -33,36 +31,18 @@ class RowClasses(TaskDefaults):
         class_names: the name of class `i` at index `i`; None until `resolve` finds the names in the training split.
         labels_are_names: whether the training split holds class names, not indices. Other splits must do the same,
             because a wrong index cannot be detected.
+        common_names: names that all data sets share, which do not show that two sets of classes are related.
     """
 
     label_column: str
     metric_names: tuple[str, ...]
     class_names: tuple[str, ...] | None
     labels_are_names: bool | None
-
-    rows_are_labels = True
-
-    def check_inputs(self, features: Mapping[str, Any], where: str) -> None:
-        """Check all columns of a split except the label column.
-
-        Raises:
-            DataError: a column is missing or has the wrong type.
-        """
-        raise NotImplementedError
+    common_names: tuple[str, ...] = ()
 
     def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> Self:
         """Return the task with these classes."""
         raise NotImplementedError
-
-    def resolve(self, train: Dataset, where: str) -> Self:
-        self.check_columns(train.features, where)
-        names = self.class_names or self._find_class_names(train, where)
-        if "f1" in self.metric_names and len(names) != 2:
-            raise UsageError(
-                f"`task.metrics` may name f1 only for two classes, but column `{self.label_column}` has {len(names)}:"
-                f" {_shown(names)}; use f1_macro"
-            )
-        return self.with_classes(names, _holds_names(train.features[self.label_column]))
 
     def in_checkpoint_order(self, checkpoint: Sequence[str], chosen: bool) -> tuple[Self, list[str]]:
         """Return the task with its classes in the order of a fine-tuned checkpoint's head, and notes for the user.
@@ -80,24 +60,24 @@ class RowClasses(TaskDefaults):
         if not self.labels_are_names:  # an index means the same in both
             return self, []
         own, theirs = _places(names), _places(checkpoint)
-        common = own.keys() & theirs.keys()
-        shown = f"the checkpoint's classes are {_shown(checkpoint)}"
+        common = own.keys() & theirs.keys() - {_place(name) for name in self.common_names}
+        theirs_shown = f"the checkpoint's classes are {shown(checkpoint)}"
         if not common:
             same_size = len(names) == len(checkpoint)
-            return self, [f"{shown}: its head starts from these, to learn others"] if same_size else []
+            return self, [f"{theirs_shown}: its head starts from these, to learn others"] if same_size else []
         if chosen:
             same = list(own) == list(theirs)
-            return self, [] if same else [f"{shown}, in another order or number than `task.labels`"]
+            return self, [] if same else [f"{theirs_shown}, in another order or number than `task.labels`"]
         if own.keys() != theirs.keys():
             raise UsageError(
-                f"column `{self.label_column}` must hold the classes of the checkpoint, or none of them, but {shown}"
-                f" and the training split has {_shown(names)}; list the classes in `task.labels`, in the order of the"
-                " checkpoint"
+                f"column `{self.label_column}` must hold the classes of the checkpoint, or none of them, but"
+                f" {theirs_shown} and the training split has {shown(names)}; list the classes in `task.labels`, in the"
+                " order of the checkpoint"
             )
         ordered = tuple(names[own[key]] for key in theirs)
         if ordered == names:
             return self, []
-        note = f"classes are in the order of the checkpoint: {_shown(ordered)}"
+        note = f"classes are in the order of the checkpoint: {shown(ordered)}"
         return self.with_classes(ordered, self.labels_are_names), [note]
 
     def model_options(self) -> dict[str, Any]:
@@ -106,23 +86,124 @@ class RowClasses(TaskDefaults):
             "num_labels": len(names),
             "id2label": dict(enumerate(names)),
             "label2id": {name: index for index, name in enumerate(names)},
-            "problem_type": "single_label_classification",
         }
+
+    def find_names(self, feature: Any, found: set[Any], where: str) -> tuple[str, ...]:
+        """Return the class names of a label column.
+
+        Args:
+            feature: the type of a label.
+            found: the labels of the split; None is ignored.
+            where: the split and its source, for messages.
+
+        Raises:
+            DataError: there are fewer than two classes, or integers have a gap.
+        """
+        declared, found = getattr(feature, "names", None), found - {None}
+        if declared is not None:
+            names = tuple(declared)
+        elif all(isinstance(value, int) for value in found):
+            names = self._names_of_integers(found, where)
+        else:
+            names = tuple(sorted(found))
+        if len(names) < 2:
+            raise DataError(
+                f"column `{self.label_column}` of {where} must hold at least two classes, but holds"
+                f" {shown(names) or 'none'}; a class without training rows can be listed in `task.labels`"
+            )
+        return names
+
+    def _names_of_integers(self, found: set[int], where: str) -> tuple[str, ...]:
+        absent = next((index for index in range(len(found)) if index not in found), None)
+        if absent is not None:
+            raise DataError(
+                f"column `{self.label_column}` of {where} must number its classes from 0 without a gap, but holds"
+                f" {shown(sorted(found))} and no {absent}; renumber them, or list the class names in `task.labels`"
+            )
+        return tuple(str(index) for index in range(len(found)))
+
+    def index_of(self, feature: Any) -> tuple[dict[Any, int], list[str] | None]:
+        """Return the index in `class_names` of each label of the type `feature`, and the names that it declares."""
+        names = self._known_class_names
+        declared = getattr(feature, "names", None)
+        index_of: dict[Any, int] = {name: index for index, name in enumerate(names)}
+        if declared is not None:  # the recipe may list the names in another order than the column
+            index_of = {value: index_of[name] for value, name in enumerate(declared) if name in index_of}
+        elif not self.labels_are_names:
+            index_of = {index: index for index in range(len(names))}
+        return index_of, declared
+
+    def unknown(self, label: Any, declared: list[str] | None, place: str) -> DataError:
+        """Return the error of a label that is null or has no index.
+
+        Args:
+            label: the label.
+            declared: the names that the column declares.
+            place: the cell, for the message.
+        """
+        names = self._known_class_names
+        if declared is not None and label is not None and 0 <= label < len(declared):
+            label = declared[label]
+        if label is None:
+            return DataError(f"{place} is null; every row needs a label")
+        if isinstance(label, int):
+            return DataError(f"{place} must be a class from 0 to {len(names) - 1}, but is {label}")
+        return DataError(
+            f"{place} is the label {label!r}, which is not among the {len(names)} classes of the training split or of"
+            f" `task.labels`: {shown(names)}"
+        )
+
+    @property
+    def _known_class_names(self) -> tuple[str, ...]:
+        assert self.class_names is not None, "call `resolve` first"
+        return self.class_names
+
+
+class RowClasses(NamedClasses):
+    """Base class of tasks that give each row one class.
+
+    Subclasses are frozen dataclasses with these fields and with fields for their inputs.
+    """
+
+    rows_are_labels = True
+
+    def check_inputs(self, features: Mapping[str, Any], where: str) -> None:
+        """Check all columns of a split except the label column.
+
+        Raises:
+            DataError: a column is missing or has the wrong type.
+        """
+        raise NotImplementedError
+
+    def resolve(self, train: Dataset, where: str) -> Self:
+        self.check_columns(train.features, where)
+        names = self.class_names or self.find_names(
+            train.features[self.label_column], set(train.unique(self.label_column)), where
+        )
+        if "f1" in self.metric_names and len(names) != 2:
+            raise UsageError(
+                f"`task.metrics` may name f1 only for two classes, but column `{self.label_column}` has {len(names)}:"
+                f" {shown(names)}; use f1_macro"
+            )
+        return self.with_classes(names, holds_names(train.features[self.label_column]))
+
+    def model_options(self) -> dict[str, Any]:
+        return {**super().model_options(), "problem_type": "single_label_classification"}
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         self.check_inputs(features, where)
         require_columns(features, [self.label_column], "task.label", where)
         feature = features[self.label_column]
-        holds_names = _holds_names(feature)
-        if holds_names is None:
+        are_names = holds_names(feature)
+        if are_names is None:
             raise DataError(
                 f"`task.label` must name a column of class names or of integers from 0, but column"
                 f" `{self.label_column}` of {where} holds {type_name(feature)}"
             )
-        if self.labels_are_names not in (None, holds_names):
+        if self.labels_are_names not in (None, are_names):
             raise DataError(
-                f"column `{self.label_column}` of {where} must hold {_kind(not holds_names)}, as the training split"
-                f" does, but holds {_kind(holds_names)}"
+                f"column `{self.label_column}` of {where} must hold {kind_of(not are_names)}, as the training split"
+                f" does, but holds {kind_of(are_names)}"
             )
 
     def num_valid(self, labels: Tensor) -> Tensor:
@@ -144,71 +225,22 @@ class RowClasses(TaskDefaults):
         predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
         return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
 
-    @property
-    def _known_class_names(self) -> tuple[str, ...]:
-        assert self.class_names is not None, "call `resolve` first"
-        return self.class_names
-
-    def _find_class_names(self, train: Dataset, where: str) -> tuple[str, ...]:
-        declared = getattr(train.features[self.label_column], "names", None)
-        found = {value for value in train.unique(self.label_column) if value is not None}
-        if declared is not None:
-            names = tuple(declared)
-        elif all(isinstance(value, int) for value in found):
-            names = self._names_of_integers(found, where)
-        else:
-            names = tuple(sorted(found))
-        if len(names) < 2:
-            raise DataError(
-                f"column `{self.label_column}` of {where} must hold at least two classes, but holds"
-                f" {_shown(names) or 'none'}; a class without training rows can be listed in `task.labels`"
-            )
-        return names
-
-    def _names_of_integers(self, found: set[int], where: str) -> tuple[str, ...]:
-        absent = next((index for index in range(len(found)) if index not in found), None)
-        if absent is not None:
-            raise DataError(
-                f"column `{self.label_column}` of {where} must number its classes from 0 without a gap, but holds"
-                f" {_shown(sorted(found))} and no {absent}; renumber them, or list the class names in `task.labels`"
-            )
-        return tuple(str(index) for index in range(len(found)))
-
     def class_indices(self, rows: Dataset, where: str, first_row: int) -> list[int]:
         """Return the index in `class_names` of each row's label.
 
         Raises:
             DataError: a label is null, is an unknown name, or is out of range.
         """
-        names = self._known_class_names
-        declared = getattr(rows.features[self.label_column], "names", None)
-        index_of: dict[Any, int] = {name: index for index, name in enumerate(names)}
-        if declared is not None:  # the recipe may list the names in another order than the column
-            index_of = {value: index_of[name] for value, name in enumerate(declared) if name in index_of}
-        elif not self.labels_are_names:
-            index_of = {index: index for index in range(len(names))}
+        index_of, declared = self.index_of(rows.features[self.label_column])
         indices = [index_of.get(label) for label in rows[self.label_column]]
         if None in indices:
             place = indices.index(None)
-            label = rows[self.label_column][place]
-            if declared is not None and label is not None and 0 <= label < len(declared):
-                label = declared[label]
-            self._refuse(label, first_row + place, where)
+            place_name = cell(self.label_column, first_row + place, where)
+            raise self.unknown(rows[self.label_column][place], declared, place_name)
         return [index for index in indices if index is not None]
 
-    def _refuse(self, label: Any, row: int, where: str) -> None:
-        place, names = cell(self.label_column, row, where), self._known_class_names
-        if label is None:
-            raise DataError(f"{place} is null; every row needs a label")
-        if isinstance(label, int):
-            raise DataError(f"{place} must be a class from 0 to {len(names) - 1}, but is {label}")
-        raise DataError(
-            f"{place} is the label {label!r}, which is not among the {len(names)} classes of the training split or of"
-            f" `task.labels`: {_shown(names)}"
-        )
 
-
-def _holds_names(feature: Any) -> bool | None:
+def holds_names(feature: Any) -> bool | None:
     """Return whether a label column holds class names, also as a `ClassLabel`, or indices; None for other types."""
     dtype = str(getattr(feature, "dtype", ""))
     if getattr(feature, "names", None) is not None or dtype in STRING_TYPES:
@@ -221,13 +253,17 @@ def _places(names: Sequence[str]) -> dict[str, int]:
 
     The keys are the names themselves if two names have the same key.
     """
-    folded = {name.strip().casefold(): index for index, name in enumerate(names)}
+    folded = {_place(name): index for index, name in enumerate(names)}
     return folded if len(folded) == len(names) else {name: index for index, name in enumerate(names)}
 
 
-def _kind(names: bool) -> str:
+def _place(name: str) -> str:
+    return name.strip().casefold()
+
+
+def kind_of(names: bool) -> str:
     return "class names" if names else "integers"
 
 
-def _shown(values: Sequence[Any]) -> str:
+def shown(values: Sequence[Any]) -> str:
     return listed(values, _NAMES_SHOWN)

@@ -81,8 +81,8 @@ def _mse(predictions: Values, labels: Values) -> float:
     return float(np.mean(np.square(predictions.astype(np.float64) - labels.astype(np.float64))))
 
 
-def _token_accuracy(num_right: Values, num_tokens: Values) -> float:
-    return float(num_right.sum() / max(1, num_tokens.sum()))
+def _share(num_right: Values, num_all: Values) -> float:
+    return float(num_right.sum() / max(1, num_all.sum()))
 
 
 def _perplexity(losses: Values, num_tokens: Values) -> float:
@@ -108,11 +108,13 @@ METRICS: dict[str, Metric] = {
     "accuracy": Metric(_accuracy),
     "f1": Metric(_f1),
     "f1_macro": Metric(_f1_macro),
+    "precision": Metric(_share),
+    "recall": Metric(_share),
     "matthews": Metric(_matthews),
     "pearson": Metric(_pearson),
     "spearman": Metric(_spearman),
     "mse": Metric(_mse, greater_is_better=False),
-    "token_accuracy": Metric(_token_accuracy),
+    "token_accuracy": Metric(_share),
     "perplexity": Metric(_perplexity, greater_is_better=False),
     "recall_at_1": Metric(_recall_at(1)),
     "recall_at_5": Metric(_recall_at(5)),

@@ -15,6 +15,7 @@ from trainer.recipe.schema import (
     SequenceClassification,
     SequenceRegression,
     TaskSection,
+    TokenClassification,
 )
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.image_classification import ImageClassificationTask
@@ -23,6 +24,7 @@ from trainer.tasks.seq2seq_lm import Seq2SeqLMTask
 from trainer.tasks.sequence_classification import SequenceClassificationTask
 from trainer.tasks.sequence_regression import SequenceRegressionTask
 from trainer.tasks.task import ImageTask, TextTask
+from trainer.tasks.token_classification import TokenClassificationTask
 
 TEXT_TO_TEXT = "text2text-generation"
 
@@ -31,6 +33,7 @@ PIPELINE_TAGS = {
     "sequence_regression": "text-classification",
     "masked_lm": "fill-mask",
     "seq2seq_lm": TEXT_TO_TEXT,
+    "token_classification": "token-classification",
     "image_classification": "image-classification",
     "embedding": "feature-extraction",
 }
@@ -74,6 +77,18 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 recipe.max_target_length,
                 metrics,
                 recipe.generation,
+            )
+        case TokenClassification():
+            label = recipe.spans if recipe.words is None else recipe.tags
+            assert label is not None, "a rule requires one pair of columns"
+            return TokenClassificationTask(
+                recipe.words,
+                recipe.text,
+                label,
+                metrics,
+                _names(recipe.labels),
+                label_all=recipe.label_all,
+                overlap=recipe.overlap,
             )
         case ImageClassification():
             shape = None if recipe.shape is None else tuple(recipe.shape)

@@ -21,7 +21,7 @@ from trainer.models.building import checkpoint_labels, load_config, max_position
 from trainer.models.images import ImageProcessor, load_image_processor
 from trainer.models.tokenizer import load_tokenizer, tokenizer_notes
 from trainer.recipe.schema import Embedding, ImageKeys, Recipe
-from trainer.tasks.classes import RowClasses
+from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import ImageTask, Task, TextTask
 from trainer.tasks.types import Tokenizer
@@ -127,7 +127,7 @@ def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tupl
         TrainerError: The labels of the training split do not fit the task or the checkpoint.
     """
     task = build_task(recipe.task).resolve(train.rows, train.where).for_configuration(preparation.config)
-    if not isinstance(task, RowClasses) or preparation.labels is None:
+    if not isinstance(task, NamedClasses) or preparation.labels is None:
         return task, []
     return task.in_checkpoint_order(preparation.labels, getattr(recipe.task, "labels", None) is not None)
 

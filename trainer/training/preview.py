@@ -7,7 +7,7 @@ from trainer.models.stages import split_stages, stage_sizes
 from trainer.models.tensor import check_split
 from trainer.recipe.drawing import StageContents
 from trainer.recipe.plan import RunPlan
-from trainer.tasks.classes import RowClasses
+from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 
 
@@ -20,7 +20,7 @@ def preview_stages(plan: RunPlan) -> list[StageContents] | None:
     recipe, parallel = plan.recipe, plan.recipe.parallel
     task = build_task(recipe.task)
     # Without `task.labels` the data decides the classes; transformers' default number stands in.
-    unknown = isinstance(task, RowClasses) and task.class_names is None
+    unknown = isinstance(task, NamedClasses) and task.class_names is None
     options = {} if unknown else task.model_options()
     model = build_on_meta(recipe.model, recipe.training, task.auto_class_name, options)
     if parallel.tensor > 1:
