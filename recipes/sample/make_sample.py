@@ -1,4 +1,4 @@
-"""Makes the sample: `train.jsonl`, `validation.jsonl` and `tokenizer/` beside this file.
+"""Makes the sample: `train.jsonl`, `validation.jsonl`, `tokenizer/` and `decoder_tokenizer/` beside this file.
 
 Each row is a passage of one to three sentences from a documentation string of Python's standard library; its label is
 the family of the module that it documents. The files are the same whenever it is run, given Python 3.11.7 and the
@@ -55,6 +55,13 @@ SHORTEST, LONGEST = 50, 400  # characters of a row
 NEAR = 0.6  # share of common word pairs from which two rows count as near-identical
 VOCABULARY = 3000
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`'\"(])")
 _PROSE = re.compile(r"[A-Z][\w'`\"-]*[ ,].*[.!?]")
@@ -161,6 +168,25 @@ def _write_tokenizer(texts: list[str]) -> None:
     wordpiece = BertWordPieceTokenizer(vocabulary, lowercase=True)
     tokenizer = BertTokenizerFast(tokenizer_object=wordpiece._tokenizer, do_lower_case=True, model_max_length=128)
     tokenizer.save_pretrained(FOLDER / "tokenizer")
+    _write_decoder_tokenizer(wordpiece._tokenizer.to_str())
+
+
+def _write_decoder_tokenizer(content: str) -> None:
+    """Writes the same tokenizer for decoders: it adds no token to a text, and has an end token and a chat template."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    description = json.loads(content)
+    description["post_processor"] = None
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(description)),
+        model_max_length=128,
+        eos_token="[SEP]",
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(FOLDER / "decoder_tokenizer")
 
 
 def _word_pieces(words: Counter[str]) -> list[str]:

@@ -82,6 +82,6 @@ def test_the_script_makes_the_files_again(tmp_path, monkeypatch):
     (tmp_path / "make_sample.py").write_bytes((SAMPLE / "make_sample.py").read_bytes())
     runpy.run_path(str(tmp_path / "make_sample.py"), run_name="__main__")
     made = sorted(path for path in tmp_path.rglob("*") if path.is_file())
-    assert len(made) == 5
+    assert len(made) == 8
     for path in made:
         assert path.read_bytes() == (SAMPLE / path.relative_to(tmp_path)).read_bytes(), path.name

@@ -78,6 +78,32 @@ TINY_T5 = {
     "relative_attention_max_distance": 12,
 }
 
+_LLAMA_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+}
+TINY_DECODERS = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCABULARY,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 32,
+        "initializer_range": 0.2,
+    },
+    "llama": {"model_type": "llama", **_LLAMA_SIZES},
+    "mistral": {"model_type": "mistral", "sliding_window": 4, **_LLAMA_SIZES},
+    "qwen2": {"model_type": "qwen2", **_LLAMA_SIZES},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8, **_LLAMA_SIZES},
+}
+
 TINY_RESNET = {
     "model_type": "resnet",
     "num_channels": 1,
@@ -165,6 +191,20 @@ def tiny_tags(num_rows: int = NUM_ROWS) -> EncodedSplit:
     return split
 
 
+def tiny_documents(num_rows: int = NUM_ROWS, packed: bool = False) -> EncodedSplit:
+    """Return rows of 3 to 17 random tokens that are labelled with their next tokens, the same on every rank.
+
+    Every fifth label is ignored, as in a prompt. A packed row holds documents of at most 5 tokens.
+    """
+    split = tiny_split(num_rows, has_classes=False)
+    split.tokens["labels"] = np.roll(split.tokens["input_ids"], -1)
+    split.tokens["labels"][::5] = IGNORED_LABEL
+    if packed:
+        places = [np.arange(length) % 5 for length in split.lengths]
+        split.tokens["position_ids"] = np.concatenate(places)
+    return split
+
+
 def tiny_images(num_rows: int = NUM_ROWS, size: int = 16) -> EncodedSplit:
     """Return random square images (uint8, one channel) with random classes, the same on every rank."""
     random = np.random.default_rng(0)
@@ -221,6 +261,18 @@ TINY_TASKS = {
         tiny_tags,
         Padding(0),
     ),
+    "causal_lm": TinyTask(
+        {"type": "causal_lm", "text": "text"},
+        {"config": TINY_DECODERS["llama"], "tokenizer": "none"},
+        tiny_documents,
+        Padding(0),
+    ),
+    "causal_lm_packed": TinyTask(
+        {"type": "causal_lm", "text": "text", "packing": "documents"},
+        {"config": TINY_DECODERS["gpt2"], "tokenizer": "none"},
+        partial(tiny_documents, packed=True),
+        Padding(0),
+    ),
     "image_classification": TinyTask(
         {"type": "image_classification"}, {"config": TINY_VIT}, tiny_images, Normalisation(1 / 255, (0.5,), (0.5,))
     ),
@@ -240,6 +292,13 @@ def sgd_sections(learning_rate: float = 1.0) -> dict[str, Any]:
         "optimizer": {"name": "sgd", "learning_rate": learning_rate, "weight_decay": 0.0},
         "schedule": {"name": "constant", "warmup": 0},
     }
+
+
+def _tiny_of(recipe: Recipe) -> TinyTask:
+    """Return the entry of `TINY_TASKS` with the most keys of the recipe's task."""
+    keys = recipe.task.model_dump()
+    of_type = [tiny for tiny in TINY_TASKS.values() if tiny.keys["type"] == recipe.task.type]
+    return max(of_type, key=lambda tiny: sum(keys[key] == value for key, value in tiny.keys.items()))
 
 
 @dataclass
@@ -378,7 +437,7 @@ def build_tiny(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     plan = plan_run(recipe, world_size)
     mesh = _mesh(plan.layout, torch.device(device))
-    tiny, task = TINY_TASKS[recipe.task.type], tiny_task(recipe)
+    tiny, task = _tiny_of(recipe), tiny_task(recipe)
     split = tiny.split(num_rows)
     if recipe.model.config and recipe.model.config["model_type"] == "t5":  # T5 classifies at the end of a sequence
         split.tokens["input_ids"][split.offsets[1:] - 1] = T5_END

@@ -32,6 +32,14 @@ _TOKENS_AT_ONCE = 1 << 22
 _MOST_UNKNOWN = 0.5  # share of the tokens; a larger share means the wrong tokenizer
 
 
+class RowPacker(Protocol):
+    """The part of `trainer.tasks.packing.Packer` that this package uses."""
+
+    def add(self, documents: Mapping[str, list[Any]]) -> dict[str, list[Any]]: ...
+
+    def finish(self) -> dict[str, list[Any]]: ...
+
+
 class RowEncoder(Protocol):
     """The part of `trainer.tasks.task.TextTask` that this package uses."""
 
@@ -45,6 +53,8 @@ class RowEncoder(Protocol):
     def fingerprint(self) -> str: ...
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None: ...
+
+    def packer(self, max_length: int) -> RowPacker | None: ...
 
     def encode(
         self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int, where: str, first_row: int
@@ -74,9 +84,15 @@ def encode_split(
     rows = split.rows.select_columns(list(encoder.columns))
 
     def write(writer: EntryWriter) -> None:
+        packer = encoder.packer(max_length)
         for first_row in range(0, len(rows), _ROWS_AT_ONCE):
             batch = rows.select(range(first_row, min(first_row + _ROWS_AT_ONCE, len(rows))))
-            writer.add(encoder.encode(batch, tokenizer, max_length, split.where, first_row))
+            features = encoder.encode(batch, tokenizer, max_length, split.where, first_row)
+            writer.add(packer.add(features) if packer else features)
+        if packer:
+            writer.add(packer.finish())
+        if writer.num_rows == 0:
+            raise DataError(f"{split.where} has no token to train; use rows with texts")
 
     encoded = open_or_write(cache, _key(rows, encoder, tokenizer, max_length), write, encoder.own_lengths)
     if not len(encoded):

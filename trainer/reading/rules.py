@@ -19,6 +19,7 @@ from trainer.recipe.combinations import EXCLUSIONS
 from trainer.recipe.deepspeed import refused_keys
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.schema import (
+    CausalLM,
     Checkpoint,
     ClassificationKeys,
     Embedding,
@@ -159,6 +160,9 @@ def _columns(task: TaskSection) -> Iterator[Contradiction]:
     if isinstance(task, TokenClassification):
         yield from _columns_of_words(task)
         return
+    if isinstance(task, CausalLM):
+        yield from _examples(task)
+        return
     columns = [task.text] if isinstance(task.text, str) else task.text
     if len(set(columns)) < len(columns):
         yield _clash(f"has the column {shown_value(columns[0])} twice; a pair needs two columns", "task.text")
@@ -210,6 +214,25 @@ def _columns_of_words(task: TokenClassification) -> Iterator[Contradiction]:
     elif getattr(task, written[0]) == getattr(task, written[1]):
         text = f"is {shown_value(getattr(task, written[1]))}, which is also `task.{written[0]}`; name another column"
         yield _clash(text, f"task.{written[1]}", f"task.{written[0]}")
+
+
+def _examples(task: CausalLM) -> Iterator[Contradiction]:
+    pair = {"prompt": task.prompt, "completion": task.completion}
+    given = [key for key, value in {"text": task.text, **pair, "messages": task.messages}.items() if value is not None]
+    keys = [f"task.{key}" for key in given]
+    if not given:
+        yield _clash("is missing; set it, or `task.messages`, or `task.prompt` and `task.completion`", "task.text")
+    elif given in (["prompt"], ["completion"]):
+        missing = "completion" if given == ["prompt"] else "prompt"
+        yield _clash(f"is missing; a {given[0]} needs its {missing}", f"task.{missing}", *keys)
+    elif given not in (["text"], ["messages"], ["prompt", "completion"]):
+        yield _clash("must be the only source of examples; set the others to null", *keys)
+    elif given == ["prompt", "completion"] and task.prompt == task.completion:
+        text = f"is {shown_value(task.completion)}, which is also `task.prompt`; set the column of the completion"
+        yield _clash(text, "task.completion", "task.prompt")
+    if task.packing == "joined" and given != ["text"]:
+        text = 'is "joined", which applies to texts only; use "documents"'
+        yield _clash(text, "task.packing", *keys)
 
 
 def _labels(task: TaskSection) -> Iterator[Contradiction]:

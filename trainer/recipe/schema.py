@@ -264,6 +264,31 @@ class ImageClassification(ClassificationKeys, ImageKeys):
     type: Literal["image_classification"]
 
 
+class CausalLM(Section):
+    """Predict each next token: of texts, of the completions of prompts, or of the assistant's turns in chats."""
+
+    type: Literal["causal_lm"]
+    text: str | None = Field(None, description="The column that holds texts; all their tokens are trained.")
+    prompt: str | None = Field(None, description="The column that holds prompts, which are not trained.")
+    completion: str | None = Field(None, description="The column that holds completions of the prompts.")
+    messages: str | None = Field(
+        None,
+        description='The column that holds chats, as lists of {"role": ..., "content": ...}; the assistant\'s turns are'
+        " trained, in the tokenizer's chat template.",
+    )
+    packing: Literal["none", "documents", "joined"] = Field(
+        "none",
+        description="Fill rows of `data.max_length` tokens with several documents. `documents` keeps attention and"
+        " positions inside each document; `joined` lets them see each other (texts only). Steps and batch sizes count"
+        " rows.",
+    )
+    metrics: list[Literal["perplexity", "accuracy"]] = Field(
+        default=["perplexity"],
+        min_length=1,
+        description="Exponential of the mean loss of trained tokens; share of them that are predicted correctly.",
+    )
+
+
 class Generation(Section):
     """Generation of texts, for metrics on texts and for predictions; an exported model has these settings too."""
 
@@ -307,6 +332,7 @@ TaskSection = (
     SequenceClassification
     | SequenceRegression
     | MaskedLM
+    | CausalLM
     | ImageClassification
     | Embedding
     | Seq2SeqLM

@@ -8,6 +8,7 @@ from typing import Any
 import trainer.recipe.extending  # noqa: F401  # checks registered tasks
 from trainer.base.extensions import Registration, consume, resolved
 from trainer.recipe.schema import (
+    CausalLM,
     Embedding,
     ImageClassification,
     MaskedLM,
@@ -17,6 +18,7 @@ from trainer.recipe.schema import (
     TaskSection,
     TokenClassification,
 )
+from trainer.tasks.causal_lm import CausalLMTask, ChatColumn, CompletionColumns, Examples, TextColumn
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.image_classification import ImageClassificationTask
 from trainer.tasks.masked_lm import MaskedLMTask
@@ -32,6 +34,7 @@ PIPELINE_TAGS = {
     "sequence_classification": "text-classification",
     "sequence_regression": "text-classification",
     "masked_lm": "fill-mask",
+    "causal_lm": "text-generation",
     "seq2seq_lm": TEXT_TO_TEXT,
     "token_classification": "token-classification",
     "image_classification": "image-classification",
@@ -69,6 +72,8 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 tuple(recipe.texts), recipe.score, recipe.pooling, recipe.normalize, recipe.loss, recipe.temperature,
                 metrics,
             )  # fmt: skip
+        case CausalLM():
+            return CausalLMTask(_examples(recipe), recipe.packing, metrics)
         case Seq2SeqLM():
             return Seq2SeqLMTask(
                 recipe.source,
@@ -93,6 +98,15 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
         case ImageClassification():
             shape = None if recipe.shape is None else tuple(recipe.shape)
             return ImageClassificationTask(recipe.image, recipe.label, metrics, _names(recipe.labels), shape=shape)
+
+
+def _examples(recipe: CausalLM) -> Examples:
+    if recipe.messages is not None:
+        return ChatColumn(recipe.messages)
+    if recipe.prompt is not None and recipe.completion is not None:
+        return CompletionColumns(recipe.prompt, recipe.completion)
+    assert recipe.text is not None, "a rule requires one of them"
+    return TextColumn(recipe.text)
 
 
 def _columns(text: str | list[str]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from trainer.base.errors import UsageError
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation
 from trainer.tasks.masking import Masking
+from trainer.tasks.packing import Packer
 from trainer.tasks.types import Dataset, EvaluatedSplit, ImageProcessor, Tokenizer
 
 if TYPE_CHECKING:
@@ -239,6 +240,9 @@ class TaskDefaults:
     def for_configuration(self, config: Any) -> Self:
         return self
 
+    def packer(self, max_length: int) -> Packer | None:
+        return None
+
     def masking(self, tokenizer: Tokenizer, seed: int) -> Masking | None:
         return None
 
@@ -296,6 +300,10 @@ class TextTask(Task, Protocol):
         Raises:
             DataError: a value is not valid; the message names the column, the row and the value.
         """
+        ...
+
+    def packer(self, max_length: int) -> Packer | None:
+        """Return a new packer, which turns the documents that `encode` returns into rows; None: they are the rows."""
         ...
 
     def masking(self, tokenizer: Tokenizer, seed: int) -> Masking | None:

@@ -180,6 +180,8 @@ class TextPreparation:
             self._require_ends(encoded, split)
         if "labels" in encoded.ragged:  # target texts
             self._require_embedding(int(encoded.ragged["labels"].values.max(initial=0)))
+        if task.auto_class_name == "AutoModelForCausalLM":  # an end token may be in the labels only
+            self._require_embedding(int(encoded.tokens["labels"].max(initial=0)))
         return encoded
 
     def _require_ends(self, encoded: EncodedSplit, split: Split) -> None:

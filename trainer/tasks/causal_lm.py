@@ -1,0 +1,356 @@
+"""Causal language modelling: texts, completions of prompts, and the assistant's turns of chats."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from trainer.base.errors import DataError, UsageError
+from trainer.parallel.cross_entropy import VocabularyCut
+from trainer.parallel.microbatch import IGNORED_LABEL
+from trainer.tasks.columns import STRING_TYPES, cell, require_columns, type_name
+from trainer.tasks.packing import DocumentPacker, Packer, StreamPacker
+from trainer.tasks.token_labels import TokenLabels
+from trainer.tasks.types import Dataset, Tokenizer
+
+Packing = Literal["none", "documents", "joined"]
+
+DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+"""The model types of the table that predict the next token, and whose attention the tests check in packed rows."""
+
+ROLES = ("system", "user", "assistant", "tool")
+
+_ENCODERS = (
+    "albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta",
+)  # fmt: skip
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class TextColumn:
+    """Training on all tokens of the texts of a column."""
+
+    column: str
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The names of the columns, by the recipe's keys."""
+        return {"text": self.column}
+
+
+@dataclass(frozen=True)
+class CompletionColumns:
+    """Training on the completions of prompts."""
+
+    prompt: str
+    completion: str
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return {"prompt": self.prompt, "completion": self.completion}
+
+
+@dataclass(frozen=True)
+class ChatColumn:
+    """Training on the assistant's turns of chats."""
+
+    messages: str
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return {"messages": self.messages}
+
+
+Examples = TextColumn | CompletionColumns | ChatColumn
+
+
+@dataclass(frozen=True)
+class CausalLMTask(TokenLabels):
+    """Causal language modelling with cross entropy over the vocabulary.
+
+    The label of a token is the next token of its document. `vocabulary` describes how the logits are sharded over
+    tensor ranks; None if they are not sharded.
+    """
+
+    examples: Examples
+    packing: Packing
+    metric_names: tuple[str, ...]
+    vocabulary: VocabularyCut | None = None
+
+    auto_class_name = "AutoModelForCausalLM"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.examples.columns.values())
+
+    @property
+    def fingerprint(self) -> str:
+        return json.dumps(["causal_lm", self.examples.columns, self.packing])
+
+    def resolve(self, train: Dataset, where: str) -> CausalLMTask:
+        self.check_columns(train.features, where)
+        return self
+
+    def for_configuration(self, config: Any) -> CausalLMTask:
+        """Return the task; refuse a model that sees later tokens, or whose packed rows are not tested."""
+        kind = config.model_type
+        if kind in _ENCODERS:
+            raise UsageError(
+                f"`task.type` causal_lm needs a model that predicts the next token, but {kind} sees all tokens of a"
+                f" text; use one such as {', '.join(DECODERS)}, or `task.type` masked_lm"
+            )
+        if self.packing == "documents" and kind not in DECODERS:
+            raise UsageError(
+                f'`task.packing` is "documents", which is tested for {", ".join(DECODERS)}, but not for the model type'
+                f' {kind}; use "none", or "joined", which lets documents see each other'
+            )
+        return self
+
+    def check_columns(self, features: Mapping[str, Any], where: str) -> None:
+        for key, column in self.examples.columns.items():
+            require_columns(features, [column], f"task.{key}", where)
+            feature = features[column]
+            if isinstance(self.examples, ChatColumn):
+                item = getattr(feature, "feature", None)
+                item = feature[0] if isinstance(feature, list) else item
+                if type_name(feature) != "values of several types" and not (
+                    isinstance(item, Mapping) and {"role", "content"} <= item.keys()
+                ):
+                    raise DataError(
+                        f'`task.messages` must name a column of lists of {{"role": ..., "content": ...}}, but column'
+                        f" `{column}` of {where} holds {type_name(feature)}"
+                    )
+            elif getattr(feature, "dtype", None) not in STRING_TYPES:
+                raise DataError(
+                    f"`task.{key}` must name a column of strings, but column `{column}` of {where} holds"
+                    f" {type_name(feature)}"
+                )
+
+    def packer(self, max_length: int) -> Packer | None:
+        if self.packing == "none":
+            return None
+        if self.packing == "joined":
+            return StreamPacker(max_length)
+        return DocumentPacker(max_length, splits=isinstance(self.examples, TextColumn))
+
+    def encode(
+        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+    ) -> dict[str, list[Any]]:
+        """Tokenise texts, prompts with completions, or chats; see `TextTask.encode`.
+
+        With `packing`, the result is documents, which `packer` turns into rows. Without it, a text that is longer than
+        `max_length` becomes several rows; a prompt with its completion, or a chat, is truncated.
+
+        Raises:
+            DataError: a cell is null, a chat or a completion has no token to train, or it is cut by `max_length`.
+            UsageError: the tokenizer has no end token or no chat template.
+        """
+        for column in self.columns:
+            values = rows[column]
+            if None in values:
+                row = first_row + list(values).index(None)
+                raise DataError(f"{cell(column, row, where)} is null; fill it, or leave the row out")
+        match self.examples:
+            case TextColumn(column):
+                return self._encode_texts(list(rows[column]), tokenizer, max_length)
+            case CompletionColumns(prompt, completion):
+                pairs = zip(rows[prompt], rows[completion], strict=True)
+                tokens = [
+                    _tokens_of_pair(*pair, tokenizer, cell(completion, first_row + row, where))
+                    for row, pair in enumerate(pairs)
+                ]
+            case ChatColumn(column):
+                tokens = [
+                    _tokens_of_chat(chat, tokenizer, cell(column, first_row + row, where))
+                    for row, chat in enumerate(rows[column])
+                ]
+        return _examples(tokens, max_length, lambda row: cell(self.columns[-1], first_row + row, where))
+
+    def _encode_texts(self, texts: list[str], tokenizer: Tokenizer, max_length: int) -> dict[str, list[Any]]:
+        """Return the tokens of texts; an empty text has none and is left out."""
+        end = end_token(tokenizer)
+        texts = [text for text in texts if text]
+        features: dict[str, list[Any]] = {"input_ids": [], "labels": []}
+        if not texts:
+            return features
+        for ids in tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]:
+            if ids[-1:] != [end]:
+                ids = [*ids, end]
+            if self.packing == "joined":
+                features["input_ids"].append(ids)
+                features["labels"].append(ids)
+                continue
+            # The end token is only predicted.
+            step = max_length if self.packing == "none" else len(ids)
+            for start in range(0, len(ids) - 1, step):
+                part = ids[start : start + step + 1]
+                features["input_ids"].append(part[:-1])
+                features["labels"].append(part[1:])
+        return features
+
+    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs of the model; in packed rows, transformers finds the documents from `position_ids`.
+
+        It does so only without an attention mask and without a cache. Padding, at position 0, sees no other token.
+        """
+        if "position_ids" not in inputs:
+            return inputs
+        return {name: tensor for name, tensor in inputs.items() if name != "attention_mask"}
+
+    def for_vocabulary(self, cut: VocabularyCut | None) -> CausalLMTask:
+        return replace(self, vocabulary=cut)
+
+
+def end_token(tokenizer: Tokenizer) -> int:
+    """Return the id of the token after a document: the end token, or else the separator, as of BERT's tokenizers.
+
+    Raises:
+        UsageError: the tokenizer has neither.
+    """
+    for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+        if token is not None:
+            return int(token)
+    raise UsageError(
+        f"the tokenizer `{tokenizer.name_or_path}` has no end token, which separates documents;"
+        ' add "eos_token" to the `tokenizer_config.json` of a copy and name its folder in `model.tokenizer`'
+    )
+
+
+Tokens = tuple[list[int], list[bool]]
+"""The tokens of an example, and whether each is trained, that is predicted from the tokens before it."""
+
+
+def _examples(tokens: Sequence[Tokens], max_length: int, place: Any) -> dict[str, list[Any]]:
+    """Return the features of examples, truncated to `max_length` tokens of input."""
+    features: dict[str, list[Any]] = {"input_ids": [], "labels": [], "cut": []}
+    for ids, trained in tokens:
+        labels = [token if wanted else IGNORED_LABEL for token, wanted in zip(ids[1:], trained[1:], strict=True)]
+        features["input_ids"].append(ids[:-1][:max_length])
+        features["labels"].append(labels[:max_length])
+        features["cut"].append(len(labels) > max_length)
+    lost = [row for row, labels in enumerate(features["labels"]) if all(label == IGNORED_LABEL for label in labels)]
+    if lost:
+        before = tokens[lost[0]][1].index(True)
+        raise DataError(
+            f"{place(lost[0])} has no token to train within `data.max_length` ({max_length}): {before} tokens come"
+            f" before the first one, and the same holds for {len(lost)} of {len(tokens)} rows from here on that were"
+            " read together; increase `data.max_length`, or leave these rows out"
+        )
+    return features
+
+
+def _tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: str) -> Tokens:
+    """Return the tokens of a prompt, its completion and the end token.
+
+    The prompt has the tokens that it has alone, as when the model is asked to complete it.
+    """
+    if not completion.strip():
+        raise DataError(f"{place} is an empty completion; fill it, or leave the row out")
+    end = end_token(tokenizer)
+    before, whole = (
+        _without_end(tokenizer(text, verbose=False)["input_ids"], end) for text in (prompt, prompt + completion)
+    )
+    if whole[: len(before)] != before or len(whole) == len(before):  # a token spans the border
+        whole = [*before, *tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]]
+    if not before:  # the first token is predicted from a token, so an empty prompt without a start token needs one
+        before, whole = [end], [end, *whole]
+    return [*whole, end], [False] * len(before) + [True] * (len(whole) + 1 - len(before))
+
+
+def _without_end(ids: list[int], end: int) -> list[int]:
+    return ids[:-1] if ids[-1:] == [end] else ids
+
+
+def _tokens_of_chat(chat: Any, tokenizer: Tokenizer, place: str) -> Tokens:
+    """Return the tokens of a chat in the tokenizer's template, and those of the assistant's turns."""
+    messages = _messages(chat, place)
+    if not tokenizer.chat_template:
+        raise UsageError(
+            f"`task.messages` is set, but the tokenizer `{tokenizer.name_or_path}` has no chat template; name one that"
+            ' has in `model.tokenizer`, or add "chat_template" to the `tokenizer_config.json` of a copy'
+        )
+    if not tokenizer.is_fast:
+        raise UsageError(
+            f"the tokenizer `{tokenizer.name_or_path}` is a slow one, which does not tell where its tokens begin, so"
+            " the assistant's turns cannot be found; use a fast tokenizer (`tokenizer.json`)"
+        )
+    text, turns = _turns(messages, tokenizer, place)
+    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = list(made["input_ids"])
+    trained = [any(first <= start < last for first, last in turns) for start, _ in made["offset_mapping"]]
+    if not any(trained[1:]):
+        raise DataError(f"{place} is a chat with an assistant turn without tokens; fill it, or leave the row out")
+    return ids, trained
+
+
+def _messages(chat: Any, place: str) -> list[dict[str, Any]]:
+    messages = []
+    for number, message in enumerate(chat, start=1):
+        given = {key: value for key, value in dict(message or {}).items() if value is not None}
+        role = given.get("role")
+        if role not in ROLES:
+            raise DataError(
+                f"{place}, message {number}, must have a role of {', '.join(ROLES)}, but has {role!r}; rename it"
+            )
+        if "content" not in given and role != "assistant":
+            raise DataError(f"{place}, message {number}, has no content; fill it, or leave the row out")
+        messages.append({"content": "", **given})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f"{place} is a chat without a turn of the assistant, so nothing is trained; leave it out")
+    return messages
+
+
+def _turns(messages: list[dict[str, Any]], tokenizer: Tokenizer, place: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat, and the start and end of each turn of the assistant in it.
+
+    The turns are those that the template marks, or else follow from the texts of the beginnings of the chat. The token
+    mask of transformers is not used: it includes later turns if a turn ends in a space that no token covers.
+    """
+    if _GENERATION_MARK.search(template := tokenizer.get_chat_template()):
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _template_errors(place):
+            texts, marked = render_jinja_template(
+                conversations=[messages],
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **tokenizer.special_tokens_map,
+            )
+        return texts[0], list(marked[0])
+
+    def text_of(number: int, **options: Any) -> str:
+        """Return the text of the first messages."""
+        if number == 0:
+            return ""  # before a chat that the assistant begins
+        with _template_errors(place):
+            return str(tokenizer.apply_chat_template(messages[:number], tokenize=False, **options))
+
+    whole = text_of(len(messages))
+    turns = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, until = text_of(index, add_generation_prompt=True), text_of(index + 1)
+            if not (whole.startswith(until) and until.startswith(before)):
+                raise UsageError(
+                    f"the chat template of the tokenizer `{tokenizer.name_or_path}` changes earlier messages when later"
+                    f" ones follow ({place}, message {index + 1}), so the assistant's turns cannot be found; add"
+                    " {% generation %} marks to a copy of the template"
+                )
+            turns.append((len(before), len(until)))
+    return whole, turns
+
+
+@contextmanager
+def _template_errors(place: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a template may raise any error, for example on roles that do not alternate
+        raise DataError(
+            f"{place} is a chat that the tokenizer's template refuses: {error}; mend the chat, or leave the row out"
+        ) from error

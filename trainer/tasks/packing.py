@@ -1,0 +1,94 @@
+"""Packing of documents into rows of one length, in the order of the documents and without a look at later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+Features = dict[str, list[Any]]
+
+
+class Packer(Protocol):
+    """Packs the documents of successive batches into rows; a row may hold documents of several batches."""
+
+    def add(self, documents: Mapping[str, list[Any]]) -> Features:
+        """Return the rows that the documents, in the form that `TextTask.encode` returns, complete."""
+        ...
+
+    def finish(self) -> Features:
+        """Return the last row, which may be shorter; no row if there are no documents."""
+        ...
+
+
+class StreamPacker:
+    """Packs documents as one stream of tokens; each row predicts the first token of the next row too.
+
+    Args:
+        length: the number of tokens of a row.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._tokens: list[int] = []
+
+    def add(self, documents: Mapping[str, list[Any]]) -> Features:
+        for ids in documents["input_ids"]:
+            self._tokens.extend(ids)
+        last = max(0, len(self._tokens) - 1) // self._length * self._length
+        rows = [self._row(start) for start in range(0, last, self._length)]
+        del self._tokens[:last]
+        return _features(rows)
+
+    def finish(self) -> Features:
+        rows = [self._row(0)] if len(self._tokens) > 1 else []
+        self._tokens = []
+        return _features(rows)
+
+    def _row(self, start: int) -> dict[str, Any]:
+        tokens = self._tokens[start : start + self._length + 1]
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+class DocumentPacker:
+    """Packs documents side by side; `position_ids` start from 0 in each document, and in each part of a document.
+
+    Args:
+        length: the maximum number of tokens of a row.
+        splits: whether a document that does not fit continues in the next row; otherwise it starts there.
+    """
+
+    def __init__(self, length: int, splits: bool) -> None:
+        self._length = length
+        self._splits = splits
+        self._row = self._empty()
+
+    def add(self, documents: Mapping[str, list[Any]]) -> Features:
+        rows: list[dict[str, Any]] = []
+        cut = documents.get("cut") or [False] * len(documents["input_ids"])
+        for ids, labels, is_cut in zip(documents["input_ids"], documents["labels"], cut, strict=True):
+            start = 0
+            while start < len(ids):
+                space = self._length - len(self._row["input_ids"])
+                if space == 0 or (not self._splits and space < len(ids)):
+                    rows.append(self._row)
+                    self._row, space = self._empty(), self._length
+                part = ids[start : start + space]
+                self._row["input_ids"] += part
+                self._row["labels"] += labels[start : start + space]
+                self._row["position_ids"] += range(len(part))
+                self._row["cut"] |= is_cut
+                start += len(part)
+        return _features(rows)
+
+    def finish(self) -> Features:
+        rows = [self._row] if self._row["input_ids"] else []
+        self._row = self._empty()
+        return _features(rows)
+
+    @staticmethod
+    def _empty() -> dict[str, Any]:
+        return {"input_ids": [], "labels": [], "position_ids": [], "cut": False}
+
+
+def _features(rows: list[dict[str, Any]]) -> Features:
+    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {"input_ids": []}
