@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModel, BertConfig
 
 from tests.helpers.families import CONFIGS
+from tests.helpers.ranks import RankPools
 from tests.helpers.training import (
     TINY_BERT,
     TINY_TASKS,
@@ -84,6 +85,37 @@ def test_scores_under_accumulation(monkeypatch, loss):
     task = {**SCORED, "loss": loss}
     whole = train_tiny(recipe_of(task, dropout=0.1))
     assert_same_curve(train_tiny(recipe_of(task, dropout=0.1, micro_batch_size=5)), whole)
+
+
+def cosent_over_ranks(strategy: str) -> Any:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        pairs_with_scores(monkeypatch)
+        return train_tiny(
+            tiny_recipe(
+                task={"type": "embedding", **SCORED, "loss": "cosent"},
+                model={**MODEL, "dropout": 0.1},
+                training={"max_steps": 5, "micro_batch_size": 12 if strategy == "none" else 4},
+                parallel={"strategy": "ddp" if strategy == "none" else strategy},
+            )
+        )
+
+
+def test_scores_of_all_ranks_are_ordered(ranks: RankPools):
+    expected = cosent_over_ranks("none")
+    for curve in ranks(2).run(cosent_over_ranks, "zero2"):
+        assert_same_curve(curve, expected)
+
+
+def test_the_loss_scale_of_fp16_multiplies_the_cached_gradient():
+    def first_step(precision: str) -> Any:
+        recipe = recipe_of(micro_batch_size=5).model_copy(update={"precision": precision})
+        with tiny_training(recipe) as training:
+            return training.steps(1)[0]
+
+    half, single = first_step("fp16"), first_step("fp32")
+    assert half.loss_scale == 2**16
+    assert half.loss == pytest.approx(single.loss, rel=5e-3)
+    assert half.grad_norm == pytest.approx(single.grad_norm, rel=5e-2)
 
 
 def test_a_decoder_with_the_last_token(monkeypatch):
