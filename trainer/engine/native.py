@@ -195,7 +195,7 @@ class NativeEngine:
         for model in self._models:
             tensors |= persistent_buffers(model)
         weights = gather_on_rank_zero(tensors, self.placements, self._mesh)
-        self._mesh.on_rank_zero(lambda: save_model(self._models[0], folder, weights))
+        self._mesh.on_rank_zero(lambda: save_model(self._models[0], folder, weights, self._recipe.model.adapter))
 
     def _refuse_unused_parameters(self) -> None:
         """Refuse unused parameters: DDP does not sum the gradients in their bucket, and fails one step too late."""

@@ -224,7 +224,7 @@ class ZeroEngine:
         weights: dict[str, Tensor] = persistent_buffers(self._engine.module)
         for name, parameter in self._parameters.items():
             weights |= self._joined(name, {name: self._whole(parameter)})
-        self._mesh.on_rank_zero(lambda: save_model(self._engine.module, folder, weights))
+        self._mesh.on_rank_zero(lambda: save_model(self._engine.module, folder, weights, self._recipe.model.adapter))
 
     def _whole(self, parameter: Any) -> Tensor:
         """Return the fp32 weights of a parameter without the split over the data ranks; a collective."""

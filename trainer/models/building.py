@@ -24,6 +24,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import CONFIG_NAME
 
 from trainer.base.errors import TrainerError, UsageError
+from trainer.models.adapters import adapt, without_adapters
 from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.cutting import ModelCut
 from trainer.models.dropout import key_dropout, set_probabilities
@@ -38,7 +39,7 @@ from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.linear import ColumnParallelLinear
 from trainer.parallel.placement import Placements
-from trainer.recipe.schema import Model, Training
+from trainer.recipe.schema import Adapter, Model, Training
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,10 @@ def build_model(
     fixed: list[str] = []
 
     def prepare(model: nn.Module) -> None:
+        adapt(model, recipe, training.seed)
+        prepare_sample(model)
+
+    def prepare_sample(model: nn.Module) -> None:
         if keys is not None:
             key_dropout(model, keys)
         fixed[:] = [*fix_statistics(model), *_name_padding(model, pad_token_id)]
@@ -295,7 +300,7 @@ def build_model(
 
     def check_sample() -> list[str]:
         sample = sample_of(model_class, config, attention)
-        prepare(sample)
+        prepare_sample(sample)
         return check_invariance(sample, keys)
 
     try:
@@ -343,6 +348,7 @@ def build_on_meta(recipe: Model, training: Training, auto_class_name: str, optio
     try:
         with torch.device("meta"):
             model: nn.Module = auto_class.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        adapt(model, recipe, training.seed)
     except (ValueError, RuntimeError) as error:
         raise _undescribed(recipe, auto_class_name, error) from error
     return model
@@ -388,13 +394,16 @@ def save_configuration(model: nn.Module, folder: Path) -> None:
         described.generation_config.save_pretrained(folder)
 
 
-def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
+def save_model(
+    model: nn.Module, folder: Path, weights: Mapping[str, Tensor], adapter: Adapter | None = None
+) -> None:
     """Write a Hugging Face folder with safetensors and configuration.
 
     Args:
         model: the trained model, or this rank's part of it.
         folder: the folder to write to; it is created if it does not exist.
         weights: all tensors of the whole model, by name; tied tensors appear once.
+        adapter: the recipe's adapter, which is merged into the weights; None without one.
 
     Raises:
         TrainerError: a file cannot be written.
@@ -403,7 +412,12 @@ def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) ->
         folder.mkdir(parents=True, exist_ok=True)
         save_configuration(model, folder)
         described = described_model(json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")))
-        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        write_weights(described, shapes, weights.__getitem__, folder)
+        shapes, read = without_adapters(
+            described,
+            {name: tuple(tensor.shape) for name, tensor in weights.items()},
+            weights.__getitem__,
+            adapter.alpha / adapter.rank if adapter else 1.0,
+        )
+        write_weights(described, shapes, read, folder)
     except (OSError, SafetensorError) as error:
         raise TrainerError(f"the model could not be written to {folder}: {error}") from error

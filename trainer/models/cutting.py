@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from trainer.models.stages import StagePart, cut_stage, split_stages
+from trainer.base.errors import UsageError
+from trainer.base.text import listed
+from trainer.models.stages import StagePart, StageSplit, cut_stage, split_stages, trainable_stages
 from trainer.models.tensor import split_model
 from trainer.parallel.communication import Group, group_size, index_in_group
 from trainer.parallel.mesh import ParallelMesh
@@ -54,6 +56,7 @@ class ModelCut:
         part = None
         if self.choice is not None:
             split = split_stages(model, self.choice.num_stages, self.choice.starts, self.choice.schedule)
+            _refuse_idle_stages(model, split)
             part = cut_stage(model, split, self.choice.stage)
         placements = whole(model) if self.group is None else split_model(model, self.group, self.sequence)
         if part is not None and self.choice is not None:
@@ -69,6 +72,22 @@ class ModelCut:
             assert self.group is not None
             tensor = part_of(tensor, split, index_in_group(self.group), group_size(self.group))
         return tensor
+
+
+def _refuse_idle_stages(model: nn.Module, split: StageSplit) -> None:
+    """Refuse a stage with frozen parameters only.
+
+    torch's pipeline needs the output of each stage to have a gradient, and an optimizer needs a parameter.
+
+    Raises:
+        UsageError: there is such a stage.
+    """
+    idle = sorted(set(range(split.num_stages)) - trainable_stages(model, split))
+    if idle:
+        raise UsageError(
+            f"`parallel.pipeline.stages` is {split.num_stages}, but all parameters of stage {idle[0]}"
+            f" ({listed(split.layers_of(idle[0]), 3)}) are frozen; freeze fewer, or use fewer stages"
+        )
 
 
 def _of_stage(placement: ParameterPlacement, origin: str, part: StagePart, stage: int) -> ParameterPlacement:

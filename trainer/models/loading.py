@@ -39,10 +39,12 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from trainer.base.errors import UsageError
+from trainer.models.adapters import factor_shapes
 from trainer.models.cutting import CutModel, ModelCut
 from trainer.models.initialising import draw_weights
 from trainer.models.names import aliases
 from trainer.parallel.communication import group_size, index_in_group
+from trainer.parallel.low_rank import drawn_factor
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.slicing import ranges_of_part
 from trainer.recipe.schema import Model
@@ -174,12 +176,16 @@ def load_parts(
             sources.missing = [name for name, _ in model.named_parameters()]
         whole = copy.deepcopy(model)  # on meta; its modules are drawn and converted one at a time
         prepare(model)
+        factors = factor_shapes(model)
         made = cut(model)
-        parts = _Parts(model, made, cut, aliases(whole).values())
+        parts = _Parts(model, made, cut, [*aliases(whole).values(), *([name] for name in factors)])
         _rebuild_buffers(model)
         parts.read(checkpoint, sources.renamed)
         parts.convert(checkpoint, sources.converted, whole)
         draw_weights(whole, sources.missing, seed, lambda parameters: parts.drawing(whole, parameters), parts.holds)
+        for name, shape in factors.items():
+            if parts.holds(name):  # other factors are not drawn
+                parts.fill_whole(name, drawn_factor(name, shape, seed))
     parts.check_filled()
     return PartedModel(model, made, sources.notes)
 
@@ -377,7 +383,7 @@ class _Parts:
                 convert_and_load_state_dict_in_model(whole, {key: checkpoint.read(key) for key in keys}, rules)
             for name, parameter in list(whole.named_parameters(remove_duplicate=False)):
                 if not parameter.is_meta:
-                    self._fill_whole(name, parameter.detach())
+                    self.fill_whole(name, parameter.detach())
                     _set(whole, name, empty[name])
 
     @contextmanager
@@ -394,7 +400,7 @@ class _Parts:
         for empty, drawn in real.items():
             if drawn.isnan().any():
                 raise CannotLoadPartsError(f"{type(whole).__name__} has no rule that draws {names[empty][0]}")
-            self._fill_whole(names[empty][0], drawn.detach())
+            self.fill_whole(names[empty][0], drawn.detach())
             for name in names[empty]:
                 _set(whole, name, empty)
 
@@ -411,7 +417,8 @@ class _Parts:
     def _placement(self, name: str) -> ParameterPlacement:
         return next(self._placements[own] for own in self._own[name] if own in self._placements)
 
-    def _fill_whole(self, name: str, whole: Tensor) -> None:
+    def fill_whole(self, name: str, whole: Tensor) -> None:
+        """Fill the parameter `name` of the whole model with this rank's part of `whole`, if this model has it."""
         if self.holds(name):
             self._fill(name, self._cut.part(whole, self._placement(name)))
 

@@ -356,6 +356,13 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
     )
 
 
+def trainable_stages(model: nn.Module, split: StageSplit) -> set[int]:
+    """Return the stages with a parameter that is not frozen; `model` is whole."""
+    owners = _Owners(model, plan_of(model), split)
+    names = (name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
+    return {owners.stage(name.rpartition(".")[0]) for name in names}
+
+
 def stage_sizes(model: nn.Module, split: StageSplit) -> list[int]:
     """Return the number of parameters of each stage; a parameter with copies on several stages counts in each.
 

@@ -24,6 +24,7 @@ from trainer.parallel.communication import Group, copy_to_group, group_size, ind
 from trainer.parallel.dropout import DropoutSite, KeyedDropout
 from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from trainer.parallel.low_rank import LowRank
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements
 from trainer.parallel.sequence import SEQUENCE_DIM, SequenceCut
 from trainer.parallel.stage import Absent
@@ -131,11 +132,16 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Place
     shared = [place.name for place in places if _any(plan.shared_inputs, place)]
     stacks = _stacks(model, group) if sequence else None
     placements: Placements = {}
+    replaced: set[str] = set()
     for place in places:
+        if place.name.rpartition(".")[0] in replaced:  # a product for LoRA, which its layer has cut
+            replaced.add(place.name)
+            continue
         cut = stacks.cut_of(place.name) if stacks else None
         part = _part(place, plan, group, shared, cut)
         if part is not None:
             setattr(place.owner, place.attribute, part)
+            replaced.add(place.name)
             placements |= part.placements(f"{place.name}.")
         elif _any(plan.shared_inputs, place):
             _sum_input_gradients(place.module, group, cut)
@@ -198,7 +204,7 @@ def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place])
     )  # fmt: skip
     for place in places:
         matrices = [name for name, p in place.module.named_parameters(recurse=False) if p.dim() > 1]
-        if matrices and not _any(known, place):
+        if matrices and not _any(known, place) and not isinstance(place.module, LowRank):
             raise UsageError(
                 f"{place.name}.{matrices[0]} of this {type(model).__name__} is neither cut nor said to be whole by the"
                 f" family {model_type}; add it in `trainer/models/families/`, or use `parallel.tensor` 1"

@@ -10,6 +10,9 @@ ensure that the degree divides the attention heads and that `f` is applied.
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +25,8 @@ from trainer.parallel.communication import (
     reduce_from_group,
     scatter_sum_sequence,
 )
+from trainer.parallel.dropout import KeyedDropout
+from trainer.parallel.low_rank import LowRank, product_of
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.slicing import part_of
 
@@ -34,6 +39,7 @@ class _ParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    cuts_inputs = False  # else outputs
 
     def __init__(
         self,
@@ -58,6 +64,7 @@ class _ParallelLinear(nn.Module):
         local_shape = list(whole_shape)
         local_shape[weight_split.dim] = weight_split.blocks * -(-block // size)
         self.group = group
+        self.lora: LowRank | None = None
         self.transposed = transposed
         self.weight_split = weight_split
         self.bias_split = bias_split
@@ -77,7 +84,40 @@ class _ParallelLinear(nn.Module):
             if tensor is not None:
                 part = self._part_of(tensor, split)
                 setattr(self, name, nn.Parameter(part, requires_grad=tensor.requires_grad))
+        if (product := product_of(whole)) is not None:
+            self._take_product(product)
         self.train(whole.training)
+
+    def _take_product(self, whole: LowRank) -> None:
+        """Take this rank's part of a product: `B` is cut as the outputs of the layer, or `A` as its inputs."""
+        dropout = copy.copy(whole.dropout)
+        if self.cuts_inputs and isinstance(dropout, KeyedDropout):
+            dropout.site = replace(dropout.site, cut_dim=-1, part=index_in_group(self.group))
+        self.lora = LowRank(
+            self._part_of(whole.A, self._factor_split("A")),
+            self._part_of(whole.B, self._factor_split("B")),
+            whole.scaling,
+            dropout,
+        )
+        self._factor_shapes = {"A": tuple(whole.A.shape), "B": tuple(whole.B.shape)}
+        for name in ("A", "B"):
+            getattr(self.lora, name).requires_grad_(getattr(whole, name).requires_grad)
+
+    def _factor_split(self, name: str) -> Split | None:
+        if self.cuts_inputs:
+            return Split(1, TENSOR_AXIS) if name == "A" else None
+        return Split(0, TENSOR_AXIS, self.weight_split.blocks) if name == "B" else None
+
+    def _product_placements(self, prefix: str) -> Placements:
+        """Return the placements of the factors; the gradient of the whole factor is a partial sum on each rank."""
+        if self.lora is None:
+            return {}
+        placed = {}
+        for factor, parameter in self.lora.named_parameters():
+            name, split = f"{prefix}lora.{factor}", self._factor_split(factor)
+            shape = self._factor_shapes[factor]
+            placed[name] = self._placement(name, parameter, shape, split, partial=split is None)
+        return placed
 
     def _part_of(self, whole: Tensor, split: Split | None) -> Tensor:
         if split is None:
@@ -85,7 +125,8 @@ class _ParallelLinear(nn.Module):
         return part_of(whole.detach(), split, index_in_group(self.group), group_size(self.group))
 
     def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.weight.t() if self.transposed else self.weight, bias)
+        output = F.linear(x, self.weight.t() if self.transposed else self.weight, bias)
+        return output if self.lora is None else output + self.lora(x)
 
     def _placement(
         self, name: str, parameter: nn.Parameter, shape: tuple[int, ...], split: Split | None, *, partial: bool = False
@@ -199,7 +240,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.bias is not None:
             name = prefix + "bias"
             placed[name] = self._placement(name, self.bias, (self.whole_out_features,), self.bias_split)
-        return placed
+        return placed | self._product_placements(prefix)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -222,6 +263,8 @@ class RowParallelLinear(_ParallelLinear):
         device: the device of the parameters; on `meta` they are filled later, by `slicing.part_of` and `placements`.
         dtype: the type of the parameters, which are not initialised.
     """
+
+    cuts_inputs = True
 
     def __init__(
         self,
@@ -298,7 +341,7 @@ class RowParallelLinear(_ParallelLinear):
             name = prefix + "bias"
             shape = tuple(self.bias.shape)
             placed[name] = self._placement(name, self.bias, shape, None, partial=self.sequence_parallel)
-        return placed
+        return placed | self._product_placements(prefix)
 
 
 def _whole_features(linear: nn.Module, transposed: bool) -> tuple[int, int]:

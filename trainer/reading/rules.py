@@ -86,6 +86,23 @@ def _random_weights(model: Model, config: dict[str, Any]) -> Iterator[Contradict
         )
 
 
+def _adapter(model: Model, parallel: Parallel) -> Iterator[Contradiction]:
+    if model.adapter is None:
+        return
+    if model.freeze is not None:
+        yield _clash(
+            "has no use with `model.adapter`, which freezes all other weights; remove it",
+            "model.freeze",
+            "model.adapter",
+        )
+    if parallel.strategy == "dp":
+        yield _clash(
+            "is not supported by `parallel.strategy` dp; use ddp, which runs on any number of processes",
+            "model.adapter",
+            "parallel.strategy",
+        )
+
+
 def _tokenizer(task: TaskSection, model: Model) -> Iterator[Contradiction]:
     reads_text = not isinstance(task, ImageKeys)
     if reads_text and model.config is not None and model.tokenizer is None:
@@ -408,6 +425,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("task",), _beams),
     (("task", "parallel"), _stages_of_generation),
     (("model",), _weights),
+    (("model", "parallel"), _adapter),
     (("task", "model"), _tokenizer),
     (("task", "data"), _text_lengths),
     (("model",), _model_folders),

@@ -340,6 +340,28 @@ TaskSection = (
 )
 
 
+Patterns = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+class Adapter(Section):
+    """LoRA (Hu et al. 2021): trainable low-rank products beside frozen linear layers."""
+
+    type: Literal["lora"]
+    rank: int = Field(8, ge=1, description="The rank of each product.")
+    alpha: float = Field(16.0, gt=0, description="Each product is multiplied by `alpha / rank`.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="The dropout of the input of each product.")
+    targets: Patterns | None = Field(
+        None,
+        description="Names of linear layers, or patterns such as `*.query`; null: all linear layers of the repeated"
+        " layers.",
+    )
+    modules_to_save: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None,
+        description="Names or patterns of modules that are trained whole; null: the head of the task, but none for the"
+        " head of a language model.",
+    )
+
+
 class Model(Section):
     """The Hugging Face model: pretrained (`name_or_path`) or with random weights (`config`)."""
 
@@ -356,6 +378,10 @@ class Model(Section):
         description="All dropout probabilities of the model; 0 turns off stochastic depth too; null: those of the"
         " model's configuration.",
     )
+    freeze: Patterns | None = Field(
+        None, description="Names or patterns of modules and parameters that are not trained, such as `embeddings`."
+    )
+    adapter: Adapter | None = Field(None, description="An adapter to train beside frozen weights; null: none.")
 
 
 HeldOut = Annotated[float, Field(gt=0, lt=1)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from trainer.checkpoint.files import FACTS, MODEL_FOLDER, SavedState, open_verif
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
+from trainer.models.adapters import without_adapters
 from trainer.models.writing import LARGEST_FILE_BYTES, UnknownModelError, described_model, write_weights
 from trainer.training.model_card import complete_folder
 
@@ -62,7 +63,8 @@ def export(
     place = _free_place(folder)
     state, notes = _open(checkpoint)
     config, beside = _beside_weights(state.folder, state.file_names)
-    shapes, keys = {}, {}
+    shapes: dict[str, Sequence[int]] = {}
+    keys: dict[str, str] = {}
     for key, shape in state.shapes.items():
         for prefix in (MODEL_PREFIX, BUFFER_PREFIX):
             if key.startswith(prefix):
@@ -80,9 +82,9 @@ def export(
         if typed != config:
             text = json.dumps(typed, indent=2, sort_keys=True) + "\n"  # as transformers writes it
             (temporary / CONFIG_NAME).write_text(text, encoding="utf-8")
-        weights = write_weights(
-            described_model(config), shapes, lambda name: _read(state, keys[name]), temporary, type_, largest_file_bytes
-        )
+        described = described_model(config)
+        shapes, read = without_adapters(described, shapes, lambda name: _read(state, keys[name]), _scaling(state))
+        weights = write_weights(described, shapes, read, temporary, type_, largest_file_bytes)
         complete_folder(temporary, place, state.facts.origin, state.facts.progress)
     except UnknownModelError as error:
         raise UsageError(
@@ -99,6 +101,13 @@ def export(
     written = tuple(sorted(path.name for path in weights))
     num_bytes = sum((place / name).stat().st_size for name in written)
     return Exported(state.folder, state.facts.progress.step, place, written, num_bytes, tuple(notes))
+
+
+def _scaling(state: SavedState) -> float:
+    """Return the factor of the products of an adapter; 1 without one."""
+    model = state.facts.identity.get("model")
+    adapter = model.get("adapter") if isinstance(model, Mapping) else None
+    return float(adapter["alpha"]) / int(adapter["rank"]) if adapter else 1.0
 
 
 def _free_place(folder: Path) -> Path:

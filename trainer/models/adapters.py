@@ -1,0 +1,194 @@
+"""Frozen parameters and LoRA adapters of a Hugging Face model, by names and patterns of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from trainer.base.errors import UsageError
+from trainer.base.text import listed
+from trainer.models.families.table import layers_of
+from trainer.models.names import tied_names
+from trainer.parallel.low_rank import ATTRIBUTE, LowRank, attach, drawn_factor
+from trainer.recipe.schema import Adapter, Model
+
+_LANGUAGE_HEADS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+
+
+def adapt(model: nn.Module, recipe: Model, seed: int) -> None:
+    """Freeze parameters and add adapters, as the recipe's `model` asks; the same for a model on `meta`.
+
+    Args:
+        model: the whole model of transformers, before dropout is keyed and before it is cut.
+        recipe: the recipe's `model`.
+        seed: the seed of the adapters' weights.
+
+    Raises:
+        UsageError: a pattern matches nothing, a target is no linear layer, or no parameter is left to train.
+    """
+    if recipe.freeze is not None:
+        frozen = _matched_parameters(model, recipe.freeze, "model.freeze")
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in frozen:
+                parameter.requires_grad_(False)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError(
+                f"`model.freeze` must leave a parameter to train, but {listed(recipe.freeze, 3)} match all; remove a"
+                " pattern"
+            )
+    if recipe.adapter is not None:
+        _add_products(model, recipe.adapter, seed)
+
+
+def _add_products(model: nn.Module, adapter: Adapter, seed: int) -> None:
+    targets = _targets(model, adapter)
+    if adapter.modules_to_save is None:
+        saved = head_parameters(model)
+    else:
+        saved = _matched_parameters(model, adapter.modules_to_save, "model.adapter.modules_to_save")
+    model.requires_grad_(False)
+    for name in saved:
+        model.get_parameter(name).requires_grad_(True)
+    for name, layer in targets.items():
+        attach(layer, _product(name, layer, adapter, seed))
+
+
+def _product(name: str, layer: Any, adapter: Adapter, seed: int) -> LowRank:
+    in_features, out_features = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (
+        layer.in_features,  # not the shape of the weight, which DeepSpeed may have partitioned
+        layer.out_features,
+    )
+
+    def factor(which: str, shape: tuple[int, ...]) -> Tensor:
+        if layer.weight.is_meta:
+            return torch.empty(shape, device="meta")
+        return drawn_factor(f"{name}.{ATTRIBUTE}.{which}", shape, seed)
+
+    return LowRank(
+        factor("A", (adapter.rank, in_features)),
+        factor("B", (out_features, adapter.rank)),
+        adapter.alpha / adapter.rank,
+        nn.Dropout(adapter.dropout),
+    ).train(layer.training)
+
+
+def factor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the factors of all products, by the names of the parameters."""
+    return {
+        f"{name}.{factor}": tuple(parameter.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, LowRank)
+        for factor, parameter in module.named_parameters()
+    }
+
+
+def head_parameters(model: Any) -> set[str]:
+    """Return the parameters outside of the base model; none for the head of a language model, which is no fresh one."""
+    if any(mark in type(model).__name__ for mark in _LANGUAGE_HEADS) or model.base_model is model:
+        return set()
+    base = {id(parameter) for parameter in model.base_model.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) not in base}
+
+
+def _targets(model: Any, adapter: Adapter) -> dict[str, nn.Module]:
+    """Return the layers with a product, by name."""
+    modules = dict(model.named_modules())
+    if adapter.targets is None:
+        layers = set(layers_of(model).values())
+        inside = {id(part) for layer in layers for part in layer.modules()}
+        return {name: m for name, m in modules.items() if id(m) in inside and _is_linear(m)}
+    linear = [name for name, module in modules.items() if _is_linear(module)]
+    found: dict[str, nn.Module] = {}
+    tied = {name.rpartition(".")[0] for names in tied_names(model) for name in names}
+    for pattern in adapter.targets:
+        names = [name for name in modules if name and _names(pattern, name)]
+        if not names:
+            raise _nothing("model.adapter.targets", pattern, linear)
+        for name in names:
+            if not _is_linear(modules[name]):
+                raise UsageError(
+                    f"`model.adapter.targets` must name linear layers, but {pattern!r} matches {name}, which is a"
+                    f" {type(modules[name]).__name__}; use names such as {listed(_last_parts(linear), 3)}"
+                )
+            if name in tied:
+                raise UsageError(
+                    f"`model.adapter.targets` must name layers with weights of their own, but the weight of {name} is"
+                    f" tied to another module; remove {pattern!r}"
+                )
+            found[name] = modules[name]
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or isinstance(module, Conv1D)
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches a name or its last parts, as `target_modules` of PEFT."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _matched_parameters(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
+    """Return the parameters that a pattern matches, or in modules that it matches."""
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found: set[str] = set()
+    for pattern in patterns:
+        names = {name for name in parameters if any(_names(pattern, part) for part in _prefixes(name))}
+        if not names:
+            raise _nothing(key, pattern, [part for name in parameters for part in _prefixes(name)])
+        found |= names
+    return found
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()))
+
+
+def _nothing(key: str, pattern: str, names: Sequence[str]) -> UsageError:
+    known = _last_parts(names)
+    last = pattern.rpartition(".")[2]
+    near = get_close_matches(last, known, n=3, cutoff=0.5) or known
+    return UsageError(
+        f"`{key}` must match modules of the model, but {pattern!r} matches none; use names such as"
+        f" {listed(near, 6)}"
+    )
+
+
+def without_adapters(
+    model: nn.Module, shapes: Mapping[str, Sequence[int]], read: Callable[[str], Tensor], scaling: float
+) -> tuple[dict[str, Sequence[int]], Callable[[str], Tensor]]:
+    """Return the shapes and the reader of the weights of a model with its products added to the weights.
+
+    Args:
+        model: the model without products, on `meta`.
+        shapes: the shapes of all tensors, by name.
+        read: the function that returns a tensor by its name.
+        scaling: alpha / rank.
+    """
+    end = f".{ATTRIBUTE}.A"
+    adapted = {name.removesuffix(end) for name in shapes if name.endswith(end)}
+
+    def merged(name: str) -> Tensor:
+        layer = name.removesuffix(".weight")
+        if layer not in adapted or layer == name:
+            return read(name)
+        first, second = read(f"{layer}.{ATTRIBUTE}.A"), read(f"{layer}.{ATTRIBUTE}.B")
+        product = second.float() @ first.float() * scaling
+        if isinstance(model.get_submodule(layer), Conv1D):
+            product = product.t()
+        weight = read(name)
+        return (weight.float() + product).to(weight.dtype)
+
+    factors = {f"{layer}.{ATTRIBUTE}.{factor}" for layer in adapted for factor in "AB"}
+    return {name: shape for name, shape in shapes.items() if name not in factors}, merged
