@@ -60,10 +60,9 @@ def _add_products(model: nn.Module, adapter: Adapter, seed: int) -> None:
 
 
 def _product(name: str, layer: Any, adapter: Adapter, seed: int) -> LowRank:
-    in_features, out_features = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (
-        layer.in_features,  # not the shape of the weight, which DeepSpeed may have partitioned
-        layer.out_features,
-    )
+    # Attributes, because DeepSpeed may have partitioned the weight.
+    sizes = ("nx", "nf") if isinstance(layer, Conv1D) else ("in_features", "out_features")
+    in_features, out_features = (getattr(layer, size) for size in sizes)
 
     def factor(which: str, shape: tuple[int, ...]) -> Tensor:
         if layer.weight.is_meta:
@@ -160,8 +159,7 @@ def _nothing(key: str, pattern: str, names: Sequence[str]) -> UsageError:
     last = pattern.rpartition(".")[2]
     near = get_close_matches(last, known, n=3, cutoff=0.5) or known
     return UsageError(
-        f"`{key}` must match modules of the model, but {pattern!r} matches none; use names such as"
-        f" {listed(near, 6)}"
+        f"`{key}` must match modules of the model, but {pattern!r} matches none; use names such as {listed(near, 6)}"
     )
 
 

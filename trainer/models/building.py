@@ -394,9 +394,7 @@ def save_configuration(model: nn.Module, folder: Path) -> None:
         described.generation_config.save_pretrained(folder)
 
 
-def save_model(
-    model: nn.Module, folder: Path, weights: Mapping[str, Tensor], adapter: Adapter | None = None
-) -> None:
+def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor], adapter: Adapter | None = None) -> None:
     """Write a Hugging Face folder with safetensors and configuration.
 
     Args:
