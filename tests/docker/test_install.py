@@ -90,7 +90,7 @@ def test_a_fresh_prefix_holds_the_pinned_versions_and_the_recipes(tmp_path: Path
     versions = {row["name"]: row["version"] for row in json.loads(listed.stdout)}
     assert versions.pop("torch") == f"{pins()['torch']}+index"
     assert versions.pop("extra") == "3.1"
-    assert {"deepspeed", "tensorboard", "transformers", "networkx", "einops", "trainer"} <= versions.keys()
+    assert {"deepspeed", "tensorboard", "transformers", "networkx", "einops", "recipe-trainer"} <= versions.keys()
     assert "pytest" not in versions
     assert {name: version for name, version in versions.items() if version != pins().get(name, version)} == {}
     (package,) = prefix.glob("lib/python*/site-packages/trainer")

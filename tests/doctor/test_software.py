@@ -17,7 +17,7 @@ REQUIRES = [
     'tensorboard>=2.18; extra == "tensorboard"',
     'pytest>=8; extra == "dev"',
 ]
-GOOD = {"trainer": __version__, "torch": "2.13.0+cpu", "rich": "15.0.0"}
+GOOD = {"recipe-trainer": __version__, "torch": "2.13.0+cpu", "rich": "15.0.0"}
 DEEPSPEED = {"deepspeed": "0.19.8", "ninja": "1.13.2"}
 
 
@@ -50,9 +50,9 @@ def test_python_and_the_container(tmp_path):
 
 def test_trainer_is_the_one_that_is_installed(installed):
     assert answers(software.trainer_itself, machine())[0] == "ok"
-    installed["trainer"] = "0.0.9"
+    installed["recipe-trainer"] = "0.0.9"
     assert answers(software.trainer_itself, machine())[1].endswith(", but 0.0.9 is installed")
-    del installed["trainer"]
+    del installed["recipe-trainer"]
     assert answers(software.trainer_itself, machine())[0] == "warning"
 
 
@@ -100,6 +100,6 @@ def test_extras(installed, changes: dict[str, str], keys: tuple[str, ...] | None
 
 
 def test_without_metadata_no_ranges_are_known(installed):
-    del installed["trainer"]
+    del installed["recipe-trainer"]
     assert answers(software.dependencies, machine())[0] == "ok"
     assert answers(software.extras, machine()) == ("ok", "none")

@@ -33,7 +33,7 @@ def test_without_deepspeed(tmp_path, strategy):
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('no module named deepspeed')")
     said = refusal(tmp_path / "tiny", strategy, PYTHONPATH=str(package.parent))
-    assert 'pip install "trainer[deepspeed]"' in said
+    assert 'pip install "recipe-trainer[deepspeed]"' in said
     assert "or use fsdp" in said
 
 

@@ -76,7 +76,7 @@ def test_without_the_package_the_error_says_what_to_install():
         "except UsageError as error: print(error)"
     )
     output = child(code)
-    assert 'pip install "trainer[tensorboard]"' in output
+    assert 'pip install "recipe-trainer[tensorboard]"' in output
     assert "`logging.to`" in output
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.base.distribution import install_command
 from trainer.doctor.facts import DeepSpeedFacts
 from trainer.doctor.finding import Finding, bad, ok, problem
 from trainer.doctor.folders import folder
@@ -16,9 +17,10 @@ from trainer.engine.compiling import CPU_OPERATION, abandoned_locks, missing_too
 def deepspeed(machine: Machine) -> Finding:
     """The import of DeepSpeed, which the strategies zero1, zero2 and zero3 need.
 
-    Warning, or a problem if the recipe needs it: the import fails. Reinstall it: `pip install "trainer[deepspeed]"`.
+    Warning, or a problem if the recipe needs it: the import fails. Reinstall it:
+    `pip install "recipe-trainer[deepspeed]"`.
     """
-    remedy = 'pip install "trainer[deepspeed]"'
+    remedy = install_command("deepspeed")
     if not installed("deepspeed"):
         value = "not installed; zero1, zero2 and zero3 need it"
         return problem(value, remedy) if machine.needs_deepspeed else ok(value)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trainer
+from trainer.base.distribution import DISTRIBUTION, install_command
 from trainer.doctor.finding import Finding, ok, problem, warning
 from trainer.doctor.machine import Machine
 
@@ -35,7 +36,7 @@ def trainer_itself(machine: Machine) -> Finding:
     folder = Path(trainer.__file__).parent
     value = f"{trainer.__version__} from {folder}"
     remedy = f"pip install -e {folder.parent}"
-    found = installed("trainer")
+    found = installed(DISTRIBUTION)
     if found is None:
         return warning(f"{value}, not installed as a package, so the ranges of its dependencies are unknown", remedy)
     if found != trainer.__version__:
@@ -63,7 +64,7 @@ def extras(machine: Machine) -> Finding:
     Warning: an installed package is outside of its range.
 
     Problem: the recipe needs a package that is missing or outside of its range. Install the extra that the line names:
-    `pip install "trainer[tensorboard]"`.
+    `pip install "recipe-trainer[tensorboard]"`.
     """
     present, absent, wrong, needed = [], [], [], False
     for extra in _extras():
@@ -79,7 +80,7 @@ def extras(machine: Machine) -> Finding:
             present += [f"{requirement.name} {version(requirement.name)}" for requirement in here]
     if wrong:
         value = "; ".join(why for _, why in wrong)
-        remedy = f'pip install "trainer[{",".join(extra for extra, _ in wrong)}]"'
+        remedy = install_command(*(extra for extra, _ in wrong))
         return problem(f"{value}; the recipe needs it", remedy) if needed else warning(value, remedy)
     parts = [", ".join(present), f"not installed: {', '.join(absent)}" if absent else ""]
     return ok("; ".join(filter(None, parts)) or "none")
@@ -103,7 +104,7 @@ def _requirements(extra: str | None) -> Iterator[Requirement]:
     """The requirements of the package itself, or the additional ones of an extra."""
     from packaging.requirements import Requirement
 
-    for requirement in map(Requirement, (requires("trainer") or []) if installed("trainer") else []):
+    for requirement in map(Requirement, (requires(DISTRIBUTION) or []) if installed(DISTRIBUTION) else []):
         marker = requirement.marker
         is_always = marker is None or marker.evaluate({"extra": ""})
         if is_always if extra is None else marker is not None and not is_always and marker.evaluate({"extra": extra}):
@@ -111,7 +112,7 @@ def _requirements(extra: str | None) -> Iterator[Requirement]:
 
 
 def _extras() -> list[str]:
-    named = (metadata("trainer").get_all("Provides-Extra") or []) if installed("trainer") else []
+    named = (metadata(DISTRIBUTION).get_all("Provides-Extra") or []) if installed(DISTRIBUTION) else []
     return [extra for extra in named if extra not in _FOR_DEVELOPERS]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
 from trainer.engine.compiling import (
     CPU_OPERATION,
@@ -71,7 +72,7 @@ def _import_deepspeed(device: torch.device) -> Any:
     except ImportError as error:
         raise UsageError(
             "`parallel.strategy` zero1, zero2 and zero3 need the package deepspeed; install it"
-            f' (pip install "trainer[deepspeed]") or use fsdp ({error})'
+            f" ({install_command('deepspeed')}) or use fsdp ({error})"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # the import resets the level
     # DeepSpeed calls collectives by deprecated names; a user cannot change that.

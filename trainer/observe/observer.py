@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
 from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
 
@@ -111,5 +112,5 @@ def packages_of(destination: str) -> Iterator[None]:
     except ImportError as error:
         raise UsageError(
             f'`logging.to` holds "{destination}", which needs packages that are not installed;'
-            f' install them (pip install "trainer[{destination}]") or take it out of `logging.to` ({error})'
+            f" install them ({install_command(destination)}) or take it out of `logging.to` ({error})"
         ) from error

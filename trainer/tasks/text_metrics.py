@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
 
 _ROUGE, _SACREBLEU = ("rouge_score.rouge_scorer", "rouge-score"), ("sacrebleu", "sacrebleu")
@@ -61,7 +62,7 @@ def require_packages(metrics: Iterable[str]) -> None:
             except ImportError as error:
                 raise UsageError(
                     f"`task.metrics` names {metric}, which needs the package {package[1]}; install it"
-                    f' (pip install "trainer[generation]") or remove the metric ({error})'
+                    f" ({install_command('generation')}) or remove the metric ({error})"
                 ) from error
 
 
