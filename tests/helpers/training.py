@@ -205,6 +205,13 @@ def tiny_documents(num_rows: int = NUM_ROWS, packed: bool = False) -> EncodedSpl
     return split
 
 
+def tiny_windows(num_rows: int = NUM_ROWS) -> EncodedSplit:
+    """Return windows of questions: the rows of `tiny_split` with random positions of the answers as labels."""
+    split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
+    split.arrays["labels"] = np.sort(random.integers(0, split.lengths[:, None], (num_rows, 2)), axis=1)
+    return split
+
+
 def tiny_images(num_rows: int = NUM_ROWS, size: int = 16) -> EncodedSplit:
     """Return random square images (uint8, one channel) with random classes, the same on every rank."""
     random = np.random.default_rng(0)
@@ -271,6 +278,12 @@ TINY_TASKS = {
         {"type": "causal_lm", "text": "text", "packing": "documents"},
         {"config": TINY_DECODERS["gpt2"], "tokenizer": "none"},
         partial(tiny_documents, packed=True),
+        Padding(0),
+    ),
+    "question_answering": TinyTask(
+        {"type": "question_answering"},
+        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
+        tiny_windows,
         Padding(0),
     ),
     "image_classification": TinyTask(

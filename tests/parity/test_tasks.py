@@ -16,7 +16,15 @@ from tests.parity.cases import TOLERANCES, assert_same_curve, largest_difference
 from trainer.recipe.schema import Recipe
 
 STEPS = 6  # an epoch with an incomplete last batch, and a step of the next
-TASKS = ("masked_lm", "causal_lm", "causal_lm_packed", "embedding", "seq2seq_lm", "token_classification")
+TASKS = (
+    "masked_lm",
+    "causal_lm",
+    "causal_lm_packed",
+    "embedding",
+    "seq2seq_lm",
+    "token_classification",
+    "question_answering",
+)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"parallel": {"strategy": "ddp"}}),
     "fsdp-accumulated": (3, {"parallel": {"strategy": "fsdp"}, "training": {"micro_batch_size": 1}}),

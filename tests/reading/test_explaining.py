@@ -68,8 +68,8 @@ Minimal = dict[str, Any]
         (
             "task.type=classification",
             '`task.type` must be one of "sequence_classification", "sequence_regression", "masked_lm", "causal_lm",'
-            ' "image_classification", "embedding", "seq2seq_lm", "token_classification", but is "classification";'
-            ' did you mean "token_classification"?',
+            ' "image_classification", "embedding", "seq2seq_lm", "token_classification", "question_answering", but is'
+            ' "classification"; did you mean "token_classification"?',
         ),
         ("data=3", "`data` must be an object, but is 3"),
         ("parallel=null", "`parallel` must be an object, but is null"),
@@ -105,7 +105,7 @@ def test_messages_say_the_key_the_rule_the_value_and_the_remedy(
             "task",
             {},
             '`task.type` is missing; it must be one of "sequence_classification", "sequence_regression", "masked_lm",'
-            ' "causal_lm", "image_classification", "embedding", "seq2seq_lm", "token_classification"',
+            ' "causal_lm", "image_classification", "embedding", "seq2seq_lm", "token_classification", "question_answering"',
         ),
         (
             "data",

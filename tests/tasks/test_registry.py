@@ -7,7 +7,7 @@ from transformers.pipelines import SUPPORTED_TASKS
 
 from trainer.recipe.schema import Recipe
 from trainer.tasks import Task, build_task
-from trainer.tasks.registry import PIPELINE_TAGS, TEXT_TO_TEXT
+from trainer.tasks.registry import PIPELINE_TAGS, TEXT_TO_TEXT, WITHOUT_PIPELINE
 from trainer.tasks.task import ImageTask, TextTask
 
 SECTIONS = get_args(Recipe.model_fields["task"].annotation)
@@ -17,6 +17,8 @@ INPUTS = {
     "image": "first",
     "source": "first",
     "target": "second",
+    "question": "first",
+    "answers": "second",
 }
 COLUMNS = {"token_classification": {"words": "first", "tags": "second"}}  # instead of those of `INPUTS`
 
@@ -36,4 +38,5 @@ def test_every_task_of_the_schema_is_built_and_keeps_the_protocol(section):
 
 def test_every_task_has_a_pipeline_of_transformers():
     assert set(PIPELINE_TAGS) == {get_args(section.model_fields["type"].annotation)[0] for section in SECTIONS}
-    assert set(PIPELINE_TAGS.values()) <= {*SUPPORTED_TASKS, TEXT_TO_TEXT}
+    assert set(PIPELINE_TAGS.values()) <= {*SUPPORTED_TASKS, TEXT_TO_TEXT, *WITHOUT_PIPELINE}
+    assert not WITHOUT_PIPELINE & set(SUPPORTED_TASKS)

@@ -79,6 +79,7 @@ class Padding:
         """Return the rows, padded to the longest: int64 `[batch, sequence]`, or `[batch, texts_per_row, sequence]`.
 
         `attention_mask` is 0 for padding and 1 for tokens. Ragged columns are padded to their own longest row.
+        Arrays stay as they are.
         """
         widest = row_ids if as_wide_as is None else as_wide_as
         num_texts = split.texts_per_row
@@ -91,7 +92,8 @@ class Padding:
         for name, column in split.ragged.items():
             flat, is_token = self._places(column.offsets, row_ids, int(column.lengths[widest].max()))
             features[name] = _pad(column.values, flat, is_token, self.value(name))
-        return features
+        arrays = {name: torch.from_numpy(values[row_ids]) for name, values in split.arrays.items()}
+        return features | arrays
 
     def _places(self, offsets: IndexArray, texts: IndexArray, longest: int) -> tuple[IndexArray, NDArray[np.bool_]]:
         """Return the places of tokens in flat columns, and which elements of `[texts, sequence]` are tokens."""

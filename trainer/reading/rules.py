@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from trainer.reading.parser import KeyPath, dotted, shown_value
@@ -32,6 +33,7 @@ from trainer.recipe.schema import (
     Logging,
     Model,
     Parallel,
+    QuestionAnswering,
     Schedule,
     Seq2SeqLM,
     TaskSection,
@@ -180,6 +182,14 @@ def _columns(task: TaskSection) -> Iterator[Contradiction]:
     if isinstance(task, CausalLM):
         yield from _examples(task)
         return
+    if isinstance(task, QuestionAnswering):
+        answers = [task.answers] if isinstance(task.answers, str) else task.answers
+        yield from _repeated("task.answers", answers)
+        taken = {"task.question": [task.question], "task.context": [task.context], "task.answers": answers}
+        for one, other in combinations(taken, 2):
+            for name in {*taken[one]} & {*taken[other]}:
+                yield _clash(f"has the column {shown_value(name)}, which is also `{one}`; name another", other, one)
+        return
     columns = [task.text] if isinstance(task.text, str) else task.text
     if len(set(columns)) < len(columns):
         yield _clash(f"has the column {shown_value(columns[0])} twice; a pair needs two columns", "task.text")
@@ -324,6 +334,27 @@ def _rows_to_compare(task: TaskSection, training: Training) -> Iterator[Contradi
         )
 
 
+def _windows(task: TaskSection, data: Data) -> Iterator[Contradiction]:
+    if isinstance(task, QuestionAnswering) and task.stride is not None and task.stride >= data.max_length:
+        yield _clash(
+            f"must be below `data.max_length` {data.max_length}, the size of the windows that share these tokens, but"
+            f" is {task.stride}",
+            "task.stride",
+            "data.max_length",
+        )
+
+
+def _no_answers(task: TaskSection) -> Iterator[Contradiction]:
+    if not isinstance(task, QuestionAnswering) or task.unanswerable:
+        return
+    reason = "applies to questions without an answer, but `task.unanswerable` is false; remove it, or set that to true"
+    if task.null_threshold != 0:
+        yield _clash(reason, "task.null_threshold", "task.unanswerable")
+    for metric in task.metrics:
+        if "_answer_" in metric:
+            yield _clash(f"has {shown_value(metric)}, which {reason}", "task.metrics", "task.unanswerable")
+
+
 def _repeated(key: str, values: list[Any]) -> Iterator[Contradiction]:
     for value in (value for value, count in Counter(values).items() if count > 1):
         yield _clash(f"has {shown_value(value)} more than once; remove one", key)
@@ -424,6 +455,8 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("task", "parallel"), _losses_of_copies),
     (("task",), _beams),
     (("task", "parallel"), _stages_of_generation),
+    (("task",), _no_answers),
+    (("task", "data"), _windows),
     (("model",), _weights),
     (("model", "parallel"), _adapter),
     (("task", "model"), _tokenizer),

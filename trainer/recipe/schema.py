@@ -258,6 +258,41 @@ class TokenClassification(Section):
     )
 
 
+class QuestionAnswering(Section):
+    """Find the answer to a question as a span of a context, as in SQuAD.
+
+    A context longer than `data.max_length` is read in windows that overlap.
+    """
+
+    type: Literal["question_answering"]
+    question: str = Field("question", description="The column that holds the question.")
+    context: str = Field("context", description="The column that holds the text with the answer.")
+    answers: str | Annotated[list[str], Field(min_length=2, max_length=2)] = Field(
+        "answers",
+        description='The column of answers in the form of SQuAD, {"text": [...], "answer_start": [...]}, or two columns'
+        " for one answer: its text, and its first character in the context, from 0. Training uses the first answer.",
+    )
+    stride: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Tokens of the context that two windows share; null: a third of `data.max_length`."
+    )
+    unanswerable: bool = Field(False, description="Whether some questions have no answer, as in SQuAD 2.0.")
+    null_threshold: float = Field(
+        0.0,
+        description="With `unanswerable`: no answer is predicted if its score exceeds that of the best answer by more"
+        " than this.",
+    )
+    n_best: int = Field(
+        20, ge=1, description="Start and end positions of a window that are combined, and answers that are kept."
+    )
+    max_answer_length: int = Field(30, ge=1, description="Maximum tokens of a predicted answer.")
+    metrics: list[Literal["exact_match", "f1", "has_answer_exact_match", "has_answer_f1", "no_answer_f1"]] = Field(
+        default=["exact_match", "f1"],
+        min_length=1,
+        description="Percentage of predictions that equal an accepted answer; mean F1 of their words; the same over"
+        " questions with or without an answer. All are those of SQuAD 1.1, with `unanswerable` those of SQuAD 2.0.",
+    )
+
+
 class ImageClassification(ClassificationKeys, ImageKeys):
     """Assign each image to one of several classes."""
 
@@ -337,6 +372,7 @@ TaskSection = (
     | Embedding
     | Seq2SeqLM
     | TokenClassification
+    | QuestionAnswering
 )
 
 

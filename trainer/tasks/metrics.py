@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import Registration, consume, resolved
+from trainer.tasks import squad
 from trainer.tasks.text_metrics import TEXT_METRICS
 
 Values: TypeAlias = NDArray[Any]
@@ -23,7 +24,8 @@ class Metric:
 
     For tasks that label tokens, the arguments are sums over the labelled tokens of each row, and the numbers of these
     tokens. For retrieval, the first argument is the rank of the right candidate of each row, from 1.
-    tokens. For tasks that generate texts, they are generated texts and targets.
+    For tasks that generate texts, they are generated texts and targets. For question answering, they are texts, and the
+    lists of accepted answers.
     """
 
     compute: Callable[[Values, Values], float]
@@ -121,6 +123,11 @@ METRICS: dict[str, Metric] = {
     "recall_at_10": Metric(_recall_at(10)),
     "mrr": Metric(_mrr),
     **{name: Metric(compute) for name, compute in TEXT_METRICS.items()},
+    "exact_match": Metric(squad.exact_match),
+    "token_f1": Metric(squad.token_f1),
+    "has_answer_exact_match": Metric(squad.has_answer_exact_match),
+    "has_answer_f1": Metric(squad.has_answer_f1),
+    "no_answer_f1": Metric(squad.no_answer_f1),
 }
 
 

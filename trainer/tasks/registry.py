@@ -12,6 +12,7 @@ from trainer.recipe.schema import (
     Embedding,
     ImageClassification,
     MaskedLM,
+    QuestionAnswering,
     Seq2SeqLM,
     SequenceClassification,
     SequenceRegression,
@@ -22,6 +23,7 @@ from trainer.tasks.causal_lm import CausalLMTask, ChatColumn, CompletionColumns,
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.image_classification import ImageClassificationTask
 from trainer.tasks.masked_lm import MaskedLMTask
+from trainer.tasks.question_answering import QuestionAnsweringTask
 from trainer.tasks.seq2seq_lm import Seq2SeqLMTask
 from trainer.tasks.sequence_classification import SequenceClassificationTask
 from trainer.tasks.sequence_regression import SequenceRegressionTask
@@ -37,10 +39,14 @@ PIPELINE_TAGS = {
     "causal_lm": "text-generation",
     "seq2seq_lm": TEXT_TO_TEXT,
     "token_classification": "token-classification",
+    "question_answering": "question-answering",
     "image_classification": "image-classification",
     "embedding": "feature-extraction",
 }
 """The task names of the hub, which transformers also uses for pipelines, except for text to text."""
+
+WITHOUT_PIPELINE = frozenset({"question-answering"})
+"""Task names for which transformers 5 has no pipeline."""
 
 _REGISTERED: dict[str, Callable[[Any], TextTask | ImageTask]] = {}
 """The builders of registered tasks."""
@@ -95,6 +101,11 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 label_all=recipe.label_all,
                 overlap=recipe.overlap,
             )
+        case QuestionAnswering():
+            return QuestionAnsweringTask(
+                recipe.question, recipe.context, _columns(recipe.answers), recipe.stride, recipe.unanswerable,
+                recipe.n_best, recipe.max_answer_length, recipe.null_threshold, metrics,
+            )  # fmt: skip
         case ImageClassification():
             shape = None if recipe.shape is None else tuple(recipe.shape)
             return ImageClassificationTask(recipe.image, recipe.label, metrics, _names(recipe.labels), shape=shape)

@@ -292,10 +292,10 @@ class TextTask(Task, Protocol):
 
         Returns:
             The tokenizer's columns, such as `input_ids`: one list of integers for each row. `labels`: for each row, one
-            number, or one list as long as its `input_ids`; absent if there is a `masking`. `cut`: whether the row was
-            truncated. `cut_target`: whether its target was truncated. A row of several texts has one list of lists in
-            each column of the tokenizer. A task may return more or fewer rows than it got, for example windows of a
-            long text.
+            number, one array, or one list as long as its `input_ids`; absent if there is a `masking`. `cut`: whether
+            the row was truncated. `cut_target`: whether its target was truncated. A row of several texts has one list
+            of lists in each column of the tokenizer. A task may return more or fewer rows than it got, for example
+            windows of a long text.
 
         Raises:
             DataError: a value is not valid; the message names the column, the row and the value.

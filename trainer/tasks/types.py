@@ -45,6 +45,9 @@ class EncodedRows(Protocol):
     @property
     def scalars(self) -> Mapping[str, NDArray[Any]]: ...
 
+    @property
+    def arrays(self) -> Mapping[str, NDArray[Any]]: ...
+
 
 @dataclass(frozen=True)
 class EvaluatedSplit:

@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME
 
 from trainer.base.disk import replace_folder
 from trainer.checkpoint.progress import Progress
-from trainer.tasks.registry import PIPELINE_TAGS, TEXT_TO_TEXT
+from trainer.tasks.registry import PIPELINE_TAGS, TEXT_TO_TEXT, WITHOUT_PIPELINE
 
 CARD_NAME = "README.md"
 
@@ -144,7 +144,7 @@ def _use(architecture: str, task_type: str, tag: str | None, prefix: str) -> lis
             "tokens = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask)",
             "print(tokenizer.decode(tokens[0], skip_special_tokens=True))",
         ]
-    if tag is None:
+    if tag is None or tag in WITHOUT_PIPELINE:
         return [
             f"from transformers import {architecture}",
             "",
