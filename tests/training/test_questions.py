@@ -89,7 +89,7 @@ def evaluate(recipe: str) -> tuple[dict[str, float], int]:
 
 
 def test_any_number_of_ranks_gives_the_same_metrics(ranks: RankPools, tmp_path: Path):
-    recipe = str(write_questions(tmp_path, evaluation={"batch_size": 4}))
+    recipe = str(write_questions(tmp_path, evaluation={"batch_size": 4}, training={"global_batch_size": 12}))
     expected, num_windows = evaluate(recipe)
     assert num_windows % 2 == 1
     assert num_windows > 61
