@@ -105,7 +105,8 @@ def test_messages_say_the_key_the_rule_the_value_and_the_remedy(
             "task",
             {},
             '`task.type` is missing; it must be one of "sequence_classification", "sequence_regression", "masked_lm",'
-            ' "causal_lm", "image_classification", "embedding", "seq2seq_lm", "token_classification", "question_answering"',
+            ' "causal_lm", "image_classification", "embedding", "seq2seq_lm", "token_classification",'
+            ' "question_answering"',
         ),
         (
             "data",
