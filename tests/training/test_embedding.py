@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -17,6 +18,7 @@ from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import TINY_BERT
 from trainer.base.errors import ExitCode, UsageError
 from trainer.data.loader import EvalLoader
+from trainer.data.sources import Split
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.reading.loading import load_recipe
 from trainer.training.exporting import export
@@ -74,6 +76,21 @@ def test_sentence_transformers_gives_the_same_embeddings(tmp_path, model, task):
     assert any(len(text.split()) > NUM_TOKENS for pair in texts for text in pair)
     expected = theirs.encode([text for pair in texts for text in pair], convert_to_tensor=True)
     torch.testing.assert_close(ours.flatten(0, 1), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_texts_of_one_column_get_their_embeddings(tmp_path):
+    with trainer.assemble(write(tmp_path)) as parts:
+        preparation, rows = parts.data.preparation, datasets.Dataset.from_dict({"a": ["word1 word2", "word3", "word1"]})
+        task = parts.task.without_labels()
+        encoded = preparation.encode(Split(rows, "`texts.csv`"), task, tmp_path / "cache")
+        answers = [parts.engine.answer(batch) for batch in EvalLoader(encoded, 3, 0, 1, preparation.batching)]
+        order = encoded.lengths.argsort(kind="stable")
+        embeddings = torch.empty(3, 1, TINY_BERT["hidden_size"])
+        embeddings[torch.from_numpy(order)] = answers[0]["embeddings"]
+        found = task.readable({"embeddings": embeddings}, None)
+    assert [len(row["embedding"]) for row in found] == [TINY_BERT["hidden_size"]] * 3
+    assert sum(value**2 for value in found[0]["embedding"]) == pytest.approx(1, abs=1e-5)
+    assert found[0]["embedding"] != pytest.approx(found[2]["embedding"], abs=1e-3)
 
 
 def test_an_evaluation_depends_on_no_batch_size(tmp_path):
