@@ -9,6 +9,7 @@ from torch import nn
 from trainer.base.errors import UsageError
 from trainer.base.extensions import Registration, consume, resolved
 from trainer.models.families.albert import ALBERT
+from trainer.models.families.bart import BART
 from trainer.models.families.bert import BERT, ELECTRA, ROBERTA, XLM_ROBERTA
 from trainer.models.families.deberta import DEBERTA_V2
 from trainer.models.families.distilbert import DISTILBERT
@@ -26,7 +27,7 @@ FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family
     for family in (
         BERT, ROBERTA, XLM_ROBERTA, ELECTRA, ALBERT, DEBERTA_V2, DISTILBERT, MODERNBERT, GPT2, LLAMA, MISTRAL, QWEN2,
-        QWEN3, T5, VIT, RESNET,
+        QWEN3, T5, BART, VIT, RESNET,
     )
 }  # fmt: skip
 
