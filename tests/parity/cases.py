@@ -30,7 +30,7 @@ from trainer.recipe.strategies import STRATEGIES
 GLOBAL_BATCH_SIZE = 12
 SHORT = 6  # steps; an epoch has five
 # Without T5, which needs end-of-sequence tokens (its cases are in `pipeline_matrix`), and without image models.
-TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "vit", "resnet")]
+TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "bart", "vit", "resnet")]
 DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "t5", "vit")
 # Also compared after one step of gradient descent: the model that runs with all strategies, and convolutions.
 SGD_FAMILIES = ("bert", "resnet")
