@@ -275,8 +275,10 @@ RECIPES = [
 def test_a_recipe_of_a_page_is_valid(text: str, tmp_path: Path):
     """That of the README is a shipped one, those of COMING_FROM are what `convert` writes (`recipe/converting`)."""
     (tmp_path / "flowers").mkdir()
+    for name in ("train.jsonl", "validation.jsonl"):
+        (tmp_path / name).touch()
     (tmp_path / "recipe.json").write_text(text)
-    assert load_recipe(str(tmp_path / "recipe.json")).recipe.name == "flowers"
+    assert load_recipe(str(tmp_path / "recipe.json")).recipe.name == json.loads(text)["name"]
 
 
 def test_the_recipe_of_the_readme_is_the_shipped_one():

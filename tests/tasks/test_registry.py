@@ -20,7 +20,10 @@ INPUTS = {
     "question": "first",
     "answers": "second",
 }
-COLUMNS = {"token_classification": {"words": "first", "tags": "second"}}  # instead of those of `INPUTS`
+COLUMNS = {  # instead of those of `INPUTS`
+    "token_classification": {"words": "first", "tags": "second"},
+    "causal_lm": {"prompt": "first", "completion": "second"},
+}
 
 
 @pytest.mark.parametrize("section", SECTIONS)

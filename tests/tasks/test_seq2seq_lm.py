@@ -106,7 +106,9 @@ def test_a_missing_package_is_named_before_the_training(monkeypatch):
         raise ImportError(f"No module named {package[0]!r}")
 
     monkeypatch.setattr(text_metrics, "_module", missing)
-    with pytest.raises(UsageError, match=r'names bleu, .* package sacrebleu; install it \(pip install "trainer\[gen'):
+    with pytest.raises(
+        UsageError, match=r'names bleu, .* package sacrebleu; install it \(pip install "recipe-trainer\[gen'
+    ):
         task_of(metrics=["bleu"]).resolve(rows_of(["a"], ["b"]), WHERE)
     task_of(metrics=["perplexity"]).resolve(rows_of(["a"], ["b"]), WHERE)
 
