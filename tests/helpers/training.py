@@ -275,7 +275,7 @@ TINY_TASKS = {
         Padding(0),
     ),
     "causal_lm_packed": TinyTask(
-        {"type": "causal_lm", "text": "text", "packing": "documents"},
+        {"type": "causal_lm", "text": "text", "packing": "documents", "loss_chunk_tokens": 7},
         {"config": TINY_DECODERS["gpt2"], "tokenizer": "none"},
         partial(tiny_documents, packed=True),
         Padding(0),

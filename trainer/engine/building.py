@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from trainer.engine.engine import Engine
 from trainer.engine.native import build_native
@@ -11,6 +12,7 @@ from trainer.engine.replicated import build_replicated
 from trainer.engine.zero import build_zero, partitioned_loading
 from trainer.models.building import BuiltModel
 from trainer.models.cutting import ModelCut, model_cuts
+from trainer.models.heads import chunk_head
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import PIPELINE_AXIS
 from trainer.recipe.plan import RunPlan
@@ -45,6 +47,8 @@ def build_engine(
         total_steps: the last step of the learning rate's schedule.
     """
     task = task.for_vocabulary(next((part.vocabulary for part in built if part.vocabulary), None))
+    if task.chunk_tokens is not None:
+        built = [replace(part, head=chunk_head(part.model, task.chunk_tokens, task.token_scores)) for part in built]
     if plan.pipeline is not None:
         return build_pipelined(built, task, mesh, plan, total_steps)
     (whole,) = built

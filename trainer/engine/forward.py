@@ -66,6 +66,7 @@ class ModelForward:
     ) -> None:
         self._model = built.model
         self._keys = built.dropout_keys
+        self._head = built.head
         self._call = call
         self._eval_call = eval_call
         self._task = task
@@ -136,7 +137,7 @@ class ModelForward:
         """Return the scores of a microbatch, on this rank's device, with the dropout of its rows."""
         keyed = self._keys.use(MicrobatchKey(self._step, microbatch.text_rows)) if self._keys else nullcontext()
         with self._watch, keyed:
-            scores = self._scores(call, microbatch.inputs)
+            scores = self._scores(call, microbatch.inputs, microbatch.labels)
         self._watch = nullcontext()
         return scores
 
@@ -146,7 +147,7 @@ class ModelForward:
         self._set_training(False)
         num_valid = int(self._task.num_valid(microbatch.labels))  # on the CPU, so the host does not wait for a device
         microbatch = microbatch.to(self._mesh.device)
-        logits = self._scores(self._eval_call, microbatch.inputs)
+        logits = self._scores(self._eval_call, microbatch.inputs, microbatch.labels)
         generated = self._generated(microbatch)
         if microbatch.filler:
             return EvalResult(0.0, 0, {})
@@ -171,8 +172,9 @@ class ModelForward:
             return {}
         return {"generated": generate(self._model, microbatch.inputs, self._synced).cpu()}
 
-    def _scores(self, call: ModelCall, inputs: dict[str, Tensor]) -> Tensor:
-        output = call(**self._task.model_inputs(inputs), **self._constants)
+    def _scores(self, call: ModelCall, inputs: dict[str, Tensor], labels: Tensor | None = None) -> Tensor:
+        with self._head.use(labels) if self._head and labels is not None else nullcontext():
+            output = call(**self._task.model_inputs(inputs), **self._constants)
         return self._task.scores(output, inputs)
 
     def _set_training(self, mode: bool) -> None:

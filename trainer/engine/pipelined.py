@@ -34,6 +34,7 @@ from trainer.recipe.plan import PipelinePlan, RunPlan
 from trainer.tasks.task import Task
 
 _ROWS = "microbatch_rows"  # sent with the inputs: the indices of the rows, which key dropout
+_LABELS = "microbatch_labels"  # sent with the inputs, for a head that works in chunks of tokens
 
 
 @dataclass(frozen=True)
@@ -189,10 +190,12 @@ class PipelinedForward(ModelForward):
     ) -> Any:
         """Run one microbatch, as torch calls it; return the tensors for the next stage, or logits."""
         rows = inputs.pop(_ROWS)
+        labels = inputs.pop(_LABELS, None)
         keys = built.dropout_keys
         key = MicrobatchKey(self._step, text_rows(rows, inputs))
         keyed = keys.use(key) if keys and built.model.training else nullcontext()
-        with self._watch if built.model.training else nullcontext(), keyed:
+        labelled = built.head.use(labels) if built.head and labels is not None else nullcontext()
+        with self._watch if built.model.training else nullcontext(), keyed, labelled:
             output = part.run(forward, received, {**self._task.model_inputs(inputs), **self._constants})
         if not isinstance(output, tuple):
             return self._task.scores(output, inputs)
@@ -202,6 +205,8 @@ class PipelinedForward(ModelForward):
 
     def _inputs(self, rows: Pass) -> dict[str, Tensor]:
         tensors = {**rows.inputs, _ROWS: rows.rows}
+        if self._task.chunk_tokens is not None:
+            tensors[_LABELS] = rows.labels
         return {name: tensor.to(self._mesh.device, non_blocking=True) for name, tensor in tensors.items()}
 
     def _shapes(self, rows: Pass) -> Shapes:

@@ -29,6 +29,7 @@ from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.cutting import ModelCut
 from trainer.models.dropout import key_dropout, set_probabilities
 from trainer.models.families.table import FAMILIES
+from trainer.models.heads import ChunkedHead
 from trainer.models.initialising import Gather, draw_weights, whole_already
 from trainer.models.invariance import check_invariance, sample_of
 from trainer.models.loading import CannotLoadPartsError, load_parts, require_safe_shards, sizes_differ
@@ -51,6 +52,7 @@ class BuiltModel:
 
     `placements` are the placements of its parameters if the model was cut over tensor ranks or into stages; None means
     that the model is whole. `part` describes its pipeline stage; None means that there is no pipeline.
+    `head` is its output head if that works in chunks of tokens.
     """
 
     model: nn.Module
@@ -58,6 +60,7 @@ class BuiltModel:
     notes: list[str] = field(default_factory=list)
     placements: Placements | None = None
     part: StagePart | None = None
+    head: ChunkedHead | None = None
 
     @property
     def vocabulary(self) -> VocabularyCut | None:

@@ -262,6 +262,12 @@ def _examples(task: CausalLM) -> Iterator[Contradiction]:
         yield _clash(text, "task.packing", *keys)
 
 
+def _chunks(task: TaskSection, parallel: Parallel) -> Iterator[Contradiction]:
+    if getattr(task, "loss_chunk_tokens", None) is not None and parallel.strategy == "dp":
+        text = "is set, but the strategy dp runs copies of the head at the same time; set it to null, or use ddp"
+        yield _clash(text, "task.loss_chunk_tokens", "parallel.strategy")
+
+
 def _labels(task: TaskSection) -> Iterator[Contradiction]:
     yield from _repeated("task.metrics", task.metrics)
     if not isinstance(task, ClassificationKeys | TokenClassification) or task.labels is None:
@@ -450,6 +456,7 @@ def _project(logging: Logging) -> Iterator[Contradiction]:
 RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...] = (
     (("task",), _columns),
     (("task",), _labels),
+    (("task", "parallel"), _chunks),
     (("task",), _similarities),
     (("task", "training"), _rows_to_compare),
     (("task", "parallel"), _losses_of_copies),

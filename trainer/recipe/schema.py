@@ -317,6 +317,11 @@ class CausalLM(Section):
         " positions inside each document; `joined` lets them see each other (texts only). Steps and batch sizes count"
         " rows.",
     )
+    loss_chunk_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Tokens for which logits are in memory at a time; the loss recomputes them in the backward pass,"
+        " and stays the same. null: the logits of a whole microbatch.",
+    )
     metrics: list[Literal["perplexity", "accuracy"]] = Field(
         default=["perplexity"],
         min_length=1,

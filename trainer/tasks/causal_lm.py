@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
-from trainer.parallel.cross_entropy import VocabularyCut
+from trainer.parallel.cross_entropy import VocabularyCut, vocab_parallel_argmax
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.columns import STRING_TYPES, cell, require_columns, type_name
 from trainer.tasks.packing import DocumentPacker, Packer, StreamPacker
@@ -82,6 +83,7 @@ class CausalLMTask(TokenLabels):
     packing: Packing
     metric_names: tuple[str, ...]
     vocabulary: VocabularyCut | None = None
+    chunk_tokens: int | None = None
 
     auto_class_name = "AutoModelForCausalLM"
 
@@ -202,6 +204,30 @@ class CausalLMTask(TokenLabels):
         if "position_ids" not in inputs:
             return inputs
         return {name: tensor for name, tensor in inputs.items() if name != "attention_mask"}
+
+    def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each token, and 1 if its prediction is right, else 0; `[tokens, 2]`."""
+        cut = self._cut(logits)
+        right = vocab_parallel_argmax(logits, cut.group, cut.size) == labels
+        losses = self._cross_entropy(logits, labels, "none")
+        return torch.stack([losses, right.to(losses.dtype)], -1)
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross entropy, summed over the labelled tokens; 0 if there are none.
+
+        Args:
+            logits: the logits `[batch, sequence, vocabulary]`, or this rank's shard of the vocabulary. With
+                `chunk_tokens`, the token scores `[batch, sequence, 2]`.
+            labels: the labels `[batch, sequence]`.
+        """
+        return super().loss_sum(logits, labels) if self.chunk_tokens is None else logits[..., 0].sum()
+
+    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if self.chunk_tokens is None:
+            return super().predictions(logits, labels)
+        losses, right = logits.double().sum(1).unbind(-1)
+        num_labels = (labels != IGNORED_LABEL).sum(-1)
+        return {"losses": losses.cpu(), "num_right": right.long().cpu(), "num_labels": num_labels.cpu()}
 
     def for_vocabulary(self, cut: VocabularyCut | None) -> CausalLMTask:
         return replace(self, vocabulary=cut)

@@ -79,7 +79,7 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 metrics,
             )  # fmt: skip
         case CausalLM():
-            return CausalLMTask(_examples(recipe), recipe.packing, metrics)
+            return CausalLMTask(_examples(recipe), recipe.packing, metrics, chunk_tokens=recipe.loss_chunk_tokens)
         case Seq2SeqLM():
             return Seq2SeqLMTask(
                 recipe.source,

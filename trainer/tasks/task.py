@@ -155,6 +155,20 @@ class Task(Protocol):
         """
         ...
 
+    @property
+    def chunk_tokens(self) -> int | None:
+        """The number of tokens for which the head computes logits at a time; None: logits are computed at once."""
+        ...
+
+    def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the scores `[tokens, n]` that replace the logits if the head works in chunks.
+
+        Args:
+            logits: the logits of a chunk `[tokens, vocabulary]`, or this rank's shard of the vocabulary.
+            labels: the labels `[tokens]`.
+        """
+        ...
+
     def for_configuration(self, config: Any) -> Self:
         """Return the task with the parts of the model's configuration that `encode` needs.
 
@@ -225,6 +239,7 @@ class TaskDefaults:
         return {}
 
     generation: Generation | None = None
+    chunk_tokens: int | None = None
 
     @property
     def generates(self) -> bool:
@@ -236,6 +251,9 @@ class TaskDefaults:
     def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
         assert cut is None, "its logits are not of a vocabulary"
         return self
+
+    def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def for_configuration(self, config: Any) -> Self:
         return self
