@@ -96,6 +96,8 @@ TINY_DECODERS = {
         "n_layer": 2,
         "n_head": 4,
         "n_positions": 32,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
         "initializer_range": 0.2,
     },
     "llama": {"model_type": "llama", **_LLAMA_SIZES},

@@ -49,7 +49,6 @@ class EntryWriter:
     def __init__(self, folder: Path, own_lengths: Sequence[str] = ()) -> None:
         self._folder = folder
         self._own_lengths = own_lengths
-        self.num_rows = 0
         self._texts_per_row = 1
         self._partial = folder.with_name(f"{folder.name}.partial")
         self._arrays: dict[str, _ArrayFile] = {}
@@ -84,7 +83,6 @@ class EntryWriter:
             columns["input_ids"] if "input_ids" in columns else [()] * len(columns[next(iter(columns), "labels")])
         )
         lengths = np.array([len(ids) for ids in token_ids], np.int64)
-        self.num_rows += len(lengths) // self._texts_per_row
         self._append(_OFFSETS, "offsets", self._num_tokens + np.cumsum(lengths))
         num_tokens = int(lengths.sum())
         self._num_tokens += num_tokens

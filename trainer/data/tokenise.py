@@ -91,8 +91,6 @@ def encode_split(
             writer.add(packer.add(features) if packer else features)
         if packer:
             writer.add(packer.finish())
-        if writer.num_rows == 0:
-            raise DataError(f"{split.where} has no token to train; use rows with texts")
 
     encoded = open_or_write(cache, _key(rows, encoder, tokenizer, max_length), write, encoder.own_lengths)
     if not len(encoded):
