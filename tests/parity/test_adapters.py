@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TINY_BERT, Curve, sgd_sections, tiny_recipe, train_tiny
+from tests.helpers.training import TINY_BERT, Curve, TinyTraining, sgd_sections, tiny_recipe, tiny_training, train_tiny
 from tests.parity.cases import TOLERANCES, assert_same_curve, largest_difference
 from tests.parity.test_tasks import LAYOUTS
+from trainer.base.errors import UsageError
+from trainer.checkpoint.files import SavedState
+from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.saving import Saved, Saver
+from trainer.checkpoint.store import CheckpointStore
+from trainer.engine.engine import MODEL_PREFIX
 from trainer.recipe.schema import Recipe
 
 STEPS = 6
@@ -80,3 +87,49 @@ def test_any_layout_is_one_process(ranks: RankPools, case: str, layout: str):
         assert_same_curve(curve, expected)
         assert_same_curve(sgd, expected_sgd)
         assert largest_difference(sgd, expected_sgd) <= TOLERANCES["fp32"].sgd_weights
+
+
+RESUMED = [("fsdp-accumulated", "zero3"), ("zero2-accumulated", "tensor-sequence-accumulated"), ("pipeline", "ddp")]
+
+
+def save(keys: dict[str, Any], folder: Path) -> None:
+    with tiny_training(recipe_of("bert", False, keys)) as training:
+        training.steps(STEPS - 2)
+        saver = saver_of(training, folder)
+        training.mesh.on_rank_zero(saver._store.open)
+        saver.progress = Progress(STEPS - 2, 4 * 12)
+        saver.save()
+        saver.finish()
+
+
+def resume(keys: dict[str, Any], folder: Path, shift: float = 0.0) -> list[float]:
+    with tiny_training(recipe_of("bert", False, keys), start_sample=4 * 12) as training:
+        for parameter in training.model.parameters():
+            if not parameter.requires_grad:
+                parameter.detach().add_(shift)
+        assert saver_of(training, folder).resume("auto") == []
+        return [result.loss for result in training.steps(2)]
+
+
+def saver_of(training: TinyTraining, folder: Path) -> Saver:
+    identity = {"model": {"adapter": LORA}}
+    return Saver(CheckpointStore(folder, 1), training.engine, training.mesh, Saved(identity))
+
+
+@pytest.mark.parametrize(("saved", "resumed"), RESUMED)
+def test_a_checkpoint_holds_the_adapter_and_resumes_anywhere(
+    ranks: RankPools, tmp_path: Path, saved: str, resumed: str
+):
+    (world_size, keys), (other_size, other_keys) = ADAPTER_LAYOUTS[saved], ADAPTER_LAYOUTS[resumed]
+    ranks(world_size).run(save, keys, tmp_path)
+    (checkpoint,) = tmp_path.rglob("step-*")
+    weights = [name for name in SavedState(checkpoint).shapes if name.startswith(MODEL_PREFIX)]
+    assert all(".lora." in name or name.startswith("model.classifier") for name in weights)
+    for losses in ranks(other_size).run(resume, other_keys, tmp_path):
+        assert losses == pytest.approx(reference("bert")[0].losses[-2:], rel=TOLERANCES["fp32"].loss)
+
+
+def test_other_frozen_weights_are_refused(tmp_path: Path):
+    save({}, tmp_path)
+    with pytest.raises(UsageError, match=r"`model.frozen_weights` was '\w{16}' and is '\w{16}'"):
+        resume({}, tmp_path, shift=1e-6)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMaskedLM, pipeline
 
 from tests.helpers import processes
@@ -95,6 +95,19 @@ class TestAsTheRun:
         assert_same_folder(tmp_path / "out", tmp_path / "kept" / "model")
         guesses = pipeline("fill-mask", str(tmp_path / "out"))(f"{WORDS[0]} [MASK] {WORDS[2]}")
         assert len(guesses) == 5
+
+    def test_an_adapter_is_merged_into_the_weights_of_its_origin(self, tmp_path):
+        train(write_tiny_run(tmp_path / "base"), "training.max_steps=1")
+        origin = tmp_path / "base" / "run" / "model"
+        first = {"config": None, "name_or_path": str(origin), "adapter": {"type": "lora", "rank": 4}}
+        train(write_tiny_run(tmp_path / "tuned", model=first))
+        export(tmp_path / "tuned" / "run", tmp_path / "out")
+        assert_same_folder(tmp_path / "out", tmp_path / "tuned" / "run" / "model")
+
+        other = {name: tensor + 1e-6 for name, tensor in load_file(origin / "model.safetensors").items()}
+        save_file(other, origin / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UsageError, match=r"must hold the frozen weights of the training"):
+            export(tmp_path / "tuned" / "run", tmp_path / "again")
 
     def test_two_ranks_and_both_verbs_as_a_user_has_them(self, tmp_path):
         recipe = write_tiny_run(tmp_path, task=MASKED_LM, parallel={"strategy": "fsdp"})

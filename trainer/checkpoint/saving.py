@@ -27,7 +27,8 @@ from trainer.checkpoint.files import (
 )
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.store import CheckpointStore
-from trainer.engine.engine import MODEL_PREFIX, Engine
+from trainer.engine.engine import MODEL_PREFIX, Engine, EngineState
+from trainer.parallel.digest import joined, own_digest
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.schema import Recipe
 
@@ -36,6 +37,8 @@ _HOW = ("name", "parallel", "activation_checkpointing", "evaluation", "checkpoin
 _HOW_TRAINING = ("micro_batch_size", "stop_at_step", "check_replicas", "max_bad_steps")
 _WHERE_MODEL = ("name_or_path", "tokenizer", "revision")  # the weights are the checkpoint's
 _MEASURED = ("metrics",)
+FROZEN_WEIGHTS = "frozen_weights"
+"""The key of the digest of frozen weights in `model` of an identity with an adapter."""
 
 
 def identity(recipe: Recipe, content_hash: str, beside: Mapping[str, str | None] | None = None) -> dict[str, Any]:
@@ -119,6 +122,7 @@ class Saver:
         self._saved = saved
         self._asynchronous = asynchronous
         self._share: _Share | None = None
+        self._frozen: str | None = None  # the digest, computed once
         self.progress = Progress()
 
     def resume(self, mode: Literal["auto", "never"]) -> list[str]:
@@ -165,7 +169,7 @@ class Saver:
         tensors = snapshot(state.parts)
         facts = Facts(
             Progress.from_json(self.progress.to_json()),
-            self._saved.identity,
+            self._identity(state),
             self._saved.origin,
             {part.name: part.shape for part in state.parts},
             state.scalars,
@@ -280,6 +284,19 @@ class Saver:
         first = next((told for told in problems if told), "")
         return (None, first) if first else (state, "")
 
+    def _has_adapter(self) -> bool:
+        model = self._saved.identity.get("model")
+        return isinstance(model, Mapping) and bool(model.get("adapter"))
+
+    def _identity(self, state: EngineState | None = None) -> Mapping[str, Any]:
+        """Return the identity; that of an adapter has a digest of the frozen weights. All ranks must call it."""
+        if not self._has_adapter():
+            return self._saved.identity
+        if self._frozen is None:
+            frozen = (state or self._engine.state()).frozen
+            self._frozen = joined(self._mesh.share(self._mesh.gather(own_digest(frozen))))
+        return {**self._saved.identity, "model": {**self._saved.identity["model"], FROZEN_WEIGHTS: self._frozen}}
+
     def _refuse_another_model(self, state: SavedState) -> None:
         """Compare names and shapes, since `model.name_or_path` is not part of the identity."""
         saved = {
@@ -287,7 +304,11 @@ class Saver:
             for name, shape in state.shapes.items()
             if name.startswith(MODEL_PREFIX)
         }
-        own = {placement.name: placement.shape for placement in self._engine.placements.values()}
+        own = {
+            placement.name: placement.shape
+            for placement in self._engine.placements.values()
+            if placement.trainable or not self._has_adapter()
+        }
         gathered = self._mesh.share(self._mesh.gather(own))
         placed = {name: shape for one in gathered for name, shape in one.items()}
         for name in sorted(saved.keys() | placed.keys()):
@@ -299,7 +320,7 @@ class Saver:
                 )
 
     def _refuse_another_training(self, state: SavedState) -> None:
-        was, now = dotted_leaves(state.facts.identity), dotted_leaves(self._saved.identity)
+        was, now = dotted_leaves(state.facts.identity), dotted_leaves(self._identity())
         differences = [
             f"`{key}` was {was.get(key)!r} and is {now.get(key)!r}"
             for key in sorted(was.keys() | now.keys())

@@ -58,11 +58,13 @@ class EngineState:
     """This rank's part of the training state, without copies, by the names of the unsharded model.
 
     Names are `model.NAME` for fp32 weights, `optimizer.NAME.KEY` for tensors of the optimizer, and `buffer.NAME` for
-    saved buffers. `scalars` are equal on all ranks.
+    saved buffers. `scalars` are equal on all ranks. `frozen` are weights that a checkpoint leaves out, because the
+    model below an adapter is loaded again.
     """
 
     parts: tuple[TensorPart, ...]
     scalars: Mapping[str, float]
+    frozen: tuple[TensorPart, ...] = ()
 
 
 class StateSource(Protocol):

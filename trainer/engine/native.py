@@ -155,12 +155,16 @@ class NativeEngine:
         return {name: local_part(parameter.detach()) for name, parameter in self._parameters.items()}
 
     def state(self) -> EngineState:
-        parts = [
-            part for label in self._parameters if not self.placements[label].is_copy for part in self._parts(label)
-        ]
+        own = [label for label in self._parameters if not self.placements[label].is_copy]
+        parts = [part for label in own if self._is_saved(label) for part in self._parts(label)]
         return EngineState(
-            (*parts, *buffer_parts(self._models, self._mesh)), self._scaler.state() if self._scaler else {}
+            (*parts, *buffer_parts(self._models, self._mesh)),
+            self._scaler.state() if self._scaler else {},
+            tuple(part for label in own if not self._is_saved(label) for part in self._parts(label)),
         )
+
+    def _is_saved(self, label: str) -> bool:
+        return self._recipe.model.adapter is None or self._parameters[label].requires_grad
 
     @torch.no_grad()
     def load_state(self, source: StateSource, step: int) -> None:
@@ -174,7 +178,7 @@ class NativeEngine:
                     else torch.zeros(shape, dtype=torch.float32, device=local_part(parameter).device)
                     for key, shape in shapes.items()
                 }
-        source.fill(part for label in self._parameters for part in self._parts(label))
+        source.fill(part for label in self._parameters if self._is_saved(label) for part in self._parts(label))
         if self._scaler:
             self._scaler.load_state(source.scalars)
         self._step = step

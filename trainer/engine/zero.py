@@ -203,19 +203,27 @@ class ZeroEngine:
 
     def state(self) -> EngineState:
         self._link_moments()
+        saved: list[TensorPart] = []
+        frozen: list[TensorPart] = []
+        for name in self._parameters:
+            (saved if self._is_saved(name) else frozen).extend(self._parts(name))
         return EngineState(
-            (*self._parts(), *buffer_parts([self._engine.module], self._mesh)),
+            (*saved, *buffer_parts([self._engine.module], self._mesh)),
             self._scaler.state() if self._scaler else {},
+            tuple(frozen),
         )
+
+    def _is_saved(self, name: str) -> bool:
+        return self._recipe.model.adapter is None or self._parameters[name].requires_grad
 
     @torch.no_grad()
     def load_state(self, source: StateSource, step: int) -> None:
         self._prepare_moments(source)
         if self._is_partitioned:
-            for name in self._parameters:
+            for name in filter(self._is_saved, self._parameters):
                 self._fill_partition(name, source)
         else:
-            source.fill(self._parts())
+            source.fill(part for name in filter(self._is_saved, self._parameters) for part in self._parts(name))
             self._engine.optimizer.update_lp_params()
         if self._scaler:
             self._scaler.load_state(source.scalars)
@@ -246,25 +254,23 @@ class ZeroEngine:
         partition: Tensor = parameter.ds_tensor.detach()
         return partition[: self._bounds(parameter)[1]]
 
-    def _parts(self) -> Iterator[TensorPart]:
-        """Yield the parts of master weights, moments, and the step count of each parameter.
+    def _parts(self, name: str) -> Iterator[TensorPart]:
+        """Yield the parts of master weights and moments, and the step count, of a parameter.
 
         A frozen parameter has its weights only. Stages 1 and 2 do not partition it.
         """
-        count = self._step_count()
-        for name, parameter in self._parameters.items():
-            if not parameter.requires_grad:
-                if self._is_partitioned:
-                    yield self._flat_part(name, None, self._partition(parameter), self._bounds(parameter)[0])
-                else:
-                    label = f"{MODEL_PREFIX}{name}"
-                    yield tensor_part(label, parameter.detach(), self.placements[name], self._mesh)
-                continue
-            for key in (None, *self._moments()):
-                flat, start = self._fragment(name, key)
-                yield self._flat_part(name, key, flat, start)
-            if count is not None:
-                yield whole_part(f"{OPTIMIZER_PREFIX}{name}.step", count, self._mesh)
+        parameter = self._parameters[name]
+        if not parameter.requires_grad:
+            if self._is_partitioned:
+                yield self._flat_part(name, None, self._partition(parameter), self._bounds(parameter)[0])
+            else:
+                yield tensor_part(f"{MODEL_PREFIX}{name}", parameter.detach(), self.placements[name], self._mesh)
+            return
+        for key in (None, *self._moments()):
+            flat, start = self._fragment(name, key)
+            yield self._flat_part(name, key, flat, start)
+        if (count := self._step_count()) is not None:
+            yield whole_part(f"{OPTIMIZER_PREFIX}{name}.step", count, self._mesh)
 
     def _flat_part(self, name: str, key: str | None, flat: Tensor, start: int) -> TensorPart:
         label = f"{OPTIMIZER_PREFIX}{name}.{key}" if key else f"{MODEL_PREFIX}{name}"

@@ -214,7 +214,8 @@ def _initialise(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if recipe.config is not None:
-            model = auto_class.from_config(config, attn_implementation=attention, dtype=torch.float32)
+            from_config = getattr(auto_class, "from_config", None) or auto_class._from_config  # a class has the second
+            model = from_config(config, attn_implementation=attention, dtype=torch.float32)
             draw_weights(model, dict(model.named_parameters()), seed, gather)
             return model, []
         require_safe_shards(recipe)
@@ -247,6 +248,26 @@ def _without_report() -> Iterator[None]:
         yield
     finally:
         transformers.logging.set_verbosity(before)
+
+
+def build_base(described: Any, recipe: Model, seed: int) -> nn.Module:
+    """Build the model that an adapter was added to, whole and in fp32 on the CPU.
+
+    Args:
+        described: the model on `meta`, from `described_model`.
+        recipe: the recipe's `model`.
+        seed: the recipe's seed.
+
+    Raises:
+        UsageError: the weights cannot be loaded.
+    """
+    config = copy.deepcopy(described.config)
+    if recipe.config is not None and "pad_token_id" not in recipe.config:
+        config.pad_token_id = type(config)().pad_token_id  # see `_name_padding`
+    try:
+        return _initialise(type(described), recipe, config, "eager", seed, whole_already)[0]
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
 
 
 def build_model(

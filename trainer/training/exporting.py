@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,16 @@ from transformers.utils import CONFIG_NAME
 from trainer.base.disk import UNFINISHED
 from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint.files import FACTS, MODEL_FOLDER, SavedState, open_verified
+from trainer.checkpoint.saving import FROZEN_WEIGHTS
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
 from trainer.models.adapters import without_adapters
+from trainer.models.building import build_base
 from trainer.models.writing import LARGEST_FILE_BYTES, UnknownModelError, described_model, write_weights
+from trainer.parallel.digest import joined, own_digest
+from trainer.parallel.parts import Box, TensorPart
+from trainer.recipe.schema import Model
 from trainer.training.model_card import complete_folder
 
 # Copied files are not checked here, so weights, pickles and code are refused by name.
@@ -83,7 +88,13 @@ def export(
             text = json.dumps(typed, indent=2, sort_keys=True) + "\n"  # as transformers writes it
             (temporary / CONFIG_NAME).write_text(text, encoding="utf-8")
         described = described_model(config)
-        shapes, read = without_adapters(described, shapes, lambda name: _read(state, keys[name]), _scaling(state))
+        base = _base_weights(described, state, shapes)
+        shapes, read = without_adapters(
+            described,
+            shapes | {name: tuple(tensor.shape) for name, tensor in base.items()},
+            lambda name: base[name] if name in base else _read(state, keys[name]),
+            _scaling(state),
+        )
         weights = write_weights(described, shapes, read, temporary, type_, largest_file_bytes)
         complete_folder(temporary, place, state.facts.origin, state.facts.progress)
     except UnknownModelError as error:
@@ -101,6 +112,31 @@ def export(
     written = tuple(sorted(path.name for path in weights))
     num_bytes = sum((place / name).stat().st_size for name in written)
     return Exported(state.folder, state.facts.progress.step, place, written, num_bytes, tuple(notes))
+
+
+def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> dict[str, Tensor]:
+    """Return the weights that the checkpoint of an adapter leaves out, from their origin; none for others.
+
+    Raises:
+        UsageError: the origin is missing, or its weights are others than those of the training.
+    """
+    identity = state.facts.identity
+    digest = identity["model"].get(FROZEN_WEIGHTS) if isinstance(identity.get("model"), Mapping) else None
+    if digest is None:
+        return {}
+    recipe = Model.model_validate(state.facts.origin["recipe"]["model"])
+    model = build_base(described, recipe, int(identity["training"]["seed"]))
+    base = {name: p.detach() for name, p in model.named_parameters() if name not in saved}
+    parts = [
+        TensorPart(f"{MODEL_PREFIX}{name}", tuple(tensor.shape), (Box((0,) * tensor.dim(), tensor),))
+        for name, tensor in base.items()
+    ]
+    if (found := joined([own_digest(parts)])) != digest:
+        raise UsageError(
+            f"`model.name_or_path` of the run must hold the frozen weights of the training, but their digest is {found}"
+            f" and should be {digest}; restore the weights of {recipe.name_or_path or 'model.config'}"
+        )
+    return base
 
 
 def _scaling(state: SavedState) -> float:
