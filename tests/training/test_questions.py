@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,12 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenize
 from tests.helpers.ranks import RankPools
 from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import TINY_BERT, sgd_sections, tiny_recipe, tiny_training
-from trainer.base.errors import ExitCode
+from trainer.base.errors import ExitCode, RecipeError
 from trainer.observe.metrics_file import read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import plan_run
+from trainer.tasks.squad import exact_match, token_f1
 from trainer.training.assembly import assemble, prepare_data
 from trainer.training.process_group import open_mesh
 from trainer.training.run import run
@@ -111,10 +115,56 @@ def test_the_exported_folder_opens_with_transformers(tmp_path: Path):
     assert 'BertForQuestionAnswering.from_pretrained("path/to/this/folder")' in card
 
 
-@pytest.mark.slow
-def test_the_shipped_recipe_learns_more_than_a_trivial_answer(tmp_path: Path):
+def test_the_shipped_recipe_starts(tmp_path: Path):
     places = [f"checkpoint.folder={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}", 'logging.to=["jsonl"]']
-    resolved = load_recipe("qa_sample", [*places, "training.epochs=1", "training.max_steps=2"])
+    resolved = load_recipe("qa_sample", [*places, "training.max_steps=2"])
     assert run(resolved, LaunchEnvironment("none")) == ExitCode.DONE
     (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl").evaluations
     assert {"exact_match", "f1", "has_answer_f1", "no_answer_f1"} <= set(record.metrics)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("task.stride=128", r"`task.stride` must be below `data.max_length` 128, .* but is 128"),
+        ("task.context=question", r"`task.context` has the column \"question\", which is also `task.question`"),
+        (
+            "task.unanswerable=false",
+            r"`task.metrics` has \"no_answer_f1\", which applies to questions without",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit(override: str, problem: str):
+    with pytest.raises(RecipeError, match=problem):
+        load_recipe("qa_sample", [override])
+
+
+SAMPLE = Path(__file__).parents[2] / "recipes" / "questions"
+
+
+def test_the_readme_of_the_sample_states_the_facts():
+    readme = (SAMPLE / "README.md").read_text(encoding="utf-8")
+    rows = {
+        name: [json.loads(line) for line in (SAMPLE / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+        for name in ("train", "validation")
+    }
+    for name, questions in rows.items():
+        unanswerable = sum(not question["answers"]["text"] for question in questions)
+        assert re.search(rf"{name}.jsonl` \| {len(questions):,} questions .*{unanswerable} of them without", readme)
+    assert not {row["context"] for row in rows["train"]} & {row["context"] for row in rows["validation"]}
+    accepted = [row["answers"]["text"] or [""] for row in rows["validation"]]
+    first = [re.split(r"(?<=[.!?])\s", row["context"])[0] for row in rows["validation"]]
+    assert f"no answer to any question | {exact_match([''] * len(accepted), accepted):.1f} |" in readme
+    assert f"the first sentence of the context | 0.0 | {token_f1(first, accepted):.1f} |" in readme
+
+
+@pytest.mark.slow
+def test_the_script_makes_the_questions_again(tmp_path: Path):
+    if sys.version_info[:3] != (3, 11, 7):
+        pytest.skip("made with Python 3.11.7")
+    for script in ("sample/make_sample.py", "questions/make_questions.py"):
+        (tmp_path / script).parent.mkdir()
+        (tmp_path / script).write_bytes((SAMPLE.parent / script).read_bytes())
+    subprocess.run([sys.executable, str(tmp_path / "questions" / "make_questions.py")], check=True, timeout=120)
+    for name in ("train.jsonl", "validation.jsonl"):
+        assert (tmp_path / "questions" / name).read_bytes() == (SAMPLE / name).read_bytes()
