@@ -94,14 +94,20 @@ def _draw(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
-def _rows() -> Iterator[Row]:
+def _rows(sentences: int = SENTENCES) -> Iterator[Row]:
+    for path, label in _paths():
+        for docstring in _docstrings(path):
+            yield from (Row(text, label, docstring) for text in _passages(docstring, sentences))
+
+
+def _paths() -> Iterator[tuple[Path, str]]:
+    """The source files of the modules, each with the family of its module."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for label, modules in FAMILIES.items():
         for module in modules.split():
             for path in sorted([library / f"{module}.py", *(library / module).rglob("*.py")]):
                 if path.is_file() and not {"test", "tests"} & set(path.relative_to(library).parts):
-                    for docstring in _docstrings(path):
-                        yield from (Row(text, label, docstring) for text in _passages(docstring))
+                    yield path, label
 
 
 def _docstrings(path: Path) -> Iterator[str]:
@@ -112,15 +118,15 @@ def _docstrings(path: Path) -> Iterator[str]:
                 yield docstring
 
 
-def _passages(docstring: str) -> Iterator[str]:
+def _passages(docstring: str, most: int) -> Iterator[str]:
     """Runs of sentences of one paragraph; what is not prose (sessions, tables, argument lists) is left out."""
     for paragraph in re.split(r"\n\s*\n", docstring):
         if _NOT_PROSE.search(paragraph):
             continue
         sentences = _SENTENCE_END.split(" ".join(paragraph.split()))
         sentences = [sentence for sentence in sentences if _PROSE.fullmatch(sentence)]
-        for start in range(0, len(sentences), SENTENCES):
-            passage = " ".join(sentences[start : start + SENTENCES])
+        for start in range(0, len(sentences), most):
+            passage = " ".join(sentences[start : start + most])
             if SHORTEST <= len(passage) <= LONGEST:
                 yield passage
 

@@ -138,9 +138,10 @@ def tiny_recipe(**sections: Any) -> Recipe:
 
 
 def tiny_task(recipe: Recipe) -> Task:
-    """Return the recipe's task. A classification task has three classes."""
+    """Return the recipe's task. A classification task without names has three classes."""
     task = build_task(recipe.task)
-    return task.with_classes(tuple("abc"), None) if isinstance(task, NamedClasses) else task
+    unnamed = isinstance(task, NamedClasses) and task.class_names is None
+    return task.with_classes(tuple("abc"), None) if unnamed else task
 
 
 def tiny_masking(recipe: Recipe) -> Masking | None:
