@@ -1,8 +1,8 @@
 """Makes the sample of entities: `entities_train.jsonl` and `entities_validation.jsonl` beside this file.
 
 Each row is a sentence from a documentation string of Python's standard library, as words. The tags (IOB2) mark names of
-modules, classes and exceptions that the library defines, and other identifiers. The files are the same whenever it is run, given Python
-3.11.7:
+modules, classes and exceptions that the library defines, and other identifiers. The files are the same whenever it is
+run, given Python 3.11.7:
 
     python recipes/sample/make_entities.py
 """
@@ -14,12 +14,11 @@ import builtins
 import json
 import re
 import sys
-from collections import Counter
 from dataclasses import dataclass, field
 
 from make_sample import FOLDER, PYTHON, VALIDATION_SHARE, _draw, _paths, _rows, _without_near_copies
 
-PLAIN_SHARE = 0.1  # rows without an entity, for each row with one
+PLAIN_SHARE = 0.25  # rows without an entity, for each row with one
 LONGEST_ROW = 40  # words
 
 _WORD = re.compile(r"\w+(?:\.\w+)*|[^\w\s]")
@@ -46,14 +45,11 @@ def main() -> None:
             (plain if set(tags) == {"O"} else tagged).append((row, words, tags))
     rows = sorted(tagged + plain[: int(len(tagged) * PLAIN_SHARE)], key=lambda row: _draw(row[0].text))
     splits: dict[str, list[str]] = {"train": [], "validation": []}
-    counts: Counter[str] = Counter()
     for row, words, tags in rows:
         split = "validation" if _draw(row.docstring) < VALIDATION_SHARE else "train"
         splits[split].append(_line(words, tags))
-        counts.update(f"{split} {tag}" for tag in tags)
     for name, lines in splits.items():
         (FOLDER / f"entities_{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print({name: len(lines) for name, lines in splits.items()}, dict(sorted(counts.items())))
 
 
 def _line(words: list[str], tags: list[str]) -> str:

@@ -34,7 +34,7 @@ def word_pairs(text):
 
 
 def test_size_and_shape(train, validation):
-    assert sum(path.stat().st_size for path in SAMPLE.glob("*.jsonl")) <= 1_000_000
+    assert sum(path.stat().st_size for path in SAMPLE.glob("*.jsonl")) <= 1_100_000
     assert len(train) >= 2000
     assert len(validation) >= 400
     assert {tuple(row) for row in train + validation} == {("text", "label")}
@@ -70,6 +70,19 @@ def test_the_tokenizer_is_whole_and_small(tokenizer, train):
     unknown = sum(row.count(tokenizer.unk_token_id) for row in ids)
     assert unknown == 0, "every character of the training rows is in the vocabulary"
     assert max(map(len, ids)) <= tokenizer.model_max_length
+
+
+@pytest.mark.slow
+def test_the_script_makes_the_entities_again(tmp_path, monkeypatch):
+    if sys.version_info[:3] != (3, 11, 7):
+        pytest.skip("made with Python 3.11.7")
+    for name in ("make_sample.py", "make_entities.py"):
+        (tmp_path / name).write_bytes((SAMPLE / name).read_bytes())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "make_sample", raising=False)
+    runpy.run_path(str(tmp_path / "make_entities.py"), run_name="__main__")
+    for split in ("train", "validation"):
+        assert (tmp_path / f"entities_{split}.jsonl").read_bytes() == (SAMPLE / f"entities_{split}.jsonl").read_bytes()
 
 
 @pytest.mark.slow
