@@ -186,7 +186,7 @@ def _write_decoder_tokenizer(content: str) -> None:
     description["post_processor"] = None
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(description)),
-        model_max_length=128,
+        model_max_length=256,
         eos_token="[SEP]",
         pad_token="[PAD]",
         unk_token="[UNK]",
