@@ -264,6 +264,102 @@ def export(
     )
 
 
+RunArgument = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="The folder of a run or of an exported model; of a run, best/ or else model/."),
+]
+RecipeOption = Annotated[
+    str | None, typer.Option("--recipe", metavar="RECIPE", help="The recipe of a model that trainer did not export.")
+]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Ranks to start on this machine; default: one for each GPU, or one."),
+]
+
+
+@app.command(context_settings=OVERRIDES)
+def evaluate(
+    run: RunArgument,
+    overrides: OverridesArgument = None,
+    recipe: RecipeOption = None,
+    processes: RanksOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compute the metrics of a trained model.
+
+    The rows are those of `data.validation`; set data.validation=FILE for others. The layout is that of the training,
+    or ddp on one process and after DeepSpeed; keys of `parallel` set another.
+    """
+    resolved = _trained(run, recipe, overrides, processes, evaluates=True)
+
+    from trainer.launch.local import run_or_join
+    from trainer.training.evaluating import Evaluation
+
+    raise typer.Exit(run_or_join(resolved, processes, job=Evaluation(as_json)))
+
+
+@app.command(context_settings=OVERRIDES)
+def predict(
+    run: RunArgument,
+    input_: Annotated[
+        str,
+        typer.Option("--input", metavar="FILE", help="Rows: JSON Lines, CSV or Parquet, or - for JSON Lines on stdin."),
+    ],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The file to write, or - for JSON Lines on stdout.")
+    ],
+    overrides: OverridesArgument = None,
+    recipe: RecipeOption = None,
+    processes: RanksOption = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Rows of one forward pass; default: evaluation.batch_size.")
+    ] = None,
+    chunk_rows: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Rows in memory at once; a kill loses the work on one chunk.")
+    ] = 10_000,
+    keep: Annotated[
+        Literal["all", "none"], typer.Option(help="Columns of the input that the output has, beside the predictions.")
+    ] = "all",
+    top: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Classes with a probability, the first ones; default: all.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+) -> None:
+    """Write the predictions of a trained model, one row for each row of a file.
+
+    After a kill, the same command goes on where it stopped. The columns are those of the recipe's task; it needs no
+    labels.
+    """
+    from trainer.training.predicting import STANDARD, Prediction, Request, spooled
+
+    sizes = [] if batch_size is None else [f"evaluation.batch_size={batch_size}"]
+    resolved = _trained(run, recipe, [*(overrides or ()), *sizes], processes, evaluates=False)
+
+    from trainer.launch.local import run_or_join
+
+    with spooled(input_) as file:
+        shown = "stdin" if input_ == STANDARD else input_
+        job = Prediction(Request(file, shown, output, chunk_rows, keep, top, overwrite))
+        code = run_or_join(resolved, processes, job=job)
+    raise typer.Exit(code)
+
+
+def _trained(
+    run: Path, recipe: str | None, overrides: Sequence[str] | None, processes: int | None, evaluates: bool
+) -> ResolvedRecipe:
+    """Return the recipe of a trained model, and show the notes on it once."""
+    from trainer.launch.local import number_of_ranks
+    from trainer.ranks.environment import detect, problems_name_the_machine
+    from trainer.reading.trained import load_trained
+
+    with problems_name_the_machine():
+        trained = load_trained(run, recipe, overrides or (), number_of_ranks(processes), evaluates)
+    if detect().rank == 0:
+        for note in trained.notes:
+            typer.echo(note, err=True)
+    return trained.resolved
+
+
 @app.command()
 def convert(
     files: Annotated[

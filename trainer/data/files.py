@@ -129,7 +129,7 @@ def read_files(
             options["encoding"] = encoding
         if file_format == "csv":
             options |= {"keep_default_na": False, "na_values": [""]}  # "None" and "NA" may be names of classes
-            parts = [_delimiter(path, encoding) for path in paths] if delimiter is None else [delimiter]
+            parts = [delimiter_of(path, encoding) for path in paths] if delimiter is None else [delimiter]
             options["sep"] = parts[0]
             if delimiter is None and parts[0] != "," and _ending(paths[0]) == ".csv":
                 notes.append(f"`{key}`: `{paths[0].name}` is read with {_DELIMITERS[parts[0]]} between its columns")
@@ -171,17 +171,18 @@ def _read_excel(paths: Sequence[Path], key: str) -> Dataset | None:
     return datasets.Dataset.from_pandas(frame, preserve_index=False) if len(frame) else None
 
 
-def _open(path: Path, encoding: str) -> IO[str]:
+def open_text(path: Path, encoding: str) -> IO[str]:
+    """Open a text file for reading, also one that gzip compressed."""
     if path.name.lower().endswith(".gz"):
         return gzip.open(path, "rt", encoding=encoding, newline="")
     return path.open(encoding=encoding, newline="")
 
 
-def _delimiter(path: Path, encoding: str) -> str:
+def delimiter_of(path: Path, encoding: str) -> str:
     """Return the delimiter that gives the same number of columns, and the most, in the first lines of a CSV file."""
     if _ending(path) in (".tsv", ".tab"):
         return "\t"
-    with _open(path, encoding) as file:
+    with open_text(path, encoding) as file:
         lines = [line for _, line in zip(range(_SNIFFED_LINES), file, strict=False)]
     best, most = ",", 1
     for delimiter in _DELIMITERS:
@@ -199,7 +200,7 @@ def _not_in(encoding: str, paths: Sequence[Path]) -> Path | None:
         if _FORMAT_OF_ENDING.get(_ending(path), "json") not in ("json", "csv"):
             continue
         try:
-            with _open(path, encoding) as file:
+            with open_text(path, encoding) as file:
                 for _ in file:
                     pass
         except UnicodeError:
@@ -212,7 +213,7 @@ def _not_in(encoding: str, paths: Sequence[Path]) -> Path | None:
 def _json_fault(paths: Sequence[Path]) -> str | None:
     """Describe the first JSON fault; None if every line is an object or the file is a list."""
     for path in paths:
-        with _open(path, "utf-8") as file:
+        with open_text(path, "utf-8") as file:
             text = file.read()
         lines = [text] if text.lstrip().startswith("[") else text.splitlines()
         for number, line in enumerate(lines, start=1):

@@ -91,9 +91,9 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
         shape: tuple[int, ...] | None = None
         for first_row in range(0, len(rows), _IMAGES_AT_ONCE):
             batch = rows.select(range(first_row, min(first_row + _IMAGES_AT_ONCE, len(rows))))
-            features = encoder.encode_images(batch, processor, split.where, first_row)
+            features = encoder.encode_images(batch, processor, split.where, split.first_row + first_row)
             shape = shape or features[_PIXELS][0].shape
-            _check_shapes(features[_PIXELS], shape, split.where, first_row)
+            _check_shapes(features[_PIXELS], shape, split.where, split.first_row + first_row)
             writer.add(features)
 
     return open_or_write(cache, key, write)

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of one split, and its name in messages."""
+    """The rows of one split, its name in messages, and the number of the rows before it in its file."""
 
     rows: Dataset
     where: str
+    first_row: int = 0
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def encode_split(
         packer = encoder.packer(max_length)
         for first_row in range(0, len(rows), _ROWS_AT_ONCE):
             batch = rows.select(range(first_row, min(first_row + _ROWS_AT_ONCE, len(rows))))
-            features = encoder.encode(batch, tokenizer, max_length, split.where, first_row)
+            features = encoder.encode(batch, tokenizer, max_length, split.where, split.first_row + first_row)
             writer.add(packer.add(features) if packer else features)
         if packer:
             writer.add(packer.finish())

@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
 
@@ -34,6 +34,9 @@ from trainer.recipe.strategies import STRATEGIES, Strategy
 if TYPE_CHECKING:
     from trainer.reading.loading import ResolvedRecipe
 
+Job: TypeAlias = "Callable[[ResolvedRecipe, LaunchEnvironment], int]"
+"""The work of a rank, which returns its exit code; picklable."""
+
 _RESTART_SECONDS = 1.0  # pause between two attempts, because the old ranks may still hold resources
 
 
@@ -45,13 +48,14 @@ class RankError(TrainerError):
         self.exit_code = exit_code
 
 
-def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: int = 0) -> int:
+def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: int = 0, job: Job | None = None) -> int:
     """Run a recipe on `processes` ranks, or as a rank of the launcher that started this process.
 
     Args:
         resolved: the resolved recipe.
         processes: the number of ranks; None: one for each GPU, or one process without GPUs.
         max_restarts: the maximum number of restarts from the last checkpoint after failures.
+        job: the work of each rank; None: the training.
 
     Returns:
         The exit code.
@@ -64,7 +68,17 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
     """
     with stop_before_training():
         environment, number = plan_start(resolved, processes, max_restarts)
-        return join(resolved, environment) if number is None else _start(resolved, number, max_restarts)
+        if number is None:
+            return join(resolved, environment, job)
+        return _start(resolved, number, max_restarts, job)
+
+
+def number_of_ranks(processes: int | None) -> int:
+    """Return the number of ranks that `run_or_join` would use for a strategy of several ranks."""
+    environment = detect()
+    if environment.has_ranks:
+        return environment.world_size
+    return _number_of_processes(environment, processes, STRATEGIES["ddp"])
 
 
 def plan_start(
@@ -177,12 +191,12 @@ def _arguments_of_accelerate() -> list[str] | None:
     return None
 
 
-def join(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+def join(resolved: ResolvedRecipe, environment: LaunchEnvironment, job: Job | None = None) -> int:
     """Run the rank of this process; return its exit code."""
     from trainer.training.run import run
 
     set_threads(environment)
-    return run(resolved, environment)
+    return (job or run)(resolved, environment)
 
 
 def set_threads(environment: LaunchEnvironment) -> None:
@@ -193,7 +207,7 @@ def set_threads(environment: LaunchEnvironment) -> None:
         torch.set_num_threads(threads)
 
 
-def _start(resolved: ResolvedRecipe, number: int, max_restarts: int) -> int:
+def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job | None) -> int:
     """Run `number` local ranks to their end, with restarts after failures; return their exit code."""
     method = _start_method()
     with stop_signals() as stop:
@@ -201,7 +215,7 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int) -> int:
             importlib.import_module("trainer.training.run")  # one import for all ranks and restarts
         for restart in range(1, max_restarts + 1):
             try:
-                return _attempt(resolved, number, method, stop)
+                return _attempt(resolved, number, method, stop, job)
             except RankError as error:
                 if error.exit_code != ExitCode.FAILED or stop.signal is not None:
                     raise
@@ -215,7 +229,7 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int) -> int:
                     ExitCode.STOPPED,
                 )
             resolved = _resuming(resolved)
-        return _attempt(resolved, number, method, stop)
+        return _attempt(resolved, number, method, stop, job)
 
 
 def _resuming(resolved: ResolvedRecipe) -> ResolvedRecipe:
@@ -227,13 +241,13 @@ def _resuming(resolved: ResolvedRecipe) -> ResolvedRecipe:
     return replace(resolved, recipe=recipe.model_copy(update={"checkpoint": checkpoint}))
 
 
-def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: Stop) -> int:
+def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: Stop, job: Job | None) -> int:
     """Run `number` local ranks once; return their exit code."""
     if stop.signal is not None:
         raise _stopped_early(stop.signal)
     with tempfile.TemporaryDirectory(prefix="trainer-") as name:
         folder = Path(name)
-        ranks = LocalRanks(_live, resolved, number, method, folder)
+        ranks = LocalRanks(_live, (resolved, job), number, method, folder)
         ends = ranks.wait(stop)
         failures = [end for end in ends if end.has_failed]
         if not failures:
@@ -251,12 +265,12 @@ def _start_method() -> StartMethod:
     return "spawn" if _num_gpus() or sys.platform != "linux" else "fork"
 
 
-def _live(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+def _live(argument: tuple[ResolvedRecipe, Job | None], environment: LaunchEnvironment) -> int:
     """Run one local rank; return its exit code, and write an error to the rank's error file."""
     kind: Kind = "error"
     try:
         extensions.load()  # a spawned rank has not loaded the recipe itself
-        return join(resolved, environment)
+        return join(argument[0], environment, argument[1])
     except TrainerError as error:
         code, message = error.exit_code, str(error)
         kind = "consequence" if isinstance(error, LostPeerError) else "error"

@@ -14,12 +14,13 @@ from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import STRING_TYPES, cell, require_columns, type_name
 from trainer.tasks.metrics import METRICS
 from trainer.tasks.task import TaskDefaults
-from trainer.tasks.types import Dataset
+from trainer.tasks.types import Dataset, EvaluatedSplit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _NAMES_SHOWN = 10
+_DIGITS = 6  # of a probability after the point
 
 
 class NamedClasses(TaskDefaults):
@@ -163,7 +164,12 @@ class RowClasses(NamedClasses):
     """Base class of tasks that give each row one class.
 
     Subclasses are frozen dataclasses with these fields and with fields for their inputs.
+
+    Attributes:
+        labelled: whether rows have labels.
     """
+
+    labelled: bool
 
     rows_are_labels = True
 
@@ -192,6 +198,8 @@ class RowClasses(NamedClasses):
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         self.check_inputs(features, where)
+        if not self.labelled:
+            return
         require_columns(features, [self.label_column], "task.label", where)
         feature = features[self.label_column]
         are_names = holds_names(feature)
@@ -224,6 +232,20 @@ class RowClasses(NamedClasses):
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
         predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
         return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
+
+    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"probabilities": at_least_fp32(logits).softmax(-1).cpu()}
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        """Return the class and the probability of each class, for each row."""
+        names = self._known_class_names
+        return [
+            {
+                "prediction": names[max(range(len(names)), key=row.__getitem__)],
+                "probabilities": {name: round(value, _DIGITS) for name, value in zip(names, row, strict=True)},
+            }
+            for row in answers["probabilities"].tolist()
+        ]
 
     def class_indices(self, rows: Dataset, where: str, first_row: int) -> list[int]:
         """Return the index in `class_names` of each row's label.

@@ -25,12 +25,13 @@ class ImageClassificationTask(RowClasses):
     class_names: tuple[str, ...] | None = None
     labels_are_names: bool | None = None
     shape: tuple[int, ...] | None = None
+    labelled: bool = True
 
     auto_class_name = "AutoModelForImageClassification"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (self.image_column, self.label_column)
+        return (self.image_column, self.label_column) if self.labelled else (self.image_column,)
 
     @property
     def fingerprint(self) -> str:
@@ -42,11 +43,12 @@ class ImageClassificationTask(RowClasses):
     def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> ImageClassificationTask:
         return replace(self, class_names=names, labels_are_names=labels_are_names)
 
+    def without_labels(self) -> ImageClassificationTask:
+        return replace(self, labelled=False, metric_names=())
+
     def encode_images(
         self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int
     ) -> dict[str, list[Any]]:
         images = read_images(rows, self.image_column, self.shape, where, first_row)
-        return {
-            "pixel_values": [processor(image) for image in images],
-            "labels": self.class_indices(rows, where, first_row),
-        }
+        features: dict[str, list[Any]] = {"pixel_values": [processor(image) for image in images]}
+        return features if not self.labelled else {**features, "labels": self.class_indices(rows, where, first_row)}

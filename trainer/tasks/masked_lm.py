@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.parallel.cross_entropy import VocabularyCut
+import numpy as np
+from torch import Tensor
+
+from trainer.parallel.cross_entropy import VocabularyCut, vocab_parallel_argmax
 from trainer.tasks.columns import require_text, tokenise
 from trainer.tasks.masking import Masking
 from trainer.tasks.token_labels import TokenLabels
-from trainer.tasks.types import Dataset, Tokenizer
+from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -53,3 +56,23 @@ class MaskedLMTask(TokenLabels):
 
     def for_vocabulary(self, cut: VocabularyCut | None) -> MaskedLMTask:
         return replace(self, vocabulary=cut)
+
+    def without_labels(self) -> MaskedLMTask:
+        return replace(self, metric_names=())
+
+    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        cut = self._cut(logits)
+        return {"tokens": vocab_parallel_argmax(logits, cut.group, cut.size).cpu()}
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        """Return the predicted tokens of the mask tokens of each text, and the text with them."""
+        tokenizer, encoded = split.tokenizer, split.encoded
+        assert tokenizer is not None, "the rows are texts"
+        found = []
+        for row, predicted in enumerate(answers["tokens"].numpy()):
+            ids = encoded.tokens["input_ids"][encoded.offsets[row] : encoded.offsets[row + 1]]
+            hidden = ids == tokenizer.mask_token_id
+            filled = np.where(hidden, predicted[: len(ids)], ids).tolist()
+            tokens = tokenizer.convert_ids_to_tokens(predicted[: len(ids)][hidden].tolist())
+            found.append({"tokens": tokens, "filled": tokenizer.decode(filled, skip_special_tokens=True)})
+        return found

@@ -21,12 +21,13 @@ class SequenceClassificationTask(RowClasses):
     metric_names: tuple[str, ...]
     class_names: tuple[str, ...] | None = None
     labels_are_names: bool | None = None
+    labelled: bool = True
 
     auto_class_name = "AutoModelForSequenceClassification"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (*self.text_columns, self.label_column)
+        return (*self.text_columns, self.label_column) if self.labelled else self.text_columns
 
     @property
     def fingerprint(self) -> str:
@@ -38,8 +39,11 @@ class SequenceClassificationTask(RowClasses):
     def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> SequenceClassificationTask:
         return replace(self, class_names=names, labels_are_names=labels_are_names)
 
+    def without_labels(self) -> SequenceClassificationTask:
+        return replace(self, labelled=False, metric_names=())
+
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
     ) -> dict[str, list[Any]]:
         features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
-        return {**features, "labels": self.class_indices(rows, where, first_row)}
+        return features if not self.labelled else {**features, "labels": self.class_indices(rows, where, first_row)}

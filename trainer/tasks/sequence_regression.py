@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -15,15 +15,15 @@ from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import cell, finite_number, require_columns, require_text, tokenise
 from trainer.tasks.metrics import METRICS
 from trainer.tasks.task import TaskDefaults
-from trainer.tasks.types import Dataset, Tokenizer
+from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 
 @dataclass(frozen=True)
 class SequenceRegressionTask(TaskDefaults):
-    """Regression on texts or pairs of texts with the squared error."""
+    """Regression on texts or pairs of texts with the squared error; without a label column, for predictions."""
 
     text_columns: tuple[str, ...]
-    label_column: str
+    label_column: str | None
     metric_names: tuple[str, ...]
 
     auto_class_name = "AutoModelForSequenceClassification"
@@ -31,7 +31,7 @@ class SequenceRegressionTask(TaskDefaults):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (*self.text_columns, self.label_column)
+        return self.text_columns if self.label_column is None else (*self.text_columns, self.label_column)
 
     @property
     def fingerprint(self) -> str:
@@ -46,13 +46,16 @@ class SequenceRegressionTask(TaskDefaults):
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, self.text_columns, where)
-        require_columns(features, [self.label_column], "task.label", where)
+        if self.label_column is not None:
+            require_columns(features, [self.label_column], "task.label", where)
 
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
     ) -> dict[str, list[Any]]:
         features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
-        return {**features, "labels": self._numbers(rows, where, first_row)}
+        if self.label_column is None:
+            return features
+        return {**features, "labels": self._numbers(rows, self.label_column, where, first_row)}
 
     def num_valid(self, labels: Tensor) -> Tensor:
         return labels.new_tensor(labels.numel()).long()
@@ -74,18 +77,27 @@ class SequenceRegressionTask(TaskDefaults):
         predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
         return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
 
-    def _numbers(self, rows: Dataset, where: str, first_row: int) -> list[float]:
+    def without_labels(self) -> SequenceRegressionTask:
+        return replace(self, label_column=None, metric_names=())
+
+    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"predictions": logits.float().squeeze(-1).cpu()}
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        return [{"prediction": float(f"{value:.6g}")} for value in answers["predictions"].tolist()]
+
+    def _numbers(self, rows: Dataset, column: str, where: str, first_row: int) -> list[float]:
         """Return the target of each row.
 
         Raises:
             DataError: a target is null, not a number, NaN or infinite.
         """
         numbers: list[float] = []
-        for place, value in enumerate(rows[self.label_column]):
+        for place, value in enumerate(rows[column]):
             number = finite_number(value)
             if number is None:
                 raise DataError(
-                    f"{cell(self.label_column, first_row + place, where)} must be a finite number, but is"
+                    f"{cell(column, first_row + place, where)} must be a finite number, but is"
                     f" {'null' if value is None else repr(value)}"
                 )
             numbers.append(number)

@@ -16,7 +16,8 @@ from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.task import Task
 from trainer.tasks.types import EvaluatedSplit
 
-_ROWS = "_rows"
+ROWS = "_rows"
+"""The name of the row ids among predictions."""
 
 
 class Evaluator:
@@ -59,7 +60,7 @@ class Evaluator:
             loss_sum += result.loss_sum
             num_valid += result.num_valid
             if result.predictions:
-                parts[_ROWS].append(microbatch.rows.cpu())
+                parts[ROWS].append(microbatch.rows.cpu())
             for name, tensor in result.predictions.items():
                 parts[name].append(tensor)
             self._observers.evaluation_progress(done, len(self._loader))
@@ -101,5 +102,5 @@ def in_row_order(parts: Mapping[str, Tensor], num_rows: int) -> dict[str, Tensor
         num_rows: The number of rows of the split.
     """
     assert all(len(tensor) == num_rows for tensor in parts.values()), "every row is evaluated exactly once"
-    order = parts[_ROWS].argsort() if parts else None
-    return {name: tensor[order] for name, tensor in parts.items() if name != _ROWS}
+    order = parts[ROWS].argsort() if parts else None
+    return {name: tensor[order] for name, tensor in parts.items() if name != ROWS}

@@ -18,13 +18,14 @@ from transformers.utils import CONFIG_NAME
 
 from trainer.base.disk import replace_folder
 from trainer.checkpoint.progress import Progress
+from trainer.reading.trained import RECIPE_FILE
 from trainer.tasks.registry import PIPELINE_TAGS, TEXT_TO_TEXT, WITHOUT_PIPELINE
 
 CARD_NAME = "README.md"
 
 
 def complete_folder(temporary: Path, place: Path, origin: Mapping[str, Any], progress: Progress) -> None:
-    """Add the card to a new Hugging Face folder, and put the folder in its place.
+    """Add card and recipe to a new Hugging Face folder, and put the folder in its place.
 
     Args:
         temporary: The folder with the model, beside `place`.
@@ -36,6 +37,8 @@ def complete_folder(temporary: Path, place: Path, origin: Mapping[str, Any], pro
         OSError: It cannot be written.
     """
     write_card(temporary, origin, progress)
+    recipe = json.dumps(origin.get("recipe", {}), indent=2) + "\n"
+    (temporary / RECIPE_FILE).write_text(recipe, encoding="utf-8")  # for `trainer evaluate` and `trainer predict`
     replace_folder(temporary, place)
 
 

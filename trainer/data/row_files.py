@@ -1,0 +1,164 @@
+"""Rows of files that may be larger than memory: reading in chunks, and writing of the predictions for them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from trainer.base.errors import DataError, UsageError
+from trainer.data.files import delimiter_of, open_text, reason
+
+Row: TypeAlias = dict[str, Any]
+RowFormat = Literal["json", "csv", "parquet"]
+
+_FORMATS: dict[str, RowFormat] = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+}
+
+
+def row_format(path: Path, key: str) -> RowFormat:
+    """Return the format of a file by its ending.
+
+    Raises:
+        UsageError: the ending is unknown.
+    """
+    found = _FORMATS.get(path.suffix.lower())
+    if found is None:
+        raise UsageError(f"`{key}` must end with {', '.join(_FORMATS)}, but is {path.name}; rename or convert it")
+    return found
+
+
+def read_chunks(path: Path, file_format: RowFormat, num_rows: int, skip: int, where: str) -> Iterator[list[Row]]:
+    """Yield lists of at most `num_rows` rows; the values of a CSV file are texts.
+
+    Args:
+        path: the file.
+        file_format: its format.
+        num_rows: the number of rows of a chunk.
+        skip: the number of first rows to leave out.
+        where: the name of the file in messages.
+
+    Raises:
+        DataError: the file cannot be read; the message names the line or the row.
+    """
+    readers = {"json": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows}
+    rows = iter(readers[file_format](path, where))
+    try:
+        for _ in islice(rows, skip):
+            pass
+        while chunk := list(islice(rows, num_rows)):
+            yield chunk
+    except (OSError, UnicodeError, csv.Error, EOFError) as error:
+        raise DataError(f"{where} must hold {file_format}, but cannot be read: {reason(error)}") from error
+
+
+def _json_rows(path: Path, where: str) -> Iterator[Row]:
+    with open_text(path, "utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"line {number} of {where} must be a JSON object, but is not JSON: {error.msg} at column"
+                    f" {error.colno}; write one object on each line"
+                ) from error
+            if not isinstance(value, dict):
+                raise DataError(
+                    f"line {number} of {where} must be a JSON object, but is"
+                    f" {'a list' if isinstance(value, list) else 'another value'}; write one object on each line"
+                )
+            yield value
+
+
+def _csv_rows(path: Path, where: str) -> Iterator[Row]:
+    with open_text(path, "utf-8-sig") as file:
+        for number, row in enumerate(csv.DictReader(file, delimiter=delimiter_of(path, "utf-8-sig")), start=1):
+            if None in row or None in row.values():
+                raise DataError(f"row {number} of {where} must have as many values as there are columns; correct it")
+            yield row
+
+
+def _parquet_rows(path: Path, where: str) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(1000):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{where} must hold parquet, but cannot be read: {reason(error)}") from error
+
+
+def json_line(row: Row) -> str:
+    """Return a row as a line; values that JSON lacks, such as dates, become texts."""
+    return json.dumps(row, ensure_ascii=False, default=str) + "\n"
+
+
+def write_rows(parts: Sequence[Path], path: Path, file_format: RowFormat) -> None:
+    """Write the rows of JSON Lines files into one file.
+
+    Args:
+        parts: the files, in order.
+        path: the new file.
+        file_format: its format.
+
+    Raises:
+        DataError: a column holds values of several types, which Parquet lacks.
+        OSError: the file cannot be written.
+    """
+    if file_format == "json":
+        with path.open("wb") as file:
+            for part in parts:
+                file.write(part.read_bytes())
+    elif file_format == "csv":
+        columns = list(dict.fromkeys(column for part in parts for row in _lines(part) for column in row))
+        with path.open("w", encoding="utf-8", newline="") as text:
+            delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+            writer = csv.DictWriter(text, columns, delimiter=delimiter, restval="")
+            writer.writeheader()
+            for part in parts:
+                writer.writerows({key: _cell(value) for key, value in row.items()} for row in _lines(part))
+    else:
+        _write_parquet(parts, path)
+
+
+def _write_parquet(parts: Sequence[Path], path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        tables = (pyarrow.Table.from_pylist(list(_lines(part))).schema for part in parts)
+        schema = pyarrow.unify_schemas(list(tables), promote_options="permissive")
+        with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+            for part in parts:
+                writer.write_table(pyarrow.Table.from_pylist(list(_lines(part)), schema=schema))
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            f"`--output` is Parquet, which needs one type for each column, but the rows have several: {reason(error)};"
+            " write JSON Lines, or leave the columns of the input out with --keep none"
+        ) from error
+
+
+def _lines(part: Path) -> Iterable[Row]:
+    with part.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def _cell(value: Any) -> Any:
+    if value is None:
+        return ""
+    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return value if plain else json.dumps(value, ensure_ascii=False)

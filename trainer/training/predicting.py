@@ -1,0 +1,456 @@
+"""The work of `trainer predict`: one output row for each input row, in chunks that survive a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from filelock import FileLock, Timeout
+from rich.progress import Progress
+from torch import Tensor
+
+import trainer
+from trainer.base.disk import UNFINISHED, replace_text, sync
+from trainer.base.errors import DataError, ExitCode, TrainerError, UsageError
+from trainer.data.loader import EvalLoader
+from trainer.data.row_files import Row, json_line, read_chunks, row_format, write_rows
+from trainer.data.sources import Split
+from trainer.data.split import EncodedSplit
+from trainer.parallel.mesh import ParallelMesh
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.schema import Recipe
+from trainer.tasks.registry import build_task
+from trainer.tasks.task import Task
+from trainer.tasks.types import EvaluatedSplit
+from trainer.training.assembly import Assembly, PreparedData, assemble
+from trainer.training.evaluating import progress_bar, with_class_names
+from trainer.training.evaluation import ROWS, cat_padded, in_row_order
+from trainer.training.preparing import Preparation, load_preparation
+from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from trainer.reading.loading import ResolvedRecipe
+
+STANDARD = "-"
+"""The name of the standard input and output."""
+
+_MANIFEST, _LOCK = "manifest.json", "lock"
+_LOCK_SECONDS = 20.0  # ranks of a killed command leave within this time
+_HASH_BLOCK_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 20
+
+
+@contextmanager
+def spooled(name: str) -> Iterator[Path]:
+    """Yield the input file; the standard input is copied into a file, since ranks have none and a restart needs it.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    if name != STANDARD:
+        path = Path(name)
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise UsageError(f"`--input` must name a file, but {path} {what}; name another")
+        yield path.absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        path = Path(folder) / "stdin.jsonl"
+        with path.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield path
+
+
+@dataclass(frozen=True)
+class Request:
+    """The files and the options of a prediction.
+
+    Attributes:
+        input: the file of rows.
+        shown_input: its name in messages.
+        output: the file to write, or `STANDARD`.
+        chunk_rows: the number of rows that are read and written at once.
+        keep: which columns of the input the output has: all but binary ones, or none.
+        top: the number of classes with a probability; None: all.
+        overwrite: whether to replace an existing output.
+    """
+
+    input: Path
+    shown_input: str
+    output: str
+    chunk_rows: int
+    keep: Literal["all", "none"] = "all"
+    top: int | None = None
+    overwrite: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that change the output."""
+        return {"keep": self.keep, "top": self.top, "chunk_rows": self.chunk_rows}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The job that writes the predictions for the rows of a file."""
+
+    request: Request
+
+    def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+        """Predict as the rank of `environment`, and return the exit code.
+
+        Raises:
+            TrainerError: the user can mend the cause.
+        """
+        recipe = resolved.recipe
+        plan = plan_run(recipe, environment.world_size, environment.local_world_size)
+        meeting = meet_ranks(resolved, plan, environment)
+        preparation, task = together(meeting, recipe, lambda: _prepared(recipe))
+        device = open_device(environment)
+        with process_group(plan, environment, device, meeting):
+            _predict(self.request, plan, preparation, task, device)
+        return ExitCode.DONE
+
+
+def _prepared(recipe: Recipe) -> tuple[Preparation, Task]:
+    preparation = load_preparation(recipe)
+    task = build_task(with_class_names(recipe).task).without_labels()
+    return preparation, task.for_configuration(preparation.config)
+
+
+def _predict(request: Request, plan: RunPlan, preparation: Preparation, task: Task, device: torch.device) -> None:
+    """Predict on the joined ranks; all that holds the process group is gone when this returns."""
+    mesh = open_mesh(plan.layout, device)
+    with _Rows(request, plan.recipe, task.columns) as rows, progress_bar(mesh.rank == 0) as bar:
+        mesh.on_rank_zero(rows.open)
+        predictor = _Predictor(plan, mesh, preparation, task, f"`{request.shown_input}`")
+        shown = _bar_task(bar, rows)
+        while (chunk := mesh.on_rank_zero(rows.next_chunk)) is not None:
+            found = predictor.answers(chunk["rows"], chunk["first_row"])
+
+            def write(found: tuple[dict[str, Tensor], EvaluatedSplit] = found) -> None:
+                rows.write(task.readable(*found))
+
+            mesh.on_rank_zero(write)
+            bar.update(shown, completed=rows.num_done)
+        predictor.close()
+        mesh.on_rank_zero(rows.finish)
+
+
+def _bar_task(bar: Progress, rows: _Rows) -> Any:
+    return bar.add_task("rows", total=None, completed=rows.num_done)
+
+
+class _Predictor:
+    """The model on the ranks, which is built for the first chunk."""
+
+    def __init__(self, plan: RunPlan, mesh: ParallelMesh, preparation: Preparation, task: Task, where: str) -> None:
+        self._plan = plan
+        self._mesh = mesh
+        self._preparation = preparation
+        self._task = task
+        self._where = where
+        self._parts: Assembly | None = None
+
+    def answers(self, table: Tensor, first_row: int) -> tuple[dict[str, Tensor], EvaluatedSplit]:
+        """Return the task's answers in the order of the rows, on rank 0, and the split. All ranks must call it.
+
+        Args:
+            table: the rows in the format of Arrow, as bytes.
+            first_row: the index of the first row in the file.
+        """
+        rows = _dataset(table)
+        cache = Path(self._mesh.share(tempfile.mkdtemp(prefix="trainer-") if self._mesh.rank == 0 else None))
+        try:
+            encoded = self._encode(rows, first_row, cache)
+            if self._parts is None:
+                data = PreparedData(self._task, None, self._preparation, encoded, None)
+                self._parts = assemble(self._plan, self._mesh, data)
+            split = EvaluatedSplit(rows, encoded, self._preparation.text_tokenizer, self._where)
+            return self._gathered(self._parts, encoded), split
+        finally:
+            self._mesh.barrier()  # another rank may still open the files
+            shutil.rmtree(cache, ignore_errors=True)
+
+    def _encode(self, rows: Dataset, first_row: int, cache: Path) -> EncodedSplit:
+        try:
+            return self._preparation.encode(Split(rows, self._where), self._task, cache)
+        except DataError:
+            # Once more, with the place of the rows in the file, for the message.
+            self._preparation.encode(Split(rows, self._where, first_row), self._task, cache)
+            raise
+
+    def _gathered(self, parts: Assembly, encoded: EncodedSplit) -> dict[str, Tensor]:
+        mesh = self._mesh
+        loader = EvalLoader(
+            encoded,
+            self._plan.recipe.evaluation.batch_size,
+            mesh.index("dp"),
+            mesh.size("dp"),
+            self._preparation.batching,
+            pin_memory=mesh.device.type == "cuda",
+        )
+        here: dict[str, list[Tensor]] = defaultdict(list)
+        for microbatch in loader:
+            answers = parts.engine.answer(microbatch)
+            if answers:
+                here[ROWS].append(microbatch.rows.cpu())
+            for name, tensor in answers.items():
+                here[name].append(tensor)
+        joined = {name: cat_padded(tensors) for name, tensors in here.items()}
+        # Ranks that share a model replica have the same rows, so one of them counts.
+        gathered = mesh.gather(joined if mesh.index("tp") == 0 else {}) or []
+        names = {name for part in gathered for name in part}
+        whole = {name: cat_padded([part[name] for part in gathered if name in part]) for name in names}
+        return in_row_order(whole, len(encoded))
+
+    def close(self) -> None:
+        """Let go of the model, so that the process group can end."""
+        if self._parts is not None:
+            self._parts.close()
+            self._parts = None
+
+
+class _Rows:
+    """Input and output, which rank 0 alone reads and writes.
+
+    Each chunk of rows becomes a part file beside the output. The manifest names the input, the model and the options of
+    the parts; a later call with the same ones goes on after the last part.
+    """
+
+    def __init__(self, request: Request, recipe: Recipe, columns: tuple[str, ...]) -> None:
+        self.num_done = 0
+        self._request = request
+        self._recipe = recipe
+        self._columns = columns
+        self._output = None if request.output == STANDARD else Path(request.output).absolute()
+        self._where = f"`{request.shown_input}`"
+        self._chunks: Iterator[list[Row]] = iter(())
+        self._chunk: list[Row] = []
+        self._num_parts = 0
+        self._lock: Any = None
+
+    def __enter__(self) -> _Rows:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def open(self) -> None:
+        """Find the finished parts, and open the input behind their rows.
+
+        Raises:
+            UsageError: the output exists, or another command writes it.
+        """
+        request = self._request
+        file_format = row_format(request.input, "--input")
+        if self._output is not None:
+            row_format(self._output, "--output")
+            if self._output.exists() and not request.overwrite:
+                raise UsageError(
+                    f"`--output` must name a new file, but {self._output} exists; name another, or add --overwrite"
+                )
+            try:
+                self._find_parts(self._output)
+            except OSError as error:
+                raise self._unwritable(error) from error
+        self.num_done = self._num_parts * request.chunk_rows
+        self._chunks = read_chunks(request.input, file_format, request.chunk_rows, self.num_done, self._where)
+
+    def next_chunk(self) -> dict[str, Any] | None:
+        """Return the input columns of the next rows as Arrow bytes, and the index of the first row; None at the end.
+
+        Raises:
+            DataError: the rows cannot be read, lack a column, or hold values of several types.
+        """
+        import datasets
+        import pyarrow
+
+        self._chunk = next(self._chunks, [])
+        if not self._chunk:
+            if not self.num_done:
+                raise DataError(f"`--input` must hold at least one row, but {self._where} is empty")
+            return None
+        self._check_columns()
+        try:
+            rows = datasets.Dataset.from_list([{name: row.get(name) for name in self._columns} for row in self._chunk])
+        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
+            last = self.num_done + len(self._chunk)
+            raise DataError(
+                f"each column of {self._where} must hold values of one type, but rows {self.num_done + 1} to {last} do"
+                f" not: {error}"
+            ) from error
+        table = rows.data.table
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        tensor = torch.frombuffer(bytearray(sink.getvalue()), dtype=torch.uint8)
+        return {"rows": tensor, "first_row": self.num_done}
+
+    def _check_columns(self) -> None:
+        present = dict.fromkeys(name for row in self._chunk for name in row)
+        for name in self._columns:
+            if name not in present:
+                raise DataError(
+                    f"the task reads the column `{name}`, but {self._where} has none of that name; its columns are"
+                    f" {', '.join(f'`{column}`' for column in present) or 'none'}"
+                )
+
+    def write(self, found: list[dict[str, Any]]) -> None:
+        """Write the predictions for the current rows.
+
+        Raises:
+            DataError: a column of the input has the name of a prediction.
+            TrainerError: the file cannot be written.
+        """
+        assert len(found) == len(self._chunk), "one prediction for each row"
+        text = "".join(json_line(self._merged(row, answer)) for row, answer in zip(self._chunk, found, strict=True))
+        try:
+            if self._output is None:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            else:
+                replace_text(self._part(self._num_parts), text)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._num_parts += 1
+        self.num_done += len(self._chunk)
+
+    def finish(self) -> None:
+        """Assemble the output from its parts.
+
+        Raises:
+            DataError: the rows do not fit the format.
+            TrainerError: the file cannot be written.
+        """
+        if self._output is None:
+            return
+        new = self._output.with_name(f"{UNFINISHED}{self._output.name}")
+        try:
+            file_format = row_format(self._output, "--output")
+            write_rows([self._part(number) for number in range(self._num_parts)], new, file_format)
+            sync(new)
+            os.replace(new, self._output)
+            sync(self._output.parent)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        _tell(f"wrote {self.num_done:,} rows to {self._output}")
+
+    @property
+    def _folder(self) -> Path:
+        assert self._output is not None
+        return self._output.with_name(f"{self._output.name}.parts")
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number:06}.jsonl"
+
+    def _unwritable(self, error: OSError) -> TrainerError:
+        return TrainerError(f"the predictions cannot be written to {self._request.output}: {error}; make room there")
+
+    def _find_parts(self, output: Path) -> None:
+        if not output.parent.is_dir():
+            raise UsageError(f"`--output` must lie in a folder that exists, but {output.parent} does not; create it")
+        self._folder.mkdir(exist_ok=True)
+        self._lock = FileLock(self._folder / _LOCK)
+        try:
+            self._lock.acquire(timeout=_LOCK_SECONDS)
+        except Timeout as error:
+            raise UsageError(f"another command is writing {output}; wait for it, or name another --output") from error
+        manifest = self._folder / _MANIFEST
+        facts = self._facts()
+        before = _read_manifest(manifest)
+        if before != facts:
+            if before is not None:
+                changed = ", ".join(name for name in facts if before.get(name) != facts[name])
+                _tell(f"starts anew: {self._folder} is of a prediction with another {changed}")
+            for path in self._folder.iterdir():
+                if path.name != _LOCK:
+                    path.unlink()
+            replace_text(manifest, json.dumps(facts, indent=2) + "\n")
+        while self._part(self._num_parts).exists():
+            self._num_parts += 1
+        if self._num_parts:
+            _tell(f"goes on after {self._num_parts * self._request.chunk_rows:,} rows of {self._folder}")
+
+    def _facts(self) -> dict[str, Any]:
+        folder = Path(self._recipe.model.name_or_path or "")
+        recipe = self._recipe.model_dump(mode="json")
+        kept = {"task": recipe["task"], "max_length": recipe["data"].get("max_length"), "trainer": trainer.__version__}
+        return {
+            "input": _file_hash(self._request.input),
+            "model": _folder_hash(folder),
+            "options": self._request.options() | kept | {"precision": recipe["precision"]},
+        }
+
+    def _merged(self, row: Row, answer: dict[str, Any]) -> Row:
+        if self._request.top is not None and "probabilities" in answer:
+            ranked = sorted(answer["probabilities"].items(), key=lambda item: -item[1])
+            answer = {**answer, "probabilities": dict(ranked[: self._request.top])}
+        if self._request.keep == "none":
+            return answer
+        for name in answer:
+            if name in row:
+                raise DataError(
+                    f"column `{name}` of {self._where} has the name of a prediction; rename it, or leave the columns of"
+                    " the input out with --keep none"
+                )
+        return {name: value for name, value in row.items() if not _is_binary(value)} | answer
+
+
+def _dataset(table: Tensor) -> Dataset:
+    import datasets
+    import pyarrow
+
+    with pyarrow.ipc.open_stream(pyarrow.py_buffer(table.numpy().tobytes())) as reader:
+        return datasets.Dataset(reader.read_all())
+
+
+def _is_binary(value: Any) -> bool:
+    return isinstance(value, bytes) or (isinstance(value, dict) and isinstance(value.get("bytes"), bytes))
+
+
+def _read_manifest(file: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _file_hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _folder_hash(folder: Path) -> str:
+    """Return a hash of names and sizes, and of the content of small files or the time of large ones."""
+    facts = []
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            state = path.stat()
+            small = state.st_size <= _SMALL_BYTES
+            facts.append([path.name, state.st_size, _file_hash(path) if small else state.st_mtime_ns])
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
