@@ -37,8 +37,8 @@ def complete_folder(temporary: Path, place: Path, origin: Mapping[str, Any], pro
         OSError: It cannot be written.
     """
     write_card(temporary, origin, progress)
-    recipe = json.dumps(origin.get("recipe", {}), indent=2) + "\n"
-    (temporary / RECIPE_FILE).write_text(recipe, encoding="utf-8")  # for `trainer evaluate` and `trainer predict`
+    if recipe := _part(origin, "recipe"):  # for `trainer evaluate` and `trainer predict`
+        (temporary / RECIPE_FILE).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
     replace_folder(temporary, place)
 
 
