@@ -171,5 +171,5 @@ def test_a_recipe_of_any_size_and_keys_is_taken(folder):
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     monkeypatch.delitem(sys.modules, "mlflow.tracking")
-    with pytest.raises(UsageError, match=r'pip install "trainer\[mlflow\]"'):
+    with pytest.raises(UsageError, match=r'pip install "recipe-trainer\[mlflow\]"'):
         MLflowService(None)

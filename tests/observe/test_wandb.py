@@ -182,5 +182,5 @@ def test_a_server_that_is_away_is_refused_in_time(tmp_path, monkeypatch):
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UsageError, match=r'pip install "trainer\[wandb\]"'):
+    with pytest.raises(UsageError, match=r'pip install "recipe-trainer\[wandb\]"'):
         WandbService(None)

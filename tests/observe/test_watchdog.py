@@ -90,13 +90,19 @@ def test_nothing_is_answered_while_another_rank_makes_progress(tmp_path, monkeyp
 def test_a_folder_that_does_not_answer_is_reported_without_it(tmp_path, monkeypatch, left, capfd):
     hangs = threading.Event()
     monkeypatch.setattr(watchdog, "_DISK_SECONDS", 0.2)
-    monkeypatch.setattr(Watchdog, "_statuses", lambda self: hangs.wait(60))
-    watched(tmp_path, [])
+
+    def statuses(self: Watchdog) -> dict[int, Status]:
+        hangs.wait(60)
+        return {}
+
+    monkeypatch.setattr(Watchdog, "_statuses", statuses)
+    _, dog = watched(tmp_path, [])
     deadline = time.monotonic() + 60
     while not left and time.monotonic() < deadline:
         time.sleep(0.1)
+    dog.close()
     hangs.set()
-    assert left[:1] == ["left"]
+    assert left == ["left"]
     shown = capfd.readouterr().err
     assert "error: rank 1 has made no progress for 0.5 seconds (`parallel.stall_timeout`), and the folder" in shown
     assert "test_a_folder_that_does_not_answer" in shown, "the stack of the main thread"
@@ -116,10 +122,11 @@ def test_a_clock_that_is_set_back_does_not_hide_a_stall(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `leave` ends the thread alone
 def test_one_that_does_not_reports_and_leaves(tmp_path, left):
     told: list[str] = []
-    watched(tmp_path, told)
+    _, dog = watched(tmp_path, told)
     deadline = time.monotonic() + 60
     while not left and time.monotonic() < deadline:
         time.sleep(0.1)
+    dog.close()
     assert left == ["left"]
     assert told == ["no rank has made any progress for 0.5 seconds (`parallel.stall_timeout`)"]
     assert '"kind": "stall"' in (tmp_path / "error.json").read_text()

@@ -90,7 +90,8 @@ def test_extends_must_lead_somewhere(problems: Callable[..., list[str]], extends
 def test_missing_recipes_name_the_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        RecipeError, match="nope: no such file, and no shipped recipe has this name; they are bert_base,"
+        RecipeError,
+        match="nope: no such file, and no shipped recipe has this name; they are bart_large_cnn, bert_base,",
     ):
         load_recipe("nope")
     with pytest.raises(RecipeError, match="is not a recipe file"):
