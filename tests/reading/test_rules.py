@@ -82,7 +82,7 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             "`model.tokenizer` applies to texts, but `task.type` is image_classification; remove it",
         ),
         (
-            ["task.type=image_classification", "data.max_length=128"],
+            ["task.type=image_classification", "data.max_length=64"],
             "`data.max_length` applies to texts, but `task.type` is image_classification; remove it",
         ),
         (

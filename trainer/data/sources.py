@@ -23,11 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of one split, its name in messages, and the number of the rows before it in its file."""
+    """The rows of one split.
+
+    Attributes:
+        rows: the rows.
+        where: the name of the split in messages.
+        first_row: the number of the rows before it in its file.
+        is_part: whether it is a part of a file to predict, which may hold no token that the tokenizer knows.
+    """
 
     rows: Dataset
     where: str
     first_row: int = 0
+    is_part: bool = False
 
 
 @dataclass(frozen=True)

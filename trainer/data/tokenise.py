@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 1000
 _TOKENS_AT_ONCE = 1 << 22
-_MOST_UNKNOWN = 0.5  # share of the tokens; a larger share means the wrong tokenizer
+MOST_UNKNOWN = 0.5
+"""A share of the tokens; a larger share of unknown ones means the wrong tokenizer."""
 
 
 class RowPacker(Protocol):
@@ -76,7 +77,7 @@ def encode_split(
         cache: the folder of the cache, which is created if it is missing.
 
     Raises:
-        DataError: a column is missing, a value is not valid, or most tokens are unknown to the tokenizer.
+        DataError: a column is missing, a value is not valid, or most tokens of a whole split are unknown.
         UsageError: `max_length` does not fit the tokenizer, or the cache cannot be written.
     """
     _check_max_length(max_length, tokenizer)
@@ -94,9 +95,12 @@ def encode_split(
 
     encoded = open_or_write(cache, _key(rows, encoder, tokenizer, max_length), write, encoder.own_lengths)
     if not len(encoded):
+        if split.is_part:
+            return encoded
         raise DataError(f"{split.where} must hold a text with a token, but has none")
     encoded.unknown_tokens = _count_unknown(encoded.tokens["input_ids"], tokenizer)
-    _require_known(encoded.unknown_tokens, split, tokenizer)
+    if not split.is_part:
+        _require_known(encoded.unknown_tokens, split, tokenizer)
     return encoded
 
 
@@ -120,7 +124,7 @@ def _count_unknown(ids: FlatArray, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 def _require_known(counts: tuple[int, int], split: Split, tokenizer: PreTrainedTokenizerBase) -> None:
     unknown, ordinary = counts
-    if unknown > _MOST_UNKNOWN * ordinary:
+    if unknown > MOST_UNKNOWN * ordinary:
         raise DataError(
             f"{split.where} has {unknown:,} tokens of {ordinary:,} that are unknown to the tokenizer"
             f" `{tokenizer.name_or_path}`; use a model for this language, or name the model's own in `model.tokenizer`"

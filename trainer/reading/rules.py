@@ -35,6 +35,7 @@ from trainer.recipe.schema import (
     Parallel,
     QuestionAnswering,
     Schedule,
+    Section,
     Seq2SeqLM,
     TaskSection,
     TokenClassification,
@@ -117,14 +118,17 @@ def _tokenizer(task: TaskSection, model: Model) -> Iterator[Contradiction]:
         yield _clash(f"applies to texts, but `task.type` is {task.type}; remove it", "model.tokenizer", "task.type")
 
 
+def _is_changed(section: Section, key: str) -> bool:
+    """Return whether a key has another value than its default, which `trainer check --json` and exports write too."""
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+
 def _text_lengths(task: TaskSection, data: Data) -> Iterator[Contradiction]:
     if not isinstance(task, ImageKeys):
         return
-    keys = ["data.max_length"] * ("max_length" in data.model_fields_set) + [
-        "data.group_by_length"
-    ] * data.group_by_length
-    for key in keys:
-        yield _clash(f"applies to texts, but `task.type` is {task.type}; remove it", key, "task.type")
+    for key in ("max_length", "group_by_length"):
+        if _is_changed(data, key):
+            yield _clash(f"applies to texts, but `task.type` is {task.type}; remove it", f"data.{key}", "task.type")
 
 
 def _folder(key: str, place: str | None) -> Iterator[Contradiction]:
@@ -203,7 +207,7 @@ def _beams(task: TaskSection) -> Iterator[Contradiction]:
     if not isinstance(generation, Generation):
         return
     for key in ("length_penalty", "early_stopping"):
-        if key in generation.model_fields_set and generation.num_beams == 1:
+        if _is_changed(generation, key) and generation.num_beams == 1:
             yield _clash(
                 "applies to a beam search, but `task.generation.num_beams` is 1; remove it, or use 2 or more",
                 f"task.generation.{key}",
@@ -374,8 +378,8 @@ def _deepspeed_keys(parallel: Parallel) -> Iterator[Contradiction]:
 def _pipeline(parallel: Parallel) -> Iterator[Contradiction]:
     pipeline = parallel.pipeline
     if pipeline.stages == 1:
-        for key, field in type(pipeline).model_fields.items():
-            if getattr(pipeline, key) == field.default:  # also if written, as by `trainer check --json`
+        for key in type(pipeline).model_fields:
+            if not _is_changed(pipeline, key):
                 continue
             yield _clash(
                 "applies to a pipeline, but `parallel.pipeline.stages` is 1; increase it, or remove this key",

@@ -356,7 +356,7 @@ class TokenClassificationTask(NamedClasses):
             places = [text.words for text in self._read(split.rows, split.tokenizer, split.where, 0)]
         num_words = np.array([len(words) for words in places])
         predicted = self._predicted(answers, split.encoded, num_words)
-        scores = _joined(_of_tokens(answers["scores"], split.encoded), split.encoded, num_words, 0.0)
+        scores = _of_words(answers, "scores", split.encoded, num_words, 0.0)
         first = np.cumsum(num_words) - num_words
         names, scheme = self._known_class_names, scheme_of(self._known_class_names)
         if scheme is None:
@@ -388,7 +388,7 @@ class TokenClassificationTask(NamedClasses):
         """Return the predicted class of each word of all rows, of shape `[words]`."""
         names = self._known_class_names
         outside = names.index(OUTSIDE) if OUTSIDE in names else _NO_CLASS
-        return _joined(_of_tokens(answers["predictions"], encoded), encoded, num_words, outside).astype(np.int64)
+        return _of_words(answers, "predictions", encoded, num_words, outside).astype(np.int64)
 
 
 def _windows(num_tokens: int, size: int, overlap: int) -> list[tuple[int, int]]:
@@ -487,6 +487,15 @@ def _of_tokens(values: Tensor, encoded: EncodedRows) -> NDArray[Any]:
     lengths = np.diff(encoded.offsets)
     found: NDArray[Any] = values.numpy()[np.arange(values.shape[1]) < lengths[:, None]]
     return found
+
+
+def _of_words(
+    answers: Mapping[str, Tensor], name: str, encoded: EncodedRows, num_words: Indices, fill: float
+) -> NDArray[Any]:
+    """Return the answers of words, of shape `[words]`; all are `fill` if there are no answers, without any token."""
+    if not answers:
+        return np.full(int(num_words.sum()), fill)
+    return _joined(_of_tokens(answers[name], encoded), encoded, num_words, fill)
 
 
 def _joined(values: NDArray[Any], encoded: EncodedRows, num_words: Indices, fill: float) -> NDArray[Any]:

@@ -27,6 +27,7 @@ from trainer.data.loader import EvalLoader
 from trainer.data.row_files import Row, json_line, read_chunks, row_format, write_rows
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
+from trainer.data.tokenise import MOST_UNKNOWN
 from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan, plan_run
@@ -147,6 +148,9 @@ def _predict(request: Request, plan: RunPlan, preparation: Preparation, task: Ta
             bar.update(shown, completed=rows.num_done)
         predictor.close()
         mesh.on_rank_zero(rows.finish)
+        if mesh.rank == 0:
+            for note in predictor.notes():
+                _tell(note)
 
 
 def _bar_task(bar: Progress, rows: _Rows) -> Any:
@@ -163,6 +167,7 @@ class _Predictor:
         self._task = task
         self._where = where
         self._parts: Assembly | None = None
+        self._num_unknown = self._num_tokens = 0
 
     def answers(self, table: Tensor, first_row: int) -> tuple[dict[str, Tensor], EvaluatedSplit]:
         """Return the task's answers in the order of the rows, on rank 0, and the split. All ranks must call it.
@@ -175,10 +180,14 @@ class _Predictor:
         cache = Path(self._mesh.share(tempfile.mkdtemp(prefix="trainer-") if self._mesh.rank == 0 else None))
         try:
             encoded = self._encode(rows, first_row, cache)
+            split = EvaluatedSplit(rows, encoded, self._preparation.text_tokenizer, self._where)
+            if not len(encoded):  # no text has a token
+                return {}, split
+            unknown, tokens = encoded.unknown_tokens or (0, 0)
+            self._num_unknown, self._num_tokens = self._num_unknown + unknown, self._num_tokens + tokens
             if self._parts is None:
                 data = PreparedData(self._task, None, self._preparation, encoded, None)
                 self._parts = assemble(self._plan, self._mesh, data)
-            split = EvaluatedSplit(rows, encoded, self._preparation.text_tokenizer, self._where)
             return self._gathered(self._parts, encoded), split
         finally:
             self._mesh.barrier()  # another rank may still open the files
@@ -186,10 +195,10 @@ class _Predictor:
 
     def _encode(self, rows: Dataset, first_row: int, cache: Path) -> EncodedSplit:
         try:
-            return self._preparation.encode(Split(rows, self._where), self._task, cache)
+            return self._preparation.encode(Split(rows, self._where, is_part=True), self._task, cache)
         except DataError:
             # Once more, with the place of the rows in the file, for the message.
-            self._preparation.encode(Split(rows, self._where, first_row), self._task, cache)
+            self._preparation.encode(Split(rows, self._where, first_row, is_part=True), self._task, cache)
             raise
 
     def _gathered(self, parts: Assembly, encoded: EncodedSplit) -> dict[str, Tensor]:
@@ -215,6 +224,15 @@ class _Predictor:
         names = {name for part in gathered for name in part}
         whole = {name: cat_padded([part[name] for part in gathered if name in part]) for name in names}
         return in_row_order(whole, len(encoded))
+
+    def notes(self) -> list[str]:
+        """Return a note for the user if the tokenizer did not know most tokens."""
+        if self._num_unknown <= MOST_UNKNOWN * self._num_tokens:
+            return []
+        return [
+            f"{self._where} has {self._num_unknown:,} tokens of {self._num_tokens:,} that are unknown to the model; its"
+            " predictions may be wrong"
+        ]
 
     def close(self) -> None:
         """Let go of the model, so that the process group can end."""

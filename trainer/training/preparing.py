@@ -175,6 +175,8 @@ class TextPreparation:
     def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
         assert isinstance(task, TextTask)
         encoded = encode_split(split, task, self.tokenizer, self.max_length, cache)
+        if not len(encoded):
+            return encoded
         self._require_embedding(int(encoded.tokens["input_ids"].max(initial=0)))
         if task.auto_class_name == "AutoModelForSequenceClassification":
             self._require_ends(encoded, split)

@@ -1,0 +1,235 @@
+"""`trainer evaluate` and `trainer predict` for a tiny model of each task: its metrics, and one output row for each row."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from tests.helpers.seq2seq import tiny_tokenizer
+from tests.helpers.tiny_run import WORDS, write_tiny_image_run, write_tiny_run
+from tests.helpers.training import TINY_BERT, TINY_T5
+from trainer.cli import main
+
+Row = dict[str, Any]
+MODEL = {"config": {**TINY_BERT, "initializer_range": 0.2}}
+LONG, SHORT, EMPTY, UNKNOWN = " ".join(WORDS[:40]), "word1 word2 word3", "", "? ? ?"
+
+
+def text_row(words: list[str], number: int) -> Row:
+    return {"text": " ".join(words), "label": "ab"[number % 2], "score": number / 7}
+
+
+def word_row(words: list[str], number: int) -> Row:
+    tags = ["B-X" if word < "word3" else "I-X" if word < "word6" else "O" for word in words]
+    return {"words": words, "tags": tags, "plain": ["ab"[len(word) % 2] for word in words]}
+
+
+def span_row(words: list[str], number: int) -> Row:
+    return {"text": " ".join(words), "spans": [{"start": 0, "end": len(words[0]), "label": "X"}]}
+
+
+def question_row(words: list[str], number: int) -> Row:
+    answers = {"text": [words[1]], "answer_start": [len(words[0]) + 1]}
+    return {"question": words[0], "context": " ".join(words), "answers": answers}
+
+
+def pair_row(words: list[str], number: int) -> Row:
+    return {"a": " ".join(words), "b": " ".join(words[::-1]), "source": " ".join(words), "target": words[-1]}
+
+
+def texts(column: str, *more: str, **columns: Any) -> list[Row]:
+    return [{column: text, **columns} for text in (LONG, SHORT, *more, SHORT)]
+
+
+def is_probability(value: Any) -> bool:
+    return isinstance(value, float) and 0 <= value <= 1 + 1e-6
+
+
+def check_classes(row: Row, found: Row) -> None:
+    assert set(found) == {"prediction", "probabilities"}
+    assert sum(found["probabilities"].values()) == pytest.approx(1, abs=1e-4)
+    assert found["probabilities"][found["prediction"]] == max(found["probabilities"].values())
+
+
+def check_entities(row: Row, found: Row) -> None:
+    assert set(found) == {"entities"}
+    for entity in found["entities"]:
+        part = row[next(iter(row))][entity["start"] : entity["end"]]
+        assert entity["text"] == (part if isinstance(part, str) else " ".join(part))
+        assert entity["label"] == "X"
+        assert is_probability(entity["score"])
+
+
+def check_tags(row: Row, found: Row) -> None:
+    assert set(found) == {"tags", "scores"}
+    assert len(found["tags"]) == len(found["scores"]) == len(row["words"])
+    assert {tag for tag, word in zip(found["tags"], row["words"], strict=True) if word} <= {"a", "b"}
+
+
+def check_answer(row: Row, found: Row) -> None:
+    assert {"answer", "start", "end", "score", "n_best"} <= set(found)
+    for answer in [found, *found["n_best"]]:
+        assert answer["answer"] == (row["context"][answer["start"] : answer["end"]] if answer["answer"] else "")
+        assert is_probability(answer["score"])
+
+
+def check_tokens(row: Row, found: Row) -> None:
+    assert len(found["tokens"]) == row["text"].split().count("[MASK]")
+    assert "[MASK]" not in found["filled"]
+
+
+def check_embedding(row: Row, found: Row) -> None:
+    assert math.fsum(value**2 for value in found["embedding"]) == pytest.approx(1, abs=1e-5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task, its training rows, rows to predict, and a check of each output row without the columns of the input."""
+
+    task: Mapping[str, Any]
+    row: Callable[[list[str], int], Row]
+    inputs: list[Row]
+    check: Callable[[Row, Row], None]
+    sections: Mapping[str, Any] = field(default_factory=dict)
+
+
+QUESTION = {"question": "word1"}
+LORA = {"model": {**MODEL, "adapter": {"type": "lora", "rank": 2, "targets": ["query"]}}}
+CASES = {
+    "sequence_classification": Case({}, text_row, texts("text", EMPTY, UNKNOWN, label=3), check_classes),
+    "lora": Case({}, text_row, texts("text", EMPTY), check_classes, LORA),
+    "sequence_regression": Case(
+        {"label": "score"},
+        text_row,
+        texts("text", EMPTY, UNKNOWN),
+        lambda row, found: (set(found) == {"prediction"} and math.isfinite(found["prediction"])) or pytest.fail(),
+    ),
+    "words": Case(
+        {"type": "token_classification", "words": "words", "tags": "tags"},
+        word_row,
+        [{"words": text.split(" ")} for text in (LONG, SHORT, UNKNOWN)] + [{"words": words} for words in ([""], [])],
+        check_entities,
+    ),
+    "plain tags": Case(
+        {"type": "token_classification", "words": "words", "tags": "plain", "metrics": ["accuracy"]},
+        word_row,
+        [{"words": text.split(" ")} for text in (LONG, SHORT, UNKNOWN)] + [{"words": words} for words in ([""], [])],
+        check_tags,
+    ),
+    "spans": Case(
+        {"type": "token_classification", "text": "text", "spans": "spans"},
+        span_row,
+        texts("text", EMPTY, UNKNOWN),
+        check_entities,
+    ),
+    "question_answering": Case(
+        {}, question_row, texts("context", UNKNOWN, **QUESTION), check_answer,
+    ),
+    "unanswerable": Case(
+        {"type": "question_answering", "unanswerable": True}, question_row, texts("context", **QUESTION),
+        check_answer,
+    ),
+    "masked_lm": Case({"metrics": ["perplexity"]}, text_row, texts("text", EMPTY, UNKNOWN, "word1 [MASK] word2"), check_tokens),
+    "embedding": Case({"texts": ["a", "b"]}, pair_row, texts("a", UNKNOWN), check_embedding),
+    "seq2seq_lm": Case(
+        {"metrics": ["rougeL"], "generation": {"max_new_tokens": 4}},
+        pair_row,
+        texts("source", UNKNOWN),
+        lambda row, found: isinstance(found["generated"], str) or pytest.fail(),
+        {"model": {"config": {**TINY_T5}}},
+    ),
+}  # fmt: skip
+STEPS = {"training": {"max_steps": 2}, "evaluation": {"every": "2 steps"}, "data": {"group_by_length": False}}
+
+
+def write(folder: Path, name: str, case: Case) -> Path:
+    recipe = write_tiny_run(folder, **{"model": MODEL, **STEPS, **case.sections})
+    described = json.loads(recipe.read_text())
+    kept = {"text": "text"} if name in ("sequence_regression", "masked_lm") else {}
+    default = described["task"] if name in ("sequence_classification", "lora") else {"type": name, **kept}
+    recipe.write_text(json.dumps({**described, "task": {**default, **case.task}}))
+    rows = random.Random(0)
+    for split, number in (("train", 16), ("validation", 11)):
+        found = [case.row(rows.choices(WORDS, k=rows.randint(4, 24)), index) for index in range(number)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    if name == "seq2seq_lm":
+        tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    return recipe
+
+
+def evaluated(run: Path, capfd: pytest.CaptureFixture[str]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the metrics of `trainer evaluate` and those of the training's last evaluation."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    capfd.readouterr()
+    assert main(["evaluate", str(run / "model"), "--json"]) == 0
+    return json.loads(capfd.readouterr().out)["metrics"], [line["eval"] for line in lines if "eval" in line][-1]
+
+
+def predicted(run: Path, rows: list[Row], output: Path, *options: str) -> list[Row]:
+    """Return the output of `trainer predict`; columns of the input must be there unchanged."""
+    file = output.with_name("in.jsonl")
+    file.write_text("".join(json.dumps({"id": number, **row}) + "\n" for number, row in enumerate(rows)))
+    assert main(["predict", str(run), "--input", str(file), "--output", str(output), *options]) == 0
+    if output.suffix == ".parquet":
+        found = pyarrow.parquet.read_table(output).to_pylist()
+    else:
+        found = [json.loads(line) for line in output.read_text().splitlines()]
+    for number, (before, after) in enumerate(zip(rows, found, strict=True)):
+        assert after.pop("id") == number
+        for name, value in before.items():
+            assert after.pop(name) == value
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_task(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Chunks of one row give the rows of one chunk, for the odd rows too: they are long, empty or unknown."""
+    case, run = CASES[name], tmp_path / "run"
+    assert main(["run", str(write(tmp_path, name, case))]) == 0
+    found, last = evaluated(run, capfd)
+    assert found == pytest.approx(last, abs=1e-6)
+    rows = predicted(run, case.inputs, tmp_path / "out.jsonl")
+    for row, answer in zip(case.inputs, rows, strict=True):
+        case.check(row, answer)
+    single = predicted(run, case.inputs, tmp_path / "out.parquet", "--chunk-rows", "1")
+    for row, answer in zip(rows, single, strict=True):
+        assert shown(answer) == shown(row)
+
+
+def shown(value: Any) -> Any:
+    """Return a value with rounded numbers, which depend on the batch in their last digits."""
+    if isinstance(value, float):
+        return pytest.approx(value, abs=1e-5)
+    if isinstance(value, dict):
+        return {key: shown(part) for key, part in value.items()}
+    return [shown(part) for part in value] if isinstance(value, list) else value
+
+
+def test_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    recipe = write_tiny_image_run(tmp_path, **{key: STEPS[key] for key in ("training", "evaluation")})
+    assert main(["run", str(recipe)]) == 0
+    found, last = evaluated(run, capfd)
+    assert found == pytest.approx(last, abs=1e-6)
+    encoded = io.BytesIO()
+    Image.new("L", (20, 24), 99).save(encoded, "PNG")
+    (tmp_path / "one.png").write_bytes(encoded.getvalue())
+    table = pyarrow.table({"image": [{"bytes": encoded.getvalue(), "path": "a.png"}] * 3, "id": [2, 1, 0]})
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    output = tmp_path / "out.parquet"
+    assert main(["predict", str(run), "--input", str(tmp_path / "in.parquet"), "--output", str(output)]) == 0
+    rows = pyarrow.parquet.read_table(output).to_pylist()
+    assert [row.pop("id") for row in rows] == [2, 1, 0]
+    for row in rows:
+        check_classes({}, row)
