@@ -1,4 +1,4 @@
-"""`trainer evaluate` and `trainer predict` for a tiny model of each task: its metrics, and one output row for each row."""
+"""`trainer evaluate` and `trainer predict` with a tiny model of each task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from PIL import Image
 from tests.helpers.seq2seq import tiny_tokenizer
 from tests.helpers.tiny_run import WORDS, write_tiny_image_run, write_tiny_run
 from tests.helpers.training import TINY_BERT, TINY_T5
+from trainer.base.errors import DataError
 from trainer.cli import main
+from trainer.data.row_files import read_chunks
 
 Row = dict[str, Any]
 MODEL = {"config": {**TINY_BERT, "initializer_range": 0.2}}
@@ -89,6 +91,16 @@ def check_tokens(row: Row, found: Row) -> None:
     assert "[MASK]" not in found["filled"]
 
 
+def check_number(row: Row, found: Row) -> None:
+    assert set(found) == {"prediction"}
+    assert math.isfinite(found["prediction"])
+
+
+def check_generated(row: Row, found: Row) -> None:
+    assert set(found) == {"generated"}
+    assert len(found["generated"].split()) <= 4
+
+
 def check_embedding(row: Row, found: Row) -> None:
     assert math.fsum(value**2 for value in found["embedding"]) == pytest.approx(1, abs=1e-5)
 
@@ -113,7 +125,7 @@ CASES = {
         {"label": "score"},
         text_row,
         texts("text", EMPTY, UNKNOWN),
-        lambda row, found: (set(found) == {"prediction"} and math.isfinite(found["prediction"])) or pytest.fail(),
+        check_number,
     ),
     "words": Case(
         {"type": "token_classification", "words": "words", "tags": "tags"},
@@ -140,16 +152,17 @@ CASES = {
         {"type": "question_answering", "unanswerable": True}, question_row, texts("context", **QUESTION),
         check_answer,
     ),
-    "masked_lm": Case({"metrics": ["perplexity"]}, text_row, texts("text", EMPTY, UNKNOWN, "word1 [MASK] word2"), check_tokens),
+    "masked_lm": Case({"metrics": ["perplexity"]}, text_row, texts("text", EMPTY, "word1 [MASK] word2"), check_tokens),
     "embedding": Case({"texts": ["a", "b"]}, pair_row, texts("a", UNKNOWN), check_embedding),
     "seq2seq_lm": Case(
         {"metrics": ["rougeL"], "generation": {"max_new_tokens": 4}},
         pair_row,
         texts("source", UNKNOWN),
-        lambda row, found: isinstance(found["generated"], str) or pytest.fail(),
+        check_generated,
         {"model": {"config": {**TINY_T5}}},
     ),
 }  # fmt: skip
+TRUNCATES = ("sequence_classification", "lora", "sequence_regression", "masked_lm", "embedding", "seq2seq_lm")
 STEPS = {"training": {"max_steps": 2}, "evaluation": {"every": "2 steps"}, "data": {"group_by_length": False}}
 
 
@@ -202,9 +215,12 @@ def test_each_task(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str])
     rows = predicted(run, case.inputs, tmp_path / "out.jsonl")
     for row, answer in zip(case.inputs, rows, strict=True):
         case.check(row, answer)
+    capfd.readouterr()
     single = predicted(run, case.inputs, tmp_path / "out.parquet", "--chunk-rows", "1")
     for row, answer in zip(rows, single, strict=True):
         assert shown(answer) == shown(row)
+    notes = capfd.readouterr().err
+    assert ("truncated: 1 rows of `" in notes) == (name in TRUNCATES)
 
 
 def shown(value: Any) -> Any:
@@ -216,6 +232,12 @@ def shown(value: Any) -> Any:
     return [shown(part) for part in value] if isinstance(value, list) else value
 
 
+def test_equal_names_of_csv_columns_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text,text\na,b\n")
+    with pytest.raises(DataError, match="must have different names, but are text, text"):
+        list(read_chunks(tmp_path / "in.csv", "csv", 10, 0, "`in.csv`"))
+
+
 def test_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     recipe = write_tiny_image_run(tmp_path, **{key: STEPS[key] for key in ("training", "evaluation")})
@@ -224,7 +246,6 @@ def test_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert found == pytest.approx(last, abs=1e-6)
     encoded = io.BytesIO()
     Image.new("L", (20, 24), 99).save(encoded, "PNG")
-    (tmp_path / "one.png").write_bytes(encoded.getvalue())
     table = pyarrow.table({"image": [{"bytes": encoded.getvalue(), "path": "a.png"}] * 3, "id": [2, 1, 0]})
     pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
     output = tmp_path / "out.parquet"

@@ -83,7 +83,11 @@ def _json_rows(path: Path, where: str) -> Iterator[Row]:
 
 def _csv_rows(path: Path, where: str) -> Iterator[Row]:
     with open_text(path, "utf-8-sig") as file:
-        for number, row in enumerate(csv.DictReader(file, delimiter=delimiter_of(path, "utf-8-sig")), start=1):
+        reader = csv.DictReader(file, delimiter=delimiter_of(path, "utf-8-sig"))
+        names = reader.fieldnames or ()
+        if len(set(names)) < len(names):
+            raise DataError(f"the columns of {where} must have different names, but are {', '.join(names)}; rename one")
+        for number, row in enumerate(reader, start=1):
             if None in row or None in row.values():
                 raise DataError(f"row {number} of {where} must have as many values as there are columns; correct it")
             yield row

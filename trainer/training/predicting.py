@@ -167,7 +167,7 @@ class _Predictor:
         self._task = task
         self._where = where
         self._parts: Assembly | None = None
-        self._num_unknown = self._num_tokens = 0
+        self._num_unknown = self._num_tokens = self._num_cut = 0
 
     def answers(self, table: Tensor, first_row: int) -> tuple[dict[str, Tensor], EvaluatedSplit]:
         """Return the task's answers in the order of the rows, on rank 0, and the split. All ranks must call it.
@@ -184,7 +184,9 @@ class _Predictor:
             if not len(encoded):  # no text has a token
                 return {}, split
             unknown, tokens = encoded.unknown_tokens or (0, 0)
-            self._num_unknown, self._num_tokens = self._num_unknown + unknown, self._num_tokens + tokens
+            self._num_unknown += unknown
+            self._num_tokens += tokens
+            self._num_cut += encoded.num_cut
             if self._parts is None:
                 data = PreparedData(self._task, None, self._preparation, encoded, None)
                 self._parts = assemble(self._plan, self._mesh, data)
@@ -226,13 +228,17 @@ class _Predictor:
         return in_row_order(whole, len(encoded))
 
     def notes(self) -> list[str]:
-        """Return a note for the user if the tokenizer did not know most tokens."""
-        if self._num_unknown <= MOST_UNKNOWN * self._num_tokens:
-            return []
-        return [
-            f"{self._where} has {self._num_unknown:,} tokens of {self._num_tokens:,} that are unknown to the model; its"
-            " predictions may be wrong"
-        ]
+        """Return notes for the user on truncated rows, and on unknown tokens if most are."""
+        found = []
+        if self._num_cut:
+            length = self._plan.recipe.data.max_length
+            found.append(f"truncated: {self._num_cut:,} rows of {self._where} have more than {length} tokens")
+        if self._num_unknown > MOST_UNKNOWN * self._num_tokens:
+            found.append(
+                f"unknown to the tokenizer: {self._num_unknown:,} of {self._num_tokens:,} tokens of {self._where}; the"
+                " predictions may be wrong"
+            )
+        return found
 
     def close(self) -> None:
         """Let go of the model, so that the process group can end."""
