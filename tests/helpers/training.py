@@ -215,6 +215,13 @@ def tiny_windows(num_rows: int = NUM_ROWS) -> EncodedSplit:
     return split
 
 
+def tiny_label_lists(num_rows: int = NUM_ROWS) -> EncodedSplit:
+    """Return the rows of `tiny_split` with random lists of labels, some of them empty."""
+    split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
+    split.arrays["labels"] = random.integers(0, 2, (num_rows, NUM_CLASSES)).astype(np.float32)
+    return split
+
+
 def tiny_images(num_rows: int = NUM_ROWS, size: int = 16) -> EncodedSplit:
     """Return random square images (uint8, one channel) with random classes, the same on every rank."""
     random = np.random.default_rng(0)
@@ -254,6 +261,23 @@ _TEXT_MODEL = {"config": TINY_BERT, "tokenizer": "none"}
 TINY_TASKS = {
     "sequence_classification": TinyTask(
         {"type": "sequence_classification", "text": "text"}, _TEXT_MODEL, tiny_split, Padding(0)
+    ),
+    "weighted_classification": TinyTask(
+        {
+            "type": "sequence_classification",
+            "text": "text",
+            "class_weights": {"a": 0.005, "b": 0.03, "c": 0.07},
+            "label_smoothing": 0.1,
+        },
+        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
+        tiny_split,
+        Padding(0),
+    ),
+    "multi_label": TinyTask(
+        {"type": "sequence_classification", "text": "text", "multi_label": True},
+        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
+        tiny_label_lists,
+        Padding(0),
     ),
     "masked_lm": TinyTask(
         {"type": "masked_lm", "text": "text"}, _TEXT_MODEL, partial(tiny_split, has_classes=False), Padding(0)

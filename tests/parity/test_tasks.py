@@ -24,6 +24,8 @@ TASKS = (
     "seq2seq_lm",
     "token_classification",
     "question_answering",
+    "weighted_classification",
+    "multi_label",
 )
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"parallel": {"strategy": "ddp"}}),

@@ -70,6 +70,7 @@ class ModelForward:
         self._call = call
         self._eval_call = eval_call
         self._task = task
+        self._eval_task = task.for_evaluation()
         self._mesh = mesh
         self._seed = seed
         self._synced = synced and mesh.size("dp_shard") > 1
@@ -114,13 +115,17 @@ class ModelForward:
         return joint_losses(self._task, self._mesh, batch.num_rows, batch.microbatches, scores)
 
     def denominator(self, batch: RankBatch) -> Tensor:
-        """Return the number of valid labels in the global batch, which is known before the first forward pass."""
+        """Return the number of valid labels in the global batch, or the sum of their weights.
+
+        It is known before the first forward pass.
+        """
         if self._task.rows_are_labels:
             return torch.tensor(float(batch.num_rows), device=self._mesh.device)
         counts = [self._task.num_valid(m.labels) for m in batch.microbatches if not m.filler]
-        local = torch.tensor(float(sum(int(count) for count in counts)), device=self._mesh.device)
+        local = torch.tensor(sum(float(count) for count in counts), dtype=torch.float64, device=self._mesh.device)
+        total = self._mesh.sum_(local, "dp").float()
         # A batch with ignored labels only has a loss of 0, not 0 / 0.
-        return self._mesh.sum_(local, "dp").clamp(min=1.0)
+        return torch.where(total > 0, total, torch.ones_like(total))
 
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
         """Return the sum of losses of a microbatch; a filler joins the collectives with a gradient of zero."""
@@ -145,14 +150,16 @@ class ModelForward:
     def evaluate(self, microbatch: Microbatch) -> EvalResult:
         """Run a forward pass without dropout and without gradients."""
         self._set_training(False)
-        num_valid = int(self._task.num_valid(microbatch.labels))  # on the CPU, so the host does not wait for a device
+        num_valid = int(
+            self._eval_task.num_valid(microbatch.labels)
+        )  # on the CPU, so the host does not wait for a device
         microbatch = microbatch.to(self._mesh.device)
         logits = self._scores(self._eval_call, microbatch.inputs, microbatch.labels)
         generated = self._generated(microbatch)
         if microbatch.filler:
             return EvalResult(0.0, 0, {})
         # The loss of rows that depend on each other is that of the whole split.
-        loss_sum = 0.0 if self._task.rows_depend else self._task.loss_sum(logits, microbatch.labels).item()
+        loss_sum = 0.0 if self._task.rows_depend else self._eval_task.loss_sum(logits, microbatch.labels).item()
         return EvalResult(loss_sum, num_valid, {**self._task.predictions(logits, microbatch.labels), **generated})
 
     @torch.no_grad()

@@ -159,12 +159,12 @@ class PipelinedForward(ModelForward):
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch) -> EvalResult:
         """Run a forward pass without dropout and gradients; the result is on the rank of the last stage."""
-        num_valid = int(self._task.num_valid(microbatch.labels))
+        num_valid = int(self._eval_task.num_valid(microbatch.labels))
         logits = self._scores_of(microbatch)
         if logits is None:
             return EvalResult(0.0, 0, {})
         labels = microbatch.labels.to(self._mesh.device)
-        loss_sum = 0.0 if self._task.rows_depend else self._task.loss_sum(logits, labels).item()
+        loss_sum = 0.0 if self._task.rows_depend else self._eval_task.loss_sum(logits, labels).item()
         return EvalResult(loss_sum, num_valid, self._task.predictions(logits, labels))
 
     @torch.no_grad()

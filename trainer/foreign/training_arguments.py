@@ -36,7 +36,7 @@ FIELDS: dict[str, Counterpart] = {
     "adam_epsilon": mapped("optimizer.epsilon", 1e-8),
     "optim_target_modules": none("GaLore and APOLLO are not supported", None),
     "max_grad_norm": mapped("training.max_grad_norm", 1.0, note=say.NO_CLIPPING),
-    "label_smoothing_factor": none("label smoothing is not supported", 0.0),
+    "label_smoothing_factor": none("set `task.label_smoothing`, for classifications only", 0.0),
     # precision, memory and speed
     **alike(mapped("precision", False, note=say.WORD_OF_PRECISION), "bf16", "fp16"),
     **alike(

@@ -37,6 +37,7 @@ from trainer.recipe.schema import (
     Schedule,
     Section,
     Seq2SeqLM,
+    SequenceClassification,
     TaskSection,
     TokenClassification,
     Training,
@@ -277,12 +278,30 @@ def _labels(task: TaskSection) -> Iterator[Contradiction]:
     if not isinstance(task, ClassificationKeys | TokenClassification) or task.labels is None:
         return
     yield from _repeated("task.labels", task.labels)
-    if isinstance(task, ClassificationKeys) and "f1" in task.metrics and len(task.labels) != 2:
+    several = isinstance(task, SequenceClassification) and task.multi_label
+    if isinstance(task, ClassificationKeys) and not several and "f1" in task.metrics and len(task.labels) != 2:
         yield _clash(
             f'has "f1", which needs two classes, but `task.labels` has {len(task.labels)}; use "f1_macro"',
             "task.metrics",
             "task.labels",
         )
+
+
+def _several_labels(task: TaskSection) -> Iterator[Contradiction]:
+    if not isinstance(task, SequenceClassification):
+        return
+    one_class = "applies to one class for each row, but `task.multi_label` is true"
+    if task.multi_label:
+        for metric in task.metrics:
+            if metric in ("f1", "matthews"):
+                text = f'has "{metric}", which {one_class}; use "f1_micro" or "f1_macro"'
+                yield _clash(text, "task.metrics", "task.multi_label")
+        for key in ("class_weights", "label_smoothing"):
+            if getattr(task, key) != type(task).model_fields[key].default:
+                yield _clash(f"{one_class}; remove it", f"task.{key}", "task.multi_label")
+    elif task.threshold != type(task).model_fields["threshold"].default:
+        text = "applies to several labels for each row, but `task.multi_label` is false; remove it, or set that to true"
+        yield _clash(text, "task.threshold", "task.multi_label")
 
 
 def _similarities(task: TaskSection) -> Iterator[Contradiction]:
@@ -460,6 +479,7 @@ def _project(logging: Logging) -> Iterator[Contradiction]:
 RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...] = (
     (("task",), _columns),
     (("task",), _labels),
+    (("task",), _several_labels),
     (("task", "parallel"), _chunks),
     (("task",), _similarities),
     (("task", "training"), _rows_to_compare),

@@ -146,10 +146,19 @@ class ClassificationKeys(Section):
         description="The class names in order; null: the names in the training split, in the order of a fine-tuned"
         " checkpoint that has the same names, else sorted or as the data set declares.",
     )
-    metrics: list[Literal["accuracy", "f1", "f1_macro", "matthews"]] = Field(
+    metrics: list[Literal["accuracy", "f1", "f1_macro", "f1_micro", "matthews"]] = Field(
         default=["accuracy"],
         min_length=1,
-        description="`f1` is that of class 1 of two classes; `f1_macro` is the mean over all classes.",
+        description="`f1` is that of class 1 of two classes; `f1_macro` is the mean over all classes; `f1_micro` counts"
+        " all decisions together.",
+    )
+    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]] | None = Field(
+        None,
+        description="Weights of the classes in the training loss, by name; `balanced`: rows / (classes * rows of the"
+        " class) of the training split; null: all are 1.",
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="Share of the target that is spread evenly over all classes in the training loss."
     )
 
 
@@ -157,6 +166,14 @@ class SequenceClassification(ClassificationKeys, TextKeys):
     """Assign each text, or pair of texts, to one of several classes."""
 
     type: Literal["sequence_classification"]
+    multi_label: bool = Field(
+        False,
+        description="Each row has any number of labels: `label` holds lists of names, or lists of 0 and 1, one for each"
+        " of `labels`. `accuracy` is the share of rows with all labels right.",
+    )
+    threshold: float = Field(
+        0.5, gt=0, lt=1, description="With `multi_label`: a label is predicted if its probability is above this."
+    )
 
 
 class SequenceRegression(TextKeys):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -154,6 +157,10 @@ class NamedClasses(TaskDefaults):
             f" `task.labels`: {shown(names)}"
         )
 
+    def named_probabilities(self, row: Sequence[float]) -> dict[str, float]:
+        """Return the probability of each class, by its name."""
+        return {name: round(value, _DIGITS) for name, value in zip(self._known_class_names, row, strict=True)}
+
     @property
     def _known_class_names(self) -> tuple[str, ...]:
         assert self.class_names is not None, "call `resolve` first"
@@ -167,11 +174,18 @@ class RowClasses(NamedClasses):
 
     Attributes:
         labelled: whether rows have labels.
+        class_weights: the weight of each class in the loss, by its name; "balanced": `resolve` computes the weights;
+            None: all are 1.
+        label_smoothing: the share of the target that is spread evenly over all classes.
     """
 
     labelled: bool
+    class_weights: Literal["balanced"] | Mapping[str, float] | None
+    label_smoothing: float
 
-    rows_are_labels = True
+    @property
+    def rows_are_labels(self) -> bool:
+        return self.class_weights is None
 
     def check_inputs(self, features: Mapping[str, Any], where: str) -> None:
         """Check all columns of a split except the label column.
@@ -191,7 +205,51 @@ class RowClasses(NamedClasses):
                 f"`task.metrics` may name f1 only for two classes, but column `{self.label_column}` has {len(names)}:"
                 f" {shown(names)}; use f1_macro"
             )
-        return self.with_classes(names, holds_names(train.features[self.label_column]))
+        task: Any = self.with_classes(names, holds_names(train.features[self.label_column]))
+        resolved: Self = replace(task, class_weights=task._resolved_weights(train, where))
+        return resolved
+
+    def _resolved_weights(self, train: Dataset, where: str) -> Mapping[str, float] | None:
+        """Return the weight of each class by its name; balanced ones are `rows / (classes * rows of the class)`.
+
+        Raises:
+            DataError: the weights are balanced, and a class has no training rows, or a label is not valid.
+            UsageError: a class has no weight, or a weight is that of an unknown class.
+        """
+        names, weights = self._known_class_names, self.class_weights
+        if weights is None:
+            return None
+        if weights == "balanced":
+            counts = np.bincount(self.class_indices(train, where, 0), minlength=len(names))
+            if not counts.all():
+                raise DataError(
+                    f"`task.class_weights` is balanced, but {where} has no row of the class"
+                    f" {names[int(counts.argmin())]!r}; write the weights, or remove the class from `task.labels`"
+                )
+            found: list[float] = (counts.sum() / (len(names) * counts)).tolist()
+            return dict(zip(names, found, strict=True))
+        if unknown := [name for name in weights if name not in names]:
+            raise UsageError(
+                f"`task.class_weights` must name classes, but names {unknown[0]!r}; the classes are {shown(names)}"
+            )
+        if missing := [name for name in names if name not in weights]:
+            raise UsageError(
+                f"`task.class_weights` must have a weight for each of the {len(names)} classes, but has none for"
+                f" {shown(missing)}; add it"
+            )
+        return weights
+
+    def for_evaluation(self) -> Self:
+        task: Any = self
+        unweighted: Self = replace(task, class_weights=None, label_smoothing=0.0)
+        return unweighted
+
+    def _weights(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the weights of the classes `[num_labels]` on the CPU."""
+        if self.class_weights is None:
+            return None
+        assert not isinstance(self.class_weights, str), "call `resolve` first"
+        return torch.tensor([self.class_weights[name] for name in self._known_class_names], dtype=dtype)
 
     def model_options(self) -> dict[str, Any]:
         return {**super().model_options(), "problem_type": "single_label_classification"}
@@ -215,16 +273,21 @@ class RowClasses(NamedClasses):
             )
 
     def num_valid(self, labels: Tensor) -> Tensor:
-        return labels.new_tensor(labels.numel())
+        weights = self._weights(torch.float64)
+        return labels.new_tensor(labels.numel()) if weights is None else weights.to(labels.device)[labels].sum()
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross entropy, summed over the rows.
+        """Return the cross entropy, weighted and smoothed as in torch, summed over the rows.
 
         Args:
             logits: the logits, of shape `[batch, num_labels]`.
             labels: the class indices, of shape `[batch]`.
         """
-        return F.cross_entropy(at_least_fp32(logits), labels, reduction="sum")
+        scores = at_least_fp32(logits)
+        weights = self._weights(scores.dtype)
+        if weights is not None:
+            weights = weights.to(scores.device, non_blocking=True)
+        return F.cross_entropy(scores, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"predictions": logits.argmax(dim=-1).cpu(), "labels": labels.cpu()}
@@ -242,7 +305,7 @@ class RowClasses(NamedClasses):
         return [
             {
                 "prediction": names[max(range(len(names)), key=row.__getitem__)],
-                "probabilities": {name: round(value, _DIGITS) for name, value in zip(names, row, strict=True)},
+                "probabilities": self.named_probabilities(row),
             }
             for row in answers["probabilities"].tolist()
         ]

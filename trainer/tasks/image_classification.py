@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from trainer.tasks.classes import RowClasses
 from trainer.tasks.images import read_images, require_images
@@ -26,6 +26,8 @@ class ImageClassificationTask(RowClasses):
     labels_are_names: bool | None = None
     shape: tuple[int, ...] | None = None
     labelled: bool = True
+    class_weights: Literal["balanced"] | Mapping[str, float] | None = None
+    label_smoothing: float = 0.0
 
     auto_class_name = "AutoModelForImageClassification"
 

@@ -22,6 +22,7 @@ Values: TypeAlias = NDArray[Any]
 class Metric:
     """A metric: `compute(predictions, labels)`, both of shape `[rows]`, and its direction.
 
+    With several labels for each row, both are 0 or 1, of shape `[rows, num_labels]`.
     For tasks that label tokens, the arguments are sums over the labelled tokens of each row, and the numbers of these
     tokens. For retrieval, the first argument is the rank of the right candidate of each row, from 1.
     For tasks that generate texts, they are generated texts and targets. For question answering, they are texts, and the
@@ -36,7 +37,8 @@ class Metric:
 
 
 def _accuracy(predictions: Values, labels: Values) -> float:
-    return float(np.mean(predictions == labels))
+    equal = predictions == labels
+    return float(np.mean(equal.all(axis=1) if equal.ndim == 2 else equal))
 
 
 def _f1(predictions: Values, labels: Values) -> float:
@@ -50,6 +52,13 @@ def _f1_macro(predictions: Values, labels: Values) -> float:
     from sklearn.metrics import f1_score
 
     return float(f1_score(labels, predictions, average="macro", zero_division=0))
+
+
+def _f1_micro(predictions: Values, labels: Values) -> float:
+    """Return the F1 of all decisions together; for one class per row, it equals the accuracy."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, predictions, average="micro", zero_division=0))
 
 
 def _matthews(predictions: Values, labels: Values) -> float:
@@ -110,6 +119,7 @@ METRICS: dict[str, Metric] = {
     "accuracy": Metric(_accuracy),
     "f1": Metric(_f1),
     "f1_macro": Metric(_f1_macro),
+    "f1_micro": Metric(_f1_micro),
     "precision": Metric(_share),
     "recall": Metric(_share),
     "matthews": Metric(_matthews),

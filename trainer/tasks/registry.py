@@ -23,6 +23,7 @@ from trainer.tasks.causal_lm import CausalLMTask, ChatColumn, CompletionColumns,
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.image_classification import ImageClassificationTask
 from trainer.tasks.masked_lm import MaskedLMTask
+from trainer.tasks.multi_label import MultiLabelTask
 from trainer.tasks.question_answering import QuestionAnsweringTask
 from trainer.tasks.seq2seq_lm import Seq2SeqLMTask
 from trainer.tasks.sequence_classification import SequenceClassificationTask
@@ -68,7 +69,17 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
     metrics = tuple(recipe.metrics)
     match recipe:
         case SequenceClassification():
-            return SequenceClassificationTask(_columns(recipe.text), recipe.label, metrics, _names(recipe.labels))
+            text, names = _columns(recipe.text), _names(recipe.labels)
+            if recipe.multi_label:
+                return MultiLabelTask(text, recipe.label, metrics, names, threshold=recipe.threshold)
+            return SequenceClassificationTask(
+                text,
+                recipe.label,
+                metrics,
+                names,
+                class_weights=recipe.class_weights,
+                label_smoothing=recipe.label_smoothing,
+            )
         case SequenceRegression():
             return SequenceRegressionTask(_columns(recipe.text), recipe.label, metrics)
         case MaskedLM():
@@ -108,7 +119,15 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
             )  # fmt: skip
         case ImageClassification():
             shape = None if recipe.shape is None else tuple(recipe.shape)
-            return ImageClassificationTask(recipe.image, recipe.label, metrics, _names(recipe.labels), shape=shape)
+            return ImageClassificationTask(
+                recipe.image,
+                recipe.label,
+                metrics,
+                _names(recipe.labels),
+                shape=shape,
+                class_weights=recipe.class_weights,
+                label_smoothing=recipe.label_smoothing,
+            )
 
 
 def _examples(recipe: CausalLM) -> Examples:

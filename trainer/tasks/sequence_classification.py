@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from trainer.tasks.classes import RowClasses
 from trainer.tasks.columns import require_text, tokenise
@@ -22,6 +22,8 @@ class SequenceClassificationTask(RowClasses):
     class_names: tuple[str, ...] | None = None
     labels_are_names: bool | None = None
     labelled: bool = True
+    class_weights: Literal["balanced"] | Mapping[str, float] | None = None
+    label_smoothing: float = 0.0
 
     auto_class_name = "AutoModelForSequenceClassification"
 

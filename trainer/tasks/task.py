@@ -80,7 +80,10 @@ class Task(Protocol):
         ...
 
     def num_valid(self, labels: Tensor) -> Tensor:
-        """Return the number of `labels` `[batch, ...]` that enter the loss, as an int64 scalar on their device."""
+        """Return the number of `labels` `[batch, ...]` that enter the loss, as an int64 scalar on their device.
+
+        If labels have weights, return the sum of their weights, as a float64 scalar.
+        """
         ...
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -117,6 +120,10 @@ class Task(Protocol):
 
         `joint_losses` then computes the loss in training, and `split_metrics` returns the `loss` of an evaluation.
         """
+        ...
+
+    def for_evaluation(self) -> Self:
+        """Return the task with the loss of evaluations, without class weights and label smoothing."""
         ...
 
     @property
@@ -234,6 +241,9 @@ class TaskDefaults:
 
     def joint_losses(self, scores: Tensor, labels: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def for_evaluation(self) -> Self:
+        return self
 
     def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -72,12 +72,16 @@ class Evaluation:
 
 
 def with_class_names(recipe: Recipe) -> Recipe:
-    """Return the recipe with the classes of the trained model, so that no training split is needed."""
-    if "labels" not in type(recipe.task).model_fields or getattr(recipe.task, "labels", None) is not None:
-        return recipe
-    names = getattr(load_config(recipe.model, {}), "id2label", None) or {}
-    labels = [str(names[index]) for index in sorted(names)]
-    return recipe.model_copy(update={"task": recipe.task.model_copy(update={"labels": labels})})
+    """Return the recipe with the classes of the trained model, so that no training split is needed.
+
+    It has no class weights, because evaluations have none, and `balanced` ones need the training split.
+    """
+    keys = type(recipe.task).model_fields
+    update: dict[str, Any] = {"class_weights": None} if "class_weights" in keys else {}
+    if "labels" in keys and getattr(recipe.task, "labels", None) is None:
+        names = getattr(load_config(recipe.model, {}), "id2label", None) or {}
+        update["labels"] = [str(names[index]) for index in sorted(names)]
+    return recipe.model_copy(update={"task": recipe.task.model_copy(update=update)})
 
 
 def _evaluate(plan: RunPlan, data: PreparedData, device: torch.device, shows: bool) -> dict[str, float]:

@@ -1,0 +1,167 @@
+"""Sequence classification with any number of labels for each row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.base.errors import DataError, UsageError
+from trainer.parallel.dtypes import at_least_fp32
+from trainer.tasks.classes import NamedClasses, holds_names
+from trainer.tasks.columns import cell, require_columns, require_text, tokenise, type_name
+from trainer.tasks.metrics import METRICS
+from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+
+
+@dataclass(frozen=True)
+class MultiLabelTask(NamedClasses):
+    """Classification of texts or pairs of texts; each label of a row holds or not.
+
+    `labels_are_names` is false for lists of 0 and 1. `threshold` is the probability above which a label is predicted.
+    """
+
+    text_columns: tuple[str, ...]
+    label_column: str
+    metric_names: tuple[str, ...]
+    class_names: tuple[str, ...] | None = None
+    labels_are_names: bool | None = None
+    threshold: float = 0.5
+    labelled: bool = True
+
+    auto_class_name = "AutoModelForSequenceClassification"
+    rows_are_labels = True
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.text_columns, self.label_column) if self.labelled else self.text_columns
+
+    @property
+    def fingerprint(self) -> str:
+        return json.dumps(["multi_label", self.text_columns, self.label_column, self.class_names, self.labelled])
+
+    def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> MultiLabelTask:
+        return replace(self, class_names=names, labels_are_names=labels_are_names)
+
+    def without_labels(self) -> MultiLabelTask:
+        return replace(self, labelled=False, metric_names=())
+
+    def model_options(self) -> dict[str, Any]:
+        return {**super().model_options(), "problem_type": "multi_label_classification"}
+
+    def resolve(self, train: Dataset, where: str) -> MultiLabelTask:
+        self.check_columns(train.features, where)
+        feature = train.features[self.label_column].feature
+        are_names = bool(holds_names(feature))
+        if not are_names and self.class_names is None:
+            raise UsageError(
+                f"`task.labels` must name the labels in order, because column `{self.label_column}` of {where} holds"
+                " lists of 0 and 1; add it"
+            )
+        found = set(chain.from_iterable(labels or () for labels in train[self.label_column]))
+        return self.with_classes(self.class_names or self.find_names(feature, found, where), are_names)
+
+    def check_columns(self, features: Mapping[str, Any], where: str) -> None:
+        require_text(features, self.text_columns, where)
+        if not self.labelled:
+            return
+        require_columns(features, [self.label_column], "task.label", where)
+        are_names = _holds_names(features[self.label_column])
+        if are_names is None:
+            raise DataError(
+                f"`task.label` must name a column of lists of names, or of 0 and 1, because `task.multi_label` is true,"
+                f" but column `{self.label_column}` of {where} holds {type_name(features[self.label_column])}"
+            )
+        if self.labels_are_names not in (None, are_names):
+            kinds = {True: "lists of names", False: "lists of 0 and 1"}
+            raise DataError(
+                f"column `{self.label_column}` of {where} must hold {kinds[not are_names]}, as the training split"
+                f" does, but holds {kinds[are_names]}"
+            )
+
+    def encode(
+        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+    ) -> dict[str, list[Any]]:
+        features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
+        return features if not self.labelled else {**features, "labels": self._labels(rows, where, first_row)}
+
+    def num_valid(self, labels: Tensor) -> Tensor:
+        return torch.tensor(len(labels), device=labels.device)
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the binary cross entropy, averaged over the labels and summed over the rows.
+
+        Args:
+            logits: the logits, of shape `[batch, num_labels]`.
+            labels: 0 or 1, of shape `[batch, num_labels]`.
+        """
+        scores = at_least_fp32(logits)
+        total = F.binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="sum")
+        return total / scores.shape[-1]
+
+    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        predicted = at_least_fp32(logits).sigmoid() > self.threshold
+        return {"predictions": predicted.long().cpu(), "labels": labels.long().cpu()}
+
+    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
+        predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
+        return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
+
+    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"probabilities": at_least_fp32(logits).sigmoid().cpu()}
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        """Return the labels above the threshold and the probability of each label, for each row."""
+        names, probabilities = self._known_class_names, answers["probabilities"]
+        return [
+            {
+                "prediction": [name for name, holds in zip(names, held, strict=True) if holds],
+                "probabilities": self.named_probabilities(row),
+            }
+            for row, held in zip(probabilities.tolist(), (probabilities > self.threshold).tolist(), strict=True)
+        ]
+
+    def _labels(self, rows: Dataset, where: str, first_row: int) -> list[NDArray[np.float32]]:
+        """Return 0 or 1 for each label of each row, as arrays `[num_labels]`.
+
+        Raises:
+            DataError: a row is null, or has an unknown label, another number than 0 and 1, or too few or many numbers.
+        """
+        names = self._known_class_names
+        index_of, declared = self.index_of(rows.features[self.label_column].feature)
+        encoded = []
+        for row, labels in enumerate(rows[self.label_column]):
+            place = cell(self.label_column, first_row + row, where)
+            if labels is None:
+                raise DataError(f"{place} is null; a row without labels has an empty list")
+            array: NDArray[np.float32] = np.zeros(len(names), np.float32)
+            if self.labels_are_names:
+                for label in labels:
+                    if label not in index_of:
+                        raise self.unknown(label, declared, f"{place}, in its list,")
+                    array[index_of[label]] = 1
+            elif labels:
+                if len(labels) != len(names) or any(label not in (0, 1) for label in labels):
+                    raise DataError(
+                        f"{place} must be empty or have 0 or 1 for each of the {len(names)} labels of `task.labels`,"
+                        f" but is {labels}"
+                    )
+                array[:] = labels
+            encoded.append(array)
+        return encoded
+
+
+def _holds_names(feature: Any) -> bool | None:
+    """Return whether a column holds lists of names, or of numbers; None for other columns."""
+    if type(feature).__name__ not in ("List", "LargeList"):
+        return None
+    inner = feature.feature
+    return False if str(getattr(inner, "dtype", "")).startswith(("bool", "float")) else holds_names(inner)
