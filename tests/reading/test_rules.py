@@ -74,6 +74,21 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             " stages",
         ),
         (
+            ["task.multi_label=true", 'task.metrics=["f1"]'],
+            '`task.metrics` has "f1", which applies to one class for each row, but `task.multi_label` is true; use'
+            ' "f1_micro" or "f1_macro"',
+        ),
+        (
+            ["task.multi_label=true", "task.class_weights=balanced"],
+            "`task.class_weights` applies to one class for each row, but `task.multi_label` is true; remove it",
+        ),
+        (
+            ["task.threshold=0.4"],
+            "`task.threshold` applies to several labels for each row, but `task.multi_label` is false; remove it, or"
+            " set that to true",
+        ),
+        (["task.class_weights.a=0"], '`task.class_weights` has the weight 0.0 for "a"; use a number above 0'),
+        (
             ["task.type=image_classification", "task.label=image"],
             '`task.label` is "image", which is also `task.image`; set the column of the label',
         ),

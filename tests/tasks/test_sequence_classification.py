@@ -4,6 +4,7 @@ import datasets
 import numpy as np
 import pytest
 import sklearn.metrics
+import sklearn.utils.class_weight
 import torch
 
 from trainer.base.errors import DataError, UsageError
@@ -186,6 +187,37 @@ def test_metrics_over_pieces_equal_sklearn_over_the_whole():
         "f1_macro": sklearn.metrics.f1_score(labels, predicted, average="macro"),
         "matthews": sklearn.metrics.matthews_corrcoef(labels, predicted),
     }
+
+
+def test_balanced_weights_are_those_of_sklearn():
+    names = ["a", "b", "b", "c", "b", "c"]
+    expected = sklearn.utils.class_weight.compute_class_weight("balanced", classes=np.array(list("abc")), y=names)
+    assert list(resolved(*names, class_weights="balanced").class_weights.values()) == pytest.approx(expected)
+
+
+def test_weights_follow_their_classes():
+    task = resolved("a", "b", class_weights={"b": 3.0, "a": 1.0}, label_smoothing=0.2)
+    ordered, _ = task.in_checkpoint_order(("b", "a"), chosen=False)
+    logits, labels = torch.randn(4, 2), torch.tensor([0, 1, 1, 1])
+    expected = torch.nn.functional.cross_entropy(logits, labels, torch.tensor([3.0, 1.0]), label_smoothing=0.2)
+    assert ordered.num_valid(labels) == 6
+    torch.testing.assert_close(ordered.loss_sum(logits, labels) / 6, expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"class_weights": {"a": 1.0, "b": 1.0, "x": 2.0}}, "`task.class_weights` must name classes, but names 'x';"),
+        ({"class_weights": {"a": 1.0}}, "must have a weight for each of the 2 classes, but has none for b; add it"),
+        (
+            {"class_weights": "balanced", "labels": ["a", "b", "rare"]},
+            "is balanced, but `rows.jsonl` has no row of the class 'rare'; write the weights, or remove the class",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_the_classes(keys, message):
+    with pytest.raises((DataError, UsageError), match=message):
+        resolved("a", "b", **keys)
 
 
 def test_the_fingerprint_tells_what_changes_the_features():

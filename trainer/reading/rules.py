@@ -275,6 +275,10 @@ def _chunks(task: TaskSection, parallel: Parallel) -> Iterator[Contradiction]:
 
 def _labels(task: TaskSection) -> Iterator[Contradiction]:
     yield from _repeated("task.metrics", task.metrics)
+    weights = getattr(task, "class_weights", None)
+    for name, weight in weights.items() if isinstance(weights, dict) else ():
+        if weight <= 0:
+            yield _clash(f"has the weight {weight} for {shown_value(name)}; use a number above 0", "task.class_weights")
     if not isinstance(task, ClassificationKeys | TokenClassification) or task.labels is None:
         return
     yield from _repeated("task.labels", task.labels)

@@ -152,7 +152,7 @@ class ClassificationKeys(Section):
         description="`f1` is that of class 1 of two classes; `f1_macro` is the mean over all classes; `f1_micro` counts"
         " all decisions together.",
     )
-    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]] | None = Field(
+    class_weights: Literal["balanced"] | dict[str, float] | None = Field(
         None,
         description="Weights of the classes in the training loss, by name; `balanced`: rows / (classes * rows of the"
         " class) of the training split; null: all are 1.",
