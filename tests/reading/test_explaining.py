@@ -53,12 +53,12 @@ Minimal = dict[str, Any]
         ("precision=fp8", '`precision` must be one of "fp32", "bf16", "fp16", but is "fp8"'),
         (
             "task.metrics=f1",
-            '`task.metrics` must be a list of at least 1 item, each one of "accuracy", "f1", "f1_macro", "matthews",'
-            ' but is "f1"; write ["f1"]',
+            '`task.metrics` must be a list of at least 1 item, each one of "accuracy", "f1", "f1_macro", "f1_micro",'
+            ' "matthews", but is "f1"; write ["f1"]',
         ),
         (
             'task.metrics=["acuracy"]',
-            '`task.metrics[0]` must be one of "accuracy", "f1", "f1_macro", "matthews", but is "acuracy";'
+            '`task.metrics[0]` must be one of "accuracy", "f1", "f1_macro", "f1_micro", "matthews", but is "acuracy";'
             ' did you mean "accuracy"?',
         ),
         (
