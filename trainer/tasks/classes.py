@@ -240,6 +240,8 @@ class RowClasses(NamedClasses):
         return weights
 
     def for_evaluation(self) -> Self:
+        if self.class_weights is None and not self.label_smoothing:
+            return self
         task: Any = self
         unweighted: Self = replace(task, class_weights=None, label_smoothing=0.0)
         return unweighted
