@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModel, BertConfig
@@ -87,6 +88,28 @@ def test_scores_under_accumulation(monkeypatch, loss):
     assert_same_curve(train_tiny(recipe_of(task, dropout=0.1, micro_batch_size=5)), whole)
 
 
+def duplicates_over_ranks(parallel: dict[str, Any], size: int) -> Any:
+    """Return the curve of rows with five different anchors and seven different positives."""
+
+    def split(num_rows: int) -> Any:
+        found, rows = tiny_tuples(num_rows, texts_per_row=2), np.arange(num_rows)
+        found.arrays["labels"] = np.stack([rows % 5, 100 + rows % 7], 1)
+        return found
+
+    keys = {**TINY_TASKS["embedding"].keys, "texts": ["a", "b"], "mask_duplicates": True}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(TINY_TASKS, "embedding", TinyTask(keys, MODEL, split, Padding(0)))
+        training = {"max_steps": 3, "micro_batch_size": size}
+        return train_tiny(tiny_recipe(task=keys, model={**MODEL, "dropout": 0.1}, training=training, parallel=parallel))
+
+
+def test_duplicates_of_other_microbatches_and_ranks_are_masked(ranks: RankPools):
+    expected = duplicates_over_ranks({}, 12)
+    assert_same_curve(duplicates_over_ranks({}, 5), expected)
+    for curve in ranks(2).run(duplicates_over_ranks, {"strategy": "fsdp"}, 4):
+        assert_same_curve(curve, expected)
+
+
 def cosent_over_ranks(strategy: str) -> Any:
     with pytest.MonkeyPatch.context() as monkeypatch:
         pairs_with_scores(monkeypatch)
@@ -103,6 +126,20 @@ def cosent_over_ranks(strategy: str) -> Any:
 def test_scores_of_all_ranks_are_ordered(ranks: RankPools):
     expected = cosent_over_ranks("none")
     for curve in ranks(2).run(cosent_over_ranks, "zero2"):
+        assert_same_curve(curve, expected)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence": True, "offload": "parameters"}])
+def test_selective_recomputations_of_zero3_may_gather_other_weights(ranks: RankPools, parallel):
+    """The first pass, without gradients, changes the order in which DeepSpeed gathers weights."""
+
+    def recipe(size: int, parallel: dict[str, Any], how: str) -> Recipe:
+        training = {"max_steps": 3, "micro_batch_size": size}
+        task, model = TINY_TASKS["embedding"].keys, {**MODEL, "dropout": 0.1}
+        return tiny_recipe(task=task, model=model, training=training, parallel=parallel, activation_checkpointing=how)
+
+    expected = train_tiny(recipe(12, {}, "none"))
+    for curve in ranks(2).run(train_tiny, recipe(3, {"strategy": "zero3", **parallel}, "selective")):
         assert_same_curve(curve, expected)
 
 

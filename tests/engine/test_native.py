@@ -16,11 +16,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import MemorySource, TinyTraining, build_tiny, tiny_recipe, train_tiny, whole_state
+from tests.helpers.training import (
+    TINY_DECODERS,
+    TINY_TASKS,
+    MemorySource,
+    TinyTraining,
+    build_tiny,
+    tiny_recipe,
+    train_tiny,
+    whole_state,
+)
 from trainer.base.errors import TrainerError, UsageError
 from trainer.engine.engine import MODEL_PREFIX
+from trainer.engine.replicated import LossReplica
 from trainer.parallel.dropout import KeyedDropout
-from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
 from trainer.tasks.task import TaskDefaults
 
 
@@ -403,3 +413,25 @@ def test_a_model_that_drops_with_torchs_function_is_refused_in_its_first_step():
     training.model.classifier.forward = lambda x: nn.functional.dropout(forward(x), 0.1)
     with pytest.raises(UsageError, match=r"torch's dropout directly.*layout_invariant_dropout"):
         steps(training, 1)
+
+
+class TestWithoutCache:
+    """A cache of keys and values breaks recomputation, and hides the documents of packed rows from transformers."""
+
+    def test_a_head_that_passes_arguments_on(self):
+        """The head for questions of a decoder has no argument `use_cache`, but its base model does."""
+        sections = {"task": {"type": "question_answering"}, "model": {"config": TINY_DECODERS["llama"]}}
+        recomputed, kept = (
+            train_tiny(tiny_recipe(**sections, activation_checkpointing=how), num_steps=1) for how in ("full", "none")
+        )
+        assert recomputed.grad_norms == kept.grad_norms
+
+    def test_a_copy_of_the_strategy_dp(self):
+        packed = TINY_TASKS["causal_lm_packed"]
+        training = tiny(task={**packed.keys, "loss_chunk_tokens": None}, model={**packed.model, "dropout": 0.0})
+        batch = next(iter(training.loader))
+        (microbatch,) = batch.microbatches
+        replica = LossReplica(training.model, training.parts.data.task, None)
+        loss = replica(0, microbatch.rows, microbatch.labels, **microbatch.inputs).item()
+        num_labels = int((microbatch.labels != IGNORED_LABEL).sum())
+        assert loss / num_labels == pytest.approx(training.engine.train_step(batch).loss, rel=1e-6)

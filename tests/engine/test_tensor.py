@@ -63,6 +63,15 @@ def test_the_size_of_a_cut_model_is_that_of_the_whole_one(ranks: RankPools):
         assert ranks(2).run(size_of, recipe_of(None, **parallel)) == [alone, alone]
 
 
+def test_frozen_weights_count_alike_under_every_cut(ranks: RankPools):
+    lora = tiny_recipe(model={"config": TINY_BERT, "tokenizer": "none", "adapter": {"type": "lora", "rank": 2}})
+    alone = size_of(lora)
+    assert alone is not None
+    assert 0 < alone.num_parameters - alone.num_frozen < alone.num_frozen / 4
+    cut = {"model": lora.model.model_dump(), "parallel": {"strategy": "ddp", "tensor": 2}}
+    assert ranks(2).run(size_of, tiny_recipe(**cut)) == [alone, alone]
+
+
 class TestCommunication:
     """Two sums forward and two backward for each layer, whatever else the model and the step send."""
 

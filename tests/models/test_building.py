@@ -152,6 +152,38 @@ class TestFromFolder:
         first, second = ranks(2).run(weights_of_a_rank, {"name_or_path": str(pretrained)})
         assert equal(first, second)
 
+    def test_keys_of_the_recipe_replace_those_of_its_configuration(self, pretrained, tmp_path):
+        keys = {"classifier_dropout": 0.25, "hidden_dropout_prob": 0.5, "pad_token_id": 3}
+        built = build({"name_or_path": str(pretrained), "config": keys})
+        assert built.model.dropout.p == 0.25
+        assert built.model.bert.embeddings.dropout.p == 0.5
+        assert equal(dict(built.model.state_dict()), weights({"name_or_path": str(pretrained)}))
+        save_model(built.model, tmp_path, built.model.state_dict())
+        assert json.loads((tmp_path / "config.json").read_text()).items() >= keys.items()
+
+    @pytest.mark.parametrize(
+        ("keys", "words"),
+        [
+            ({"hiden_dropout_prob": 0.1}, r"is not a key of a bert configuration; did you mean `hidden_dropout_prob`"),
+            ({"num_labels": 5}, "`model.config.num_labels` is set by the trainer or the task"),
+            ({"dtype": "bfloat16"}, "`model.config.dtype` is set by the trainer or the task"),
+            ({"intermediate_size": 48}, r"\(intermediate_size\) would change the shapes of the weights"),
+            ({"num_hidden_layers": 1}, r"\(num_hidden_layers\) would change the shapes of the weights"),
+            ({"num_attention_heads": 1}, "or how heads share them"),
+            ({"hidden_act": "gleu"}, "must be an activation of transformers"),
+            ({"hidden_dropout_prob": "much"}, "`model.config` does not fit the model"),
+        ],
+    )
+    def test_keys_that_do_not_fit_its_weights_are_refused(self, pretrained, keys, words):
+        with pytest.raises(UsageError, match=words):
+            build({"name_or_path": str(pretrained), "config": keys})
+
+    def test_two_probabilities_of_dropout_are_refused(self, pretrained):
+        keys = {"name_or_path": str(pretrained), "dropout": 0.3}
+        assert build({**keys, "config": {"hidden_dropout_prob": 0.3}}).model.bert.embeddings.dropout.p == 0.3
+        with pytest.raises(UsageError, match=r"to 0.3, but `model.config.hidden_dropout_prob` is 0.5; remove one of"):
+            build({**keys, "config": {"hidden_dropout_prob": 0.5}})
+
     def test_notes_say_what_was_drawn_and_what_was_left(self, pretrained, tmp_path):
         assert build({"name_or_path": str(pretrained)}).notes == [
             "not in the checkpoint, drawn at random: classifier.bias, classifier.weight"

@@ -7,6 +7,9 @@ that reaches the user is a bug of the trainer and shows one.
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -23,13 +26,90 @@ class ExitCode(IntEnum):
 class TrainerError(Exception):
     """An error that the user can fix; `str(error)` is the whole message, with the fix."""
 
-    exit_code: ExitCode = ExitCode.FAILED
+    _exit_code = ExitCode.FAILED
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code; `FAILED` instead of `USER` if a fault of machine or network caused the error."""
+        if self._exit_code == ExitCode.USER and _may_pass(self):
+            return ExitCode.FAILED
+        return self._exit_code
+
+    @exit_code.setter
+    def exit_code(self, code: ExitCode) -> None:
+        self._exit_code = code
 
 
 class UsageError(TrainerError):
     """The recipe, an argument or the environment does not allow this run; found before training starts."""
 
-    exit_code = ExitCode.USER
+    _exit_code = ExitCode.USER
+
+
+class OutOfMemoryError(TrainerError):
+    """The memory of a device is full.
+
+    Args:
+        message: the whole message.
+        plan_command: the command that plans the run.
+    """
+
+    def __init__(self, message: str, plan_command: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.plan_command = plan_command
+
+
+_OF_THE_PATH = {
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+
+
+_OF_THE_MACHINE = {
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOLCK,
+    errno.ENOMEM,
+    errno.ENOSPC,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
+_OF_THE_NETWORK = {"ConnectionError", "Timeout", "TimeoutError", "TransportError"}
+"""Names of classes of errors in the standard library, requests, urllib3 and httpx, which are not imported here."""
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the errors that led to an error, the nearest first."""
+    while error is not None:
+        error = error.__cause__ or error.__context__
+        if error is not None:
+            yield error
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether a fault that may pass is among the causes: a full disk, a lost server, no network."""
+    return any(
+        (isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE)
+        or any(kind.__name__ in _OF_THE_NETWORK for kind in type(cause).__mro__)
+        for cause in causes(error)
+    )
+
+
+def storage_error(message: str, cause: OSError) -> TrainerError:
+    """Return a `UsageError` if `cause` is a property of the path, else a `TrainerError`.
+
+    A full disk, a quota or a lost server may pass, so a batch system may start the run again.
+    """
+    return (UsageError if cause.errno in _OF_THE_PATH else TrainerError)(message)
 
 
 class RecipeError(UsageError):
@@ -39,9 +119,50 @@ class RecipeError(UsageError):
         self.problems = problems
         super().__init__("\n".join(problems))
 
+    def __reduce__(self) -> tuple[type, tuple[str, ...]]:
+        return type(self), self.problems
+
 
 class DataError(UsageError):
     """A data set does not match the recipe; the message names the column and the row."""
+
+
+class DataProblemsError(RecipeError, DataError):
+    """Several problems of a data set."""
+
+
+class Problems:
+    """A collection of errors that are reported together."""
+
+    def __init__(self) -> None:
+        self._errors: list[TrainerError] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep a `TrainerError` of the block."""
+        try:
+            yield
+        except TrainerError as error:
+            self._errors.append(error)
+
+    @property
+    def messages(self) -> list[str]:
+        """All messages, each once."""
+        parts = (error.problems if isinstance(error, RecipeError) else [str(error)] for error in self._errors)
+        return list(dict.fromkeys(message for messages in parts for message in messages))
+
+    def raise_all(self) -> None:
+        """Raise the errors, if there are any.
+
+        Raises:
+            TrainerError: the only error.
+            RecipeError: several errors.
+        """
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            kind = DataProblemsError if all(isinstance(error, DataError) for error in self._errors) else RecipeError
+            raise kind(*self.messages)
 
 
 class LaunchError(UsageError):
@@ -55,4 +176,4 @@ class LostPeerError(TrainerError):
 class NonFiniteError(TrainerError):
     """The loss or the gradient norm is not finite; the message names the step, and no later state was saved."""
 
-    exit_code = ExitCode.NON_FINITE
+    _exit_code = ExitCode.NON_FINITE

@@ -1,4 +1,4 @@
-"""Text helpers: partial lists, nested values by their dotted keys, and text that is safe to show."""
+"""Text helpers: partial lists, tables, nested values by their dotted keys, and text that is safe to show."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ def listed(values: Sequence[object], most: int) -> str:
     """Return the first `most` values, separated by commas, and the number of those left out: "1, 2 and 3 more"."""
     shown = ", ".join(map(str, values[:most]))
     return f"{shown} and {len(values) - most} more" if len(values) > most else shown
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, of rows with equally many cells; columns are as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -13,6 +13,7 @@ from trainer.engine.zero import build_zero, partitioned_loading
 from trainer.models.building import BuiltModel
 from trainer.models.cutting import ModelCut, model_cuts
 from trainer.models.heads import chunk_head
+from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import PIPELINE_AXIS
 from trainer.recipe.plan import RunPlan
@@ -33,7 +34,12 @@ BUILDERS: dict[str, EngineBuilder] = {
 
 
 def build_engine(
-    built: Sequence[BuiltModel], task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int
+    built: Sequence[BuiltModel],
+    task: Task,
+    mesh: ParallelMesh,
+    plan: RunPlan,
+    total_steps: int,
+    teacher: Teacher | None = None,
 ) -> Engine:
     """Place the model over the mesh by the recipe's strategy, and return its engine.
 
@@ -45,7 +51,9 @@ def build_engine(
         mesh: the ranks.
         plan: the plan of the run.
         total_steps: the last step of the learning rate's schedule.
+        teacher: the model to learn from; None on ranks without the last stage, or if there is none.
     """
+    built = [replace(part, teacher=teacher) for part in built]
     task = task.for_vocabulary(next((part.vocabulary for part in built if part.vocabulary), None))
     if task.chunk_tokens is not None:
         built = [replace(part, head=chunk_head(part.model, task.chunk_tokens, task.token_scores)) for part in built]

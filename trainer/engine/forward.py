@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.engine.engine import EvalResult
 from trainer.engine.joint import JointLosses, joint_losses
@@ -41,6 +41,18 @@ def prepare_model(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan) -> None:
     cast_forward(built.model, plan.recipe.precision, mesh.device)
 
 
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """Return the model's arguments for a forward pass without a cache of keys and values.
+
+    With a cache, a recomputation would add them twice, and transformers would not find the documents of packed rows.
+    """
+    own, of_base = (
+        inspect.signature(type(module).forward).parameters for module in (model, getattr(model, "base_model", model))
+    )
+    passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in own.values())
+    return {"use_cache": False} if "use_cache" in own or (passes_on and "use_cache" in of_base) else {}
+
+
 class ModelForward:
     """The forward pass of a task's model.
 
@@ -67,6 +79,7 @@ class ModelForward:
         self._model = built.model
         self._keys = built.dropout_keys
         self._head = built.head
+        self._teacher = built.teacher
         self._call = call
         self._eval_call = eval_call
         self._task = task
@@ -74,9 +87,7 @@ class ModelForward:
         self._mesh = mesh
         self._seed = seed
         self._synced = synced and mesh.size("dp_shard") > 1
-        # Otherwise a decoder caches keys and values for the next token, and a recomputation would add them twice.
-        takes_cache = "use_cache" in inspect.signature(type(built.model).forward).parameters
-        self._constants = {"use_cache": False} if takes_cache else {}
+        self._constants = without_cache(built.model)
         self._step = 0
         self._num_rows = 0
         self._joint: JointLosses | None = None  # of the current step
@@ -132,11 +143,22 @@ class ModelForward:
         microbatch = microbatch.to(self._mesh.device)
         logits = self._training_scores(self._call, microbatch)
         if not self._task.rows_depend:
-            loss = self._task.loss_sum(logits, microbatch.labels)
+            loss = self._row_losses(logits, microbatch.labels, self._taught(microbatch.inputs))
         else:
             joint = self._joint or joint_losses(self._task, self._mesh, self._num_rows, [microbatch], [logits])
             loss = joint.sum_of(microbatch.rows, logits)
         return loss * 0.0 if microbatch.filler else loss
+
+    def _taught(self, inputs: dict[str, Tensor]) -> Tensor | None:
+        """Return the teacher's logits for the inputs of rows on this rank's device; None without a teacher."""
+        return None if self._teacher is None else self._teacher.logits(self._task.model_inputs(inputs))
+
+    def _row_losses(self, logits: Tensor, labels: Tensor, taught: Tensor | None) -> Tensor:
+        """Return the sum of the losses of rows, with the divergence from the teacher's logits `taught`, if any."""
+        loss = self._task.loss_sum(logits, labels)
+        if self._teacher is None or taught is None:
+            return loss
+        return self._teacher.mixed(loss, logits, taught, self._task.label_weights(labels))
 
     def _training_scores(self, call: ModelCall, microbatch: Microbatch) -> Tensor:
         """Return the scores of a microbatch, on this rank's device, with the dropout of its rows."""
@@ -150,9 +172,7 @@ class ModelForward:
     def evaluate(self, microbatch: Microbatch) -> EvalResult:
         """Run a forward pass without dropout and without gradients."""
         self._set_training(False)
-        num_valid = int(
-            self._eval_task.num_valid(microbatch.labels)
-        )  # on the CPU, so the host does not wait for a device
+        num_valid = int(self._eval_task.num_valid(microbatch.labels))  # on the CPU, so the host need not wait
         microbatch = microbatch.to(self._mesh.device)
         logits = self._scores(self._eval_call, microbatch.inputs, microbatch.labels)
         generated = self._generated(microbatch)
@@ -177,7 +197,7 @@ class ModelForward:
         """Return the generated tokens of the rows `[batch, tokens]`, if the task needs them."""
         if not self._task.generates or (microbatch.filler and not self._synced):
             return {}
-        return {"generated": generate(self._model, microbatch.inputs, self._synced).cpu()}
+        return {"generated": generate(self._model, microbatch.inputs, self._synced, self._seed, microbatch.rows).cpu()}
 
     def _scores(self, call: ModelCall, inputs: dict[str, Tensor], labels: Tensor | None = None) -> Tensor:
         with self._head.use(labels) if self._head and labels is not None else nullcontext():

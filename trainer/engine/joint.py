@@ -54,12 +54,14 @@ def joint_losses(
     """
     shape = (num_rows, *scores[0].shape[1:])
     every = torch.zeros(shape, dtype=scores[0].dtype, device=mesh.device)
-    labels = torch.zeros(num_rows, dtype=torch.float64, device=mesh.device)
+    of_row = microbatches[0].labels.shape[1:]
+    has_labels = 0 not in of_row
+    labels = torch.zeros((num_rows, *of_row) if has_labels else num_rows, dtype=torch.float64, device=mesh.device)
     for microbatch, part in zip(microbatches, scores, strict=True):
         if not microbatch.filler:
             rows = microbatch.rows.to(mesh.device)
             every[rows] = part.to(mesh.device)
-            if microbatch.labels.dim() == 1:  # else the rows have no labels
+            if has_labels:
                 labels[rows] = microbatch.labels.to(mesh.device, labels.dtype)
     # Each row is on one rank, and the others add zeros, so the sum gathers the rows in their order, without rounding.
     mesh.sum_(every, "dp")

@@ -47,7 +47,7 @@ def _sum_gradients(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Futur
     """Sum a bucket over the ranks, as DDP's hook: each rank's loss is already its share of the global mean."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
-    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda _: bucket.buffer())
     return summed
 
 
@@ -102,9 +102,9 @@ class NativeEngine:
         self._recipe = plan.recipe
         self._total_steps = total_steps
         self._step = 0
-        self._parameters = {name: p for model in models for name, p in model.named_parameters()}
+        self.parameters = {name: p for model in models for name, p in model.named_parameters()}
         no_decay = {name for model in models for name in no_decay_names(model)}
-        self._optimizer = build_optimizer(plan.recipe.optimizer, self._parameters.items(), no_decay)
+        self.optimizer = build_optimizer(plan.recipe.optimizer, self.parameters.items(), no_decay)
         self._schedule = schedule
         self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
         # Without DDP, as with pipeline stages, no bucket waits for a missing gradient.
@@ -119,7 +119,7 @@ class NativeEngine:
         loss = self._mesh.begin_sum_(share, "dp")
         if self._needs_all_gradients:
             self._refuse_unused_parameters()
-        placed = [(parameter, self.placements[name]) for name, parameter in self._parameters.items()]
+        placed = [(parameter, self.placements[name]) for name, parameter in self.parameters.items()]
         sum_partial_gradients_(placed, self._mesh)
         if self._complete is not None:
             self._complete()
@@ -134,11 +134,11 @@ class NativeEngine:
         )
         if result.is_finite:
             factor = clip_factor(result.grad_norm, self._recipe.training.max_grad_norm)
-            multiply_gradients_(self._parameters.values(), factor / scale)
-            for group in self._optimizer.param_groups:
+            multiply_gradients_(self.parameters.values(), factor / scale)
+            for group in self.optimizer.param_groups:
                 group["lr"] = result.learning_rate
-            self._optimizer.step()
-        self._optimizer.zero_grad()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
         self._step += 1
         return settle(result, self._scaler)
 
@@ -152,10 +152,10 @@ class NativeEngine:
         return self._schedule.idle_share()
 
     def held(self) -> dict[str, Tensor]:
-        return {name: local_part(parameter.detach()) for name, parameter in self._parameters.items()}
+        return {name: local_part(parameter.detach()) for name, parameter in self.parameters.items()}
 
     def state(self) -> EngineState:
-        own = [label for label in self._parameters if not self.placements[label].is_copy]
+        own = [label for label in self.parameters if not self.placements[label].is_copy]
         parts = [part for label in own if self._is_saved(label) for part in self._parts(label)]
         return EngineState(
             (*parts, *buffer_parts(self._models, self._mesh)),
@@ -164,36 +164,36 @@ class NativeEngine:
         )
 
     def _is_saved(self, label: str) -> bool:
-        return self._recipe.model.adapter is None or self._parameters[label].requires_grad
+        return not self._recipe.model.is_partly_frozen or self.parameters[label].requires_grad
 
     @torch.no_grad()
     def load_state(self, source: StateSource, step: int) -> None:
-        for label, parameter in self._parameters.items():
+        for label, parameter in self.parameters.items():
             name = self.placements[label].name
             if keys := optimizer_keys(source, name):
                 shapes = {key: source.shapes[f"{OPTIMIZER_PREFIX}{name}.{key}"] for key in keys}
-                self._optimizer.state[parameter] = {
+                self.optimizer.state[parameter] = {
                     key: torch.zeros_like(parameter)
                     if shape == self.placements[label].shape
                     else torch.zeros(shape, dtype=torch.float32, device=local_part(parameter).device)
                     for key, shape in shapes.items()
                 }
-        source.fill(part for label in self._parameters if self._is_saved(label) for part in self._parts(label))
+        source.fill(part for label in self.parameters if self._is_saved(label) for part in self._parts(label))
         if self._scaler:
             self._scaler.load_state(source.scalars)
         self._step = step
 
     def _parts(self, label: str) -> Iterator[TensorPart]:
         """Yield the parts of a parameter and of its optimizer state."""
-        parameter, placement = self._parameters[label], self.placements[label]
+        parameter, placement = self.parameters[label], self.placements[label]
         yield tensor_part(f"{MODEL_PREFIX}{placement.name}", parameter.detach(), placement, self._mesh)
-        for key, value in self._optimizer.state.get(parameter, {}).items():
+        for key, value in self.optimizer.state.get(parameter, {}).items():
             yield tensor_part(f"{OPTIMIZER_PREFIX}{placement.name}.{key}", value, placement, self._mesh)
 
     def export(self, folder: Path) -> None:
         tensors = {
             label: parameter.detach()
-            for label, parameter in self._parameters.items()
+            for label, parameter in self.parameters.items()
             if not self.placements[label].is_copy
         }
         for model in self._models:
@@ -203,7 +203,7 @@ class NativeEngine:
 
     def _refuse_unused_parameters(self) -> None:
         """Refuse unused parameters: DDP does not sum the gradients in their bucket, and fails one step too late."""
-        unused = [name for name, p in self._parameters.items() if p.requires_grad and p.grad is None]
+        unused = [name for name, p in self.parameters.items() if p.requires_grad and p.grad is None]
         if unused:
             raise UsageError(
                 f"`parallel.strategy` is {self._recipe.parallel.strategy}, which needs every parameter to take part in"

@@ -131,13 +131,16 @@ class PipelinedForward(ModelForward):
         labels = rows.labels.to(self._mesh.device, non_blocking=True)
 
         def loss(logits: Tensor, number: Tensor) -> Tensor:
-            real = rows.real_rows(int(number))
+            microbatch = self._index(number)
+            real = rows.real_rows(microbatch)
             count = real.stop - real.start
+            taught = self._taught(self._inputs_of(rows, microbatch))  # without real rows, too: it may be a collective
             if count == 0:
                 return logits.sum() * 0.0  # its backward pass must run too
             if self._joint is not None:
                 return self._joint.sum_of(rows.rows[real].to(logits.device), logits[:count]) * scale / denominator
-            return self._task.loss_sum(logits[:count], labels[real]) * scale / denominator
+            own = None if taught is None else taught[:count]
+            return self._row_losses(logits[:count], labels[real], own) * scale / denominator
 
         total = self._driver.train(self._inputs(rows), self._shapes(rows), loss)
         self._watch = nullcontext()
@@ -208,6 +211,18 @@ class PipelinedForward(ModelForward):
         if self._task.chunk_tokens is not None:
             tensors[_LABELS] = rows.labels
         return {name: tensor.to(self._mesh.device, non_blocking=True) for name, tensor in tensors.items()}
+
+    def _index(self, number: Tensor) -> int:
+        """Return the index of a microbatch; in a plan `number` has no value and reads as 1."""
+        return min(int(number), self._pipeline.num_microbatches - 1)
+
+    def _inputs_of(self, rows: Pass, microbatch: int) -> dict[str, Tensor]:
+        """Return the inputs of a microbatch for the teacher, which needs those of its rows at the last stage."""
+        if self._teacher is None:
+            return {}
+        size = rows.rows_of_each
+        start = microbatch * size
+        return {name: tensor[start : start + size].to(self._mesh.device) for name, tensor in rows.inputs.items()}
 
     def _shapes(self, rows: Pass) -> Shapes:
         return _part(self._built[0]).shapes.of(rows.inputs, rows.rows_of_each)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.engine.forward import ModelForward, prepare_model
+from trainer.engine.forward import ModelForward, prepare_model, without_cache
 from trainer.engine.native import NativeEngine
 from trainer.engine.schedule import AccumulationSchedule
 from trainer.models.building import BuiltModel
@@ -33,11 +33,12 @@ class LossReplica(nn.Module):
         self.model = model
         self._task = task
         self._keys = keys
+        self._constants = without_cache(model)
 
     def forward(self, step: int, rows: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
         """Return the sum of losses of this copy's rows, `[1]`."""
         with self._keys.use(MicrobatchKey(step, rows)) if self._keys else nullcontext():
-            output = self.model(**self._task.model_inputs(inputs))
+            output = self.model(**self._task.model_inputs(inputs), **self._constants)
         return self._task.loss_sum(self._task.scores(output, inputs), labels).unsqueeze(0)
 
 

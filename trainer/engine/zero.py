@@ -8,8 +8,6 @@ DeepSpeed's.
 from __future__ import annotations
 
 import io
-import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
@@ -20,16 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.base.distribution import install_command
-from trainer.base.errors import UsageError
-from trainer.engine.compiling import (
-    CPU_OPERATION,
-    abandoned_locks,
-    build_root,
-    import_deepspeed,
-    missing_tools,
-    prebuilt_operations,
-)
+from trainer.engine.compiling import import_deepspeed
 from trainer.engine.engine import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
@@ -44,6 +33,7 @@ from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.scaling import LossScaler, settle
 from trainer.models.building import BuiltModel, save_model
+from trainer.models.checkpointing import not_recorded
 from trainer.models.initialising import Gather, whole_already
 from trainer.models.statistics import persistent_buffers
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
@@ -60,44 +50,10 @@ from trainer.tasks.task import Task
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-def _import_deepspeed(device: torch.device) -> Any:
-    """Return DeepSpeed, without its log lines.
-
-    Raises:
-        UsageError: it is not installed, or cannot build its operation for this device.
-    """
+def _deepspeed(device: torch.device) -> Any:
+    """Return the package, with the variable that it reads when it starts."""
     set_local_rank(device.index or 0)
-    try:
-        deepspeed = import_deepspeed()
-    except ImportError as error:
-        raise UsageError(
-            "`parallel.strategy` zero1, zero2 and zero3 need the package deepspeed; install it"
-            f" ({install_command('deepspeed')}) or use fsdp ({error})"
-        ) from error
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # the import resets the level
-    # DeepSpeed calls collectives by deprecated names; a user cannot change that.
-    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
-    if device.type == "cpu" and CPU_OPERATION not in prebuilt_operations(deepspeed):
-        for tool in missing_tools():
-            raise UsageError(
-                f"DeepSpeed compiles an operation for the CPU on first use, but {tool} is not on the PATH; install"
-                " it, or use `parallel.strategy` fsdp"
-            )
-        _refuse_abandoned_build()
-    return deepspeed
-
-
-def _refuse_abandoned_build() -> None:
-    """Refuse to wait for the lock of a killed build, which torch does without a time limit and without a message.
-
-    Raises:
-        UsageError: a lock is older than any build.
-    """
-    for lock, minutes in abandoned_locks(build_root()):
-        raise UsageError(
-            f"DeepSpeed would wait for {lock}, which is {minutes:.0f} minutes old: the build that held it was killed;"
-            " delete the file"
-        )
+    return import_deepspeed()
 
 
 @contextmanager
@@ -109,7 +65,7 @@ def partitioned_loading(plan: RunPlan, device: torch.device) -> Iterator[Gather]
     if plan.strategy.zero_stage != 3 or plan.layout.tp > 1:
         yield whole_already
         return
-    deepspeed = _import_deepspeed(device)
+    deepspeed = _deepspeed(device)
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
     with redirect_stdout(io.StringIO()):
@@ -157,13 +113,13 @@ class ZeroEngine:
         self.placements = placements
         self._forward = forward
         self._engine = engine
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._mesh = mesh
         self._recipe = plan.recipe
         self._total_steps = total_steps
         self._step = 0
-        self._parameters = dict(engine.module.named_parameters())
-        self._shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self._parameters.items()}
+        self.parameters = dict(engine.module.named_parameters())
+        self._shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
         self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
         self._is_partitioned = plan.strategy.cuts_parameters  # stage 3
 
@@ -175,7 +131,7 @@ class ZeroEngine:
             self._engine.optimizer.override_loss_scale(self._scaler.scale / self._mesh.size("dp"))
         loss = self._accumulate(batch)
         rate = self._learning_rate()
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._engine.step()  # skips a step with a non-finite norm
         self._step += 1
@@ -198,14 +154,14 @@ class ZeroEngine:
 
     def held(self) -> dict[str, Tensor]:
         if not self._is_partitioned:
-            return {name: parameter.detach() for name, parameter in self._parameters.items()}
-        return {name: self._partition(parameter) for name, parameter in self._parameters.items()}
+            return {name: parameter.detach() for name, parameter in self.parameters.items()}
+        return {name: self._partition(parameter) for name, parameter in self.parameters.items()}
 
     def state(self) -> EngineState:
         self._link_moments()
         saved: list[TensorPart] = []
         frozen: list[TensorPart] = []
-        for name in self._parameters:
+        for name in self.parameters:
             (saved if self._is_saved(name) else frozen).extend(self._parts(name))
         return EngineState(
             (*saved, *buffer_parts([self._engine.module], self._mesh)),
@@ -214,16 +170,16 @@ class ZeroEngine:
         )
 
     def _is_saved(self, name: str) -> bool:
-        return self._recipe.model.adapter is None or self._parameters[name].requires_grad
+        return not self._recipe.model.is_partly_frozen or self.parameters[name].requires_grad
 
     @torch.no_grad()
     def load_state(self, source: StateSource, step: int) -> None:
         self._prepare_moments(source)
         if self._is_partitioned:
-            for name in filter(self._is_saved, self._parameters):
+            for name in filter(self._is_saved, self.parameters):
                 self._fill_partition(name, source)
         else:
-            source.fill(part for name in filter(self._is_saved, self._parameters) for part in self._parts(name))
+            source.fill(part for name in filter(self._is_saved, self.parameters) for part in self._parts(name))
             self._engine.optimizer.update_lp_params()
         if self._scaler:
             self._scaler.load_state(source.scalars)
@@ -231,7 +187,7 @@ class ZeroEngine:
 
     def export(self, folder: Path) -> None:
         weights: dict[str, Tensor] = persistent_buffers(self._engine.module)
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             weights |= self._joined(name, {name: self._whole(parameter)})
         self._mesh.on_rank_zero(lambda: save_model(self._engine.module, folder, weights, self._recipe.model.adapter))
 
@@ -259,7 +215,7 @@ class ZeroEngine:
 
         A frozen parameter has its weights only. Stages 1 and 2 do not partition it.
         """
-        parameter = self._parameters[name]
+        parameter = self.parameters[name]
         if not parameter.requires_grad:
             if self._is_partitioned:
                 yield self._flat_part(name, None, self._partition(parameter), self._bounds(parameter)[0])
@@ -278,7 +234,7 @@ class ZeroEngine:
 
     def _fragment(self, name: str, key: str | None) -> tuple[Tensor, int]:
         """Return this rank's elements of a master weight (key None) or a moment, without padding, and their start."""
-        parameter: Any = self._parameters[name]
+        parameter: Any = self.parameters[name]
         if self._is_partitioned:
             from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
@@ -300,7 +256,7 @@ class ZeroEngine:
         """Load this rank's partition of a parameter of stage 3 and of its moments, without communication."""
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
-        parameter: Any = self._parameters[name]
+        parameter: Any = self.parameters[name]
         start, number = self._bounds(parameter)
         keys = (None, *self._moments()) if parameter.requires_grad else (None,)
         flats = {key: torch.zeros(parameter.ds_tensor.ds_numel) for key in keys}
@@ -339,11 +295,11 @@ class ZeroEngine:
 
     def _moments(self) -> list[str]:
         """Return the keys of the optimizer's moments; empty before the first step."""
-        keys = {key for state in self._optimizer.state.values() for key in state}
+        keys = {key for state in self.optimizer.state.values() for key in state}
         return [key for key in _MOMENTS if key in keys]
 
     def _step_count(self) -> Tensor | None:
-        return next((state["step"].detach().cpu() for state in self._optimizer.state.values() if "step" in state), None)
+        return next((state["step"].detach().cpu() for state in self.optimizer.state.values() if "step" in state), None)
 
     def _link_moments(self) -> None:
         """Link each parameter to its moments in the flat partitions (stages 1 and 2).
@@ -355,26 +311,26 @@ class ZeroEngine:
         zero = self._engine.optimizer
         if not self._is_partitioned:
             for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
-                lazy_init_hp_params_optimizer_state(parameters, flat, self._optimizer.state)
+                lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
 
     def _prepare_moments(self, source: StateSource) -> None:
         """Allocate the moments of a checkpoint, which DeepSpeed allocates in the first step."""
-        keys = {key for name in self._parameters for key in optimizer_keys(source, name)}
+        keys = {key for name in self.parameters for key in optimizer_keys(source, name)}
         zero = self._engine.optimizer
         for flat in zero.fp32_partitioned_groups_flat if self._is_partitioned else zero.single_partition_of_fp32_groups:
             state = {key: torch.zeros_like(flat) for key in _MOMENTS if key in keys}
             if "step" in keys:
                 state["step"] = torch.zeros((), device=flat.device)
-                name = next(name for name, parameter in self._parameters.items() if parameter.requires_grad)
+                name = next(name for name, parameter in self.parameters.items() if parameter.requires_grad)
                 source.fill([whole_part(f"{OPTIMIZER_PREFIX}{name}.step", state["step"], self._mesh)])
             if state:
-                self._optimizer.state[flat] = state
+                self.optimizer.state[flat] = state
         self._link_moments()
 
 
 def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> ZeroEngine:
     """Return the engine of `zero1`, `zero2` and `zero3`."""
-    deepspeed = _import_deepspeed(mesh.device)
+    deepspeed = _deepspeed(mesh.device)
     model = built.model
     placements = built.placements
     if placements is None:
@@ -401,5 +357,9 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
             dist_init_required=False,
         )
     synced = plan.strategy.cuts_parameters
+    if synced:
+        gathering = engine.optimizer.parameter_offload
+        for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
+            setattr(gathering, name, not_recorded(getattr(gathering, name)))
     forward = ModelForward(built, engine, engine, task, mesh, plan.recipe.training.seed, synced)
     return ZeroEngine(forward, engine, optimizer, placements, mesh, plan, total_steps)

@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import CONFIG_NAME
 
-from trainer.base.errors import TrainerError, UsageError
+from trainer.base.errors import TrainerError, UsageError, causes, storage_error
 from trainer.models.adapters import adapt, without_adapters
 from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.cutting import ModelCut
@@ -32,9 +34,11 @@ from trainer.models.families.table import FAMILIES
 from trainer.models.heads import ChunkedHead
 from trainer.models.initialising import Gather, draw_weights, whole_already
 from trainer.models.invariance import check_invariance, sample_of
-from trainer.models.loading import CannotLoadPartsError, load_parts, require_safe_shards, sizes_differ
+from trainer.models.loading import CannotLoadPartsError, compare_shapes, load_parts, require_safe_shards, sizes_differ
+from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
 from trainer.models.stages import StagePart
 from trainer.models.statistics import fix_statistics
+from trainer.models.teacher import Teacher
 from trainer.models.writing import described_model, transformers_class, write_weights
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dropout import DropoutKeys
@@ -52,7 +56,8 @@ class BuiltModel:
 
     `placements` are the placements of its parameters if the model was cut over tensor ranks or into stages; None means
     that the model is whole. `part` describes its pipeline stage; None means that there is no pipeline.
-    `head` is its output head if that works in chunks of tokens.
+    `head` is its output head if that works in chunks of tokens. `lacking` are the parameters that the pretrained model
+    does not have. `teacher` is the model that it learns from, if there is one.
     """
 
     model: nn.Module
@@ -61,6 +66,8 @@ class BuiltModel:
     placements: Placements | None = None
     part: StagePart | None = None
     head: ChunkedHead | None = None
+    lacking: Sequence[str] = ()
+    teacher: Teacher | None = None
 
     @property
     def vocabulary(self) -> VocabularyCut | None:
@@ -70,13 +77,29 @@ class BuiltModel:
         return VocabularyCut(heads[0].group, heads[0].whole_out_features) if heads else None
 
 
+_MOST_LEVELS = 32  # of a configuration; copies of it fail at about 300
+
+_CANNOT_BUILD = (OSError, ValueError, RuntimeError, KeyError, ZeroDivisionError, SafetensorError)
+"""Errors of transformers for models that it cannot build; `RecursionError` is a `RuntimeError`."""
+
+
 def _one_line(error: Exception) -> str:
     """Return the message of an error of transformers on one line of at most 300 characters."""
-    return shorten(str(error), 300, placeholder=" ...") or type(error).__name__
+    text = f"no {error}" if isinstance(error, KeyError) else str(error)
+    return shorten(text, 300, placeholder=" ...") or type(error).__name__
 
 
-def not_found(key: str, name: str, error: Exception) -> UsageError:
+def not_found(key: str, name: str, error: Exception) -> TrainerError:
     """Return the error for a folder or repository, named by the recipe's `key`, that could not be opened."""
+    for cause in (error, *causes(error)):
+        if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
+            continue
+        if str(cause.filename or "").startswith(HF_HUB_CACHE):
+            return storage_error(
+                f"the hub's cache must be a folder that can be used, but {cause.filename} cannot ({cause.strerror});"
+                " make room, restore its permissions, or set HF_HOME to another folder",
+                cause,
+            )
     return UsageError(
         f"`{key}` is {name!r}, which could not be opened: {_one_line(error)}; give a folder that holds it, or the name"
         " of a repository that this machine can reach or has in its cache"
@@ -110,10 +133,16 @@ def max_positions(config: Any) -> int | None:
     return size - (config.pad_token_id + 1) if config.model_type in _POSITIONS_AFTER_PADDING else size
 
 
+def reads_end_tokens(config: Any, auto_class_name: str) -> bool:
+    """Return whether the head reads the states at end tokens, as encoder-decoders that classify texts do."""
+    is_classifier = auto_class_name == "AutoModelForSequenceClassification"
+    return is_classifier and bool(getattr(config, "is_encoder_decoder", False))
+
+
 def checkpoint_labels(recipe: Model, config: Any) -> tuple[str, ...] | None:
     """Return the class names of a fine-tuned checkpoint in order; None if it has none, or only default names."""
     labels = getattr(config, "id2label", None)
-    if recipe.config is not None or not labels:
+    if recipe.is_random or not labels:
         return None
     names = tuple(str(labels[index]) for index in sorted(labels))
     return None if all(re.fullmatch(r"LABEL_\d+", name) for name in names) else names
@@ -140,16 +169,81 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
             raise UsageError(f"`model.config.{key}` is set by `task`; remove it")
     config = AutoConfig.for_model(model_type, **keys, **options)
     config.architectures = []  # transformers iterates over it for types with several classes, such as deit
-    family = FAMILIES.get(model_type)
-    undeclared = family.undeclared_keys if family else ()
-    known = {*(field.name for field in fields(config)), *config.attribute_map, *_read_keys(type(config)), *undeclared}
     # Transformers stores an unknown key as an attribute. It does not store an older name of a known key.
-    for key in keys.keys() - known:
-        if key in vars(config):
+    _require_known(config, [key for key in keys if key in vars(config)])
+    return config
+
+
+def _require_known(config: Any, keys: Iterable[str]) -> None:
+    """Refuse keys that the configuration's model type does not read.
+
+    Raises:
+        UsageError: there is such a key.
+    """
+    declared = {*(field.name for field in fields(config)), *config.attribute_map}
+    known = declared | _read_keys(type(config)) | _undeclared(config)
+    for key in keys:
+        if key not in known:
             near = get_close_matches(key, known, n=1)
             meant = f"did you mean `{near[0]}`?" if near else "remove it"
-            raise UsageError(f"`model.config.{key}` is not a key of a {model_type} configuration; {meant}")
-    return config
+            raise UsageError(f"`model.config.{key}` is not a key of a {config.model_type} configuration; {meant}")
+
+
+def _undeclared(config: Any) -> set[str]:
+    family = FAMILIES.get(config.model_type)
+    return set(family.undeclared_keys) if family else set()
+
+
+_OWNED = frozenset(
+    ("architectures", "attn_implementation", "auto_map", "dtype", "id2label", "label2id", "num_labels", "problem_type",
+     "quantization_config", "return_dict", "torch_dtype", "transformers_version", "use_cache")
+)  # fmt: skip
+"""Keys of a loaded configuration that the task, the recipe or the checkpoint decides."""
+_SAME_SHAPES = frozenset(("num_attention_heads", "num_key_value_heads"))
+"""Keys that cut the same weights into other parts, so that a loaded model computes something else."""
+
+
+def _changed_config(config: Any, recipe: Model, options: Mapping[str, Any]) -> Any:
+    """Return the configuration of a pretrained model with the keys of the recipe's `model.config` in place.
+
+    Raises:
+        UsageError: a key is unknown or not the recipe's to set, a value has the wrong type, or the weights would have
+            other names or shapes.
+    """
+    keys = recipe.config or {}
+    for key in keys:
+        if key in options or key in _OWNED or key.startswith("_"):
+            raise UsageError(f"`model.config.{key}` is set by the trainer or the task; remove it")
+    _require_known(config, keys)
+    for key in keys.keys() - _undeclared(config):
+        if not hasattr(config, key):  # transformers reads it only where it builds a configuration
+            raise UsageError(f"`model.config.{key}` is not kept in a {config.model_type} configuration; remove it")
+    try:
+        changed = AutoConfig.from_pretrained(
+            recipe.name_or_path, revision=recipe.revision or "main", trust_remote_code=False, **{**keys, **options}
+        )
+        for key in keys.keys() & _undeclared(config):
+            setattr(changed, key, keys[key])  # transformers drops a key that it does not declare
+        _require_plain(recipe, changed)
+        before, after = _shapes(config), _shapes(changed)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise UsageError(
+            f"`model.config` does not fit the model {str(recipe.name_or_path)!r}: {_one_line(error)}; mend it"
+        ) from error
+    if before != after or any(config.attribute_map.get(key, key) in _SAME_SHAPES for key in keys):
+        raise UsageError(
+            f"`model.config` ({', '.join(keys)}) would change the shapes of the weights of"
+            f" {str(recipe.name_or_path)!r} or how heads share them; leave out keys of the architecture, or set"
+            " `model.name_or_path` to null for random weights"
+        )
+    return changed
+
+
+def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of a configuration's base model."""
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(copy.deepcopy(config))
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 
 
 def _read_keys(config_class: type) -> set[str]:
@@ -167,25 +261,60 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
     Raises:
         UsageError: the configuration cannot be loaded, or does not describe a model.
     """
+    if recipe.name_or_path is not None and (Path(recipe.name_or_path) / ADAPTER_CONFIG_NAME).is_file():
+        raise UsageError(
+            f"`model.name_or_path` must be a whole model, but {recipe.name_or_path} is an adapter of PEFT; merge it"
+            " into its base first: `merge_and_unload()` in PEFT, or `trainer export RUN FOLDER` without --adapter"
+        )
     try:
-        if recipe.config is not None:
-            config = _described_config(recipe.config, options)
+        if recipe.is_random:
+            config = _described_config(recipe.config or {}, options)
         else:
             config = AutoConfig.from_pretrained(
                 recipe.name_or_path, revision=recipe.revision or "main", trust_remote_code=False, **options
             )
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        if recipe.config is not None:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, StrictDataclassError) as error:
+        if recipe.is_random:
             raise UsageError(
                 f"`model.config` does not describe a model of transformers: {_one_line(error)}; mend it"
             ) from error
         raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
+    _require_plain(recipe, config)
+    if recipe.config and not recipe.is_random:
+        config = _changed_config(config, recipe, options)
     if recipe.dropout is not None:
-        set_probabilities(config, recipe.dropout)
+        set_probabilities(config, recipe.dropout, recipe.config)
     family = FAMILIES.get(config.model_type)
     if family and family.starts_with_padding and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # the model reads the key, but has no default
     return config
+
+
+def _require_plain(recipe: Model, config: Any) -> None:
+    """Refuse a configuration with an unknown activation, or nested so deeply that it cannot be copied.
+
+    Raises:
+        UsageError: it has one of these.
+    """
+    place = "`model.config`" if recipe.name_or_path is None else f"the configuration of {str(recipe.name_or_path)!r}"
+    for key in ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn"):
+        name = getattr(config, key, None)
+        if isinstance(name, str) and name not in ACT2FN:
+            near = get_close_matches(name, ACT2FN, n=1) or ["gelu"]
+            raise UsageError(
+                f"`{key}` in {place} must be an activation of transformers, but is {name!r}; write one such as"
+                f" {near[0]}"
+            )
+    level = list(vars(config).values())
+    for _ in range(_MOST_LEVELS):
+        level = [
+            item
+            for value in level
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level:
+        raise UsageError(f"{place} is nested deeper than {_MOST_LEVELS} levels; mend it")
 
 
 def _require_head(recipe: Model, config: Any, auto_class: Any) -> None:
@@ -199,7 +328,7 @@ def _require_head(recipe: Model, config: Any, auto_class: Any) -> None:
         return
     families = ", ".join(sorted(known for known in FAMILIES if CONFIG_MAPPING[known] in able))
     key, what = "model.config.model_type", f'is "{config.model_type}"'
-    if recipe.config is None:
+    if not recipe.is_random:
         key, what = "model.name_or_path", f'is "{recipe.name_or_path}", of type {config.model_type}'
     raise UsageError(
         f"`{key}` must be of a type that has the head of `task.type` ({auto_class.__name__}), but {what}, which has"
@@ -209,16 +338,17 @@ def _require_head(recipe: Model, config: Any, auto_class: Any) -> None:
 
 def _initialise(
     auto_class: Any, recipe: Model, config: Any, attention: str, seed: int, gather: Gather
-) -> tuple[nn.Module, list[str]]:
-    """Return the model in fp32 on the CPU, and notes; weights that are not loaded depend on `seed` only."""
+) -> tuple[nn.Module, list[str], list[str]]:
+    """Return the model in fp32 on the CPU, the names of weights drawn from `seed` instead of loaded, and notes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if recipe.config is not None:
+        if recipe.is_random:
             from_config = getattr(auto_class, "from_config", None) or auto_class._from_config  # a class has the second
             model = from_config(config, attn_implementation=attention, dtype=torch.float32)
-            draw_weights(model, dict(model.named_parameters()), seed, gather)
-            return model, []
-        require_safe_shards(recipe)
+            drawn = dict(model.named_parameters())
+            draw_weights(model, drawn, seed, gather)
+            return model, list(drawn), []
+        require_safe_shards(recipe, config)
         with _without_report():
             model, loading = auto_class.from_pretrained(
                 recipe.name_or_path,
@@ -236,7 +366,7 @@ def _initialise(
         notes.append(f"not in the checkpoint, drawn at random: {', '.join(missing)}")
     if unexpected := sorted(loading["unexpected_keys"]):
         notes.append(f"in the checkpoint, not in this model: {', '.join(unexpected)}")
-    return model, notes
+    return model, missing, notes
 
 
 @contextmanager
@@ -250,8 +380,10 @@ def _without_report() -> Iterator[None]:
         transformers.logging.set_verbosity(before)
 
 
-def build_base(described: Any, recipe: Model, seed: int) -> nn.Module:
-    """Build the model that an adapter was added to, whole and in fp32 on the CPU.
+def build_base(described: Any, recipe: Model, seed: int) -> tuple[nn.Module, list[str]]:
+    """Build the model of a recipe as it was before the training, without adapter, whole and in fp32 on the CPU.
+
+    The second result names the weights that are not loaded, but drawn from the seed.
 
     Args:
         described: the model on `meta`, from `described_model`.
@@ -262,10 +394,10 @@ def build_base(described: Any, recipe: Model, seed: int) -> nn.Module:
         UsageError: the weights cannot be loaded.
     """
     config = copy.deepcopy(described.config)
-    if recipe.config is not None and "pad_token_id" not in recipe.config:
+    if recipe.is_random and "pad_token_id" not in (recipe.config or {}):
         config.pad_token_id = type(config)().pad_token_id  # see `_name_padding`
     try:
-        return _initialise(type(described), recipe, config, "eager", seed, whole_already)[0]
+        return _initialise(type(described), recipe, config, "eager", seed, whole_already)[:2]
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
 
@@ -278,6 +410,7 @@ def build_model(
     gather: Gather = whole_already,
     cut: ModelCut | None = None,
     pad_token_id: int | None = None,
+    unused: Sequence[str] = (),
 ) -> BuiltModel:
     """Build the model, with the same weights on every rank and under every layout.
 
@@ -290,6 +423,7 @@ def build_model(
         cut: the cut of the model, or None. With a cut, the result holds this rank's parts only. If the model cannot be
             loaded in parts, the rank holds the whole model during the build.
         pad_token_id: the tokenizer's padding token, for a model without one; None if there is no tokenizer.
+        unused: modules of the base model to freeze, because the task does not use them.
 
     Raises:
         UsageError: the model cannot be loaded, has no safetensors, has a dropout that cannot be keyed, or cannot be
@@ -305,9 +439,14 @@ def build_model(
     in_table = config.model_type in FAMILIES
 
     fixed: list[str] = []
+    trained: list[str] = []
+    lacking: list[str] = []
 
-    def prepare(model: nn.Module) -> None:
-        adapt(model, recipe, training.seed)
+    def prepare(model: nn.Module, drawn: Sequence[str]) -> None:
+        lacking[:] = drawn
+        adapt(model, recipe, training.seed, drawn)
+        freeze(model, unused)
+        trained[:] = _drawn_notes(model, recipe, drawn)
         prepare_sample(model)
 
     def prepare_sample(model: nn.Module) -> None:
@@ -316,8 +455,8 @@ def build_model(
         fixed[:] = [*fix_statistics(model), *_name_padding(model, pad_token_id)]
 
     def build_whole() -> tuple[nn.Module, list[str]]:
-        model, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
-        prepare(model)  # before the cut, which changes the dropout sites
+        model, drawn, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
+        prepare(model, () if recipe.is_random else drawn)  # before the cut, which changes the dropout sites
         if not in_table and gather is whole_already:
             notes += check_invariance(model, keys)
         return model, notes
@@ -331,20 +470,36 @@ def build_model(
         if cut is None:
             checked = [] if in_table or gather is whole_already else check_sample()
             model, notes = build_whole()
-            return BuiltModel(model, keys, [*notes, *checked, *fixed])
+            return BuiltModel(model, keys, [*notes, *trained, *checked, *fixed], lacking=lacking)
         try:
             parts = load_parts(auto_class, recipe, config, attention, training.seed, prepare, cut)
             notes = parts.notes if in_table else [*parts.notes, *check_sample()]
-            return BuiltModel(parts.model, keys, [*notes, *fixed], parts.cut.placements, parts.cut.part)
+            cuts = parts.cut.placements, parts.cut.part
+            return BuiltModel(parts.model, keys, [*notes, *trained, *fixed], *cuts, lacking=lacking)
         except CannotLoadPartsError as reason:
             model, notes = build_whole()
             notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
             made = cut(model)
-            return BuiltModel(model, keys, [*notes, *fixed], made.placements, made.part)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if recipe.config is None and "ignore_mismatched_sizes" in str(error):
+            return BuiltModel(model, keys, [*notes, *trained, *fixed], made.placements, made.part, lacking=lacking)
+    except _CANNOT_BUILD as error:
+        if not recipe.is_random and "ignore_mismatched_sizes" in str(error):
             raise sizes_differ("some weights") from error
         raise _undescribed(recipe, auto_class_name, error) from error
+
+
+def _drawn_notes(model: nn.Module, recipe: Model, drawn: Sequence[str]) -> list[str]:
+    """Return notes on the modules with random weights in a pretrained model that is partly frozen."""
+    if not recipe.is_partly_frozen:
+        return []
+    owners: dict[bool, list[str]] = {True: [], False: []}
+    for name in drawn:
+        owners[model.get_parameter(name).requires_grad].append(name.rpartition(".")[0])
+    trained, frozen = (", ".join(dict.fromkeys(owners[key])) for key in (True, False))
+    notes = [f"drawn and trained whole, beside frozen weights: {trained}"] if trained else []
+    if frozen:
+        key = "`model.freeze` leaves out" if recipe.adapter is None else "`model.adapter.modules_to_save` names"
+        notes.append(f"drawn and never trained, because they are frozen: {frozen}; {key} modules to train")
+    return notes
 
 
 def _name_padding(model: Any, pad_token_id: int | None) -> list[str]:
@@ -364,7 +519,7 @@ def _name_padding(model: Any, pad_token_id: int | None) -> list[str]:
 
 
 def build_on_meta(recipe: Model, training: Training, auto_class_name: str, options: Mapping[str, Any]) -> nn.Module:
-    """Build the recipe's model on the meta device, for estimates; arguments and errors are those of `build_model`."""
+    """Build the recipe's model on the meta device, without adapters; see `build_model`."""
     config = load_config(recipe, options)
     auto_class = getattr(transformers, auto_class_name)
     _require_head(recipe, config, auto_class)
@@ -372,10 +527,58 @@ def build_on_meta(recipe: Model, training: Training, auto_class_name: str, optio
     try:
         with torch.device("meta"):
             model: nn.Module = auto_class.from_config(config, attn_implementation=attention, dtype=torch.float32)
-        adapt(model, recipe, training.seed)
-    except (ValueError, RuntimeError) as error:
+    except _CANNOT_BUILD as error:
         raise _undescribed(recipe, auto_class_name, error) from error
     return model
+
+
+def build_shapes(
+    recipe: Model,
+    training: Training,
+    auto_class_name: str,
+    options: Mapping[str, Any],
+    cut: ModelCut | None = None,
+) -> BuiltModel:
+    """Build the model of `build_model` on the meta device; this needs its configuration, and no weights."""
+    model = build_on_meta(recipe, training, auto_class_name, options)
+    adapt(model, recipe, training.seed)
+    keys = DropoutKeys(training.seed) if training.layout_invariant_dropout else None
+    if keys is not None:
+        key_dropout(model, keys)
+    if cut is None:
+        return BuiltModel(model, keys, [])
+    made = cut(model)
+    return BuiltModel(model, keys, [], made.placements, made.part)
+
+
+def check_weights(recipe: Model, auto_class_name: str, options: Mapping[str, Any] | None) -> list[str]:
+    """Check that the files of pretrained weights exist and fit the model; their values are not read.
+
+    Returns the parameters that the files lack, as far as these can be compared.
+
+    Args:
+        recipe: the recipe's `model`.
+        auto_class_name: the head, as the name of an auto class of transformers.
+        options: the configuration keys that the task sets; None: they are not known, and sizes are not compared.
+
+    Raises:
+        UsageError: the files are missing, or of other sizes.
+    """
+    if recipe.name_or_path is None:
+        return []
+    config = load_config(recipe, options or {})
+    require_safe_shards(recipe, config)
+    if options is None:
+        return []
+    auto_class = getattr(transformers, auto_class_name)
+    if type(config) not in auto_class._model_mapping:
+        return []  # `build_on_meta` refuses it
+    try:
+        return compare_shapes(_get_model_class(config, auto_class._model_mapping), recipe, config)
+    except CannotLoadPartsError:
+        return []  # such a model is compared when it is loaded
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise _undescribed(recipe, auto_class_name, error) from error
 
 
 def _attention(model_class: Any, training: Training) -> str:
@@ -389,8 +592,8 @@ def _attention(model_class: Any, training: Training) -> str:
     return "sdpa" if model_class._supports_sdpa else "eager"
 
 
-def _undescribed(recipe: Model, auto_class_name: str, error: Exception) -> UsageError:
-    if recipe.config is not None:
+def _undescribed(recipe: Model, auto_class_name: str, error: Exception) -> TrainerError:
+    if recipe.is_random:
         return UsageError(f"`model.config` does not describe an {auto_class_name}: {_one_line(error)}")
     return not_found("model.name_or_path", str(recipe.name_or_path), error)
 

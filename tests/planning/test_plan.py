@@ -1,0 +1,181 @@
+"""The verb `plan`: devices, verdicts, changes that fit, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import trainer
+from tests.planning.measured import LENGTH, recipe_of
+from trainer.base.errors import UsageError
+from trainer.cli import main
+from trainer.planning.hardware import known_devices, parse_devices
+from trainer.planning.ledger import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS
+from trainer.planning.ranks import shapes_only
+from trainer.planning.step import plan_step
+from trainer.recipe.plan import plan_run
+
+RANK_VARIABLES = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file, rows = tmp_path / "recipe.json", tmp_path / "rows.csv"
+    rows.write_text("text,label\ngood,1\n")
+    keys = {"data": {"source": "files", "train": str(rows), "max_length": LENGTH}}
+    file.write_text(recipe_of(keys).model_dump_json(exclude_defaults=True))
+    return file
+
+
+class TestDevices:
+    def test_a_number_and_a_memory(self):
+        found = parse_devices("8x80GiB")
+        assert (found.number, found.memory_bytes) == (8, 80 * 2**30)
+        assert parse_devices("12.5GB").memory_bytes == 12_500_000_000
+
+    def test_every_file_has_a_memory_and_a_source(self):
+        assert len(known_devices()) > 10
+        for name in known_devices():
+            devices = parse_devices(f"2x{name.lower()}")
+            assert devices.memory_bytes > 10 * 10**9
+            assert devices.machine
+            figures = devices.machine.figures
+            assert {*figures["sources"]} == {*figures} - {"sources", "device"}
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("8xA1000", "did you mean A100-80 or"),
+            ("0x80GiB", "write a number"),
+            ("", "write a number"),
+            ("4xToaster", "known are"),
+        ],
+    )
+    def test_others_are_refused(self, text: str, message: str):
+        with pytest.raises(UsageError, match=message):
+            parse_devices(text)
+
+
+def test_it_fits(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", str(recipe), "--gpus", "1x12GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (rank,) = found["ranks"]
+    assert found["fits"]
+    assert not found["changes"]
+    assert rank["resident"][OPTIMIZER] == pytest.approx(2 * rank["resident"][PARAMETERS], rel=1e-3)
+    assert rank["peak_module"].startswith("bert.encoder.layer.2")
+
+
+def test_changes_that_fit_are_shown(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["plan", str(recipe), "--length", "64", "training.micro_batch_size=16", "--gpus"]
+    assert main([*arguments, "1x12GB", "--json"]) == 0
+    needed = json.loads(capsys.readouterr().out)["needed_bytes"]
+    assert main([*arguments, f"1x{(needed - 2**20) / 2**20:.1f}MiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "It does not fit" in shown
+    assert main([*arguments, f"1x{(needed - 2**20) / 2**20:.1f}MiB", "--changes", "0"]) == 0
+    assert "change" not in capsys.readouterr().out
+    changes = shown.split("These changes make it fit")[1].split("\n", 1)[1].strip("\n").splitlines()
+    overrides = [line.split("  ")[1] for line in changes]
+    assert 1 <= len(overrides) <= 3
+    # it replaces the user's own override of the key
+    assert any(override.startswith("training.micro_batch_size=") for override in overrides)
+    own = arguments.pop(arguments.index("training.micro_batch_size=16"))
+    for override in overrides:
+        words = override.split() if own.split("=")[0] in override else [own, *override.split()]
+        assert main([*arguments, f"1x{(needed - 2**20) / 2**20:.1f}MiB", *words]) == 0
+        assert "It fits" in capsys.readouterr().out
+
+
+def test_many_microbatches_cost_no_more_time_but_all_count():
+    few, many = (
+        plan_step(plan_run(recipe_of({"training": {"global_batch_size": rows, "micro_batch_size": 2}}), 1), 0, LENGTH)
+        for rows in (6, 40)
+    )
+    kind = torch.float32
+    assert many.totals.flops[kind] * 6 == few.totals.flops[kind] * 40
+    assert many.peak.num_bytes == pytest.approx(few.peak.num_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(("cuda", "kind"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_autocast_has_the_types_of_the_device(cuda: bool, kind: torch.dtype):
+    with shapes_only(cuda), torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = F.linear(torch.empty(2, 3), torch.empty(4, 3))
+        assert scores.dtype == torch.bfloat16
+        assert F.softmax(scores, dim=-1).dtype == F.layer_norm(scores, (4,)).dtype == kind
+
+
+def test_an_operation_on_values_is_refused_by_name():
+    with pytest.raises(UsageError, match=r"its operation aten\.nonzero"), shapes_only(cuda=True):
+        torch.ones(3).nonzero()
+
+
+def test_recomputed_operations_have_the_types_of_the_device():
+    seen = []
+
+    class Scores(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            scores = F.softmax(F.linear(inputs, inputs), dim=-1)
+            seen.append(scores.dtype)
+            return scores * scores
+
+    with shapes_only(cuda=True), torch.autocast("cpu", dtype=torch.bfloat16):
+        checkpoint(Scores(), torch.empty(2, 3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_fsdp_shards_what_ddp_holds():
+    keys = {"training": {"global_batch_size": 64, "micro_batch_size": 4}}
+    ddp, fsdp = (
+        plan_step(plan_run(recipe_of({**keys, "parallel": {"strategy": strategy}}), 16), 3, LENGTH).resident
+        for strategy in ("ddp", "fsdp")
+    )
+    assert fsdp[OPTIMIZER] == pytest.approx(ddp[OPTIMIZER] / 16, rel=0.05)
+    assert ddp[GRADIENTS] == ddp[PARAMETERS]  # the buckets of DDP stay
+    assert fsdp.get(GRADIENTS, 0) < fsdp[PARAMETERS] / 100
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload", "moved"),
+    [
+        ("fsdp", "parameters", (PARAMETERS, OPTIMIZER)),
+        ("zero2", "optimizer", (MASTER, OPTIMIZER)),
+        ("zero3", "parameters", (PARAMETERS, MASTER, OPTIMIZER)),
+    ],
+)
+def test_offload_moves_memory_to_the_host(strategy: str, offload: str, moved: Sequence[str]):
+    on_device, split = (
+        plan_step(plan_run(recipe_of({"parallel": {"strategy": strategy, "offload": where}}), 2), 0, LENGTH)
+        for where in ("none", offload)
+    )
+    assert not on_device.host
+    for component in moved:
+        assert split.host[component] == on_device.resident[component]
+        assert component not in split.resident
+    # The host holds the sharded gradients too: all of them at the end of the backward pass.
+    assert split.host[GRADIENTS] >= on_device.resident.get(MASTER, on_device.resident.get(PARAMETERS, 0)) * 0.99
+    assert split.peak.num_bytes < on_device.peak.num_bytes
+
+
+def test_python_gives_the_plan_of_the_command(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", str(recipe), "--gpus", "2xA100-40", "--length", "12", "--link", "pcie", "--json"]) == 0
+    made = trainer.plan(recipe, "2xA100-40", length=12, link="pcie")
+    assert json.loads(capsys.readouterr().out)["needed_bytes"] == made.needed
+    with pytest.raises(trainer.LaunchError, match="is a rank"), mock.patch.dict(os.environ, RANK_VARIABLES):
+        trainer.plan(recipe, "2xA100-40")

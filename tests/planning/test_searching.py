@@ -1,0 +1,213 @@
+"""Searches: the fastest layouts, the fewest GPUs, the largest batch and length; and plans of pipelines."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.helpers.training import TINY_DECODERS, TINY_TASKS
+from tests.planning.measured import LENGTH, SMALL_BERT, recipe_of
+from trainer.base.errors import TrainerError, UsageError
+from trainer.cli import main
+from trainer.planning import searching
+from trainer.planning.hardware import parse_devices
+from trainer.planning.ledger import PARAMETERS
+from trainer.planning.recipe_plan import plan_recipe, traffic_by_axis
+from trainer.planning.searching import Search, write_recipe
+from trainer.planning.stages import plan_steps
+from trainer.planning.step import plan_step
+from trainer.planning.timing import COPIES
+from trainer.reading.loading import load_recipe
+from trainer.recipe.plan import plan_run
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file, rows = tmp_path / "recipe.json", tmp_path / "rows.csv"
+    rows.write_text("text,label\ngood,1\n")
+    keys = {
+        "data": {"source": "files", "train": str(rows), "max_length": LENGTH},
+        "training": {"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 4},
+        "model": {"config": {**SMALL_BERT, "num_hidden_layers": 2}, "tokenizer": "none"},
+    }
+    file.write_text(recipe_of(keys).model_dump_json(exclude_defaults=True))
+    return file
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, Any]:
+    assert main(["plan", *map(str, words), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.slow
+def test_the_fastest_layouts_are_planned_and_written(recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "chosen" / "fast.json"
+    file.parent.mkdir()
+    words = [recipe, "--gpus", "2xA100-40", "precision=bf16"]
+    found = answer(capsys, *words, "--search", "--write", file)
+    seconds = [choice["time"]["seconds"]["likely"] for choice in found["choices"]]
+    assert seconds == sorted(seconds)
+    assert {str(choice["layout"]) for choice in found["choices"]} == {"dp_shard 2", "dp_replicate 2", "tp 2", "pp 2"}
+    assert found["left_out"] == 0
+    written = load_recipe(str(file)).recipe
+    assert written.precision == "bf16"
+    (size,) = [word for word in found["choices"][0]["overrides"] if word.startswith("training.micro_batch_size=")]
+    assert size == f"training.micro_batch_size={written.training.micro_batch_size}"
+    again = answer(capsys, file, "--gpus", "2xA100-40")
+    assert again["time"]["seconds"]["likely"] == seconds[0]
+    with pytest.raises(UsageError, match="which exists"):
+        write_recipe(file, str(recipe), ())
+
+
+def test_a_search_keeps_what_the_user_gave_and_ends_after_its_plans(recipe: Path):
+    devices = parse_devices("4xA100-40")
+    found = Search(str(recipe), ["parallel.tensor=2", "parallel.strategy=ddp"], devices, most_plans=1).fastest()
+    (choice,) = found.choices
+    assert choice.made.plan.layout.tp == 2
+    assert found.left_out > 0
+    assert not any(word.startswith(("parallel.tensor", "parallel.strategy")) for word in choice.overrides)
+
+
+def test_offload_is_searched_where_nothing_else_fits(recipe: Path):
+    words = ["parallel.strategy=fsdp", "parallel.tensor=1", "parallel.pipeline.stages=1"]
+    one_row = ["training.micro_batch_size=1", "activation_checkpointing=full"]
+    devices = parse_devices("2xA100-40")
+    without, offloaded = (
+        plan_recipe(load_recipe(str(recipe), [*words, *one_row, f"parallel.offload={offload}"]), devices)
+        for offload in ("none", "parameters")
+    )
+    assert without.time
+    assert offloaded.time
+    assert without.time.parts[COPIES] == 0 < offloaded.time.parts[COPIES]
+    # Each step moves the shards to the device for the forward and the backward pass, and the gradients to the host.
+    shards = offloaded.steps[0].host[PARAMETERS]
+    assert 2 * shards <= offloaded.steps[0].totals.moved <= 3 * shards * offloaded.plan.batch.num_microbatches
+    small = replace(devices, memory_bytes=(without.needed + offloaded.needed) // 2)
+    (choice,) = Search(str(recipe), words, small).fastest().choices
+    assert "parallel.offload=parameters" in choice.overrides
+    kept = Search(str(recipe), [*words, "parallel.offload=none"], small).fastest()
+    assert not kept.choices
+
+
+@pytest.mark.slow
+def test_several_processes_find_what_one_finds(recipe: Path, monkeypatch: pytest.MonkeyPatch):
+    words = ["parallel.strategy=ddp", "training.micro_batch_size=4"]
+    alone = Search(str(recipe), words, parse_devices("2xA100-40"), most_plans=2).fastest()
+    monkeypatch.setattr(searching, "_LAYOUTS_OF_A_WORKER", 1)
+    monkeypatch.setattr(searching, "available_cores", lambda: 2)
+    with mock.patch.object(searching, "plan_recipe", side_effect=AssertionError("planned in this process")):
+        found = Search(str(recipe), words, parse_devices("2xA100-40"), most_plans=2).fastest()
+    assert [(choice.overrides, choice.seconds, choice.made.needed) for choice in found.choices] == [
+        (choice.overrides, choice.seconds, choice.made.needed) for choice in alone.choices
+    ]
+    assert found.failures == alone.failures
+    assert found.left_out == alone.left_out > 0
+
+
+class _Dying(ProcessPoolExecutor):
+    def submit(self, *_: Any, **__: Any) -> Any:
+        return super().submit(os._exit, 1)
+
+
+def test_a_killed_process_of_a_search_is_an_error(recipe: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(searching, "_LAYOUTS_OF_A_WORKER", 1)
+    monkeypatch.setattr(searching, "available_cores", lambda: 2)
+    monkeypatch.setattr(searching, "ProcessPoolExecutor", _Dying)
+    with pytest.raises(TrainerError, match="one of the 2 processes of the search was killed"):
+        Search(str(recipe), [], parse_devices("2xA100-40"), most_plans=2).fastest()
+
+
+def test_a_search_without_speeds_is_refused(recipe: Path):
+    with pytest.raises(UsageError, match="no speed is known for 80GiB"):
+        Search(str(recipe), [], parse_devices("2x80GiB")).fastest()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--search", "--rows", "9"], "`--rows` is 9"),
+        (["--search", "--timeline", "-"], "`--timeline` is -"),
+        (["--search", "--price-per-gpu-hour", "0"], "`--price-per-gpu-hour` is 0"),
+        (["--also", "precision"], "`--also` is precision"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], named: str
+):
+    assert main(["plan", str(recipe), "--gpus", "2xA100-40", *words]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_search_changes_precision_on_demand(recipe: Path):
+    words = ["training.micro_batch_size=1"]
+    devices = parse_devices("1xA100-40")
+    found = Search(str(recipe), [*words, "activation_checkpointing=none"], devices, any_precision=True).fastest()
+    assert {choice.made.plan.recipe.precision for choice in found.choices} == {"fp32", "bf16"}
+    given = Search(str(recipe), [*words, "precision=fp32"], devices, any_precision=True, most_plans=1).fastest()
+    assert {choice.made.plan.recipe.precision for choice in given.choices} == {"fp32"}
+
+
+def test_the_largest_batch_fits_and_one_row_more_does_not(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    found = answer(capsys, recipe, "--gpus", "1x1120MiB", "--largest", "batch")
+    assert found["fits"]
+    rows = int(found["overrides"][1].partition("=")[2])
+    assert found["overrides"][0] == f"training.global_batch_size={rows}"
+    more = [f"training.global_batch_size={rows + 1}", f"training.micro_batch_size={rows + 1}"]
+    assert not answer(capsys, recipe, "--gpus", "1x1120MiB", *more)["fits"]
+
+
+def test_the_fewest_gpus(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    needed = answer(capsys, recipe, "--gpus", "1x80GiB", "activation_checkpointing=full", "training.micro_batch_size=1")
+    assert answer(capsys, recipe, "--gpus", "autox80GiB")["ranks"][0]["rank"] == 0
+    less = (needed["needed_bytes"] - 2**16) / 2**20
+    found = answer(capsys, recipe, "--gpus", f"autox{less:.3f}MiB")
+    assert found["layout"] != "one process"
+    assert found["fits"]
+
+
+PIPELINES: dict[str, tuple[int, dict[str, Any], str]] = {
+    "4 stages": (4, {"strategy": "ddp", "pipeline": {"stages": 4}}, "fp32"),
+    "gpipe x tensor": (4, {"strategy": "ddp", "tensor": 2, "pipeline": {"stages": 2, "schedule": "gpipe"}}, "bf16"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "parallel", "precision"), PIPELINES.values(), ids=PIPELINES)
+def test_one_microbatch_gives_the_plan_of_all(world_size: int, parallel: dict[str, Any], precision: str):
+    model = {"config": {**SMALL_BERT, "num_hidden_layers": 5}, "tokenizer": "none"}
+    training = {"max_steps": 4, "global_batch_size": 24, "micro_batch_size": 4}
+    recipe = recipe_of({"model": model, "training": training, "parallel": parallel, "precision": precision})
+    plan = plan_run(recipe, world_size)
+    for short in plan_steps(plan, LENGTH):
+        whole = plan_step(plan, short.rank, LENGTH)
+        assert short.peak.num_bytes == pytest.approx(whole.peak.num_bytes, rel=0.001)
+        assert traffic_by_axis(short) == traffic_by_axis(whole)
+        assert short.totals.flops == whole.totals.flops
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_one_microbatch_has_the_loss_of_tokens(schedule: str):
+    model = {"config": {**TINY_DECODERS["llama"], "vocab_size": 4099}, "tokenizer": "none"}
+    parallel = {"strategy": "ddp", "pipeline": {"stages": 2, "schedule": schedule}}
+    recipe = recipe_of(
+        {
+            "task": TINY_TASKS["causal_lm"].keys,
+            "model": model,
+            "training": {"max_steps": 4, "global_batch_size": 24, "micro_batch_size": 4},
+            "parallel": parallel,
+        }
+    )
+    plan = plan_run(recipe, 2)
+    *_, short = plan_steps(plan, LENGTH)
+    whole = plan_step(plan, short.rank, LENGTH)
+    assert short.peak.num_bytes == pytest.approx(whole.peak.num_bytes, rel=0.001)
+    assert short.totals.flops == whole.totals.flops

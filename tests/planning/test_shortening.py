@@ -1,0 +1,56 @@
+"""Plans of deep models that were shortened, against plans of the whole models."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.helpers.training import TINY_TASKS
+from tests.planning.measured import LENGTH, SMALL_BERT, recipe_of
+from trainer.planning import shortening
+from trainer.planning.recipe_plan import traffic_by_axis
+from trainer.planning.step import StepPlan, plan_step
+from trainer.recipe.plan import plan_run
+
+DEEP_BERT = {"config": {**SMALL_BERT, "num_hidden_layers": 8}, "tokenizer": "none"}
+FEW_ROWS = {"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 4}
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "fsdp x tensor x sequence": ({"parallel": {"strategy": "fsdp", "tensor": 2, "sequence": True}}, 4),
+    "encoder and decoder": (
+        {
+            "task": TINY_TASKS["seq2seq_lm"].keys,
+            "model": {
+                "config": {**TINY_TASKS["seq2seq_lm"].model["config"], "num_layers": 8, "num_decoder_layers": 7},
+                "tokenizer": "none",
+            },
+        },
+        1,
+    ),
+    "a stage of 7 layers": (
+        {
+            "model": {"config": {**SMALL_BERT, "num_hidden_layers": 14}, "tokenizer": "none"},
+            "parallel": {"strategy": "ddp", "pipeline": {"stages": 2}},
+        },
+        2,
+    ),
+    "recomputed in bf16": ({"precision": "bf16", "activation_checkpointing": "full"}, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "world_size"), CASES.values(), ids=CASES)
+def test_a_shortened_model_gives_the_plan_of_the_whole_one(keys: dict[str, Any], world_size: int):
+    def planned() -> StepPlan:
+        recipe = recipe_of({"model": DEEP_BERT, "training": FEW_ROWS, **keys})
+        return plan_step(plan_run(recipe, world_size), world_size - 1, LENGTH)
+
+    short = planned()
+    with mock.patch.object(shortening, "_MOST", 99):
+        whole = planned()
+    assert short.peak.num_bytes == whole.peak.num_bytes
+    assert short.peak.place == whole.peak.place
+    assert short.resident == whole.resident
+    assert traffic_by_axis(short) == traffic_by_axis(whole)
+    assert short.totals.flops == whole.totals.flops

@@ -1,0 +1,194 @@
+"""The time of a step: rooflines, rings and timelines by hand, and the figures of devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.planning.measured import recipe_of
+from trainer.base.errors import UsageError
+from trainer.cli import main
+from trainer.observe.meter import peak_flops
+from trainer.planning import hardware
+from trainer.planning.hardware import LIKELY, Cost, Speed, parse_devices
+from trainer.planning.ledger import Ledger
+from trainer.planning.timeline import Action, as_svg, as_text, order_of, simulate
+from trainer.planning.timing import Link, collective_seconds, link_of, operation_seconds
+from trainer.planning.work import FORWARD, MATMUL
+from trainer.recipe.plan import Layout, PipelinePlan
+from trainer.recipe.schedules import SCHEDULES
+
+HARDWARE = Path(hardware.__file__).parent / "hardware"
+MEMORY = Cost(0.0, 1e11)
+SPEED = Speed({"fp32": Cost(0.0, 1e12)}, MEMORY, MEMORY, MEMORY, Cost(1e-5, 1e10), Cost(1e-4, 1e9), Cost(0.0), 1e-6)
+
+
+def _pipeline(schedule: str, ranks: int, microbatches: int) -> PipelinePlan:
+    row = SCHEDULES[schedule]
+    return PipelinePlan(row, ranks, row.stages_per_rank, microbatches)
+
+
+def _cost(action: Action) -> float:
+    return {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}[action.kind]
+
+
+def test_the_roofline_of_a_matrix_product():
+    with Ledger() as ledger, torch.no_grad():
+        nn.Linear(64, 32, bias=False)(torch.empty(16, 64))
+    (kind,) = [kind for kind in ledger.totals.work if kind.operation == MATMUL]
+    amount = ledger.totals.work[kind]
+    assert kind.phase == FORWARD
+    assert amount == (1, 2 * 16 * 64 * 32, 4 * (16 * 64 + 64 * 32 + 16 * 32))
+    assert operation_seconds(MATMUL, "fp32", amount.flops, amount.num_bytes, SPEED) == pytest.approx(
+        amount.num_bytes / 1e11
+    )
+    assert operation_seconds(MATMUL, "fp32", 1e10, amount.num_bytes, SPEED) == pytest.approx(1e10 / 1e12)
+
+
+def test_rings_and_trees():
+    inside = Link(ranks=4, together=4, local_ranks=8)
+    assert collective_seconds("allreduce_", 1e9, inside, SPEED) == pytest.approx(2 * 3 * (1e-5 + 0.25e9 / 1e10))
+    assert collective_seconds("_allgather_base_", 1e9, inside, SPEED) == pytest.approx(3 * (1e-5 + 0.25e9 / 1e10))
+    assert collective_seconds("allreduce_", 4, inside, SPEED) == pytest.approx(2 * 2 * 1e-5, rel=1e-3)  # a tree
+    # Two ranks on two machines of eight: eight groups share the network.
+    across = Link(ranks=2, together=1, local_ranks=8)
+    assert collective_seconds("send", 1e6, across, SPEED) == pytest.approx(1e-4 + 8 * 1e6 / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [("tp", Link(4, 4, 8)), ("dp_shard", Link(2, 2, 8)), ("dp_replicate", Link(2, 1, 8)), ("pp", Link(2, 1, 8)),
+     ("dp", Link(4, 2, 8)), ("all", Link(32, 8, 8))],
+)  # fmt: skip
+def test_the_place_of_an_axis(axis: str, expected: Link):
+    assert link_of(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=4), axis, 8) == expected
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("gpipe", 4, 8), ("1f1b", 4, 8), ("1f1b", 3, 5)])
+def test_the_bubble_of_one_stage_a_rank(schedule: str, ranks: int, microbatches: int):
+    timeline = simulate(order_of(_pipeline(schedule, ranks, microbatches)), _cost, 0.0)
+    assert timeline.seconds == 3 * (microbatches + ranks - 1)
+    for rank in range(ranks):
+        assert timeline.idle_share(rank) == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+        assert timeline.most_alive(rank) == (microbatches if schedule == "gpipe" else min(microbatches, ranks - rank))
+
+
+def test_several_stages_have_a_smaller_bubble():
+    idle = {}
+    for schedule in ("interleaved_1f1b", "zero_bubble"):
+        pipeline = _pipeline(schedule, 4, 8)
+        order = order_of(pipeline)
+        assert sum(map(len, order)) == (2 if schedule == "interleaved_1f1b" else 3) * 8 * 8
+        idle[schedule] = simulate(order, _cost, 0.0).idle_share(0)
+    assert idle["interleaved_1f1b"] == pytest.approx(3 / (2 * 8 + 3))
+    assert idle["zero_bubble"] < idle["interleaved_1f1b"]
+
+
+def test_a_timeline_is_drawn():
+    timeline = simulate(order_of(_pipeline("1f1b", 2, 2)), _cost, 0.5)
+    assert timeline.seconds == 10  # rank 1: F0 at 1.5, B0 until 4.5, F1, B1 until 7.5; then rank 0: B1 from 8
+    assert [line.split()[1] for line in as_text(timeline, 10)] == ["0", "1"]
+    assert as_svg(timeline).count("<title>") == 8
+
+
+def test_measured_costs_are_interpolated():
+    cost = Cost(0.0, points=((10.0, 1.0), (1000.0, 100.0)))
+    assert [cost.seconds(size) for size in (1, 100, 2000)] == pytest.approx([1.0, 10.0, 200.0])
+    assert cost.scaled(2).seconds(100) == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("A100-80", "NVIDIA A100-SXM4-80GB"), ("H100", "NVIDIA H100 80GB HBM3"), ("V100-32", "Tesla V100-SXM2-32GB"),
+     ("H200", "NVIDIA H200"), ("B200", "NVIDIA B200"), ("L4", "NVIDIA L4"), ("L40S", "NVIDIA L40S"),
+     ("A10", "NVIDIA A10"), ("RTX-4090", "NVIDIA GeForce RTX 4090")],
+)  # fmt: skip
+def test_peaks_are_those_of_the_meter(device: str, name: str):
+    machine = parse_devices(device).machine
+    assert machine
+    for precision in ("fp32", "fp16", "bf16"):
+        peak = peak_flops(name, precision)
+        assert machine.figures["teraflops"].get(precision) == (peak and pytest.approx(peak / 1e12))
+
+
+def test_links_and_networks():
+    machine = parse_devices("8xA100-80", "pcie", "2x100Gb").machine
+    assert machine
+    speed = machine.speed(LIKELY)
+    share = machine.figures["shares"]["link"][1]
+    assert speed.inside.rate == pytest.approx(32e9 * share)
+    assert speed.between.rate == pytest.approx(25e9 * share)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("8xT4", "nvlink"), "use pcie"),
+        (("8xA100-80", "nvlnk"), "use nvlink"),
+        (("8xA100-80", None, "fast"), "write the gigabits"),
+        (("8x80GiB", "nvlink"), "gives no device"),
+        (("2xnone.json",), "--measure"),
+    ],
+)
+def test_unknown_links_are_refused(arguments: tuple[str, ...], message: str):
+    with pytest.raises(UsageError, match=message):
+        parse_devices(*arguments)
+
+
+def test_hours_and_price_of_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file, picture = tmp_path / "recipe.json", tmp_path / "timeline.svg"
+    (tmp_path / "rows.csv").write_text("text,label\ngood,1\n")
+    data = {"source": "files", "train": str(tmp_path / "rows.csv"), "max_length": 8}
+    keys = {"parallel": {"pipeline": {"stages": 2}}, "data": data}
+    file.write_text(recipe_of(keys).model_dump_json(exclude_defaults=True))
+    arguments = ["plan", str(file), "--gpus", "1xA100-80", "--nodes", "2", "--price-per-gpu-hour", "2"]
+    assert main([*arguments, "--json", "--timeline", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds, training = found["time"]["seconds"], found["training"]
+    assert seconds["least"] < seconds["likely"] < seconds["most"]
+    assert sum(found["time"]["parts"].values()) == pytest.approx(seconds["likely"])
+    assert training["steps"] == 4  # training.max_steps
+    assert training["gpu_hours"] == pytest.approx(2 * 4 * seconds["likely"] / 3600)
+    assert training["price"] == pytest.approx(2 * training["gpu_hours"])
+    first = found["ranks"][0]
+    assert first["bytes_by_link"]["between"] == sum(row["bytes"] for row in first["communication"])
+    assert [rank["most_microbatches_alive"] for rank in found["time"]["pipeline"]] == [2, 1]
+    assert picture.read_text().startswith("<svg")
+    assert main(["plan", str(file), "--gpus", "2x80GiB", "--price-per-gpu-hour", "2"]) == 2
+    assert "name the GPUs" in capsys.readouterr().err
+    assert main(["plan", str(file), "--gpus", "2xT4", "parallel.pipeline.stages=1", "--timeline", "-"]) == 2
+    assert "parallel.pipeline.stages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_measured_speeds_are_those_of_as_many_ranks(tmp_path: Path, ranks: int):
+    file = tmp_path / "here.json"
+    points = {str(number): {"matmul": {"fp32": [[1e6, number]]}, "overlap": 0.0} for number in (1, 2)}
+    figures = {**json.loads((HARDWARE / "CPU.json").read_text()), "measured": points}
+    file.write_text(json.dumps(figures))
+    machine = parse_devices(f"{ranks}x{file}").machine
+    assert machine
+    share = figures["shares"]["matmul"][1]
+    assert machine.speed(LIKELY).matmul["fp32"].seconds(2e6) == pytest.approx(2 * ranks / share)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_gb": "much"}, "`memory_gb` is 'much'"),
+        ({"teraflops": {"bf16": 3}}, "`teraflops` is"),
+        ({"links_gb_per_second": {}}, "`links_gb_per_second` is"),
+        ({"shares": {"matmul": [1, 2]}}, "`shares` is"),
+        ({"network": "fast"}, "`network` is"),
+    ],
+)
+def test_a_broken_hardware_file_is_refused(tmp_path: Path, change: dict[str, Any], message: str):
+    file = tmp_path / "here.json"
+    file.write_text(json.dumps({**json.loads((HARDWARE / "CPU.json").read_text()), **change}))
+    with pytest.raises(UsageError, match=message):
+        parse_devices(f"2x{file}")

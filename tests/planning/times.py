@@ -1,0 +1,203 @@
+"""Predicted and measured step times of small models on this machine: `python -m tests.planning.times`.
+
+It measures the machine as `trainer plan --measure` does, then trains some steps of each layout on one and two CPU ranks
+and compares their times with those of the plans. Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import TINY_TASKS, tiny_recipe
+from trainer.engine.building import build_engine, planned_cuts
+from trainer.models.building import build_model, freeze
+from trainer.parallel.mesh import ParallelMesh
+from trainer.planning.batch import blank_batch
+from trainer.planning.hardware import parse_devices
+from trainer.planning.measuring import measure_machine
+from trainer.planning.step import plan_step, planned_task
+from trainer.planning.timing import step_time
+from trainer.ranks.environment import available_cores
+from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.schema import Recipe
+
+LENGTH = 64
+ROWS = 16
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 2003,
+    "hidden_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 768,
+    "max_position_embeddings": LENGTH,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 4001,
+    "hidden_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
+    "max_position_embeddings": LENGTH,
+}
+_LLAMA = {"model": {"config": LLAMA, "tokenizer": "none"}, "task": TINY_TASKS["causal_lm"].keys}
+
+
+def _training(micro: int) -> dict[str, Any]:
+    return {"max_steps": 4, "global_batch_size": ROWS, "micro_batch_size": micro}
+
+
+def _keys(micro: int = 8, **keys: Any) -> dict[str, Any]:
+    return {"training": _training(micro), **keys}
+
+
+def _parallel(strategy: str = "ddp", **keys: Any) -> dict[str, Any]:
+    return {"parallel": {"strategy": strategy, **keys}}
+
+
+LAYOUTS: Sequence[tuple[str, int, Mapping[str, Any]]] = [
+    ("bert, 1 rank", 1, _keys()),
+    ("bert, 1 rank, microbatch 2", 1, _keys(2)),
+    ("bert, 1 rank, recomputed", 1, _keys(activation_checkpointing="full")),
+    ("bert, 1 rank, bf16", 1, _keys(precision="bf16")),
+    ("bert, ddp", 2, _keys(**_parallel())),
+    ("bert, ddp, microbatch 2", 2, _keys(2, **_parallel())),
+    ("bert, ddp, recomputed", 2, _keys(activation_checkpointing="full", **_parallel())),
+    ("bert, fsdp", 2, _keys(**_parallel("fsdp"))),
+    ("bert, fsdp, microbatch 2", 2, _keys(2, **_parallel("fsdp"))),
+    ("bert, fsdp kept whole", 2, _keys(2, **_parallel("fsdp", reshard_after_forward=False))),
+    ("bert, tensor", 2, _keys(**_parallel(tensor=2))),
+    ("bert, tensor and sequence", 2, _keys(**_parallel(tensor=2, sequence=True))),
+    ("bert, pipeline 1f1b", 2, _keys(4, **_parallel(pipeline={"stages": 2}))),
+    ("bert, pipeline gpipe", 2, _keys(4, **_parallel(pipeline={"stages": 2, "schedule": "gpipe"}))),
+    ("bert, pipeline interleaved", 2, _keys(4, **_parallel(pipeline={"stages": 2, "schedule": "interleaved_1f1b"}))),
+    ("llama, 1 rank", 1, _keys(**_LLAMA)),
+    ("llama, 1 rank, microbatch 2", 1, _keys(2, **_LLAMA)),
+    ("llama, ddp", 2, _keys(**_LLAMA, **_parallel())),
+    ("llama, fsdp", 2, _keys(**_LLAMA, **_parallel("fsdp"))),
+    ("llama, fsdp, microbatch 2", 2, _keys(2, **_LLAMA, **_parallel("fsdp"))),
+    ("llama, tensor", 2, _keys(**_LLAMA, **_parallel(tensor=2))),
+    ("llama, pipeline 1f1b", 2, _keys(4, **_LLAMA, **_parallel(pipeline={"stages": 2}))),
+]
+"""The name of each layout, its ranks, and the keys of its recipe."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout, and the seconds of a step: the middle of the plan's range, its ends, and the measured median."""
+
+    name: str
+    least: float
+    likely: float
+    most: float
+    measured: float
+
+
+def _recipe(keys: Mapping[str, Any]) -> Recipe:
+    return tiny_recipe(**{"model": {"config": BERT, "tokenizer": "none"}, **keys})
+
+
+def _predicted(plan: RunPlan, file: Path) -> tuple[float, float, float]:
+    machine = parse_devices(f"{plan.layout.world_size}x{file}").machine
+    assert machine is not None
+    size = plan.layout.world_size // plan.layout.pp
+    steps = [plan_step(plan, stage * size, LENGTH, cuda=False) for stage in range(plan.layout.pp)]
+    found = step_time(plan, steps, machine, LENGTH)
+    return found.least, found.likely, found.most
+
+
+def measured_step(keys: Mapping[str, Any], steps: int = 12) -> float:
+    """Train on this rank, and return the first quartile of the seconds of a step after three steps."""
+    number = dist.get_world_size() if dist.is_initialized() else 1
+    torch.set_num_threads(max(1, available_cores() // number))
+    recipe = _recipe(keys)
+    plan = plan_run(recipe, number)
+    task = planned_task(plan)
+    mesh = ParallelMesh(torch.device("cpu"), **asdict(plan.layout))
+    built = [
+        build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), cut=cut)
+        for cut in planned_cuts(plan, mesh)
+    ]
+    for part in built:
+        freeze(part.model, task.unused_modules)
+    config: Any = built[0].model.config
+    engine = build_engine(built, task, mesh, plan, steps)
+    batch = blank_batch(recipe, task, config, plan.batch, LENGTH)
+    seconds = []
+    for _ in range(3 + steps):
+        mesh.barrier()
+        start = time.perf_counter()
+        engine.train_step(batch)
+        seconds.append(time.perf_counter() - start)
+    return statistics.quantiles(seconds[3:], n=4)[0]
+
+
+def compare(file: Path) -> list[Row]:
+    """Return the rows of all layouts, for the speeds of a hardware file of this machine."""
+    pools = {number: RankPool(number) for number in (1, 2)}
+    try:
+        rows = []
+        for name, number, keys in LAYOUTS:
+            measured = max(pools[number].run(measured_step, keys))
+            rows.append(Row(name, *_predicted(plan_run(_recipe(keys), number), file), measured))
+        return rows
+    finally:
+        for pool in pools.values():
+            pool.close()
+
+
+def rank_correlation(rows: Sequence[Row]) -> float:
+    """Return Spearman's correlation of predicted and measured times."""
+    times = torch.tensor([[row.likely for row in rows], [row.measured for row in rows]])
+    return float(torch.corrcoef(times.argsort(dim=1).argsort(dim=1).double())[0, 1])
+
+
+def regret(rows: Sequence[Row]) -> float:
+    """Return how much longer the step of the layout with the shortest plan took than the best one, as a share."""
+    chosen = min(rows, key=lambda row: row.likely)
+    return chosen.measured / min(row.measured for row in rows) - 1
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return the table of the documentation."""
+    lines = ["| layout | planned, ms | range, ms | measured, ms | plan / measured |", "|---|---|---|---|---|"]
+    for row in rows:
+        ends = f"{1e3 * row.least:.1f} to {1e3 * row.most:.1f}"
+        ratio = row.likely / row.measured
+        lines.append(f"| {row.name} | {1e3 * row.likely:.1f} | {ends} | {1e3 * row.measured:.1f} | {ratio:.2f} |")
+    return lines
+
+
+def main() -> None:
+    """Measure, compare and print; a hardware file as an argument replaces the measurement of the machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(folder) / "machine.json"
+        if len(sys.argv) == 1:
+            measure_machine(file)
+        rows = compare(file)
+    print("\n".join(table(rows)))
+    errors = sorted(abs(row.likely / row.measured - 1) for row in rows)
+    inside = sum(row.least <= row.measured <= row.most for row in rows)
+    print(
+        f"rank correlation {rank_correlation(rows):.2f}; median error {statistics.median(errors):.0%}; {inside} of"
+        f" {len(rows)} measured times lie in the range"
+    )
+    for model in ("bert", "llama"):
+        print(f"{model}: the chosen layout takes {regret([r for r in rows if r.name.startswith(model)]):.0%} longer")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Folders for temporary files that the next start removes if their process was killed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from os import getpid
+from pathlib import Path
+
+from trainer.base.processes import start_of, this_machine
+
+_PREFIX = "trainer-"
+_NAME = re.compile(_PREFIX + r"(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d*)-\w+")
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Make a temporary folder for the block; before, remove those of killed processes of this machine."""
+    machine = sha256(this_machine().encode()).hexdigest()[:8]
+    _remove_abandoned(Path(tempfile.gettempdir()), machine)
+    own = f"{_PREFIX}{machine}-{getpid()}-{start_of(getpid())}-"
+    with tempfile.TemporaryDirectory(prefix=own) as name:
+        yield Path(name)
+
+
+def _remove_abandoned(parent: Path, machine: str) -> None:
+    if not this_machine():  # its processes cannot be told apart
+        return
+    for folder in parent.glob(f"{_PREFIX}{machine}-*"):
+        found = _NAME.fullmatch(folder.name)
+        if found and start_of(int(found["pid"])) != found["start"]:
+            shutil.rmtree(folder, ignore_errors=True)

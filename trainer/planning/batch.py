@@ -1,0 +1,92 @@
+"""A batch without data: the shapes of one rank's rows in one optimizer step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.base.errors import UsageError
+from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.recipe.plan import BatchPlan
+from trainer.recipe.schema import Embedding, ImageClassification, MultipleChoice, QuestionAnswering, Recipe, Seq2SeqLM
+from trainer.tasks.task import Task
+
+
+def blank_batch(recipe: Recipe, task: Task, config: Any, batch: BatchPlan, length: int) -> RankBatch:
+    """Return the batch of a rank on which every row has `length` tokens.
+
+    Args:
+        recipe: the recipe.
+        task: its task.
+        config: the configuration of its model.
+        batch: the split of the global batch over ranks and microbatches.
+        length: the tokens of each text; of a target, at most `task.max_target_length`.
+
+    Raises:
+        UsageError: the inputs of the task are unknown, because it is registered by an extension.
+    """
+    sizes = [batch.micro_batch_size] * batch.num_microbatches
+    sizes[-1] -= sum(sizes) - batch.rank_batch_size
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    microbatches = [
+        _blank(recipe, task, config, size, length, start) for size, start in zip(sizes, starts, strict=True) if size > 0
+    ]
+    rows = batch.global_batch_size
+    return RankBatch(microbatches, rows, rows * length)
+
+
+def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, start: int) -> Microbatch:
+    section = recipe.task
+    inputs: dict[str, Tensor] = {}
+    if isinstance(section, ImageClassification):
+        size = getattr(config, "image_size", None) or 224
+        height, width = (size, size) if isinstance(size, int) else size
+        inputs["pixel_values"] = torch.zeros(rows, config.num_channels, height, width)
+    else:
+        texts = _texts_of_a_row(section)
+        shape = (rows, texts, length) if texts else (rows, length)
+        inputs["input_ids"] = torch.zeros(shape, dtype=torch.long)
+        inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
+        if isinstance(section, MultipleChoice):
+            inputs["num_choices"] = torch.full((rows,), shape[1])
+        inputs["attention_mask"][..., :1, -1] = 0  # some models need no mask, and less memory, without padding
+        if (getattr(config, "type_vocab_size", None) or 0) > 1:
+            inputs["token_type_ids"] = torch.zeros(shape, dtype=torch.long)
+    labels: Tensor
+    match section:
+        case Seq2SeqLM():
+            target = (rows, min(length, section.max_target_length))
+            inputs["decoder_input_ids"] = torch.zeros(target, dtype=torch.long)
+            labels = torch.zeros(target, dtype=torch.long)
+        case Embedding():
+            labels = torch.zeros(rows) if section.score else torch.zeros(rows, 0)
+        case QuestionAnswering():
+            labels = torch.zeros(rows, 2, dtype=torch.long)
+        case _:
+            labels = _labels(section, task, rows, length)
+    return Microbatch(inputs, labels, torch.arange(start, start + rows))
+
+
+def _texts_of_a_row(section: Any) -> int | None:
+    """Return the texts of each row, or None for rows of one text; four stand for choices that only the data counts."""
+    match section:
+        case Embedding():
+            return len(section.texts)
+        case MultipleChoice():
+            return len(section.choices) if isinstance(section.choices, list) else 4
+    return None
+
+
+def _labels(section: Any, task: Task, rows: int, length: int) -> Tensor:
+    match section.type:
+        case "masked_lm" | "causal_lm" | "token_classification":
+            return torch.zeros(rows, length, dtype=torch.long)
+        case "sequence_regression":
+            return torch.zeros(rows)
+        case "sequence_classification" | "image_classification" | "multiple_choice":
+            if getattr(section, "multi_label", False):
+                return torch.zeros(rows, task.model_options()["num_labels"])
+            return torch.zeros(rows, dtype=torch.long)
+    raise UsageError(f"`task.type` is {section.type}, which no plan covers yet: the shapes of its inputs are unknown")

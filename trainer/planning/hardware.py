@@ -1,0 +1,284 @@
+"""The devices of a plan, from a text such as `8x80GiB`, `8xA100-80` or `2xmeasured.json`, and their speeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from trainer.base.errors import UsageError
+
+_FILES = Path(__file__).parent / "hardware"
+_UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)")
+_NETWORK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)Gb")
+
+LEAST, LIKELY, MOST = range(3)
+"""The ends and the middle of a range of times."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The seconds of work of a given size.
+
+    Args:
+        latency: seconds of the smallest work.
+        rate: size per second; ignored if there are points.
+        points: measured pairs of size and seconds. Between them, logarithms are interpolated. Smaller work takes the
+            seconds of the first point, and larger work has the rate of the last one.
+    """
+
+    latency: float
+    rate: float = math.inf
+    points: tuple[tuple[float, float], ...] = ()
+
+    def seconds(self, size: float) -> float:
+        if not self.points:
+            return self.latency + size / self.rate
+        first, last = self.points[0], self.points[-1]
+        if size <= first[0]:
+            return first[1]
+        if size >= last[0]:
+            return last[1] * size / last[0]
+        (low, fast), (high, slow) = next(
+            pair for pair in zip(self.points, self.points[1:], strict=False) if size <= pair[1][0]
+        )
+        place = math.log(size / low) / math.log(high / low)
+        return float(fast * (slow / fast) ** place)
+
+    def scaled(self, factor: float) -> Cost:
+        """Return the cost with all seconds multiplied."""
+        points = tuple((size, seconds * factor) for size, seconds in self.points)
+        return Cost(self.latency * factor, self.rate / factor, points)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The costs of one device and its links.
+
+    Args:
+        matmul: of a matrix product or attention by floating-point operations, for each type.
+        memory: of reading and writing bytes.
+        special: of doing so with an exponential of each element.
+        integer: of doing so with integers of 64 bits.
+        inside: of sending bytes to a device of the same machine.
+        between: of sending bytes to another machine, for a device that has the network to itself.
+        host: of moving bytes between host and device, and of the host's own memory traffic for a device.
+        operation: the seconds in which the host issues one operation.
+    """
+
+    matmul: Mapping[str, Cost]
+    memory: Cost
+    special: Cost
+    integer: Cost
+    inside: Cost
+    between: Cost
+    host: Cost
+    operation: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Machines of equal devices.
+
+    Args:
+        name: the name of the device.
+        local_ranks: the devices of each machine.
+        link: the link between them, a key of `links_gb_per_second`.
+        network_bytes: the bytes that a machine sends to others in a second.
+        figures: the figures of the hardware file.
+    """
+
+    name: str
+    local_ranks: int
+    link: str
+    network_bytes: float
+    figures: Mapping[str, Any]
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether host and device are the same processor, so that neither works while the other does."""
+        return self.figures.get("device") == "cpu"
+
+    @property
+    def _measured(self) -> Mapping[str, Any]:
+        """The measurements of as many ranks as a machine has, or of the nearest smaller number; empty for others."""
+        found = self.figures.get("measured", {})
+        numbers = sorted(map(int, found))
+        return found[str(max([n for n in numbers if n <= self.local_ranks], default=numbers[0]))] if numbers else {}
+
+    @property
+    def overlap(self) -> float:
+        """The share of a collective that a device can run while it computes."""
+        return float(self._measured.get("overlap", 0.0 if self.is_cpu else 1.0))
+
+    def peak(self, precision: str) -> float:
+        """Return the peak of one device in FLOP/s; types that it lacks are computed in fp32."""
+        if points := self._measured.get("matmul", {}).get(precision):
+            flops, seconds = points[-1]
+            return float(flops / seconds)
+        teraflops = self.figures["teraflops"]
+        return 1e12 * float(teraflops.get(precision, teraflops["fp32"]))
+
+    def speed(self, level: int) -> Speed:
+        """Return the speed for the `LEAST`, `LIKELY` or `MOST` seconds."""
+        figures, shares = self.figures, self.figures["shares"]
+
+        def share(name: str) -> float:
+            return 1 / float(shares[name][MOST - level])
+
+        inside, between = (1e-6 * figures["link_latency_us"][where][level] for where in ("inside", "between"))
+        measured = self._measured
+        links = figures["links_gb_per_second"]
+        memory, link = 1e9 * figures["memory_gb_per_second"], 1e9 * links[self.link]
+
+        def cost(rate: float, points: Sequence[Sequence[float]] = ()) -> Cost:
+            return Cost(0.0, rate, tuple((size, seconds) for size, seconds in points))
+
+        def moving(name: str) -> Cost:
+            return cost(memory, measured.get(name, ())).scaled(share("memory"))
+
+        products = measured.get("matmul", {})
+        matmul = {name: cost(self.peak(name), products.get(name, ())) for name in figures["teraflops"]}
+        sent = cost(link, measured.get("link", ())).scaled(share("link"))
+        return Speed(
+            {name: found.scaled(share("matmul")) for name, found in matmul.items()},
+            moving("memory"),
+            moving("special"),
+            moving("integer"),
+            Cost(inside, sent.rate, sent.points),
+            Cost(between, self.network_bytes / share("link")),
+            # An assumption: the memory of a host has the speed of its PCIe links, for each of its devices.
+            Cost(0.0, 1e9 * links.get("pcie", min(links.values())) / share("link")),
+            1e-6 * figures["operation_us"][level],
+        )
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of one machine: their number, their name, the bytes of memory of each, and speeds if known."""
+
+    number: int
+    name: str
+    memory_bytes: int
+    machine: Machine | None = None
+
+
+def known_devices() -> list[str]:
+    """Return the names of devices with a file in `hardware/`."""
+    return sorted(file.stem for file in _FILES.glob("*.json"))
+
+
+def parse_devices(text: str, link: str | None = None, network: str | None = None) -> Devices:
+    """Return the devices of a text `NUMBERxMEMORY`, `NUMBERxNAME` or `NUMBERxFILE.json`; the number is 1 by default.
+
+    Data sheets count memory in GB of 10**9 bytes; a device has at least these.
+
+    Args:
+        text: the devices of each machine.
+        link: the link between them; None: the first one of the hardware file.
+        network: the network of each machine, such as `100Gb` or `8x400Gb`; None: that of the hardware file.
+
+    Raises:
+        UsageError: the text has another form, no file describes the name, or a file is not a hardware file.
+    """
+    match = re.fullmatch(r"(?:(\d+)x)?(.+)", text.strip())
+    number, kind = (int(match[1] or 1), match[2]) if match else (0, "")
+    if number < 1:
+        raise UsageError(f"`--gpus` is {text!r}; write a number and a memory or a name, such as 8x80GiB or 8xA100-80")
+    if size := _SIZE.fullmatch(kind):
+        for option, value in (("--link", link), ("--network", network)):
+            if value is not None:
+                raise UsageError(f"`{option}` is {value}, but `--gpus` gives no device; use a name, such as 8xA100-80")
+        return Devices(number, kind, int(float(size[1]) * _UNITS[size[2]]))
+    file = Path(kind) if kind.endswith(".json") else _known(text, kind)
+    figures = _figures(file)
+    machine = Machine(
+        file.stem,
+        number,
+        _chosen(link, list(figures["links_gb_per_second"])),
+        _network_bytes(network or figures["network"]),
+        figures,
+    )
+    return Devices(number, file.stem, int(figures["memory_gb"] * 10**9), machine)
+
+
+def _known(text: str, kind: str) -> Path:
+    names = {name.lower(): name for name in known_devices()}
+    name = names.get(kind.lower())
+    if name is None:
+        near = [names[found] for found in get_close_matches(kind.lower(), names, n=3, cutoff=0.4)]
+        hint = f"did you mean {' or '.join(near)}? Known" if near else "known"
+        raise UsageError(
+            f"`--gpus` is {text!r}, but no device is known as {kind!r}; {hint} are"
+            f" {', '.join(names.values())}; or give its memory: 8x80GiB"
+        )
+    return _FILES / f"{name}.json"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(_is_number(item) or item == 0 for item in value)
+
+
+def _is_table(check: Callable[[Any], bool], *names: str) -> Callable[[Any], bool]:
+    """Return a check of an object that has these names and at least one row, with a check of each value."""
+    return lambda value: (
+        isinstance(value, dict) and bool(value) and {*names} <= {*value} and all(check(item) for item in value.values())
+    )
+
+
+_KEYS: Mapping[str, Callable[[Any], bool]] = {
+    "memory_gb": _is_number,
+    "teraflops": _is_table(_is_number, "fp32"),
+    "memory_gb_per_second": _is_number,
+    "links_gb_per_second": _is_table(_is_number),
+    "network": lambda value: isinstance(value, str) and _NETWORK.fullmatch(value) is not None,
+    "link_latency_us": _is_table(_is_range, "inside", "between"),
+    "operation_us": _is_range,
+    "shares": _is_table(lambda value: _is_range(value) and 0 not in value, "matmul", "memory", "link"),
+}
+
+
+def _figures(file: Path) -> dict[str, Any]:
+    try:
+        figures = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"`--gpus` names the file {file}, which cannot be read ({error.strerror}); write one with"
+            " `trainer plan --measure FILE.json`"
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"`--gpus` names the file {file}, which is not JSON ({error}); measure again") from error
+    for key, is_valid in _KEYS.items():
+        found = figures.get(key) if isinstance(figures, dict) else None
+        if not is_valid(found):
+            raise UsageError(
+                f"`--gpus` names the file {file}, in which `{key}` is {found!r}; write it as the files of known devices"
+                " do, or measure with `trainer plan --measure FILE.json`"
+            )
+    return dict(figures)
+
+
+def _chosen(link: str | None, names: Sequence[str]) -> str:
+    if link is None:
+        return names[0]
+    if link not in names:
+        near = get_close_matches(link.lower(), names, n=1, cutoff=0.4) or names
+        raise UsageError(f"`--link` is {link}, which this device does not have; use {' or '.join(near)}")
+    return link
+
+
+def _network_bytes(text: str) -> float:
+    match = _NETWORK.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"`--network` is {text!r}; write the gigabits of each machine, such as 100Gb or 8x400Gb")
+    return int(match[1] or 1) * float(match[2]) * 1e9 / 8

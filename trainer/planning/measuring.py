@@ -1,0 +1,233 @@
+"""A hardware file of this machine: matrix products, memory, the host's work for an operation, collectives and disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
+
+from trainer.base.disk import replace_text
+from trainer.base.errors import UsageError
+from trainer.planning.ledger import Ledger
+from trainer.planning.work import VIEW
+from trainer.ranks.environment import available_cores
+
+Points = list[tuple[float, float]]
+
+_SECONDS = 0.12  # of each point
+_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_WIDTHS = {"cpu": (16, 64, 192, 384, 768), "cuda": (64, 256, 1024, 2048, 4096, 8192)}  # of square matrices
+_NUMBERS = {"cpu": (2**10, 2**14, 2**17, 2**19, 2**22), "cuda": (2**12, 2**18, 2**22, 2**25, 2**27)}  # of a tensor
+_BYTES = (2**12, 2**16, 2**19, 2**22, 2**24)  # of a collective
+_DISK_BYTES = 2**27
+
+
+def measure_machine(file: Path) -> dict[str, Any]:
+    """Measure this machine for about half a minute, write its hardware file, and return the figures.
+
+    Ranks that share a machine share its cores, so that CPUs are measured once for one rank and once for two.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    counts = [1, 2] if device == "cpu" else sorted({1, torch.cuda.device_count()})
+    ranks = {str(count): _of_ranks(device, count) for count in counts}
+    alone = ranks["1"]
+    largest = {name: points[-1] for name, points in alone["matmul"].items()}
+    size, seconds = alone["memory"][-1]
+    linked = ranks[str(counts[-1])]["link"]
+    operation = [1e6 * ranks["1"]["operation_seconds"] * factor for factor in (0.7, 1.0, 1.5)]
+    figures: dict[str, Any] = {
+        "memory_gb": _memory_bytes(device) / 1e9,
+        "device": device,
+        "teraflops": {name: flops / took / 1e12 for name, (flops, took) in largest.items()},
+        "memory_gb_per_second": size / seconds / 1e9,
+        "links_gb_per_second": {"measured": linked[-1][0] / linked[-1][1] / 1e9 if linked else 1.0},
+        "network": "1x10Gb",
+        "link_latency_us": {"inside": [0, 0, 0], "between": [50, 100, 200]},
+        "operation_us": operation,
+        "shares": {"matmul": [0.8, 1, 1.1], "memory": [0.8, 1, 1.1], "link": [0.7, 1, 1.2]},
+        "measured": ranks,
+        "disk_gb_per_second": _disk(),
+        "sources": {"all": f"measured by `trainer plan --measure`, torch {torch.__version__}; network: an assumption"},
+    }
+    try:
+        replace_text(file, json.dumps(figures, indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"`--measure` is {file}, which cannot be written: {error.strerror}") from error
+    return figures
+
+
+def _memory_bytes(device: str) -> int:
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _of_ranks(device: str, number: int) -> dict[str, Any]:
+    """Return the medians of the points of `number` ranks that are measured at the same time."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_measure_rank, (number, device, folder), nprocs=number)  # type: ignore[no-untyped-call]
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(number)]
+    return {
+        "matmul": {name: _median([rank["matmul"][name] for rank in found]) for name in found[0]["matmul"]},
+        **{name: _median([rank[name] for rank in found]) for name in ("memory", "special", "integer", "link")},
+        "operation_seconds": statistics.median(rank["operation_seconds"] for rank in found),
+        "overlap": statistics.median(rank["overlap"] for rank in found),
+    }
+
+
+def _median(series: Sequence[Points]) -> Points:
+    return [(points[0][0], statistics.median(seconds for _, seconds in points)) for points in zip(*series, strict=True)]
+
+
+def _measure_rank(rank: int, number: int, device: str, folder: str) -> None:
+    if device == "cpu":
+        torch.set_num_threads(max(1, available_cores() // number))
+    else:
+        torch.cuda.set_device(rank)
+    if number > 1:
+        store = FileStore(f"{folder}/store", number)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=number)
+    try:
+        found = _Measurement(device, number).points()
+    finally:
+        if number > 1:
+            dist.destroy_process_group()
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+
+
+class _Measurement:
+    """The measurements of one rank, beside those of the others."""
+
+    def __init__(self, device: str, number: int) -> None:
+        self._device, self._number = device, number
+
+    def points(self) -> dict[str, Any]:
+        """Return pairs of size and seconds, and the seconds in which the host issues an operation."""
+        matmul = {name: self._matmul(kind) for name, kind in _TYPES.items() if self._device == "cuda" or name != "fp16"}
+        memory = self._elementwise(lambda a, b: a + b, torch.float32, operands=2)
+        return {
+            "matmul": matmul,
+            "memory": memory,
+            "special": self._elementwise(lambda a, _: F.gelu(a), torch.float32, operands=1),
+            "integer": self._elementwise(lambda a, b: a * b, torch.int64, operands=2),
+            "link": self._link() if self._number > 1 else [],
+            "operation_seconds": self._operation(),
+            "overlap": self._overlap(),
+        }
+
+    def _seconds(self, work: Callable[[], Any], budget: float = _SECONDS) -> float:
+        """Return the first quartile of the seconds of work; all ranks run it as often as each other."""
+        work()
+        self._wait()
+        start = time.perf_counter()
+        work()
+        self._wait()
+        first = torch.tensor([time.perf_counter() - start])
+        if self._number > 1:
+            first = first.to(self._device)
+            dist.all_reduce(first, dist.ReduceOp.MAX)
+        runs, found = max(3, min(300, int(budget / max(first.item(), 1e-7)))), []
+        for _ in range(runs):
+            start = time.perf_counter()
+            work()
+            self._wait()
+            found.append(time.perf_counter() - start)
+        return statistics.quantiles(found, n=4)[0]
+
+    def _wait(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def _matmul(self, dtype: torch.dtype) -> Points:
+        found = []
+        for width in _WIDTHS[self._device]:
+            left, right = (torch.randn(width, width, device=self._device).to(dtype) for _ in range(2))
+            found.append((2.0 * width**3, self._seconds(lambda left=left, right=right: left @ right)))  # type: ignore[misc]
+        return found
+
+    def _elementwise(self, work: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, operands: int) -> Points:
+        found = []
+        for number in _NUMBERS[self._device]:
+            tensors = [torch.ones(number, device=self._device, dtype=dtype) for _ in range(2)]
+            moved = (operands + 1) * number * tensors[0].element_size()
+            found.append((float(moved), self._seconds(lambda tensors=tensors: work(*tensors))))  # type: ignore[misc]
+        return found
+
+    def _link(self) -> Points:
+        """Return the seconds in which a rank sends bytes, from those of an all-reduce by a ring."""
+        found = []
+        for size in _BYTES:
+            tensor = torch.zeros(size // 4, device=self._device)
+            seconds = self._seconds(lambda tensor=tensor: dist.all_reduce(tensor))  # type: ignore[misc]
+            found.append((size / self._number, seconds / (2 * (self._number - 1))))
+        return found
+
+    def _operation(self) -> float:
+        """Return the seconds of the host for an operation, beside the operation itself, in training a small module."""
+        width = 32
+        layer = nn.TransformerEncoderLayer(width, 2, width, batch_first=True).to(self._device)
+        rows = torch.zeros(2, 4, width, device=self._device)
+
+        def step() -> None:
+            layer.zero_grad()
+            layer(rows).sum().backward()
+
+        with Ledger() as ledger:
+            step()
+        work = ledger.totals.work
+        number = sum(amount.number for amount in work.values())
+        seconds = self._seconds(step)
+        if self._device == "cpu":  # the operations themselves are in the other figures
+            small, views = torch.zeros(2, 4, width), sum(a.number for kind, a in work.items() if kind.operation == VIEW)
+            seconds -= (number - views) * self._seconds(lambda: small + small)
+        return max(1e-7, seconds / number)
+
+    def _overlap(self) -> float:
+        """Return the share of a collective that runs while the device computes."""
+        if self._number == 1:
+            return 0.0 if self._device == "cpu" else 1.0
+        width = _WIDTHS[self._device][-2]
+        matrix, tensor = torch.randn(width, width, device=self._device), torch.zeros(2**20, device=self._device)
+
+        def compute() -> None:
+            for _ in range(8):
+                matrix @ matrix
+
+        def both() -> None:
+            work = dist.all_reduce(tensor, async_op=True)
+            compute()
+            assert work is not None
+            work.wait()
+
+        computed, sent = self._seconds(compute), self._seconds(lambda: dist.all_reduce(tensor))
+        hidden = computed + sent - self._seconds(both)
+        return min(1.0, max(0.0, hidden / min(computed, sent)))
+
+
+def _disk() -> dict[str, float]:
+    """Return the rates of the disk under the current folder; the page cache of the system helps reading."""
+    data = os.urandom(_DISK_BYTES)
+    with tempfile.NamedTemporaryFile(dir=Path.cwd()) as file:
+        start = time.perf_counter()
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        Path(file.name).read_bytes()
+        read = time.perf_counter()
+    return {"write": len(data) / (written - start) / 1e9, "read": len(data) / (read - written) / 1e9}

@@ -1,0 +1,287 @@
+"""One training step of one rank, without data, weights or other ranks: the engine itself runs on fake tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import cast
+
+import torch
+from torch import nn
+
+from trainer.engine.building import build_engine, planned_cuts
+from trainer.engine.native import NativeEngine
+from trainer.engine.zero import ZeroEngine
+from trainer.models.building import BuiltModel, build_shapes, freeze
+from trainer.models.teacher import Teacher
+from trainer.parallel.mesh import AXES, ParallelMesh
+from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.planning.batch import blank_batch
+from trainer.planning.collector import without_collector
+from trainer.planning.ledger import (
+    BATCH,
+    BUFFERS,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEACHER,
+    Ledger,
+    Peak,
+    Totals,
+    on_host,
+)
+from trainer.planning.offloading import copies_between_host_and_device
+from trainer.planning.ranks import shapes_only, simulated_mesh
+from trainer.planning.shortening import Found, Stack, lengthen, shorten, stacks_of
+from trainer.planning.zero import group_of, label_zero, labelled_deepspeed, simulated_deepspeed
+from trainer.recipe.plan import RunPlan
+from trainer.recipe.strategies import Offload
+from trainer.tasks.classes import NamedClasses
+from trainer.tasks.registry import build_task
+from trainer.tasks.task import Task
+from trainer.training.teaching import described_teacher, has_teacher, place_teacher, teacher_classes, teacher_cut
+
+_MICROBATCHES = 3
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The memory, communication and arithmetic of one step of one rank.
+
+    Args:
+        rank: the rank.
+        stage: its index along the pipeline axis.
+        resident: the bytes alive between two steps, by component.
+        peak: the moment of the step with the most bytes alive.
+        totals: collectives and operations of the step.
+        axes: the axis of each process group, by the group's name.
+        host: the bytes of the host's peak in the step, by component; empty without `parallel.offload`.
+        loaded: the bytes of the fp32 weights that the rank builds on the host at the start.
+        saved: the bytes of the fp32 weights of its stage, which rank 0 gathers on the host for an exported model.
+    """
+
+    rank: int
+    stage: int
+    resident: Mapping[str, int]
+    peak: Peak
+    totals: Totals
+    axes: Mapping[str, str]
+    host: Mapping[str, int] = field(default_factory=dict)
+    loaded: int = 0
+    saved: int = 0
+
+
+def planned_task(plan: RunPlan) -> Task:
+    """Return the task of a recipe; the teacher's classes, or else two, stand for those that only the data knows."""
+    task = build_task(plan.recipe.task)
+    if isinstance(task, NamedClasses) and task.class_names is None:
+        names = ("0", "1") if plan.recipe.distillation is None else teacher_classes(plan.recipe)
+        return task.with_classes(names, None)
+    return task
+
+
+def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True) -> StepPlan:
+    """Run two steps of `rank` on fake tensors, and return the plan of the second.
+
+    The first step makes the state of the optimizer. No weights are read: the configuration of the model is enough.
+
+    Args:
+        plan: the recipe and its layout.
+        rank: the rank to simulate.
+        length: the tokens of each text.
+        cuda: whether the device is a GPU; autocast has other types there than on a CPU.
+
+    Raises:
+        UsageError: the model's configuration cannot be read, the model cannot be cut like this, or the recipe has a
+            part that cannot be simulated.
+    """
+    return step_plan(plan, rank, simulate(plan, rank, length, cuda))
+
+
+def step_plan(plan: RunPlan, rank: int, found: Found) -> StepPlan:
+    """Return the plan of a rank from the result of its simulation."""
+    peak = max(found.peaks.values(), key=lambda peak: peak.num_bytes)
+    stage = rank * plan.layout.pp // plan.layout.world_size  # pipeline ranks are outermost
+    return StepPlan(rank, stage, found.resident, peak, found.totals, found.axes, found.host, found.loaded, found.saved)
+
+
+def simulate(plan: RunPlan, rank: int, length: int, cuda: bool) -> Found:
+    """Run two steps of a rank, and return the result of the second; see `plan_step`."""
+    task = planned_task(plan)
+    with without_collector(), simulated_mesh(plan.layout, rank) as mesh, simulated_deepspeed(plan):
+        built = _build(plan, task, mesh)
+        # DeepSpeed fills buckets of a fixed size, so that its memory is not linear in the number of layers.
+        stacks = [[] if plan.strategy.zero_stage else stacks_of(part.model) for part in built]
+        loaded, saved = _loaded(plan, built), sum(map(_saved, built))
+        found = _simulate(plan, task, mesh, length, cuda, built, stacks)
+        if numbers := {stack.number for part in stacks for stack in part}:
+            longer = {
+                number: _simulate(plan, task, mesh, length, cuda, _build(plan, task, mesh), stacks, number)
+                for number in numbers
+            }
+            found = lengthen(found, longer, [stack for part in stacks for stack in part])
+        return replace(found, loaded=loaded, saved=saved)
+
+
+def _build(plan: RunPlan, task: Task, mesh: ParallelMesh) -> list[BuiltModel]:
+    recipe = plan.recipe
+    return [
+        build_shapes(recipe.model, recipe.training, task.auto_class_name, task.model_options(), cut)
+        for cut in planned_cuts(plan, mesh)
+    ]
+
+
+def _teacher(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> Teacher | None:
+    """Return the teacher of the recipe with its memory; None if this rank needs none."""
+    recipe = plan.recipe
+    if recipe.distillation is None or not has_teacher(plan, mesh):
+        return None
+    cut = teacher_cut(plan, mesh)
+    built = build_shapes(described_teacher(recipe), recipe.training, task.auto_class_name, {}, cut)
+    with ledger.creating(TEACHER):
+        _allocate(built.model)
+        teacher, _ = place_teacher(built, plan, mesh, task)
+    ledger.assign([*teacher.model.parameters(), *teacher.model.buffers()], TEACHER)
+    return teacher
+
+
+def _loaded(plan: RunPlan, built: Sequence[BuiltModel]) -> int:
+    """Return the bytes of the weights that a rank builds on the host; stage 3 of ZeRO builds its partition only."""
+    whole = sum(parameter.numel() for part in built for parameter in part.model.parameters()) * _FP32_BYTES
+    is_partitioned = plan.strategy.zero_stage == 3 and plan.layout.tp == 1
+    return -(-whole // plan.layout.data_parallel_size) if is_partitioned else whole
+
+
+def _saved(built: BuiltModel) -> int:
+    shapes = [p.shape for p in built.model.parameters()]
+    if built.placements is not None:
+        shapes = [torch.Size(p.shape) for p in built.placements.values() if not p.is_copy]
+    return sum(shape.numel() for shape in shapes) * _FP32_BYTES
+
+
+def _simulate(
+    plan: RunPlan,
+    task: Task,
+    mesh: ParallelMesh,
+    length: int,
+    cuda: bool,
+    built: Sequence[BuiltModel],
+    stacks: Sequence[Sequence[Stack]],
+    longer: int | None = None,
+) -> Found:
+    """Run two steps with shortened stacks, and return the result of the second; see `shorten` for `longer`."""
+    offload = plan.recipe.parallel.offload if cuda else "none"  # on a CPU, the device is the host
+    splits = offload != "none"
+    with (
+        shapes_only(cuda),
+        Ledger(answers=True, splits=splits) as ledger,
+        labelled_deepspeed(ledger, plan),
+        copies_between_host_and_device(ledger, plan) if splits else nullcontext(),
+    ):
+        for part, own in zip(built, stacks, strict=True):
+            ledger.name_modules(shorten(part.model, own, longer))
+            _allocate(part.model)
+            freeze(part.model, task.unused_modules)
+            ledger.follow_gradients(part.model)
+        with ledger.creating(GRADIENTS):  # the buckets of DDP
+            engine = build_engine(built, task, mesh, plan, total_steps=2, teacher=_teacher(plan, task, mesh, ledger))
+        assert isinstance(engine, (NativeEngine, ZeroEngine))
+        label_model(ledger, engine, built, offload)
+        with ledger.creating(BATCH):
+            batch = blank_batch(plan.recipe, task, built[0].model.config, plan.batch, length)
+        engine.train_step(_smallest(batch, plan))
+        label_model(ledger, engine, built, offload)
+        gc.collect()  # cycles of the first step
+        ledger.restart()
+        resident = dict(ledger.alive)
+        totals = _run(engine, batch, ledger, plan)
+        return Found(
+            resident,
+            dict(ledger.peaks),
+            ledger.held,
+            ledger.most_gradients,
+            ledger.most_on_host,
+            totals,
+            group_axes(mesh, engine),
+        )
+
+
+def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, plan: RunPlan) -> Totals:
+    """Run a step, and return its totals.
+
+    Of many microbatches without a pipeline, three run: the first, the last, and one that stands for all others.
+    """
+    number = len(batch.microbatches)
+    if plan.pipeline is not None or plan.recipe.task.type == "embedding" or number <= _MICROBATCHES:
+        engine.train_step(batch)
+        return ledger.totals
+    few = _Divided([*batch.microbatches[: _MICROBATCHES - 1], batch.microbatches[-1]], ledger)
+    engine.train_step(replace(batch, microbatches=few))
+    repeated = few.parts[-1]
+    return reduce(Totals.plus, few.parts, ledger.totals).plus(repeated, number - _MICROBATCHES)
+
+
+class _Divided(list[Microbatch]):
+    """Microbatches that divide the totals of a step: `parts` gets those before each of them.
+
+    Args:
+        microbatches: the microbatches.
+        ledger: the ledger of the step.
+    """
+
+    def __init__(self, microbatches: Iterable[Microbatch], ledger: Ledger) -> None:
+        super().__init__(microbatches)
+        self._ledger = ledger
+        self.parts: list[Totals] = []
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        for microbatch in super().__iter__():
+            self.parts.append(self._ledger.restart_totals())
+            yield microbatch
+
+
+def _smallest(batch: RankBatch, plan: RunPlan) -> RankBatch:
+    """Return the batch with the fewest microbatches that make all that stays.
+
+    A schedule of stages needs all; DeepSpeed's offload makes buffers in the second one.
+    """
+    few = 2 if plan.strategy.zero_stage else 1
+    return batch if plan.pipeline is not None else replace(batch, microbatches=batch.microbatches[-few:])
+
+
+def _allocate(model: nn.Module) -> None:
+    """Give the tensors of a model on the meta device memory; tied ones stay tied, unlike under `to_empty`."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                module._parameters[name] = cast(nn.Parameter, made[parameter])
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device="cpu"))
+
+
+def label_model(
+    ledger: Ledger, engine: NativeEngine | ZeroEngine, built: Sequence[BuiltModel], offload: Offload
+) -> None:
+    """Count the tensors of an engine that stay between two steps to their components; `offload` is on the host."""
+    parameters = on_host(PARAMETERS) if offload == "parameters" else PARAMETERS
+    optimizer = on_host(OPTIMIZER) if offload != "none" else OPTIMIZER
+    ledger.assign((buffer for part in built for buffer in part.model.buffers()), BUFFERS)
+    ledger.assign(engine.held().values(), parameters)
+    values = (value for state in engine.optimizer.state.values() for value in state.values())
+    ledger.assign((value for value in values if isinstance(value, torch.Tensor)), optimizer)
+    if isinstance(engine, ZeroEngine):
+        label_zero(ledger, engine, offload)
+
+
+def group_axes(mesh: ParallelMesh, engine: NativeEngine | ZeroEngine) -> dict[str, str]:
+    """Return the axis of each process group, by its name."""
+    axes = {str(mesh.process_group(axis).group_name): axis for axis in (*AXES, "dp") if mesh.size(axis) > 1}
+    return axes | {group_of(engine): "dp"} if isinstance(engine, ZeroEngine) else axes

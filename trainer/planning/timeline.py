@@ -1,0 +1,199 @@
+"""The timeline of one pass through a pipeline: each rank works in the order of its schedule and waits for tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from trainer.parallel.pipeline import SCHEDULE_CLASSES
+from trainer.recipe.plan import PipelinePlan
+
+FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+"""Forward; whole backward; and its two halves: gradients of inputs and gradients of weights."""
+
+
+class Action(NamedTuple):
+    """The work of one stage on one microbatch."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+class Span(NamedTuple):
+    """An action and its seconds since the start of the pass."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of each rank of the pipeline, in order."""
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(spans[-1].end for spans in self.ranks)
+
+    def busy(self, rank: int) -> float:
+        """Return the seconds in which a rank computes."""
+        return sum(span.end - span.start for span in self.ranks[rank])
+
+    def idle_share(self, rank: int) -> float:
+        """Return the share of the pass in which a rank waits."""
+        return 1 - self.busy(rank) / self.seconds if self.seconds else 0.0
+
+    def most_alive(self, rank: int) -> int:
+        """Return the largest number of microbatches with activations on a rank, those of each stage counted."""
+        now = most = 0
+        for span in self.ranks[rank]:
+            now += {FORWARD: 1, BACKWARD: -1, INPUT: 0, WEIGHT: -1}[span.action.kind]
+            most = max(most, now)
+        return most
+
+
+def order_of(pipeline: PipelinePlan) -> list[list[Action]]:
+    """Return the actions of each rank, in the order of torch's schedule."""
+    stages, number, name = pipeline.num_stages, pipeline.num_microbatches, pipeline.schedule.name
+    if not pipeline.schedule.several_stages:
+        # The lists that torch makes of these two are not those of their loops (1f1b begins with the wrong microbatch).
+        first = [number if name == "gpipe" else min(number, stages - stage) for stage in range(stages)]
+        return [list(_one_stage(stage, number, warmup)) for stage, warmup in enumerate(first)]
+    stand_ins = [
+        SimpleNamespace(
+            num_stages=stages,
+            group_size=pipeline.num_ranks,
+            group_rank=0,
+            stage_index=stage,
+            is_first=stage == 0,
+            is_last=stage == stages - 1,
+            submod=None,
+        )
+        for stage in pipeline.stages_of(0)
+    ]
+    made = SCHEDULE_CLASSES[name](stand_ins, number, loss_fn=lambda *_: None, scale_grads=False)
+    return [
+        [
+            Action(action.computation_type.value, action.stage_index, action.microbatch_index)
+            for action in made.pipeline_order[rank]
+            if action is not None and action.computation_type.value in (FORWARD, BACKWARD, INPUT, WEIGHT)
+        ]
+        for rank in range(pipeline.num_ranks)
+    ]
+
+
+def _one_stage(stage: int, number: int, warmup: int) -> Iterator[Action]:
+    """Yield the actions of a rank with one stage: `warmup` forward passes, then backward and forward in turn."""
+    for microbatch in range(warmup):
+        yield Action(FORWARD, stage, microbatch)
+    for microbatch in range(number):
+        yield Action(BACKWARD, stage, microbatch)
+        if warmup + microbatch < number:
+            yield Action(FORWARD, stage, warmup + microbatch)
+
+
+def simulate(order: Sequence[Sequence[Action]], cost: Callable[[Action], float], send: float) -> Timeline:
+    """Return the timeline of an order of actions.
+
+    Args:
+        order: the actions of each rank.
+        cost: the seconds of an action.
+        send: the seconds between the end of an action and the start of the next stage's on its tensors.
+    """
+    last = max(action.stage for actions in order for action in actions)
+    ranks = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    done: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in order]
+    places = Counter[int]()
+    while any(places[rank] < len(actions) for rank, actions in enumerate(order)):
+        progress = False
+        for rank, actions in enumerate(order):
+            while places[rank] < len(actions):
+                action = actions[places[rank]]
+                sources = _sources(action, last)
+                if not all(any(source in done for source in options) for options in sources):
+                    break
+                free = spans[rank][-1].end if spans[rank] else 0.0
+                arrivals = [
+                    done[source] + (send if ranks[source.stage] != rank else 0.0)
+                    for options in sources
+                    for source in options
+                    if source in done
+                ]
+                start = max((free, *arrivals))
+                done[action] = start + cost(action)
+                spans[rank].append(Span(action, start, done[action]))
+                places[rank] += 1
+                progress = True
+        assert progress, "an order of actions in which all ranks wait"
+    return Timeline(tuple(tuple(row) for row in spans))
+
+
+def _sources(action: Action, last: int) -> list[tuple[Action, ...]]:
+    """Return the actions that must end before this one; of each tuple, one is part of the order."""
+    kind, stage, microbatch = action
+    if kind == FORWARD:
+        return [(Action(FORWARD, stage - 1, microbatch),)] if stage else []
+    if kind == WEIGHT:
+        return [(Action(INPUT, stage, microbatch),)]
+    sources: list[tuple[Action, ...]] = [(Action(FORWARD, stage, microbatch),)]
+    if stage < last:
+        sources.append((Action(BACKWARD, stage + 1, microbatch), Action(INPUT, stage + 1, microbatch)))
+    return sources
+
+
+def as_text(timeline: Timeline, width: int = 100) -> Iterator[str]:
+    """Yield a line for each rank: actions begin with their microbatch and repeat their kind; dots are idle."""
+    for rank, spans in enumerate(timeline.ranks):
+        cells = ["."] * width
+        for span in spans:
+            first = round(span.start / timeline.seconds * width)
+            until = max(first + 1, round(span.end / timeline.seconds * width))
+            mark = span.action.kind if span.action.kind == FORWARD else span.action.kind.lower()
+            cells[first:until] = f"{span.action.microbatch}{mark * width}"[: until - first]
+        yield f"  rank {rank:<3} {''.join(cells[:width])}  idle {timeline.idle_share(rank):.0%}"
+
+
+_COLOURS = {FORWARD: "#4878d0", BACKWARD: "#ee854a", INPUT: "#ee854a", WEIGHT: "#6acc64"}
+_NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}
+
+
+def as_svg(timeline: Timeline) -> str:
+    """Return the timeline as an SVG picture, with a row for each rank and a box for each action."""
+    width, left, row, top = 1200, 70, 30, 40
+    height = top + row * len(timeline.ranks) + 30
+    scale = (width - left - 90) / timeline.seconds
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"'
+        ' font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    kinds = dict.fromkeys(span.action.kind for spans in timeline.ranks for span in spans)
+    for place, kind in enumerate(kinds):
+        x = left + 180 * place
+        parts.append(f'<rect x="{x}" y="10" width="14" height="14" fill="{_COLOURS[kind]}"/>')
+        parts.append(f'<text x="{x + 20}" y="22">{_NAMES[kind]}</text>')
+    for rank, spans in enumerate(timeline.ranks):
+        y = top + row * rank
+        parts.append(f'<text x="8" y="{y + 18}">rank {rank}</text>')
+        for span in spans:
+            begin, size = left + span.start * scale, max(0.5, (span.end - span.start) * scale)
+            kind, stage, microbatch = span.action
+            title = (
+                f"{_NAMES[kind]} of microbatch {microbatch} on stage {stage}, {1e3 * (span.end - span.start):.3g} ms"
+            )
+            parts.append(
+                f'<rect x="{begin:.1f}" y="{y}" width="{size:.1f}" height="{row - 6}" fill="{_COLOURS[kind]}"'
+                f' stroke="white"><title>{title}</title></rect>'
+            )
+            if size > 14:
+                parts.append(f'<text x="{begin + 3:.1f}" y="{y + 16}" fill="white">{microbatch}</text>')
+        parts.append(f'<text x="{width - 85}" y="{y + 18}">idle {timeline.idle_share(rank):.0%}</text>')
+    parts.append(f'<text x="{left}" y="{height - 8}">{1e3 * timeline.seconds:.4g} ms</text></svg>')
+    return "\n".join(parts) + "\n"

@@ -1,0 +1,120 @@
+"""The arithmetic of a step as sums that know no hardware: a roofline gives their time on any device.
+
+Source: Williams et al. 2009, "Roofline: an insightful visual performance model for multicore architectures".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP = "forward", "backward", "recomputed", "optimizer"
+PHASES = (FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP)
+MATMUL, ATTENTION, SPECIAL, INTEGER, OTHER, VIEW = (
+    "matrix products", "attention", "special functions", "integers", "other", "views",
+)  # fmt: skip
+
+_aten = torch.ops.aten
+FLOPS = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+"""Formulas of the floating-point operations of matrix products and attention, by operation."""
+_LOOKUPS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))  # read only the rows they return
+_EMPTY = frozenset(
+    (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.detach)
+)  # write nothing
+_SPECIAL = frozenset(
+    (
+        *(
+            _aten.gelu,
+            _aten.gelu_backward,
+            _aten.silu,
+            _aten.silu_backward,
+            _aten.tanh,
+            _aten.exp,
+            _aten.erf,
+            _aten.pow,
+        ),
+        *(_aten._softmax, _aten._softmax_backward_data, _aten._log_softmax, _aten._log_softmax_backward_data),
+    )
+)  # a CPU computes exponentials for each element
+
+
+class Kind(NamedTuple):
+    """Operations that take about the same time: of one phase, class and type, with sizes within a factor of two.
+
+    Args:
+        phase: one of `PHASES`.
+        operation: `MATMUL`, `ATTENTION`, `SPECIAL` for exponentials, `INTEGER` for those of 64 bits, `OTHER`, or `VIEW`
+            for operations without work on the device.
+        dtype: the type of the operands.
+        flops_size: the bits of the floating-point operations of one operation.
+        bytes_size: the bits of the bytes that one operation reads and writes.
+    """
+
+    phase: str
+    operation: str
+    dtype: torch.dtype | None
+    flops_size: int
+    bytes_size: int
+
+
+class Amount(NamedTuple):
+    """Sums over operations of one kind: their number, floating-point operations, and bytes read and written."""
+
+    number: int
+    flops: int
+    num_bytes: int
+
+    def plus(self, other: Amount, times: int = 1) -> Amount:
+        """Return the sum of this amount and `times` the other, which may be negative."""
+        return Amount(
+            self.number + times * other.number,
+            self.flops + times * other.flops,
+            self.num_bytes + times * other.num_bytes,
+        )
+
+
+NOTHING = Amount(0, 0, 0)
+Work = Mapping[Kind, Amount]
+
+
+def sum_of(first: Work, second: Work, times: int = 1) -> dict[Kind, Amount]:
+    """Return the sum of two amounts of work, the second one taken `times` times, which may be negative."""
+    total = dict(first)
+    for kind, amount in second.items():
+        total[kind] = total.get(kind, NOTHING).plus(amount, times)
+    return total
+
+
+def work_of(
+    phase: str, function: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor], result: Any
+) -> tuple[Kind, Amount]:
+    """Return the kind and amount of one operation below autograd."""
+    packet = function._overloadpacket
+    if function.is_view or packet in _EMPTY or not (inputs or outputs):
+        return Kind(phase, VIEW, None, 0, 0), Amount(1, 0, 0)
+    read = outputs if packet in _LOOKUPS else inputs
+    moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
+    # The size of an operation on all parameters depends on the number of layers; its sums must be linear in it.
+    several = packet.__name__.startswith(("_fused_adam", "_fused_sgd", "_foreach_"))
+    if several and not outputs:
+        moved = moved * 7 // 4 if "_fused" in packet.__name__ else moved * 2  # all but the gradients is written too
+    formula = FLOPS.get(packet)
+    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    dtype = (outputs or inputs)[0].dtype
+    if formula is not None:
+        operation = ATTENTION if "attention" in packet.__name__ else MATMUL
+    else:
+        operation = SPECIAL if packet in _SPECIAL else INTEGER if dtype == torch.int64 else OTHER
+    return Kind(phase, operation, dtype, flops.bit_length(), 0 if several else moved.bit_length()), Amount(
+        1, flops, moved
+    )
