@@ -1,0 +1,92 @@
+"""The comparison from its command to its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.base.errors import ExitCode, UsageError
+from trainer.base.text import for_terminal
+from trainer.comparing.contestants import contestants
+from trainer.comparing.page import write_page
+from trainer.comparing.results import Result, results, with_plan
+from trainer.comparing.showing import table, write
+from trainer.comparing.turns import TURNS, Comparison
+from trainer.launch.local import number_of_ranks
+from trainer.ranks.environment import detect
+from trainer.reading.loading import load_recipe
+
+_INTERRUPTED = 130  # 128 + SIGINT
+
+
+def compare(
+    recipe: str,
+    words: Sequence[str],
+    layouts: Path | None,
+    processes: int | None,
+    steps: int,
+    output: Path | None,
+    hardware: str | None,
+    tell: Callable[[str], None],
+) -> int:
+    """Compare layouts or recipes, write the results, and return the exit code.
+
+    Args:
+        recipe: the name or path of the recipe.
+        words: overrides, perhaps with several values.
+        layouts: a file of layouts; None: `words` or the layouts that make sense here.
+        processes: the number of ranks; None: one for each GPU, or one.
+        steps: the steps of each turn.
+        output: the folder of the results; None: `runs/NAME-compare`.
+        hardware: a device as in `trainer plan --gpus`, for planned times.
+        tell: shows a line.
+
+    Raises:
+        TrainerError: no layout can start, or the results cannot be written.
+    """
+    import torch
+
+    if detect().has_ranks:
+        raise UsageError("`trainer compare` starts its own ranks; run it without a launcher")
+    if hardware is not None:
+        from trainer.planning.hardware import parse_devices
+
+        parse_devices(f"1x{hardware}")
+    gpus, ranks = torch.cuda.device_count(), number_of_ranks(processes)
+    common, found = contestants(recipe, words, layouts, ranks, gpus)
+    folder = output or Path("runs") / f"{load_recipe(recipe, common).recipe.name}-compare"
+    comparison = Comparison(recipe, common, found, steps, folder)
+    tell(f"{len(found)} layouts, {TURNS} turns of {steps} steps each on {ranks} processes, in {folder}")
+    is_interrupted = False
+
+    def show(line: str) -> None:
+        tell(for_terminal(line))
+
+    try:
+        comparison.run(show)
+    except KeyboardInterrupt:
+        is_interrupted = True
+        show("interrupted; these are the complete turns, and the same command goes on")
+    made = results(comparison.trials)
+    if not is_interrupted:
+        with suppress(KeyboardInterrupt):
+            made = [with_plan(result, trial, hardware) for result, trial in zip(made, comparison.trials, strict=True)]
+    facts = {"recipe": recipe, "overrides": common, "steps": steps, "device": _device(gpus)}
+    write(made, folder, facts)
+    write_page(made, folder, facts, is_cpu=gpus == 0)
+    show("")
+    for line in table(made, is_cpu=gpus == 0):
+        show(line)
+    show(f"wrote     {folder / 'compare.html'}, compare.json and compare.csv")
+    return _INTERRUPTED if is_interrupted else _code(made)
+
+
+def _device(gpus: int) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if gpus else "cpu"
+
+
+def _code(made: Sequence[Result]) -> int:
+    return ExitCode.DONE if any(result.is_complete for result in made) else ExitCode.FAILED
