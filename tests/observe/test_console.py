@@ -30,7 +30,10 @@ evaluation at step 230: loss 0.5000  accuracy 0.8125
 finished after 345 steps in 0:02:03, exit code 0
   best        accuracy 0.8125 at step 230 (majority class: 0.6838)
   folder      runs/small
+  report      trainer report runs/small
   model       runs/small/model
+  evaluate    trainer evaluate runs/small
+  predict     trainer predict runs/small --input FILE --output FILE
   resume      trainer run small.json --processes 2
 """  # noqa: E501
 

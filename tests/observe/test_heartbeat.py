@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 
 from tests.observe.samples import end_record
 from trainer.base.errors import TrainerError
-from trainer.observe.heartbeat import Heartbeat, forget_statuses, ranks_folder, read_statuses
+from trainer.observe.heartbeat import Heartbeat, forget_statuses, killed_ranks, ranks_folder, read_statuses
 
 
 def begun(folder: Path, rank: int = 3) -> Heartbeat:
@@ -46,6 +49,22 @@ def test_a_good_end_removes_it_and_a_bad_one_does_not(tmp_path):
     assert read_statuses(tmp_path).keys() == {1}
     second.end(end_record(tmp_path))
     assert not ranks_folder(tmp_path).exists()
+
+
+def test_ranks_that_were_killed_are_found_by_their_processes(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as ended:
+        ended.kill()
+    own, host = begun(tmp_path, 0), socket.gethostname()
+    failed = begun(tmp_path, 1)
+    for rank, changed in {2: {"host": "node7"}, 3: {"host": host}}.items():
+        status = {"rank": rank, "pid": ended.pid, "step": 7, "doing": "in step 8", "time": 0.0}
+        (ranks_folder(tmp_path) / f"rank-{rank:05d}.json").write_text(json.dumps(status | changed))
+    assert [status.rank for status in killed_ranks(tmp_path)] == [3]
+    (ranks_folder(tmp_path) / "rank-00003.json").unlink()
+    failed.end(end_record(tmp_path, outcome="failed"))
+    assert read_statuses(tmp_path)[1].left
+    assert not read_statuses(tmp_path)[0].left, own
+    assert killed_ranks(tmp_path) == []
 
 
 def test_a_torn_or_foreign_file_is_passed_over(tmp_path):

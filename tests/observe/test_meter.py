@@ -69,6 +69,10 @@ def test_flops_of_bert_base():
     assert flops == 12 * (72 * 768**2 + 12 * 768 * 512)
 
 
+def test_a_frozen_weight_has_no_gradient_of_its_own():
+    assert flops_per_token(100, 1, 1, 1, num_frozen=90) == 6 * 10 + 4 * 90 + 12
+
+
 def test_mfu_is_one_where_the_model_uses_the_whole_peak(clock):
     model = ModelSize(num_parameters=1000, num_layers=2, hidden_size=10)
     peak = 1024 * flops_per_token(1000, 2, 10, 128)  # 8 rows of 128 tokens in a second

@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 
 from tests.observe.samples import end_record, run_info, step_record
 from tests.observe.test_tracking import wait_for
-from trainer.base.errors import UsageError
+from trainer.base.errors import TrainerError, UsageError
 from trainer.observe.mlflow import MLflowService
 from trainer.observe.records import EvaluationRecord
 from trainer.observe.tracking import IDS_FILE_NAME, Tracker
@@ -131,7 +131,7 @@ def test_a_store_that_is_gone_for_a_while_gets_what_it_lacks(folder):
 def test_a_server_that_is_away_is_refused_without_its_password(folder, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(UsageError, match="MLflow cannot be used") as raised:
+    with pytest.raises(TrainerError, match="MLflow cannot be used") as raised:
         started(folder)
     assert "secret" not in str(raised.value)
     assert str(raised.value).endswith("or take it out of `logging.to`")

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.samples import run_info
+from tests.observe.samples import end_record, run_info
 from trainer.observe.console import PlainConsole, open_console
 from trainer.observe.progress import ProgressConsole, fold_fields
+from trainer.observe.records import EvaluationRecord, MajorityClass
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,8 +38,10 @@ small
   steps       345, of which 115 make an epoch
   folder      runs/small
 
+step  20/345  epoch 0.17  loss 0.6800  grad_norm 12.3450  lr 5.00e-05
 a library prints [this]
 evaluation at step 20: accuracy 0.8125
+step 345/345  epoch 3.00  loss 0.3550  grad_norm 12.3450  lr 5.00e-05
 training ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 345/345 0:00:00 left
 epoch 3.00  loss 0.3550  grad_norm 12.3450  lr 5.00e-05  samples/s 320
 tokens/s 33.1k  mfu 41.2%  memory 2.0 GiB
@@ -46,7 +49,10 @@ tokens/s 33.1k  mfu 41.2%  memory 2.0 GiB
 finished after 345 steps in 0:02:03, exit code 0
   best        accuracy 0.8125 at step 230 (majority class: 0.6838)
   folder      runs/small
+  report      trainer report runs/small
   model       runs/small/model
+  evaluate    trainer evaluate runs/small
+  predict     trainer predict runs/small --input FILE --output FILE
   resume      trainer run """
     + "x" * 90
     + "\n"
@@ -78,7 +84,7 @@ console.close()
 
 
 def on_terminal(code: str, columns: int = 80, **environment: str) -> str:
-    """What a Python child writes to a terminal; the child is killed after a minute."""
+    """What a Python child writes to a terminal; the child is killed after four minutes."""
     terminal, child_end = pty.openpty()
     fcntl.ioctl(child_end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     variables = {**os.environ, "TERM": "xterm-256color", **environment}
@@ -89,7 +95,7 @@ def on_terminal(code: str, columns: int = 80, **environment: str) -> str:
         command, cwd=ROOT, env=variables, stdin=child_end, stdout=child_end, stderr=child_end
     ) as child:
         os.close(child_end)
-        alarm = threading.Timer(60, child.kill)
+        alarm = threading.Timer(480, child.kill)
         alarm.start()
         output = b"".join(iter(lambda: _read(terminal), b""))
         alarm.cancel()
@@ -137,7 +143,7 @@ def test_an_evaluation_has_a_bar_of_its_own_while_it_runs(drawn):
     during = screen(drawn[: drawn.index("1/4") + 3])
     assert re.fullmatch(r"training +━+.━+ +20/345 [0-9:]+ left", during[-2])
     assert re.fullmatch(r"evaluating +━+.━+ 1/4", during[-1])
-    assert "evaluating" not in drawn[drawn.index("345/345") :]
+    assert "evaluating" not in drawn[drawn.index("m345/345") :]  # of the bar, which has a colour
 
 
 def test_the_cursor_comes_back(drawn):
@@ -148,6 +154,37 @@ def test_a_dumb_terminal_gets_plain_lines():
     output = on_terminal(RUN.replace("console._live.refresh()", ""), TERM="dumb")
     assert "\x1b" not in output
     assert "step  20/345  epoch 0.17" in output
+
+
+def test_the_bar_moves_between_logged_steps():
+    stream = io.StringIO()
+    console = ProgressConsole(stream, clock=lambda: 0.0)
+    console.start(run_info(Path("runs/small")))
+    console.doing(7, "in step 8")
+    console.close()
+    assert " 7/345" in stream.getvalue()
+
+
+@pytest.mark.parametrize("console", [PlainConsole, ProgressConsole])
+def test_names_from_the_data_cannot_write_to_the_terminal(console):
+    """Text of JSON keeps C1 controls and U+2028, and a note may hold a column as it is."""
+    stream = io.StringIO()
+    shown = console(stream, clock=lambda: 0.0)
+    shown.note("column \x1b]0;gone\x07 and \x9b2J")
+    shown.start(run_info(Path("runs/\x1b[2J"), majority=MajorityClass("\x9b2J\u2028", 0.5)))
+    shown.close()
+    assert not re.search("\x1b\\]|\x1b\\[2J|[\x07\x9b\u2028]", stream.getvalue())
+    assert "column \\x1b]0;gone\\x07 and \\x9b2J" in stream.getvalue()
+
+
+def test_the_end_shows_the_curve_of_the_metric():
+    stream = io.StringIO()
+    console = ProgressConsole(stream, clock=lambda: 0.0)
+    console.start(run_info(Path("runs/small")))
+    for step, value in [(115, 0.5), (230, 0.75), (345, 0.625)]:
+        console.evaluation(EvaluationRecord(step, {"accuracy": value}))
+    console.end(end_record(Path("runs/small")))
+    assert "  last        accuracy 0.6250 at step 345  ▁█▅\n" in stream.getvalue()
 
 
 def test_an_error_under_way_gives_the_cursor_back():

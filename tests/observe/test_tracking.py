@@ -1,6 +1,8 @@
 """What holds for every tracker, tried with a service that does as it is told; the real ones have their own files."""
 
+import errno
 import json
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.observe.samples import end_record, run_info, step_record
-from trainer.base.errors import UsageError
+from trainer.base.errors import ExitCode, TrainerError, UsageError
 from trainer.observe import tracking
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo
 from trainer.observe.tracking import IDS_FILE_NAME, Point, Tracker
@@ -99,11 +101,23 @@ def test_a_damaged_file_of_ids_is_refused(tmp_path, text):
         started(FakeService(), tmp_path, 4)
 
 
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, 1), (errno.ESTALE, 1), (errno.EACCES, 2)])
+def test_ids_that_the_storage_does_not_give_are_no_mistake_of_the_user(tmp_path, monkeypatch, number, code):
+    def fail(path: Path, **keywords: object) -> str:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(TrainerError, match=r"tracking\.json` must name .*but cannot be read .* start again") as raised:
+        started(FakeService(), tmp_path, 4)
+    assert raised.value.exit_code == code
+
+
 def test_a_service_that_cannot_be_used_is_refused_in_one_sentence(tmp_path):
     service = FakeService()
     service.is_away = True
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(TrainerError) as raised:
         started(service, tmp_path)
+    assert raised.value.exit_code == ExitCode.FAILED, "another start may find the server"
     assert str(raised.value) == (
         '`logging.to` holds "fake", but Fake cannot be used (no route to http://host/); mend that, or take it out of'
         " `logging.to`"
@@ -125,6 +139,25 @@ def test_a_service_that_fails_gets_what_it_lacks_when_it_is_back_and_is_told_of_
     assert len(service.ends) == 1
     assert notes[1:] == [
         "Fake cannot be written (no route to http://host/); the training goes on, and what is missing is tried again"
+    ]
+
+
+def test_a_service_that_is_away_at_a_restart_gets_all_points_later(tmp_path):
+    service = FakeService()
+    started(service, tmp_path)[0].end(end_record(tmp_path))
+    service.is_away = True
+    tracker, notes = started(service, tmp_path, 4)
+    tracker.step(step_record(5))
+    wait_for(lambda: tracker._waiting)
+    service.is_away = False
+    wait_for(lambda: service.points)
+    tracker.end(end_record(tmp_path))
+    assert service.opened == [None, "id-1"]
+    assert [point.step for point in service.points] == [5]
+    assert len(service.ends) == 2
+    assert notes == [
+        "Fake cannot be written (no route to http://host/); the training goes on, and what is missing is tried again",
+        "Fake: somewhere",
     ]
 
 

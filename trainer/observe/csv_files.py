@@ -21,7 +21,7 @@ from trainer.observe.records import EvaluationRecord, RunInfo, StepRecord
 TRAINING_FILE_NAME = "metrics_training.csv"
 EVALUATION_FILE_NAME = "metrics_evaluation.csv"
 
-_TRAINING_COLUMNS = tuple(field.name for field in fields(StepRecord) if field.name != "mfu")
+_TRAINING_COLUMNS = tuple(field.name for field in fields(StepRecord) if field.name not in ("mfu", "rank_memory_bytes"))
 
 Row = Mapping[str, object]
 

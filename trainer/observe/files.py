@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.disk import replace_text
-from trainer.base.errors import TrainerError, UsageError
+from trainer.base.errors import TrainerError, storage_error
 
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -38,7 +38,8 @@ class GrowingFile:
             old file or the new file.
 
     Raises:
-        UsageError: the folder cannot be written. Errors of `lines` are passed on.
+        UsageError: the folder cannot be written.
+        TrainerError: the disk is full. Errors of `lines` are passed on.
     """
 
     def __init__(self, path: Path, lines: Callable[[], Iterable[str]]) -> None:
@@ -49,9 +50,10 @@ class GrowingFile:
             # No buffer: when the file is closed, a failed write would be repeated, and would fail again.
             self._file: FileIO = path.open("ab", buffering=0)
         except OSError as error:
-            raise UsageError(
+            raise storage_error(
                 f"`checkpoint.folder` must be a folder that can be written, but `{path.parent}` is not"
-                f" ({error.strerror}); choose another"
+                f" ({error.strerror}); make room or choose another",
+                error,
             ) from error
 
     def add(self, line: str) -> None:

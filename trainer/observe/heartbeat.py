@@ -13,15 +13,17 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainer.base.errors import TrainerError
+from trainer.base.processes import start_of, this_machine
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord
 
 _FOLDER = "ranks"
 _RECORD_BYTES = 512
+_DYING_SECONDS = 1.0
 _LONGEST_TEXT = 100  # a record always fits, even if all its characters are escaped
 
 
@@ -35,6 +37,7 @@ class Status:
     step: int  # the last optimizer step that is done
     doing: str
     time: float  # start of the activity, in seconds since the epoch
+    left: bool = False  # the rank has failed with an error of its own
 
     def __str__(self) -> str:
         return f"after step {self.step}, {self.doing}"
@@ -49,6 +52,25 @@ def read_statuses(run_folder: Path) -> dict[int, Status]:
     """Return the last records of the ranks of a run, in order of rank, without missing and incomplete files."""
     statuses = sorted(_parsed(ranks_folder(run_folder)), key=lambda status: status.rank)
     return {status.rank: status for status in statuses}
+
+
+def killed_ranks(run_folder: Path) -> list[Status]:
+    """Return the ranks of this machine whose processes have ended, but did not leave by themselves.
+
+    It waits up to a second for the first of them: a dying process closes its connections before it has ended.
+    """
+    host, end = _host(), time.monotonic() + _DYING_SECONDS
+    while this_machine():
+        statuses = read_statuses(run_folder).values()
+        killed = [one for one in statuses if one.host == host and not one.left and not start_of(one.pid)]
+        if killed or time.monotonic() > end:
+            return killed
+        time.sleep(0.05)
+    return []
+
+
+def _host() -> str:
+    return socket.gethostname()[:_LONGEST_TEXT]
 
 
 def _parsed(folder: Path) -> Iterator[Status]:
@@ -72,9 +94,10 @@ class Heartbeat(Observer):
         self.rank = rank
         self.beats = 0
         self.run_folder: Path | None = None
-        self._host = socket.gethostname()[:_LONGEST_TEXT]
+        self._host = _host()
         self._descriptor: int | None = None
         self._step = 0
+        self._status: Status | None = None
 
     def begin(self, run_folder: Path, step: int) -> None:
         """Create the file.
@@ -103,16 +126,28 @@ class Heartbeat(Observer):
         self.beats += 1
         self._step = step
         if self._descriptor is not None:
-            status = Status(self.rank, self._host, os.getpid(), step, what[:_LONGEST_TEXT], round(time.time(), 3))
+            now = round(time.time(), 3)
+            self._write(Status(self.rank, self._host, os.getpid(), step, what[:_LONGEST_TEXT], now))
+
+    def _write(self, status: Status) -> None:
+        self._status = status
+        if self._descriptor is not None:
             with suppress(OSError):
                 os.pwrite(self._descriptor, json.dumps(asdict(status)).encode().ljust(_RECORD_BYTES), 0)
 
     def evaluation_progress(self, done: int, total: int) -> None:
         self.doing(self._step, f"in an evaluation, {done} of {total} batches done")
 
+    def leave(self) -> None:
+        """Note in the file that this rank leaves after a failure, so that others do not take it for killed."""
+        if self._status is not None:
+            self._write(replace(self._status, left=True))
+
     def end(self, record: EndRecord) -> None:
-        """Remove the file, except after a failure."""
-        if record.outcome != "failed" and self._descriptor is not None:
+        """Remove the file; after a failure it stays."""
+        if record.outcome == "failed":
+            self.leave()
+        elif self._descriptor is not None:
             with suppress(OSError):
                 self.file.unlink()
                 self.file.parent.rmdir()  # succeeds on the last rank only

@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 
-def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, sequence_length: float) -> float:
+def flops_per_token(
+    num_parameters: int, num_layers: int, hidden_size: int, sequence_length: float, num_frozen: int = 0
+) -> float:
     """Return the floating-point operations of the model for one token, forward and backward.
 
     Each parameter counts 6: a multiplication and an addition in the forward pass, and twice that in the backward pass.
+    A frozen parameter counts 4, because it has no gradient of its own; the gradient still passes through it.
     The attention scores and their weighted sum count `12 * layers * hidden * sequence`. Recomputation of activations
     does not count.
 
@@ -24,8 +27,9 @@ def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, sequ
         num_layers: the number of transformer layers.
         hidden_size: the number of heads times the size of a head.
         sequence_length: the number of tokens that attend to each other.
+        num_frozen: the number of these parameters that are frozen.
     """
-    return 6 * num_parameters + 12 * num_layers * hidden_size * sequence_length
+    return 6 * num_parameters - 2 * num_frozen + 12 * num_layers * hidden_size * sequence_length
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class ModelSize:
     num_parameters: int
     num_layers: int
     hidden_size: int
+    num_frozen: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,8 @@ class Meter:
         if self._model is None or self._peak_flops is None or not self._tokens:
             return None
         model, length = self._model, self._tokens / self._samples
-        flops = self._tokens * flops_per_token(model.num_parameters, model.num_layers, model.hidden_size, length)
+        per_token = flops_per_token(model.num_parameters, model.num_layers, model.hidden_size, length, model.num_frozen)
+        flops = self._tokens * per_token
         return flops / seconds / self._peak_flops
 
 

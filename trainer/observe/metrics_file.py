@@ -4,8 +4,9 @@ Each line is one JSON object of one of these kinds:
 
 - `{"run": ...}` at each start and resumption;
 - a training line at each logging interval: the fields of `StepRecord` that are not None;
-- `{"step": ..., "eval": ...}` after each evaluation;
-- `{"step": ..., "bad_step": ...}` for each step that was not taken because it was not finite.
+- `{"step": ..., "eval": ...}` after each evaluation, with the `picture` of tasks that have one;
+- `{"step": ..., "bad_step": ...}` for each step that was not taken because it was not finite;
+- `{"step": ..., "end": ...}` at the end of each start: the outcome, its message, and the idle shares of pipeline ranks.
 
 Floats have the shortest form that reads back as the same float64. Non-finite numbers are the strings "NaN", "Infinity"
 and "-Infinity", as in protocol buffers' JSON mapping, so every line is valid JSON.
@@ -16,21 +17,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.base.errors import UsageError
+from trainer.base.errors import TrainerError, UsageError
 from trainer.observe.files import GrowingFile, decode_number, encode_number
 from trainer.observe.observer import Observer
-from trainer.observe.records import BadStepRecord, EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
 
 METRICS_FILE_NAME = "metrics.jsonl"
 
 
 def step_line(record: StepRecord) -> dict[str, float | str]:
     """Return a training line, without MFU: it is `tokens_per_second` times constants, and often unknown."""
-    values = asdict(record)
+    values = record.numbers()
     del values["mfu"]
     return {name: encode_number(value) for name, value in values.items() if value is not None}
 
@@ -64,6 +66,7 @@ class Metrics:
     steps: list[StepRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     bad_steps: list[BadStepRecord] = field(default_factory=list)
+    end: Mapping[str, Any] | None = None  # of the last start; None: it runs, was killed, or has an earlier version
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -88,14 +91,19 @@ def read_metrics(path: Path) -> Metrics:
 def _append(metrics: Metrics, line: dict[str, Any]) -> None:
     if "run" in line:
         metrics.runs.append(line["run"])
+        metrics.end = None
+    elif "end" in line:
+        metrics.end = dict(line["end"])
     elif "eval" in line:
         values = {name: decode_number(value) for name, value in line["eval"].items()}
-        metrics.evaluations.append(EvaluationRecord(line["step"], values))
+        metrics.evaluations.append(EvaluationRecord(line["step"], values, line.get("picture")))
     elif "bad_step" in line:
         values = {name: tuple(v) if isinstance(v, list) else decode_number(v) for name, v in line["bad_step"].items()}
         metrics.bad_steps.append(BadStepRecord(line["step"], **values))
     else:
-        metrics.steps.append(StepRecord(**{name: decode_number(value) for name, value in line.items()}))
+        ranks = tuple(line.pop("rank_memory_bytes", ()))
+        values = {name: decode_number(value) for name, value in line.items()}
+        metrics.steps.append(StepRecord(**values, rank_memory_bytes=ranks))
 
 
 class MetricsFile(Observer):
@@ -122,16 +130,31 @@ class MetricsFile(Observer):
         self._write({"run": asdict(run)})
 
     def step(self, record: StepRecord) -> None:
-        self._write(step_line(record))
+        ranks = {"rank_memory_bytes": record.rank_memory_bytes} if record.rank_memory_bytes else {}
+        self._write({**step_line(record), **ranks})
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._write(
-            {"step": record.step, "eval": {name: encode_number(value) for name, value in record.metrics.items()}}
-        )
+        picture = {} if record.picture is None else {"picture": record.picture}
+        values = {name: encode_number(value) for name, value in record.metrics.items()}
+        self._write({"step": record.step, "eval": values, **picture})
 
     def bad_step(self, record: BadStepRecord) -> None:
         numbers = {"loss": encode_number(record.loss), "grad_norm": encode_number(record.grad_norm)}
         self._write({"step": record.step, "bad_step": {**numbers, "ranks": record.ranks, "rows": record.rows}})
+
+    def end(self, record: EndRecord) -> None:
+        if self._file is None:  # it never started
+            return
+        if record.outcome == "failed":
+            with suppress(TrainerError):  # a full disk may be the failure itself, and must not hide it
+                self._write_end(record)
+        else:
+            self._write_end(record)
+
+    def _write_end(self, record: EndRecord) -> None:
+        idle = None if record.pipeline is None else record.pipeline.measured
+        values = {"outcome": record.outcome, "exit_code": record.exit_code, "message": record.message, "idle": idle}
+        self._write({"step": record.step, "end": {**values, "seconds": record.seconds}})
 
     def close(self) -> None:
         if self._file is not None:

@@ -18,6 +18,9 @@ class Observer:
     `end` and `close`, so no method may communicate. A method that cannot write raises `TrainerError`.
     """
 
+    def preparing(self, what: str, done: int = 0, total: int | None = None) -> None:
+        """Report an activity before `start`, and how many of its parts are done; None: their number is unknown."""
+
     def start(self, run: RunInfo) -> None:
         """Report that the run is built; its first step follows."""
 
@@ -54,6 +57,10 @@ class Observers(Observer):
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = tuple(observers)
+
+    def preparing(self, what: str, done: int = 0, total: int | None = None) -> None:
+        for observer in self._observers:
+            observer.preparing(what, done, total)
 
     def start(self, run: RunInfo) -> None:
         for observer in self._observers:

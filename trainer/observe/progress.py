@@ -8,13 +8,21 @@ from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn
 from rich.text import Text
 
+from trainer.base.text import for_terminal
 from trainer.observe.meter import TimeLeft
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
-from trainer.observe.summary import end_summary, evaluation_line, format_seconds, start_summary, step_fields
+from trainer.observe.summary import (
+    end_summary,
+    evaluation_line,
+    format_seconds,
+    start_summary,
+    step_fields,
+    step_line,
+)
 
 _OUTCOME_STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
 
@@ -35,10 +43,18 @@ def fold_fields(fields: Sequence[tuple[str, str]], width: int) -> str:
     return "\n".join(lines)
 
 
+class _Count(MofNCompleteColumn):
+    """The number of parts that are done; nothing if nobody knows how many there are."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if task.total is None else super().render(task)
+
+
 class ProgressConsole(Observer):
     """Console with a bar of the steps and the newest numbers below it, and a second bar during an evaluation.
 
-    Summaries, evaluations and notes scroll above the bars.
+    Before the run starts, a bar names the part of the preparation. Summaries, logged steps, evaluations and notes
+    scroll above the bars.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,29 +65,47 @@ class ProgressConsole(Observer):
         self._live: Live | None = None
         self._evaluation: TaskID | None = None
         self._fields: list[tuple[str, str]] = []
+        self._evaluations: list[EvaluationRecord] = []
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            _Count(),
             TextColumn("{task.fields[left]}"),
             console=self._console,
             expand=True,
         )
         self._training = self._bars.add_task("training", left="")
 
+    def preparing(self, what: str, done: int = 0, total: int | None = None) -> None:
+        if self._live is None:
+            # No thread draws it, because a lock of that thread could stay closed in processes that are forked now.
+            self._live = Live(
+                console=self._console, get_renderable=self._bars.get_renderable, auto_refresh=False, transient=True
+            )
+            self._live.start()
+        self._bars.update(self._training, description=what, completed=done, total=total)
+        self._live.refresh()
+
     def start(self, run: RunInfo) -> None:
+        self.close()
         first_step = run.resumed_from or 0
         self._run = run
         self._time_left = TimeLeft(first_step, run.total_steps, self._clock)
         title, *lines = start_summary(run)
         self._print(title, style="bold")
         self._print(*lines, "")
-        self._bars.update(self._training, total=run.total_steps, completed=first_step)
+        self._bars.update(self._training, description="training", total=run.total_steps, completed=first_step)
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
         self._live.start()
 
+    def doing(self, step: int, what: str) -> None:
+        if self._run is not None:
+            self._bars.update(self._training, completed=step)
+
     def step(self, record: StepRecord) -> None:
+        assert self._run is not None, "a run starts before it is observed"
         assert self._time_left is not None, "a run starts before it is observed"
+        self._print(step_line(record, self._run.total_steps, None, self._console.width))
         self._fields = step_fields(record, None)
         seconds = self._time_left.after(record.step)
         left = "" if seconds is None else f"{format_seconds(seconds)} left"
@@ -84,6 +118,7 @@ class ProgressConsole(Observer):
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._drop_evaluation()
+        self._evaluations.append(record)
         self._print(evaluation_line(record))
 
     def note(self, text: str) -> None:
@@ -91,7 +126,7 @@ class ProgressConsole(Observer):
 
     def end(self, record: EndRecord) -> None:
         self.close()
-        title, *lines = end_summary(record, self._run)
+        title, *lines = end_summary(record, self._run, self._evaluations)
         self._print("")
         self._print(title, style=_OUTCOME_STYLES[record.outcome])
         self._print(*lines)
@@ -114,4 +149,4 @@ class ProgressConsole(Observer):
     def _print(self, *lines: str, style: str | None = None) -> None:
         # The terminal wraps long lines, so a copied command holds no line break.
         for line in lines:
-            self._console.print(line, style=style, soft_wrap=True)
+            self._console.print(for_terminal(line), style=style, soft_wrap=True)

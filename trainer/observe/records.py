@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +57,10 @@ class RunInfo:
     recipe_hash: str
     recipe: Mapping[str, Any]  # resolved, as JSON values
     stages: tuple[str, ...] = ()  # of a pipeline: lines on its schedule and on each stage
+    classes: tuple[tuple[str, int], ...] = ()  # name and training rows of each; empty if rows have no single class
+    positive: str | None = None  # the class that `f1` counts as positive
     resumed_from: int | None = None  # the last step that the loaded checkpoint holds
+    ranks: tuple[tuple[str, ...], ...] = ()  # the header and the rows of a table of the layout; empty for one process
 
 
 @dataclass(frozen=True)
@@ -79,17 +82,28 @@ class StepRecord:
     samples_per_second: float
     tokens_per_second: float | None = field(default=None, kw_only=True)
     peak_memory_bytes: int  # of the rank that used the most
+    rank_memory_bytes: tuple[int, ...] = field(default=(), kw_only=True)  # the peak of each; `dp`: of each GPU
     skipped_steps: int | None = None  # so far, for overflow; fp16 only
     loss_scale: float | None = None  # fp16 only
     mfu: float | None = None  # model FLOPs utilisation, 0 to 1; None: unknown peak
 
+    def numbers(self) -> dict[str, Any]:
+        """Return the values that are single numbers or None."""
+        values = asdict(self)
+        del values["rank_memory_bytes"]
+        return values
+
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """The metrics of the whole validation split after `step` steps."""
+    """The metrics of the whole validation split after `step` steps.
+
+    `picture` is the task's own view of the predictions, as JSON values: see `Task.picture`.
+    """
 
     step: int
     metrics: Mapping[str, float]
+    picture: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,7 @@ class BadStepRecord:
     grad_norm: float
     ranks: tuple[int, ...]  # with rows of non-finite loss; empty if only the gradient is non-finite
     rows: tuple[int, ...]  # candidates: indices in the training split, from 0
+    diverged: bool = False  # the loss of the last good batch is no longer finite either: the weights are the cause
 
 
 @dataclass(frozen=True)
@@ -122,7 +137,7 @@ class Idling:
 
 @dataclass(frozen=True)
 class EndRecord:
-    """The outcome of a run, and the command that resumes it."""
+    """The outcome of a run, and the command that resumes or restarts it."""
 
     outcome: Literal["finished", "stopped", "failed"]
     exit_code: int
@@ -134,3 +149,4 @@ class EndRecord:
     resume_command: str  # exact, to paste into a shell
     message: str | None = None  # the reason, if the outcome needs one
     pipeline: Idling | None = None  # None: there are no stages, or nothing was trained
+    has_checkpoint: bool = True  # else the command starts from the first step

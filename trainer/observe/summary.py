@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+import shlex
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from trainer.base.errors import ExitCode
+from trainer.base.text import listed
 from trainer.observe.records import EndRecord, EvaluationRecord, ParameterGroup, RunInfo, StepRecord
 
 _LABEL_WIDTH = 12
+_CLASSES_SHOWN = 20
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_BARS = 30
 _TEXT_WIDTH = 80  # of summaries: the width of a classic terminal, which a README shows without a scroll bar
 
 
@@ -84,6 +91,14 @@ def _data_text(run: RunInfo) -> str:
     return text
 
 
+def _classes_text(run: RunInfo) -> str:
+    shown = [f"{json.dumps(name, ensure_ascii=False)} {count:,}" for name, count in run.classes]
+    text = listed(shown, _CLASSES_SHOWN)
+    if run.positive is not None:
+        text += f"; f1 counts {json.dumps(run.positive, ensure_ascii=False)} as positive"
+    return text
+
+
 def start_summary(run: RunInfo) -> list[str]:
     """Return the lines on the model, data, layout and devices of a run that starts."""
     ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
@@ -99,6 +114,7 @@ def start_summary(run: RunInfo) -> list[str]:
         *[line for index, text in enumerate(run.stages) for line in _row("" if index else "pipeline", text)],
         *_row("batch", run.batch),
         *_row("data", _data_text(run)),
+        *(_row("classes", _classes_text(run)) if run.classes else []),
         *_row("steps", steps),
         *_row("folder", str(run.folder)),
     ]
@@ -135,10 +151,12 @@ def step_fields(record: StepRecord, seconds_left: float | None) -> list[tuple[st
 _FIELD_WIDTHS = {"loss": 6, "grad_norm": 7, "samples/s": 5, "tokens/s": 5, "mfu": 5, "memory": 9}
 
 
-def step_line(record: StepRecord, total_steps: int, seconds_left: float | None) -> str:
-    """Return a step as one line of names and values, for readers and for grep."""
+def step_line(record: StepRecord, total_steps: int, seconds_left: float | None, width: int | None = None) -> str:
+    """Return a step as one line of names and values, for readers and for grep; drop those beyond `width`."""
     step = f"step {record.step:>{len(str(total_steps))}}/{total_steps}"
     fields = [f"{name} {value:<{_FIELD_WIDTHS.get(name, 0)}}" for name, value in step_fields(record, seconds_left)]
+    while width is not None and fields and len("  ".join([step, *fields]).rstrip()) > width:
+        fields.pop()
     return "  ".join([step, *fields]).rstrip()
 
 
@@ -156,21 +174,46 @@ def _best_text(record: EndRecord, run: RunInfo | None) -> str:
     return text
 
 
-def end_summary(record: EndRecord, run: RunInfo | None) -> list[str]:
-    """Return the lines on the outcome of a run and its resumption; `run` is None if it never started."""
+def _curve_text(name: str, evaluations: Sequence[EvaluationRecord]) -> str:
+    """Return the newest value of a metric, and a bar for each of its last evaluations, from lowest to highest."""
+    values = [record.metrics[name] for record in evaluations][-_CURVE_BARS:]
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    bars = "".join(_BARS[round((value - low) * scale)] if math.isfinite(value) else "?" for value in values)
+    return f"{name} {format_decimal(values[-1])} at step {evaluations[-1].step}  {bars}"
+
+
+def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[EvaluationRecord] = ()) -> list[str]:
+    """Return the lines on the outcome of a run and its resumption.
+
+    Args:
+        record: the outcome.
+        run: the run; None if it never started.
+        evaluations: those to show as a curve; one alone is no curve.
+    """
     steps = "1 step" if record.step == 1 else f"{record.step} steps"
     title = f"{record.outcome} after {steps} in {format_seconds(record.seconds)}, exit code {record.exit_code}"
     # The message of a failure follows on standard error.
     message = "" if record.outcome == "failed" else record.message or ""
     lines = [title, *textwrap.wrap(message, _TEXT_WIDTH, initial_indent="  ", subsequent_indent="  ")]
     lines += _row("best", _best_text(record, run))
+    if len(evaluations) > 1 and record.best is not None:
+        lines += _row("last", _curve_text(record.best.name, evaluations))
     if record.pipeline is not None:
         shares = ", ".join(f"{share:.0%}" for share in record.pipeline.measured)
         lines += _row("pipeline", f"idle {shares} of the steps on its ranks; bubble {record.pipeline.bubble:.0%}")
     lines += _row("folder", str(record.folder))
+    if run is not None:
+        lines.append(f"  {'report':<{_LABEL_WIDTH}}trainer report {shlex.quote(str(record.folder))}")
     if record.model_folder is not None:
         lines += _row("model", str(record.model_folder))
-    if record.exit_code == ExitCode.USER:  # the same command would fail again
+    if record.model_folder is not None and record.best is not None:  # else there may be no rows to evaluate on
+        run_folder = shlex.quote(str(record.folder))
+        lines.append(f"  {'evaluate':<{_LABEL_WIDTH}}trainer evaluate {run_folder}")
+        lines.append(f"  {'predict':<{_LABEL_WIDTH}}trainer predict {run_folder} --input FILE --output FILE")
+    if record.exit_code in (ExitCode.USER, ExitCode.NON_FINITE):  # the same command would fail again
         return lines
     # Never wrapped: users paste this line.
-    return [*lines, f"  {'resume':<{_LABEL_WIDTH}}{record.resume_command}"]
+    label = "resume" if record.has_checkpoint else "restart"
+    return [*lines, f"  {label:<{_LABEL_WIDTH}}{record.resume_command}"]

@@ -44,7 +44,7 @@ class TensorBoard(Observer):
             self._writer.add_text("recipe", f"```json\n{json.dumps(dict(run.recipe), indent=2)}\n```", first_step)
 
     def step(self, record: StepRecord) -> None:
-        values = asdict(record)
+        values = record.numbers()
         step = values.pop("step")
         self._add("train", values, step)
 

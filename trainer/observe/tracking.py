@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.base.disk import replace_text
-from trainer.base.errors import TrainerError, UsageError
+from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.text import without_secrets
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
@@ -72,8 +73,9 @@ class Service(Protocol):
 class Tracker(Observer):
     """Observer that passes records to one service.
 
-    Before the first step, an unusable service is an error. After that, the service runs in a thread. Failed points are
-    queued and written again, the user gets one note, and the training continues.
+    At the start of a run, an unusable service is an error. After that, the service runs in a thread. Failed points are
+    queued and written again, the user gets one note, and the training continues. This holds for a resumed run from its
+    beginning, since its service was usable before.
 
     Args:
         service: the service that stores the run.
@@ -89,34 +91,44 @@ class Tracker(Observer):
         self._waiting: list[Point] = []
         self._num_lost = 0
         self._has_complained = False
+        self._open: Callable[[], None] | None = None  # for the thread, if the service was away at the start
 
     def start(self, run: RunInfo) -> None:
         """Open the service, with the tracked run of an earlier part of this run.
 
         Raises:
-            UsageError: the service cannot be used, or the file of ids is damaged.
+            UsageError: the service has no login or no such run, or the file of ids is damaged.
+            TrainerError: the service of a new run cannot be used.
         """
-        ids = _read_ids(run.folder / IDS_FILE_NAME)
-        known = ids.get(self._service.word) if run.resumed_from is not None else None
+        known = _read_ids(run.folder / IDS_FILE_NAME).get(self._service.word) if run.resumed_from is not None else None
         try:
-            run_id = self._service.open(run, known)
-            if run_id != known:
-                replace_text(run.folder / IDS_FILE_NAME, json.dumps({**ids, self._service.word: run_id}) + "\n")
+            self._open_run(run, known)
         except TrainerError:
             raise
         except Exception as error:  # a library may raise anything
-            raise UsageError(
-                f'`logging.to` holds "{self._service.word}", but {self._service.name} cannot be used'
-                f" ({_one_line(error)}); mend that, or take it out of `logging.to`"
-            ) from error
-        self._notes.put(f"{self._service.name}: {self._service.place()}")
+            if known is None:
+                raise TrainerError(
+                    f'`logging.to` holds "{self._service.word}", but {self._service.name} cannot be used'
+                    f" ({_one_line(error)}); mend that, or take it out of `logging.to`"
+                ) from error
+            self._open = partial(self._open_run, run, known)
+            self._complain(error)
         self._thread.start()
+
+    def _open_run(self, run: RunInfo, known: str | None) -> None:
+        """Open the service, and keep the id of a new tracked run."""
+        run_id = self._service.open(run, known)
+        if run_id != known:
+            path = run.folder / IDS_FILE_NAME
+            replace_text(path, json.dumps({**_read_ids(path), self._service.word: run_id}) + "\n")
+        self._open = None
+        self._notes.put(f"{self._service.name}: {self._service.place()}")
 
     def doing(self, step: int, what: str) -> None:
         self._pass_notes()
 
     def step(self, record: StepRecord) -> None:
-        values = asdict(record)
+        values = record.numbers()
         self._put("train", values.pop("step"), values)
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -153,7 +165,7 @@ class Tracker(Observer):
         if self._waiting or self._num_lost:
             lost = len(self._waiting) + self._num_lost
             self._notes.put(f"{self._service.name} lacks {lost:,} points of this run, which are in `metrics.jsonl`")
-        if self._waiting:
+        if self._waiting or self._open:
             return  # a service that rejects points rejects the end too
         try:
             self._service.finish(end)
@@ -163,7 +175,7 @@ class Tracker(Observer):
     def _receive(self) -> EndRecord | None:
         """Wait for the next item, and take all items of the queue; return the end of the run if it is among them."""
         try:
-            item = self._inbox.get(timeout=self._retry_seconds if self._waiting else None)
+            item = self._inbox.get(timeout=self._retry_seconds if self._waiting or self._open else None)
             while isinstance(item, Point):
                 self._waiting.append(item)
                 item = self._inbox.get_nowait()
@@ -172,23 +184,29 @@ class Tracker(Observer):
         return item
 
     def _write(self) -> None:
-        if not self._waiting:
+        if not (self._waiting or self._open):
             return
         try:
-            self._service.write(self._waiting)
+            if self._open:
+                self._open()
+            if self._waiting:
+                self._service.write(self._waiting)
         except Exception as error:  # a library may raise anything
             too_many = len(self._waiting) - _MOST_POINTS
             if too_many > 0:
                 self._num_lost += too_many
                 del self._waiting[:too_many]
-            if not self._has_complained:
-                self._has_complained = True
-                self._notes.put(
-                    f"{self._service.name} cannot be written ({_one_line(error)}); the training goes on, and what is"
-                    " missing is tried again"
-                )
+            self._complain(error)
         else:
             self._waiting.clear()
+
+    def _complain(self, error: Exception) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            self._notes.put(
+                f"{self._service.name} cannot be written ({_one_line(error)}); the training goes on, and what is"
+                " missing is tried again"
+            )
 
 
 def tracked_config(run: RunInfo) -> dict[str, Any]:
@@ -217,13 +235,20 @@ def _read_ids(path: Path) -> dict[str, str]:
     """Return the ids of tracked runs by the `word` of the service; empty if the file does not exist.
 
     Raises:
-        UsageError: the file is not one that `Tracker` writes.
+        UsageError: the file is not one that `Tracker` writes, or its path does not allow reading.
+        TrainerError: the storage failed.
     """
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError):
+    except OSError as error:
+        raise storage_error(
+            f"`{path}` must name the tracked runs of this folder, but cannot be read ({error}); start again when its"
+            " storage works, or remove it to begin new ones",
+            error,
+        ) from error
+    except ValueError:
         ids = None
     if isinstance(ids, dict) and all(isinstance(value, str) and _ID.fullmatch(value) for value in ids.values()):
         return ids

@@ -120,6 +120,7 @@ class Watchdog(Observer):
             time.sleep(2 * _TELL_SECONDS)  # an agent ends all ranks when one exits, and the reporter must report first
         else:
             self._report(stall_message(statuses, stacks, self._timeout, time.time()))
+        self._heartbeat.leave()
         _leave()
 
     def _report(self, message: str) -> None:

@@ -1,0 +1,97 @@
+"""Pictures of the README, as SVG: `python -m docs.pictures`, in a clone after these two commands.
+
+    trainer compare bert_sample --processes 2 --steps 30
+    trainer compare bert_sample --layouts docs/pictures/dropout.txt --steps 60 --output runs/dropout-compare
+
+The browser Chromium draws them, because Plotly's figures are drawn by a browser.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from html import unescape
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
+
+from trainer.base.disk import replace_text
+from trainer.comparing.results import difference
+from trainer.reporting.figures import COLOURS, ranges
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURES = ROOT / "docs" / "pictures"
+_SECONDS = 120
+_SCRIPT = """Plotly.newPlot(document.body, {figure}).then(drawn => Plotly.toImage(drawn,
+  {{format: "svg", width: {width}, height: {height}}})).then(url => {{ document.body.textContent = url; }});"""
+
+
+def layouts_figure(results: list[dict[str, Any]]) -> go.Figure:
+    """Draw the time of a step with its quartiles, and the planned peak of tensors, of each layout."""
+    found = [one for one in results if one["step_seconds"]]
+    names = [one["name"] for one in found]
+    figure = make_subplots(1, 2, shared_yaxes=True, subplot_titles=("time of a step, ms", "planned tensors, MiB"))
+    times = [tuple(1e3 * value for value in one["step_seconds"]) for one in found]
+    (bars_of_times,) = ranges("", list(zip(names, times, strict=True)), "ms").data
+    figure.add_trace(bars_of_times, row=1, col=1)
+    planned = [one["plan"]["peak_bytes"] / 2**20 if one["plan"] else 0 for one in found]
+    figure.add_bar(y=names, x=planned, orientation="h", marker_color=COLOURS[2], row=1, col=2)
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    return figure
+
+
+def dropout_figure(results: list[dict[str, Any]]) -> go.Figure:
+    """Draw the difference of losses in four microbatches from those in two, with our dropout and with torch's."""
+    losses = {one["name"]: {step["step"]: step["loss"] for step in one["records"]} for one in results}
+    ours, ours_cut, torchs, torchs_cut = losses.values()
+    figure = go.Figure()
+    for number, (name, whole, cut) in enumerate((("trainer", ours, ours_cut), ("torch's dropout", torchs, torchs_cut))):
+        apart = [max(difference(cut[step], whole[step]), 1e-9) for step in whole]
+        figure.add_scatter(x=list(whole), y=apart, name=name, mode="lines", line_color=COLOURS[number])
+    figure.update_yaxes(type="log", exponentformat="power", title="relative difference of the loss")
+    figure.update_xaxes(title="step")
+    return figure
+
+
+def svg_of(figure: go.Figure, width: int, height: int) -> str:
+    """Return a figure as SVG, in pixels; grey text is legible on light and dark ground."""
+    figure.update_layout(
+        template="none", font={"color": "#7d8590", "size": 12}, paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)", showlegend=len(figure.data) > 1 and figure.data[0].name is not None,
+        margin={"l": 70, "r": 10, "t": 30, "b": 40},
+    )  # fmt: skip
+    figure.update_xaxes(gridcolor="rgba(128,128,128,.25)")
+    figure.update_yaxes(gridcolor="rgba(128,128,128,.25)")
+    script = _SCRIPT.format(figure=figure.to_json(), width=width, height=height)
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        page.write_text(f"<body></body><script>{get_plotlyjs()}</script><script>{script}</script>", encoding="utf-8")
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
+        options = [f"--user-data-dir={folder}/browser", "--dump-dom", page.as_uri()]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=_SECONDS, check=True)
+    found = re.search(r"<body[^>]*>data:image/svg\+xml,(.*?)</body>", done.stdout, re.DOTALL)
+    if found is None:
+        raise RuntimeError("the browser must draw the figure, but drew nothing; open the page in it for its error")
+    return unquote(unescape(found[1])) + "\n"
+
+
+def main() -> None:
+    """Draw the pictures from the results of the two comparisons."""
+    for name, source, draw, size in (
+        ("layouts", "bert_sample-compare", layouts_figure, (860, 330)),
+        ("dropout", "dropout-compare", dropout_figure, (860, 260)),
+    ):
+        results = json.loads((ROOT / "runs" / source / "compare.json").read_text(encoding="utf-8"))["results"]
+        replace_text(PICTURES / f"{name}.svg", svg_of(draw(results), *size))
+        print(PICTURES / f"{name}.svg")  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())

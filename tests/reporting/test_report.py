@@ -1,0 +1,184 @@
+"""The HTML page of runs: its curves in a real browser, and runs that are damaged, unfinished or hostile."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.figures import figures_of
+from tests.helpers.tiny_run import write_tiny_run
+from trainer.cli import main
+from trainer.reporting.figures import Curve, curves
+
+HOSTILE = "</script><script>document.title='run'</script><b>"
+STEP = {
+    "epoch": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "samples": 8, "step_seconds": 0.5,
+    "samples_per_second": 16.0, "peak_memory_bytes": 2**30,
+}  # fmt: skip
+
+
+def write_lines(folder: Path, *lines: dict[str, Any], end: str = "\n") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + end)
+    return folder
+
+
+def steps(*losses: float | str, first: int = 1, **more: Any) -> list[dict[str, Any]]:
+    return [{"step": first + number, "loss": loss, **STEP, **more} for number, loss in enumerate(losses)]
+
+
+def page(*words: str | Path) -> Path:
+    output = Path(words[0]) / "page.html"
+    assert main(["report", *map(str, words), "-o", str(output)]) == 0
+    return output
+
+
+def test_the_page_of_a_run_shows_its_metrics(tmp_path: Path):
+    assert main(["run", str(write_tiny_run(tmp_path)), "training.max_steps=3", "evaluation.every=2 steps"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert main(["report", str(tmp_path / "run")]) == 0
+    drawn = figures_of(tmp_path / "run" / "report.html")
+    assert drawn["loss"][0]["y"] == [line["loss"] for line in lines if "loss" in line]
+    assert drawn["validation accuracy"][0]["y"] == [line["eval"]["accuracy"] for line in lines if "eval" in line]
+    assert drawn["validation accuracy"][1]["name"] == "best"
+    (matrix,) = drawn["validation rows at step 3: true class, predicted class"]
+    counts = lines[-2]["picture"]["confusion"]
+    assert matrix["text"] == [list(map(str, row)) for row in counts]
+    rows, right = sum(map(sum, counts)), sum(row[index] for index, row in enumerate(counts))
+    assert lines[-2]["eval"]["accuracy"] == pytest.approx(right / rows)
+    assert {"gradient norm before clipping", "learning rate", "throughput"} <= drawn.keys()
+
+
+def test_marks_stand_at_the_steps_of_the_run(tmp_path: Path):
+    run = write_lines(
+        tmp_path / "run",
+        {"run": {"resumed_from": None}},
+        *steps(1.0, 0.9, skipped_steps=0),
+        {"run": {"resumed_from": 2}},
+        {"step": 3, "bad_step": {"loss": "NaN", "grad_norm": "NaN", "ranks": [], "rows": []}},
+        *steps("NaN", 0.7, first=3, skipped_steps=1),
+    )
+    (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    raw, smooth, *marks = figures_of(page(run))["loss"]
+    assert raw["y"] == [1.0, 0.9, None, 0.7]
+    assert smooth["y"][1] == pytest.approx((0.9 * 1.0 + 0.9) / 1.9)
+    assert smooth["y"][2] is None
+    assert {mark["name"]: mark["x"] for mark in marks if mark["x"]} == {
+        "bad step": [3],
+        "skipped for overflow": [3],
+        "started again": [2],
+        "checkpoint that is kept": [2],
+    }
+
+
+def test_runs_are_overlaid_with_the_differences_of_their_recipes(tmp_path: Path):
+    def run(name: str, rate: float) -> Path:
+        info = {"recipe": {"optimizer": {"learning_rate": rate}, "precision": "fp32"}}
+        return write_lines(tmp_path / name / "run", {"run": info}, *steps(1.0, rank_memory_bytes=[2**30, 2**29]))
+
+    file = page(run("one", 0.1), run("two", 0.2))
+    drawn = figures_of(file)
+    assert [trace["name"] for trace in drawn["learning rate"]] == ["one/run", "two/run"]
+    assert drawn["peak memory by rank"][0]["y"] == [1024.0, 512.0]
+    rows = re.findall(
+        r'<tr><th scope="row">([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td></tr>', file.read_text(encoding="utf-8")
+    )
+    assert rows == [("optimizer.learning_rate", "0.1", "0.2")]
+
+
+def test_shares_texts_and_ranks_of_a_run_are_shown(tmp_path: Path):
+    texts = [{"text": "long <b>", "generated": "short"}]
+    run = write_lines(
+        tmp_path / "run",
+        {"run": {"ranks": [["rank", "stage"], ["0", "0"], ["1", "1"]]}},
+        *steps(1.0),
+        {"step": 1, "eval": {"rouge1": 0.5}, "picture": {"texts": texts}},
+        {"step": 1, "end": {"outcome": "failed", "exit_code": 1, "message": "rank 1 <died>", "idle": [0.5, 0.25]}},
+    )
+    file = page(run)
+    assert figures_of(file)["idle time of the ranks of the pipeline axis"][0]["y"] == [50.0, 25.0]
+    text = file.read_text(encoding="utf-8")
+    assert '<tr><th scope="row">1</th><td>long &lt;b&gt;</td><td>short</td></tr>' in text
+    assert '<tr><th scope="row">1</th><td>1</td></tr>' in text
+    assert "run failed: rank 1 &lt;died&gt;" in text
+
+
+def test_a_page_follows_the_run(tmp_path: Path):
+    words = [
+        "run",
+        str(write_tiny_run(tmp_path)),
+        "training.max_steps=3",
+        'logging.to=["html"]',
+        "logging.every=1 steps",
+    ]
+    assert main(words) == 0
+    drawn = tmp_path / "run" / "report.html"
+    assert figures_of(drawn)["loss"][0]["x"] == [1, 2, 3]
+    assert "<td>finished</td>" in drawn.read_text(encoding="utf-8")
+
+
+def test_curves_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first = write_lines(
+        tmp_path / "one", {"run": {}}, *steps(4.0, 2.0, "NaN", 1.0), {"step": 4, "eval": {"accuracy": 0.75}}
+    )
+    second = write_lines(tmp_path / "tw\x1bo", {"run": {}}, *steps(3.0))
+    assert main(["report", "--plain", str(first), str(second)]) == 0
+    shown = capsys.readouterr().out
+    assert "one: killed, step 4 of ?, best accuracy 0.7500 at step 4" in shown
+    assert re.search(r"^ *4\.00┤", shown, re.MULTILINE)
+    assert re.search(r"^ *1\.00┤", shown, re.MULTILINE)
+    assert "validation accuracy" in shown
+    assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize(
+    ("lines", "end"),
+    [
+        ([{"run": {}}], "\n"),
+        ([{"run": {}}, *steps(1.0)], '\n{"step": 2, "lo'),
+        ([*steps(1.0)], "\n"),
+        ([], ""),
+    ],
+    ids=["no step", "cut off", "no start", "empty"],
+)
+def test_an_unfinished_run_has_a_page(tmp_path: Path, lines: list[dict[str, Any]], end: str):
+    assert ("loss" in figures_of(page(write_lines(tmp_path / "run", *lines, end=end)))) == any(
+        "loss" in x for x in lines
+    )
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], twice: bool):
+    run = write_lines(tmp_path / "run", {"run": {}})
+    assert main(["report", *([str(run)] * 2 if twice else [str(tmp_path)])]) == 2
+    assert ("named twice" if twice else "must be the folder of a run") in capsys.readouterr().err
+
+
+def test_a_moving_average_ignores_gaps():
+    figure = curves("loss", [Curve("run", [1, 2, 3], [4.0, float("inf"), 4.0])], smooths=True)
+    assert figure.data[1].y == pytest.approx((4.0, None, 4.0))
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+def test_a_browser_draws_the_page_without_errors_and_requests(tmp_path: Path):
+    info = {"classes": [[HOSTILE, 3]], "recipe": {"name": HOSTILE}, "versions": {"trainer": HOSTILE}}
+    evaluations = [{"step": 2, "eval": {"accuracy": 0.5, HOSTILE: 0.5}}]
+    run = write_lines(tmp_path / "<b>run", {"run": info}, *steps(1.0, 0.5), *evaluations)
+    page(run)
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    options = [f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=10000"]
+    done = subprocess.run(
+        [*command, *options, (run / "page.html").as_uri()], capture_output=True, text=True, timeout=240
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    drawn = done.stdout.partition('class="blocks"')[2]
+    assert drawn.count('class="scatterlayer') == 7
+    assert re.search(r'<path class="js-line"[^>]* d="M', drawn)
+    assert f"<title>{'&lt;b&gt;run'}</title>" in done.stdout
+    assert "<b>" not in re.sub(r"<script.*?</script>", "", drawn, flags=re.DOTALL)

@@ -1,0 +1,1 @@
+"""Pictures of runs: one HTML page of their curves, and a list of the runs under a folder."""
