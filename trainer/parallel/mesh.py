@@ -138,6 +138,14 @@ class ParallelMesh:
         agreed = _begin_all_reduce(torch.tensor(value, dtype=torch.int64), dist.ReduceOp.MAX, self._control)
         return lambda: int(agreed())
 
+    def agree_each(self, value: int) -> tuple[int, ...]:
+        """Return the `value` of every rank, in order of rank, on all ranks."""
+        values = torch.zeros(self.world_size, dtype=torch.int64)
+        values[self.rank] = value
+        if self.world_size > 1:
+            dist.all_reduce(values, group=self._control)
+        return tuple(values.tolist())
+
     def gather(self, value: Any) -> list[Any] | None:
         """Return the `value` of every rank, in order of rank, on rank 0; None on the others.
 

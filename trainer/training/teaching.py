@@ -1,0 +1,258 @@
+"""The teacher of a distillation: checks against the student, loading, and its place over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import PIL.Image
+
+from trainer.base.errors import Problems, RecipeError, UsageError
+from trainer.engine.forward import without_cache
+from trainer.engine.precision import cast_forward
+from trainer.engine.sharded import shard
+from trainer.models.building import (
+    BuiltModel,
+    build_model,
+    build_on_meta,
+    check_weights,
+    load_config,
+    max_positions,
+    vocabulary_size,
+)
+from trainer.models.cutting import ModelCut, model_cuts
+from trainer.models.images import load_image_processor
+from trainer.models.statistics import persistent_buffers
+from trainer.models.teacher import Teacher
+from trainer.models.tensor import check_split
+from trainer.models.tokenizer import load_tokenizer
+from trainer.parallel.digest import joined, own_digest
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parts import tensor_part, whole_part
+from trainer.parallel.placement import PIPELINE_AXIS, Placements, whole
+from trainer.recipe.plan import RunPlan
+from trainer.recipe.schema import ImageKeys, Model, Recipe
+from trainer.tasks.classes import NamedClasses, shown
+from trainer.tasks.task import Task
+from trainer.tasks.token_labels import TokenLabels
+from trainer.training.preparing import ImagePreparation, Preparation
+
+_SEGMENTS = "token_type_ids"
+
+
+@dataclass(frozen=True)
+class PlacedTeacher:
+    """A teacher on its ranks, and the digest of its weights.
+
+    Both are None without a distillation. `teacher` is None on the ranks without the last pipeline stage, too.
+    """
+
+    teacher: Teacher | None = None
+    digest: str | None = None
+
+
+def described_teacher(recipe: Recipe) -> Model:
+    """Return the teacher of a recipe as a `model` section."""
+    assert recipe.distillation is not None
+    return Model(name_or_path=recipe.distillation.teacher, revision=recipe.distillation.revision)
+
+
+def teacher_classes(recipe: Recipe) -> tuple[str, ...]:
+    """Return the class names of the teacher, in the order of its head."""
+    with _naming_the_teacher():
+        labels = load_config(described_teacher(recipe), {}).id2label
+    return tuple(str(labels[index]) for index in sorted(labels))
+
+
+def check_teacher(plan: RunPlan, task: Task, preparation: Preparation | None) -> None:
+    """Check a teacher's files against the student, without a read of its weights.
+
+    Args:
+        plan: the plan of the run.
+        task: the task, perhaps without its classes.
+        preparation: that of the student; None if its tokenizer or image processor is not on this machine.
+
+    Raises:
+        UsageError: the teacher is missing, of another task, or does not read the inputs of the student.
+        RecipeError: several of these hold.
+    """
+    recipe, problems = plan.recipe, Problems()
+    described = described_teacher(recipe)
+    with _naming_the_teacher():
+        config = load_config(described, {})
+        model = build_on_meta(described, recipe.training, task.auto_class_name, {})
+    with problems.collect(), _naming_the_teacher():
+        _require_all(recipe, check_weights(described, task.auto_class_name, {}))
+    with problems.collect():
+        _columns(recipe, task)
+    if recipe.parallel.tensor > 1:
+        with problems.collect(), _naming_the_teacher():
+            check_split(model, recipe.parallel.tensor, recipe.parallel.sequence)
+    if preparation is not None:
+        with problems.collect(), _naming_the_teacher():
+            _require_same_inputs(recipe, task, preparation, config)
+    problems.raise_all()
+
+
+def load_teacher(plan: RunPlan, mesh: ParallelMesh, task: Task, padding_token: int | None) -> PlacedTeacher:
+    """Load the teacher of a recipe, if it has one. All ranks must call it.
+
+    Args:
+        plan: the plan of the run.
+        mesh: the ranks.
+        task: the student's task, with its classes.
+        padding_token: the id of the tokenizer's padding token; None without a tokenizer.
+
+    Raises:
+        UsageError: the teacher cannot be loaded, is of another task, or cannot be cut over the tensor ranks.
+    """
+    recipe = plan.recipe
+    if recipe.distillation is None:
+        return PlacedTeacher()
+    teacher, own = None, 0
+    if has_teacher(plan, mesh):
+        with _naming_the_teacher():
+            built = build_model(
+                described_teacher(recipe),
+                recipe.training,
+                task.auto_class_name,
+                {},
+                cut=teacher_cut(plan, mesh),
+                pad_token_id=padding_token,
+            )
+            _require_all(recipe, built.lacking)
+            teacher, placements = place_teacher(built, plan, mesh, task)
+        parts = [
+            tensor_part(f"teacher.{name}", p.detach(), placements[name], mesh)
+            for name, p in teacher.model.named_parameters()
+        ]
+        buffers = persistent_buffers(teacher.model)
+        own = own_digest([*parts, *(whole_part(f"teacher.{name}", b.detach(), mesh) for name, b in buffers.items())])
+    return PlacedTeacher(teacher, joined(mesh.share(mesh.gather(own))))
+
+
+def has_teacher(plan: RunPlan, mesh: ParallelMesh) -> bool:
+    """Return whether this rank needs the teacher: one that has the last pipeline stage, or any without a pipeline."""
+    pipeline = plan.pipeline
+    return pipeline is None or pipeline.num_stages - 1 in pipeline.stages_of(mesh.index(PIPELINE_AXIS))
+
+
+def teacher_cut(plan: RunPlan, mesh: ParallelMesh) -> ModelCut | None:
+    """Return the cut of the teacher: over tensor ranks as the student, but not into stages."""
+    (cut,) = model_cuts(mesh, plan.recipe.parallel.sequence, (0,), 1, None)
+    return cut
+
+
+def place_teacher(built: BuiltModel, plan: RunPlan, mesh: ParallelMesh, task: Task) -> tuple[Teacher, Placements]:
+    """Place a built teacher on the device, sharded under fsdp and hsdp; return it with its placements."""
+    recipe = plan.recipe
+    assert recipe.distillation is not None
+    model = built.model.requires_grad_(False)
+    placements = whole(model) if built.placements is None else built.placements
+    cast_forward(model, recipe.precision, mesh.device)
+    model.to(mesh.device)
+    if plan.strategy.cuts_parameters and not plan.strategy.zero_stage:
+        placements = shard(model, placements, mesh, reshard_after_forward=True, offload_parameters=False)
+    columns = _columns(recipe, task)
+    return Teacher(model, recipe.distillation, without_cache(model), columns, built.vocabulary), placements
+
+
+def _columns(recipe: Recipe, task: Task) -> list[int] | None:
+    """Return the teacher's class for each class of the student; None if the classes are in the same order, or tokens.
+
+    Raises:
+        UsageError: the teacher has other classes.
+    """
+    assert recipe.distillation is not None
+    if not isinstance(task, NamedClasses) or task.class_names is None:
+        return None
+    names = teacher_classes(recipe)
+    columns = task.columns_of(names)
+    if columns is None:
+        raise UsageError(
+            f"`distillation.teacher` must have the classes of the task, {shown(task.class_names)}, but"
+            f" {recipe.distillation.teacher!r} has {shown(names)}; use a teacher of these classes, or correct"
+            " `id2label` in its config.json, or `task.labels`"
+        )
+    return None if columns == list(range(len(columns))) else columns
+
+
+def _require_all(recipe: Recipe, lacking: Any) -> None:
+    """Refuse a teacher that lacks weights, such as the head of the task.
+
+    Raises:
+        UsageError: it lacks some.
+    """
+    if lacking:
+        assert recipe.distillation is not None
+        raise UsageError(
+            f"`distillation.teacher` must be trained for `task.type` {recipe.task.type}, but"
+            f" {recipe.distillation.teacher!r} has no weights for {shown(list(lacking))}; use a model that was trained"
+            " for this task"
+        )
+
+
+def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, config: Any) -> None:
+    """Require a teacher that reads the same inputs as the student.
+
+    Raises:
+        UsageError: it reads others.
+    """
+    assert recipe.distillation is not None
+    described, name = described_teacher(recipe), recipe.distillation.teacher
+    if isinstance(recipe.task, ImageKeys):
+        assert isinstance(preparation, ImagePreparation)
+        own, other = preparation.processor, load_image_processor(described)
+        image = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8))
+        constants = [(p.scale, p.mean, p.std) for p in (own, other)]
+        if constants[0] != constants[1] or not np.array_equal(own(image), other(image)):
+            raise UsageError(
+                f"`distillation.teacher` must read the images of the student, but the image processor of {name!r} makes"
+                " others (size, channels or normalisation); use a teacher with the same processor"
+            )
+        return
+    longest = max_positions(config)
+    if longest is not None and recipe.data.max_length > longest:
+        raise UsageError(
+            f"`data.max_length` must be at most the {longest} tokens that `distillation.teacher` has positions for, but"
+            f" is {recipe.data.max_length}"
+        )
+    student, teacher = preparation.text_tokenizer, load_tokenizer(described)
+    assert student is not None
+    if student.get_vocab() != teacher.get_vocab():
+        raise UsageError(
+            f"`distillation.teacher` must have the student's tokenizer, since both read the same tokens, but that of"
+            f" {name!r} has other tokens ({len(teacher):,}, not {len(student):,}, or other ids); use a teacher with the"
+            " same tokenizer, or name its tokenizer in `model.tokenizer` if the student has none of its own"
+        )
+    pairs = len(getattr(task, "text_columns", ())) > 1
+    if pairs and _SEGMENTS in teacher.model_input_names and _SEGMENTS not in student.model_input_names:
+        raise UsageError(
+            f"`distillation.teacher` is {name!r}, which reads the segments of a pair ({_SEGMENTS}), but the student's"
+            " tokenizer makes none; use a teacher without them, or a student with them"
+        )
+    sizes = [vocabulary_size(of) for of in (preparation.config, config)]
+    if isinstance(task, TokenLabels) and sizes[0] != sizes[1]:
+        raise UsageError(
+            f"`distillation.teacher` must have the student's `vocab_size` {sizes[0]}, but {name!r} has {sizes[1]}; use"
+            " a model with as many tokens"
+        )
+    task.for_configuration(config)
+
+
+@contextmanager
+def _naming_the_teacher() -> Iterator[None]:
+    """Let errors of the functions that load and check models name the teacher.
+
+    Raises:
+        RecipeError: the errors, with its key.
+    """
+    key, problems = "`distillation.teacher`", Problems()
+    with problems.collect():
+        yield
+    if problems.messages:
+        own = [text.replace("`model.name_or_path`", key) for text in problems.messages]
+        raise RecipeError(*(text if key in text else f"{key}: {text}" for text in own))
