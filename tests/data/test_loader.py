@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import itertools
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from trainer.base.errors import TrainerError, UsageError
+from trainer.data import loader
 from trainer.data.cache import EntryWriter, open_entry
 from trainer.data.collate import Padding
 from trainer.data.loader import EvalLoader, TrainLoader
@@ -196,13 +198,13 @@ from trainer.data import loader
 from trainer.data.cache import open_entry
 from tests.data.test_loader import train_loader
 
-ignore = loader._ignore_stop_signals
+ignore = loader._init_worker
 
 def start_late(worker_id):
     time.sleep(worker_id)  # the second worker still starts when the signals come
     ignore(worker_id)
 
-loader._ignore_stop_signals = start_late
+loader._init_worker = start_late
 signal.signal(signal.SIGTERM, lambda *_: None)
 signal.signal(signal.SIGINT, lambda *_: None)
 batches = iter(train_loader(open_entry(Path({entry!r})), total_steps=10**6, num_workers=2))
@@ -231,3 +233,27 @@ def test_a_stop_signal_leaves_the_workers_to_the_rank_which_still_ends(split):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, stdout, stderr) == (3, "saved 2\n", "")
+
+
+class _Unsendable:
+    def __reduce__(self):
+        raise RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)")
+
+
+class _Batches:
+    def __getitem__(self, key: int) -> object:
+        return _Unsendable()
+
+
+@pytest.mark.parametrize("is_full_at", ["start", "batch"])
+def test_full_shared_memory_is_told_with_a_remedy(is_full_at, monkeypatch, silent_deaths):
+    """A worker sends batches from a thread, and without a batch the rank would wait forever."""
+    if is_full_at == "start":
+
+        def full(*arguments: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(loader, "iter", full, raising=False)
+    silent_deaths()
+    with pytest.raises(TrainerError, match=r"/dev/shm\) is full, but `data.num_workers` is 1.* or set `data.num_w"):
+        list(loader._load(_Batches(), range(2), 1, False))

@@ -4,12 +4,14 @@ import gzip
 import json
 import os
 import re
+from pathlib import Path
 
 import datasets
 import pandas
 import pytest
 
 from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.data.row_files import INPUT_FORMATS, read_chunks, row_format
 from trainer.data.sources import load_splits
 from trainer.recipe.schema import FileData, FolderData, HubData
 
@@ -227,8 +229,8 @@ def test_an_empty_split_of_a_saved_folder(in_folder):
     [
         ("rows.tsv", "text\tlabel\none\ta\ntwo\tb\n", ()),
         ("rows.csv", "text;label\none;a\ntwo;b\n", ("`data.train`: `rows.csv` is read with semicolons between",)),
-        ("rows.csv.gz", gzip.compress(b"text,label\none,a\ntwo,b\n"), ()),
-        ("rows.jsonl.gz", gzip.compress(lines(ROWS).encode()), ()),
+        ("rows.csv.gz", gzip.compress(b"text,label\none,a\ntwo,b\n", mtime=0), ()),
+        ("rows.jsonl.gz", gzip.compress(lines(ROWS).encode(), mtime=0), ()),
     ],
 )
 def test_delimiters_are_found_and_named_and_gzip_is_opened(in_folder, name, content, note):
@@ -272,6 +274,41 @@ def test_patterns_and_pointers_of_git_lfs(in_folder):
 def test_excel(in_folder):
     pandas.DataFrame(ROWS).to_excel("rows.xlsx", index=False)
     assert load_files("rows.xlsx").train.rows.to_list() == ROWS
+
+
+CONLL = "-DOCSTART- -X- O\n\nAda NNP B-PER\r\nruns VBZ O\n \n\nNew York\tNNP\tB-LOC\n# x O"
+CONLL_ROWS = [
+    {"words": ["Ada", "runs"], "tags": ["B-PER", "O"]},
+    {"words": ["New York", "#"], "tags": ["B-LOC", "O"]},
+]
+
+
+@pytest.mark.parametrize("name", ["rows.conll", "rows.bio.gz", "rows.txt"])
+def test_conll(in_folder, name):
+    data = f"\ufeff{CONLL}".encode()
+    Path(name).write_bytes(gzip.compress(data, mtime=0) if name.endswith(".gz") else data)
+    file_format = "conll" if name == "rows.txt" else None
+    assert load_files(name, file_format=file_format).train.rows.to_list() == CONLL_ROWS
+    if name.endswith(".conll"):
+        chunks = list(read_chunks(Path(name), row_format(Path(name), "--input", INPUT_FORMATS), 1, 0, name))
+        assert chunks == [[row] for row in CONLL_ROWS]
+
+
+def test_conll_without_tags_and_with_wrong_lines(in_folder):
+    assert load_files(write(in_folder, "words.conll", "Ada\nruns\n\nso\n")).train.rows.to_list() == [
+        {"words": ["Ada", "runs"]},
+        {"words": ["so"]},
+    ]
+    message = r"line 3 of `rows.conll` must have 2 columns, as line 1 has, but has 3: '# id 7'; correct or remove it"
+    with pytest.raises(DataError, match=message):
+        load_files(write(in_folder, "rows.conll", "Ada B-PER\n\n# id 7\nBob B-PER\n"))
+    with pytest.raises(DataError, match=r"line 1 of `rows.conll` must have a word and a tag, but one is empty"):
+        load_files(write(in_folder, "rows.conll", "Ada\t\n"))
+    with pytest.raises(DataError, match="must hold at least one row"):
+        load_files(write(in_folder, "rows.conll", "\n\n"))
+    Path("rows.conll").write_bytes("Zoë B-PER\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"in the encoding utf-8, but `rows\.conll` does not"):
+        load_files("rows.conll")
 
 
 def test_a_share_is_held_out_of_each_class(in_folder):

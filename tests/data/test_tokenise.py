@@ -13,9 +13,13 @@ import datasets
 import numpy as np
 import pytest
 
-from trainer.base.errors import DataError, UsageError
+from tests.helpers.forking import forked_children
+from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.data import tokenise
 from trainer.data.sources import Split
 from trainer.data.tokenise import encode_split
+from trainer.recipe.schema import CausalLM
+from trainer.tasks.registry import build_task
 from trainer.tasks.sequence_classification import SequenceClassificationTask
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +72,38 @@ def test_many_pieces_are_one_split(tokenizer, tmp_path):
     split = encode_split(split_of(2500, "a"), TASK, tokenizer, 32, tmp_path)
     assert len(split) == 2500
     assert split.scalars["labels"].tolist() == [0, 1] * 1250
+
+
+def contents(cache):
+    (entry,) = entries(cache)
+    return {path.name: path.read_bytes() for path in entry.iterdir()}
+
+
+@pytest.mark.parametrize("keys", [{"packing": "documents"}, {"packing": "joined"}, {"packing": "none"}])
+def test_several_processes_write_the_same_bytes(tokenizer, tmp_path, keys, monkeypatch):
+    monkeypatch.setattr(tokenise, "_ROWS_AT_ONCE", 100)
+    task = build_task(CausalLM(type="causal_lm", text="text", **keys))
+    for processes in (1, 3):
+        encode_split(split_of(1050, "a"), task, tokenizer, 32, tmp_path / str(processes), processes)
+    assert contents(tmp_path / "3") == contents(tmp_path / "1")
+    assert not forked_children()
+
+
+class DyingTask(SequenceClassificationTask):
+    """Kills the process that encodes later rows."""
+
+    def encode(self, *args):
+        if args[-1] > 1000:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(*args)
+
+
+def test_the_death_of_a_process_is_an_error_without_leftovers(tokenizer, tmp_path):
+    task = DyingTask(TASK.text_columns, TASK.label_column, TASK.metric_names, TASK.class_names, True)
+    with pytest.raises(TrainerError, match=r"`data.preparation_processes` \(2\) died: signal SIGKILL.*fewer"):
+        encode_split(split_of(5000, "a"), task, tokenizer, 32, tmp_path, 2)
+    assert not entries(tmp_path)
+    assert not forked_children()
 
 
 def test_the_second_time_nothing_is_tokenised(tokenizer, tmp_path, counting):
@@ -187,10 +223,11 @@ def test_an_error_in_a_row_leaves_no_entry(tokenizer, tmp_path):
     assert not entries(tmp_path)
 
 
-def test_rows_are_numbered_through_all_pieces(tokenizer, tmp_path):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_rows_are_numbered_through_all_pieces(tokenizer, tmp_path, processes):
     rows = datasets.Dataset.from_dict({"text": ["a"] * 2000, "label": ["no"] * 1500 + [None] * 500})
     with pytest.raises(DataError, match=r"column `label`, row 1501 of `v.csv` is null"):
-        encode_split(Split(rows, "`v.csv`"), TASK, tokenizer, 32, tmp_path)
+        encode_split(Split(rows, "`v.csv`"), TASK, tokenizer, 32, tmp_path, processes)
 
 
 def test_lengths_that_do_not_fit_the_tokenizer_are_refused(tokenizer, tmp_path):

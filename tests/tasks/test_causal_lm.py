@@ -23,7 +23,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.models.heads import chunk_head
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.recipe.schema import CausalLM
+from trainer.recipe.schema import CausalLM, Generation
 from trainer.tasks.causal_lm import DECODERS
 from trainer.tasks.registry import build_task
 
@@ -140,6 +140,55 @@ def test_only_the_turns_of_the_assistant_are_trained(chatty, template):
     trained = [label for label in labels if label != IGNORED_LABEL]
     assert chatty.decode(trained) == "the file is open a name"
     assert all(label in (IGNORED_LABEL, token) for label, token in zip(labels, ids[1:], strict=False))
+
+
+THINKING = [*CHAT[:2], {"role": "assistant", "content": "<think>why</think>the file is open"}, *CHAT[3:]]
+FORGETFUL_TEMPLATE = (  # as Qwen3's, which writes the reasoning of the last turn only
+    "{% for m in messages %}[{{ m.role }}] {{ m.content if loop.last else m.content.split('</think>')[-1] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+PREFILLED_TEMPLATE = (  # as DeepSeek-R1's, which begins replies with a reasoning that its chats lack
+    "{% for m in messages %}[{{ m.role }}] {{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] <think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "train_on", "expected"),
+    [
+        (FORGETFUL_TEMPLATE, "last", [(5, "a name")]),
+        (FORGETFUL_TEMPLATE, "each", [(3, "<think>why</think>the file is open"), (5, "a name")]),
+        (MARKED_TEMPLATE, "each", [(3, "<think>why</think>the file is open"), (5, "a name")]),
+        (PREFILLED_TEMPLATE, "each", [(3, "the file is open"), (5, "a name")]),
+        (PREFILLED_TEMPLATE, "all", [(5, "the file is open a name")]),
+    ],
+)
+def test_turns_are_trained_as_the_template_writes_them_last(chatty, template, train_on, expected):
+    chatty.chat_template = template
+    encoded = encode(task_of(messages="messages", train_on=train_on), rows_of(messages=[THINKING]), chatty)
+    assert len(encoded["input_ids"]) == len(expected)
+    for ids, labels, (number, content) in zip(encoded["input_ids"], encoded["labels"], expected, strict=True):
+        text = chatty.apply_chat_template(THINKING[:number], tokenize=False)
+        assert ids == chatty(text, add_special_tokens=False)["input_ids"][:-1]
+        trained = [label for label in labels if label != IGNORED_LABEL]
+        assert trained == chatty(content, add_special_tokens=False)["input_ids"]
+
+
+def test_a_generated_text_of_a_chat_ends_with_the_turn(chatty):
+    task = task_of(messages="messages").without_labels()
+    assert task.end_tokens(chatty) == (chatty.sep_token_id,)
+    chatty.chat_template = TURNS.replace("\n", "[MASK]\n")
+    assert task.end_tokens(chatty) == (chatty.sep_token_id, chatty.mask_token_id)
+
+
+@pytest.mark.parametrize(("max_length", "max_new_tokens", "kept"), [(4, 1, 4), (19, 15, 5)])
+def test_a_prompt_keeps_its_end_and_room_for_the_generated_text(tokenizer, max_length, max_new_tokens, kept):
+    text = "the name of a directory that holds many files"
+    task = task_of(text="text", generation=Generation(max_new_tokens=max_new_tokens)).without_labels()
+    task = task.for_configuration(transformers.AutoConfig.for_model("gpt2", n_positions=20))
+    found = encode(task, rows_of(text=[text, ""]), tokenizer, max_length)
+    assert found["input_ids"] == [tokenizer(text)["input_ids"][:-1][-kept:], [tokenizer.cls_token_id]]
+    assert found["cut"] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import pytest
 import torch
 from sentence_transformers.sentence_transformer import losses
 from torch.nn import functional as F
+from transformers import BertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, ModernBertConfig, XLNetConfig
 
-from trainer.base.errors import DataError
+from trainer.base.errors import DataError, UsageError
 from trainer.recipe.schema import Embedding
 from trainer.tasks import embedding
 from trainer.tasks.registry import build_task
@@ -42,6 +43,26 @@ def test_multiple_negatives_against_sentence_transformers(monkeypatch, num_texts
     torch.testing.assert_close(gradient_of(loss, embeddings), gradient_of(expected, embeddings))
 
 
+@pytest.mark.parametrize("at_once", [512, 2])
+def test_duplicates_are_no_negatives(monkeypatch, tokenizer, at_once):
+    """Rows 0 and 1 have one positive, rows 2 and 3 one anchor; the hard negative of row 4 is the anchor of row 0."""
+    monkeypatch.setattr(embedding, "_ROWS_AT_ONCE", at_once)
+    columns = {"a": list("pqrrt"), "b": list("xxyzw"), "c": list("klmnp")}
+    rows, keys = datasets.Dataset.from_dict(columns), {"texts": ["a", "b", "c"], "temperature": 0.5}
+    task, embeddings = task_of(**keys, mask_duplicates=True), embeddings_of(5, 3)
+    numbers = torch.from_numpy(np.stack(task.encode(rows, tokenizer, 16, WHERE, 0)["labels"])).double()
+    unit = F.normalize(embeddings, dim=-1)
+    logits = unit[:, 0] @ torch.cat([unit[:, 1], unit[:, 2]]).T / 0.5
+    for anchor, other in ((0, 1), (1, 0), (2, 3), (3, 2), (0, 9)):  # positives are 0 to 4, hard negatives 5 to 9
+        logits[anchor, other] = -torch.inf
+    expected = F.cross_entropy(logits, torch.arange(5), reduction="none")
+    found = task.joint_losses(embeddings, numbers)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient_of(found.sum(), embeddings), gradient_of(expected.sum(), embeddings))
+    assert task.metrics(task.predictions(embeddings.detach(), numbers))["loss"] == pytest.approx(expected.mean().item())
+    assert not torch.allclose(task_of(**keys).joint_losses(embeddings, torch.zeros(5)), found)
+
+
 @pytest.mark.parametrize("labels", [[0.2, 1.0, 0.2, 0.6, 0.0, 1.0, 0.4], [1.0] * 7])
 def test_cosent_against_sentence_transformers(labels):
     embeddings, scores = embeddings_of(7), torch.tensor(labels)
@@ -74,6 +95,28 @@ def test_poolings_leave_padding_out():
         assert torch.equal(scores, torch.stack(expected)[None])
         unit = task_of(pooling=pooling).scores(output, inputs)
         torch.testing.assert_close(unit.norm(dim=-1), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("config", "causal"),
+    [
+        (GPT2Config(), True),
+        (LlamaConfig(), True),
+        (BertConfig(is_decoder=True), True),
+        (BertConfig(), False),
+        (ModernBertConfig(), False),
+        (XLNetConfig(), False),
+        (Gemma3TextConfig(use_bidirectional_attention=True), False),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
+)
+def test_the_first_token_of_a_decoder_is_refused(config, causal):
+    if causal:
+        with pytest.raises(UsageError, match=r'`task.pooling` is "cls", .* sees no other token.*"last" or "mean"'):
+            task_of(pooling="cls").for_configuration(config)
+    else:
+        task_of(pooling="cls").for_configuration(config)
+    task_of(pooling="last").for_configuration(config)
 
 
 def test_retrieval_is_over_the_whole_split(monkeypatch):

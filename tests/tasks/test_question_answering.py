@@ -148,7 +148,7 @@ def test_wrong_columns_are_named(tokenizer):
     with pytest.raises(DataError, match=r"`task.answers` must name a column of the form .* `answers` .* holds string"):
         task_of().resolve(rows_of({**row(), "answers": "a"}), WHERE)
     slow = type("Slow", (), {"is_fast": False, "name_or_path": "slow"})()
-    with pytest.raises(UsageError, match=r"tokenizer `slow` \(Slow\) does not give them; name a model with a fast"):
+    with pytest.raises(UsageError, match=r"needs a fast tokenizer, .* `slow` is a slow one \(Slow\); name a model"):
         encode(task_of(), rows_of(row()), slow)
 
 

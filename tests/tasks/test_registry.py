@@ -23,6 +23,7 @@ INPUTS = {
 COLUMNS = {  # instead of those of `INPUTS`
     "token_classification": {"words": "first", "tags": "second"},
     "causal_lm": {"prompt": "first", "completion": "second"},
+    "multiple_choice": {"context": "first"},
 }
 
 

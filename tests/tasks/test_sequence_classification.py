@@ -93,8 +93,7 @@ def test_texts_and_pairs(tokenizer):
         ),
         ({"label": "y"}, rows_of(["a", "b"]), "`task.label` names the column `y`, but `rows.jsonl` has none"),
         ({"text": "n"}, rows_of(["a", "b"], n=[1, 2]), "`task.text` must name columns of strings, .*`n`.* holds int64"),
-        ({}, rows_of([0.5, 1.0]), "`task.label` must name a column of class names or of integers.* holds float64"),
-        ({}, rows_of([True, False]), "`task.label` must .* holds bool"),
+        ({}, rows_of([0.5, 1.0]), "must hold class names or integers from 0, but holds the number 0.5; to predict"),
         ({}, rows_of([[1], [2]]), r"`task.label` must .* holds List\("),
         ({}, rows_of(["a", "a"]), "must hold at least two classes, but holds a;"),
         ({}, rows_of([1, 2]), "must number its classes from 0 without a gap, but holds 1, 2 and no 0"),
@@ -187,6 +186,15 @@ def test_metrics_over_pieces_equal_sklearn_over_the_whole():
         "f1_macro": sklearn.metrics.f1_score(labels, predicted, average="macro"),
         "matthews": sklearn.metrics.matthews_corrcoef(labels, predicted),
     }
+    assert task.picture(gathered, None) == {
+        "classes": ["a", "b", "c"],
+        "confusion": sklearn.metrics.confusion_matrix(labels, predicted).tolist(),
+    }
+
+
+def test_many_classes_have_no_matrix_of_confusions():
+    names = [str(number) for number in range(31)]
+    assert resolved(*names).picture({"predictions": torch.zeros(2), "labels": torch.zeros(2)}, None) is None
 
 
 def test_balanced_weights_are_those_of_sklearn():

@@ -79,18 +79,18 @@ def test_the_first_token_of_a_word_has_its_label(tokenizer):
     ]
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 2, 3])
-def test_windows_label_each_word_once_where_it_has_most_context(tokenizer, overlap):
+@pytest.mark.parametrize("stride", [0, 1, 2, 3])
+def test_windows_label_each_word_once_where_it_has_most_context(tokenizer, stride):
     rows = words_of((" ".join("abcdefghijklmnopq"), " ".join(["O"] * 17)))
-    found = resolved(rows, overlap=overlap, labels=TAGS).encode(rows, tokenizer, 6, WHERE, 0)
+    found = resolved(rows, stride=stride, labels=TAGS).encode(rows, tokenizer, 6, WHERE, 0)
     assert all(len(ids) <= 6 and ids[0] == 2 and ids[-1] == 3 for ids in found["input_ids"])
-    step = 4 - overlap
+    step = 4 - stride
     numbers = [[number for number in window if number] for window in found["word_numbers"]]
     assert sorted(number for own in numbers for number in own) == list(range(1, 18))
     for window, own in enumerate(numbers):
         for number in own:
             contexts = {}
-            for start in range(0, 17 - overlap, step):
+            for start in range(0, 17 - stride, step):
                 left, right = number - 1 - start, min(start + 4, 17) - number
                 if left >= 0 and right >= 0:
                     contexts[start // step] = min(left if start else 99, right if start + 4 < 17 else 99)
@@ -298,8 +298,8 @@ def test_a_split_without_tokens_and_a_large_overlap(tokenizer, tmp_path):
     rows = words_of(("", ""), ("\u200b", "O"))
     with pytest.raises(DataError, match="must hold a text with a token, but has none"):
         encoded(resolved(rows, labels=TAGS), rows, tokenizer, tmp_path)
-    with pytest.raises(UsageError, match=r"the 2 special tokens and the overlap of 14 tokens, but is 16"):
-        resolved(rows, labels=TAGS, overlap=14).encode(rows, tokenizer, 16, WHERE, 0)
+    with pytest.raises(UsageError, match=r"the 2 special tokens and the 14 tokens that windows share, but is 16"):
+        resolved(rows, labels=TAGS, stride=14).encode(rows, tokenizer, 16, WHERE, 0)
 
 
 def test_a_slow_tokenizer_is_refused():

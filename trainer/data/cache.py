@@ -20,10 +20,10 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from trainer.base.errors import UsageError
+from trainer.base.errors import UsageError, storage_error
 from trainer.data.split import EncodedSplit, Ragged
 
-ENTRY_VERSION = 3  # version of the file format, part of the key of an entry
+ENTRY_VERSION = 4  # version of the file format, part of the key of an entry
 
 _META = "meta.json"
 _OFFSETS = "offsets"
@@ -214,6 +214,7 @@ def open_or_write(
 
     Raises:
         UsageError: the cache cannot be written.
+        TrainerError: the disk is full.
     """
     folder = cache / key
     try:
@@ -225,13 +226,17 @@ def open_or_write(
         with FileLock(folder.with_suffix(".lock")):
             return _open_or_write(folder, write, own_lengths)
     except OSError as error:
-        raise UsageError(
+        raise storage_error(
             f"`data.cache` must be a folder that can be written, but prepared data cannot be kept in `{cache}`:"
-            f" {error}; name another folder"
+            f" {error}; make room or name another folder",
+            error,
         ) from error
 
 
 def _open_or_write(folder: Path, write: Callable[[EntryWriter], None], own_lengths: Sequence[str]) -> EncodedSplit:
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        kind = "a link" if folder.is_symlink() else "a file"
+        raise UsageError(f"an entry of `data.cache` must be a folder, but `{folder}` is {kind}; remove it")
     try:
         return open_entry(folder, verify=True)
     except FileNotFoundError:

@@ -1,22 +1,28 @@
-"""Readers of data files: JSON Lines, JSON, CSV, Parquet and Excel, also compressed by gzip."""
+"""Readers of data files: JSON Lines, JSON, CSV, Parquet, Excel and CoNLL, also compressed by gzip."""
 
 from __future__ import annotations
 
 import csv
+import errno
 import glob
 import gzip
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from trainer.base.errors import DataError, UsageError
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.base.errors import DataError, UsageError, causes, storage_error
+from trainer.data.conll import CONLL_ENDINGS, conll_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Format = Literal["json", "csv", "parquet", "excel"]
+Format = Literal["json", "csv", "parquet", "excel", "conll"]
 
 _FORMAT_OF_ENDING: dict[str, Format] = {
     ".json": "json",
@@ -27,10 +33,12 @@ _FORMAT_OF_ENDING: dict[str, Format] = {
     ".tab": "csv",
     ".parquet": "parquet",
     ".xlsx": "excel",
+    **dict.fromkeys(CONLL_ENDINGS, "conll"),
 }
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _LFS_POINTER = b"version https://git-lfs"
 _SNIFFED_LINES = 20
+_LARGE_BYTES = 1 << 26
 _LONGEST_REASON = 400  # maximum length of a reader's message, in characters
 
 
@@ -98,8 +106,18 @@ def _ending(path: Path) -> str:
     return Path(name.removesuffix(".gz")).suffix
 
 
+def is_large(paths: Sequence[Path]) -> bool:
+    """Return whether files take seconds to read."""
+    return sum(path.stat().st_size for path in paths) > _LARGE_BYTES
+
+
 def read_files(
-    paths: Sequence[Path], file_format: Format, delimiter: str | None, encoding: str, key: str
+    paths: Sequence[Path],
+    file_format: Format,
+    delimiter: str | None,
+    encoding: str,
+    key: str,
+    most_rows: int | None = None,
 ) -> tuple[Dataset | None, list[str]]:
     """Return the rows of files, or None without a row, and notes for the user.
 
@@ -109,6 +127,7 @@ def read_files(
         delimiter: the delimiter of CSV files; None: found in each file's first lines.
         encoding: the encoding of text files.
         key: the key of the recipe, for messages.
+        most_rows: the number of rows to read; None: all.
 
     Raises:
         DataError: a file has the wrong format or encoding.
@@ -125,6 +144,8 @@ def read_files(
     try:
         if file_format == "excel":
             return _read_excel(paths, key), []
+        if file_format == "conll":
+            return _read_conll(paths, encoding), []
         if file_format in ("csv", "json") and encoding != "utf-8":
             options["encoding"] = encoding
         if file_format == "csv":
@@ -140,10 +161,15 @@ def read_files(
                     f" `{other}` has others; set `data.delimiter` if a guess is wrong"
                 )
         files = [str(path.absolute()) for path in paths]
+        if most_rows is not None:
+            rows = datasets.load_dataset(file_format, data_files=files, split="train", streaming=True, **options)
+            first = list(rows.take(most_rows))
+            return (datasets.Dataset.from_list(first, features=rows.features) if first else None), notes
         return datasets.load_dataset(file_format, data_files=files, split="train", **options), notes
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         if "corresponds to no data" in str(error):  # the message of `datasets` for files without rows
             return None, notes
+        refuse_datasets_cache(error)
         if wrong := _not_in(encoding, paths):
             raise DataError(
                 f"`{key}` must hold text in the encoding {encoding}, but `{wrong}` does not; save it as UTF-8, or name"
@@ -169,6 +195,16 @@ def _read_excel(paths: Sequence[Path], key: str) -> Dataset | None:
     frames = [pandas.read_excel(path, keep_default_na=False, na_values=[""]) for path in paths]
     frame = pandas.concat(frames, ignore_index=True)
     return datasets.Dataset.from_pandas(frame, preserve_index=False) if len(frame) else None
+
+
+def _read_conll(paths: Sequence[Path], encoding: str) -> Dataset | None:
+    import datasets
+
+    rows: list[dict[str, list[str]]] = []
+    for path in paths:
+        with open_text(path, "utf-8-sig" if encoding == "utf-8" else encoding) as file:
+            rows += conll_rows(file, f"`{path}`")
+    return datasets.Dataset.from_list(rows) if rows else None
 
 
 def open_text(path: Path, encoding: str) -> IO[str]:
@@ -197,7 +233,7 @@ def delimiter_of(path: Path, encoding: str) -> str:
 def _not_in(encoding: str, paths: Sequence[Path]) -> Path | None:
     """Return the first file that is not text in `encoding`; None if all are, or are no text files."""
     for path in paths:
-        if _FORMAT_OF_ENDING.get(_ending(path), "json") not in ("json", "csv"):
+        if _FORMAT_OF_ENDING.get(_ending(path), "json") not in ("json", "csv", "conll"):
             continue
         try:
             with open_text(path, encoding) as file:
@@ -224,6 +260,74 @@ def _json_fault(paths: Sequence[Path]) -> str | None:
             if not isinstance(value, dict | list):
                 return f"line {number} of `{path}` is not a JSON object"
     return None
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """The places of rows in text files, found again when a message needs one.
+
+    Attributes:
+        paths: the files, in order.
+        file_format: their format.
+        delimiter: the delimiter of CSV files; None: found in each file's first lines.
+        encoding: their encoding.
+        chosen: the number of each row in the files, from 0; None: the rows are all rows of the files.
+    """
+
+    paths: tuple[Path, ...]
+    file_format: Format
+    delimiter: str | None
+    encoding: str
+    chosen: NDArray[np.int64] | None = None
+
+    def of(self, row: int) -> str | None:
+        """Return the place of a row, from 0: "line 7", or "line 7 of `a.csv`"; None if it is not of interest."""
+        number = row if self.chosen is None else int(self.chosen[row])
+        for path in self.paths:
+            for line in self._first_lines(path):
+                if number == 0:
+                    where = f" of `{path.name}`" if len(self.paths) > 1 else ""
+                    return f"line {line}{where}" if where or line != row + 1 else None
+                number -= 1
+        return None
+
+    def _first_lines(self, path: Path) -> Iterator[int]:
+        """Yield the first line of each row, from 1."""
+        with open_text(path, self.encoding) as file:
+            if self.file_format == "json":
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        if not line.lstrip("\ufeff \t").startswith("{") or not line.rstrip().endswith("}"):
+                            return  # not JSON Lines
+                        yield number
+            elif self.file_format == "csv":
+                rows = csv.reader(file, delimiter=self.delimiter or delimiter_of(path, self.encoding))
+                is_header, last = True, 0
+                for cells in rows:
+                    if cells and not is_header:
+                        yield last + 1
+                    is_header, last = is_header and not cells, rows.line_num
+
+
+def refuse_datasets_cache(error: BaseException | None) -> None:
+    """Raise an error for the folder in which `datasets` keeps prepared files, if `error` names a file there.
+
+    Raises:
+        UsageError: the folder cannot be written.
+        TrainerError: the disk is full.
+    """
+    import datasets
+
+    folder = str(datasets.config.HF_DATASETS_CACHE)
+    for cause in (error, *causes(error)):
+        if isinstance(cause, OSError) and (
+            str(cause.filename or "").startswith(folder) or cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        ):
+            raise storage_error(
+                f"the cache of `datasets` must be a folder that can be written, but {folder} is not: {cause.strerror};"
+                " make room, or set HF_DATASETS_CACHE or HF_HOME to another folder",
+                cause,
+            ) from cause
 
 
 def reason(error: BaseException) -> str:

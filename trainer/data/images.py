@@ -18,7 +18,7 @@ from trainer.base.errors import DataError
 from trainer.data.cache import ENTRY_VERSION, EntryWriter, open_or_write
 from trainer.data.hashing import ROWS_AT_ONCE, hash_rows
 from trainer.data.sources import Split
-from trainer.data.split import EncodedSplit
+from trainer.data.split import EncodedSplit, encode_rows
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -91,10 +91,17 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
         shape: tuple[int, ...] | None = None
         for first_row in range(0, len(rows), _IMAGES_AT_ONCE):
             batch = rows.select(range(first_row, min(first_row + _IMAGES_AT_ONCE, len(rows))))
-            features = encoder.encode_images(batch, processor, split.where, split.first_row + first_row)
+
+            def encode(rows: Dataset, first_row: int) -> dict[str, list[Any]]:
+                return encoder.encode_images(rows, processor, split.where, split.first_row + first_row)
+
+            with split.names_lines():
+                features = encode_rows(batch, first_row, encode)
             shape = shape or features[_PIXELS][0].shape
             _check_shapes(features[_PIXELS], shape, split.where, split.first_row + first_row)
             writer.add(features)
+            if split.show is not None:
+                split.show(first_row + len(batch), len(rows))
 
     return open_or_write(cache, key, write)
 

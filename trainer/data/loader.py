@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 import signal
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from typing import Any
 
 import numpy as np
@@ -20,8 +23,8 @@ from trainer.data.collate import Batching, TokenMasking, collate
 from trainer.data.order import GlobalOrder, IndexArray
 from trainer.data.partition import partition
 from trainer.data.split import EncodedSplit
+from trainer.data.workers import ignore_stop_signals, stop_signals_held
 from trainer.parallel.microbatch import Microbatch, RankBatch
-from trainer.ranks.stopping import STOP_SIGNALS
 from trainer.recipe.plan import BatchPlan
 
 _DEATH_SECONDS = 1.0  # time for a worker to exit after its connection has closed
@@ -206,7 +209,7 @@ def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool)
     """Yield `batches[key]` for each key, in order.
 
     Raises:
-        TrainerError: a worker died.
+        TrainerError: a worker died, or shared memory is full.
     """
     loader = DataLoader(
         batches,
@@ -215,12 +218,19 @@ def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool)
         collate_fn=_identity,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=_ignore_stop_signals,
+        worker_init_fn=_init_worker,
         generator=torch.Generator(),  # otherwise the loader draws from the default generator, which dropout may use
     )
     before = multiprocessing.active_children()
-    with _stop_signals_held():  # also for the workers, until they ignore the signals
-        iterator = iter(loader)
+    try:
+        if num_workers:
+            multiprocessing.Lock()  # fails before torch has half an iterator, which would show a traceback
+        with stop_signals_held():  # also for the workers, until they ignore the signals
+            iterator = iter(loader)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise TrainerError(_no_shared_memory(num_workers)) from error
+        raise
     workers = [process for process in multiprocessing.active_children() if process not in before]
     # At exit, multiprocessing sends SIGTERM to the workers, which ignore it, and would wait for them forever.
     weakref.finalize(iterator, _kill, workers)
@@ -240,21 +250,18 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-@contextmanager
-def _stop_signals_held() -> Iterator[None]:
-    """Block the stop signals in this thread and in the processes that it starts inside this context."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+def _init_worker(worker_id: int) -> None:
+    ignore_stop_signals()
+    # Python's own method prints the error and drops the batch, for which the rank would wait forever.
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
 
 
-def _ignore_stop_signals(worker_id: int) -> None:
-    """Ignore stop signals in a worker: the rank needs it until a checkpoint is saved, and then shuts it down."""
-    for stop_signal in STOP_SIGNALS:
-        signal.signal(stop_signal, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+def _end_worker(error: Exception, batch: object) -> None:
+    """End this worker, which could not send a batch: torch copies its tensors into shared memory."""
+    is_full = "No space left" in str(error) or "shared memory" in str(error)
+    if not is_full:
+        traceback.print_exception(error)
+    os._exit(errno.ENOSPC if is_full else 1)
 
 
 def _kill(workers: Sequence[BaseProcess]) -> None:
@@ -272,8 +279,18 @@ def _dead(workers: Sequence[BaseProcess]) -> list[BaseProcess]:
     return [worker for worker in workers if worker.exitcode is not None]
 
 
+def _no_shared_memory(num_workers: int) -> str:
+    return (
+        f"shared memory (/dev/shm) is full, but `data.num_workers` is {num_workers}, and these processes send batches"
+        " through it; delete files of dead programs there, give the container more (--shm-size=8g), or set"
+        " `data.num_workers` to 0"
+    )
+
+
 def _worker_death(dead: Sequence[BaseProcess], num_workers: int) -> str:
     codes = sorted({worker.exitcode or 0 for worker in dead})
+    if errno.ENOSPC in codes:
+        return _no_shared_memory(num_workers)
     how = ", ".join(f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}" for code in codes)
     return (
         f"a process of `data.num_workers` ({num_workers}) died: {how}; SIGKILL often means that memory ran out, SIGBUS"

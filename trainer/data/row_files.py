@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from trainer.base.errors import DataError, UsageError
+from trainer.data.conll import CONLL_ENDINGS, conll_rows
 from trainer.data.files import delimiter_of, open_text, reason
 
 Row: TypeAlias = dict[str, Any]
-RowFormat = Literal["json", "csv", "parquet"]
+RowFormat = Literal["json", "csv", "parquet", "conll"]
 
-_FORMATS: dict[str, RowFormat] = {
+OUTPUT_FORMATS: dict[str, RowFormat] = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".json": "json",
@@ -23,21 +24,25 @@ _FORMATS: dict[str, RowFormat] = {
     ".tsv": "csv",
     ".parquet": "parquet",
 }
+INPUT_FORMATS: dict[str, RowFormat] = {**OUTPUT_FORMATS, **dict.fromkeys(CONLL_ENDINGS, "conll")}
+"""The formats by the ending of a file."""
 
 
-def row_format(path: Path, key: str) -> RowFormat:
+def row_format(path: Path, key: str, formats: Mapping[str, RowFormat]) -> RowFormat:
     """Return the format of a file by its ending.
 
     Raises:
         UsageError: the ending is unknown.
     """
-    found = _FORMATS.get(path.suffix.lower())
+    found = formats.get(path.suffix.lower())
     if found is None:
-        raise UsageError(f"`{key}` must end with {', '.join(_FORMATS)}, but is {path.name}; rename or convert it")
+        raise UsageError(f"`{key}` must end with {', '.join(formats)}, but is {path.name}; rename or convert it")
     return found
 
 
-def read_chunks(path: Path, file_format: RowFormat, num_rows: int, skip: int, where: str) -> Iterator[list[Row]]:
+def read_chunks(
+    path: Path, file_format: RowFormat, num_rows: int, skip: int, where: str, keeps_errors: bool = False
+) -> Iterator[list[Row | DataError]]:
     """Yield lists of at most `num_rows` rows; the values of a CSV file are texts.
 
     Args:
@@ -46,22 +51,26 @@ def read_chunks(path: Path, file_format: RowFormat, num_rows: int, skip: int, wh
         num_rows: the number of rows of a chunk.
         skip: the number of first rows to leave out.
         where: the name of the file in messages.
+        keeps_errors: whether the error of a line takes the place of its row, and is not raised.
 
     Raises:
         DataError: the file cannot be read; the message names the line or the row.
     """
-    readers = {"json": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows}
+    readers = {"json": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows, "conll": _conll_rows}
     rows = iter(readers[file_format](path, where))
     try:
         for _ in islice(rows, skip):
             pass
         while chunk := list(islice(rows, num_rows)):
+            bad = next((row for row in chunk if isinstance(row, DataError)), None)
+            if bad is not None and not keeps_errors:
+                raise bad
             yield chunk
     except (OSError, UnicodeError, csv.Error, EOFError) as error:
         raise DataError(f"{where} must hold {file_format}, but cannot be read: {reason(error)}") from error
 
 
-def _json_rows(path: Path, where: str) -> Iterator[Row]:
+def _json_rows(path: Path, where: str) -> Iterator[Row | DataError]:
     with open_text(path, "utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -69,28 +78,34 @@ def _json_rows(path: Path, where: str) -> Iterator[Row]:
             try:
                 value = json.loads(line)
             except json.JSONDecodeError as error:
-                raise DataError(
+                yield DataError(
                     f"line {number} of {where} must be a JSON object, but is not JSON: {error.msg} at column"
                     f" {error.colno}; write one object on each line"
-                ) from error
+                )
+                continue
             if not isinstance(value, dict):
-                raise DataError(
-                    f"line {number} of {where} must be a JSON object, but is"
-                    f" {'a list' if isinstance(value, list) else 'another value'}; write one object on each line"
+                kind = "a list" if isinstance(value, list) else "another value"
+                value = DataError(
+                    f"line {number} of {where} must be a JSON object, but is {kind}; write one object on each line"
                 )
             yield value
 
 
-def _csv_rows(path: Path, where: str) -> Iterator[Row]:
+def _csv_rows(path: Path, where: str) -> Iterator[Row | DataError]:
     with open_text(path, "utf-8-sig") as file:
         reader = csv.DictReader(file, delimiter=delimiter_of(path, "utf-8-sig"))
         names = reader.fieldnames or ()
         if len(set(names)) < len(names):
             raise DataError(f"the columns of {where} must have different names, but are {', '.join(names)}; rename one")
         for number, row in enumerate(reader, start=1):
-            if None in row or None in row.values():
-                raise DataError(f"row {number} of {where} must have as many values as there are columns; correct it")
-            yield row
+            short = None in row or None in row.values()
+            problem = f"row {number} of {where} must have as many values as there are columns; correct it"
+            yield DataError(problem) if short else row
+
+
+def _conll_rows(path: Path, where: str) -> Iterator[Row]:
+    with open_text(path, "utf-8-sig") as file:
+        yield from conll_rows(file, where)
 
 
 def _parquet_rows(path: Path, where: str) -> Iterator[Row]:

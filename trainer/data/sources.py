@@ -6,15 +6,18 @@ Only the readers of `datasets` run; `datasets` no longer supports code that come
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import csv
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from trainer.base.errors import DataError, TrainerError
-from trainer.data.files import common_format, files_of, read_files, reason
+from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
+from trainer.data.files import RowPlaces, common_format, files_of, is_large, read_files, reason, refuse_datasets_cache
 from trainer.recipe.schema import FileData, FolderData, HubData
 
 if TYPE_CHECKING:
@@ -30,12 +33,48 @@ class Split:
         where: the name of the split in messages.
         first_row: the number of the rows before it in its file.
         is_part: whether it is a part of a file to predict, which may hold no token that the tokenizer knows.
+        is_whole: whether it has all rows of its source.
+        places: the places of the rows in text files; None: they have no lines.
+        show: gets the number of rows that are prepared, and of all rows.
     """
 
     rows: Dataset
     where: str
     first_row: int = 0
     is_part: bool = False
+    is_whole: bool = True
+    places: RowPlaces | None = None
+    show: Callable[[int, int], None] | None = None
+
+    @contextlib.contextmanager
+    def names_lines(self) -> Iterator[None]:
+        """Add the line in the file to each row that an error of the block names, if it differs from the row.
+
+        Raises:
+            DataError, RecipeError: the error of the block.
+        """
+
+        def with_line(row: re.Match[str]) -> str:
+            assert self.places is not None
+            with contextlib.suppress(OSError, UnicodeError, csv.Error, IndexError):
+                if place := self.places.of(int(row[1]) - 1):
+                    return f"row {row[1]} ({place}) of {self.where}"
+            return row[0]
+
+        try:
+            yield
+        except (DataError, RecipeError) as error:
+            if self.places is None:
+                raise
+            pattern = re.compile(rf"\brow (\d+) of {re.escape(self.where)}")
+            messages = error.problems if isinstance(error, RecipeError) else (str(error),)
+            raise type(error)(*(pattern.sub(with_line, message) for message in messages)) from error
+
+    def first(self, number: int | None) -> Split:
+        """Return the split with its first rows only; None: with all."""
+        if number is None or len(self.rows) <= number:
+            return self
+        return replace(self, rows=self.rows.select(range(number)), is_whole=False)
 
 
 @dataclass(frozen=True)
@@ -47,26 +86,37 @@ class Splits:
     notes: tuple[str, ...] = ()
 
 
-def load_splits(data: HubData | FileData | FolderData, label: str | None = None) -> Splits:
+def load_splits(
+    data: HubData | FileData | FolderData,
+    label: str | None = None,
+    most_rows: int | None = None,
+    problems: Problems | None = None,
+) -> Splits:
     """Load the splits that `data` names.
 
     Args:
         data: the section `data` of a recipe.
         label: the column of classes, of which a held-out share has as many as the rest; None: there is none.
+        most_rows: the number of rows to read of large files; None: all.
+        problems: collects the errors of the validation split, which is then None; None: they are raised.
 
     Raises:
         DataError: a split, file or folder is missing, is empty, or has the wrong format.
+        RecipeError: this holds for both splits.
         TrainerError: the hub cannot be reached.
     """
+    own = Problems() if problems is None else problems
     with _quiet_datasets():
         match data:
             case HubData():
-                splits = _named_splits(_load_hub(data), data, _hub_name(data))
+                splits = _named_splits(_load_hub(data), data, _hub_name(data), own)
             case FolderData():
-                splits = _named_splits(_load_folder(data), data, f"`{data.path}`")
+                splits = _named_splits(_load_folder(data), data, f"`{data.path}`", own)
             case FileData():
-                splits = _load_files(data)
-        if not isinstance(data.validation, float):
+                splits = _load_files(data, own, most_rows)
+        if problems is None:
+            own.raise_all()
+        if not isinstance(data.validation, float) or not splits.train.is_whole:
             return splits
         held_out = _hold_out(splits.train, data.validation, label)
         return replace(held_out, notes=(*splits.notes, *held_out.notes))
@@ -88,10 +138,26 @@ def _quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _named_splits(splits: Mapping[str, Dataset], data: HubData | FolderData, source: str) -> Splits:
-    train = _named_split(splits, data.train, "data.train", source)
-    name = data.validation
-    return Splits(train, _named_split(splits, name, "data.validation", source) if isinstance(name, str) else None)
+def _named_splits(splits: Mapping[str, Dataset], data: HubData | FolderData, source: str, problems: Problems) -> Splits:
+    train = validation = None
+    with problems.collect():
+        train = _named_split(splits, data.train, "data.train", source)
+    if isinstance(data.validation, str):
+        with problems.collect():
+            validation = _named_split(splits, data.validation, "data.validation", source)
+    return _with_train(train, validation, (), problems)
+
+
+def _with_train(train: Split | None, validation: Split | None, notes: tuple[str, ...], problems: Problems) -> Splits:
+    """Return the splits.
+
+    Raises:
+        TrainerError: there is no training split; the error has all problems.
+    """
+    if train is None:
+        problems.raise_all()
+    assert train is not None
+    return Splits(train, validation, notes)
 
 
 def _named_split(splits: Mapping[str, Dataset], name: str, key: str, source: str) -> Split:
@@ -129,6 +195,7 @@ def _load_hub(data: HubData) -> Mapping[str, Dataset]:
             " and copy the hub's cache folder (HF_HOME)"
         ) from error
     except Exception as error:  # readers raise any type; for an unknown subset the message lists the subsets
+        refuse_datasets_cache(error)
         raise DataError(
             f"`data.name` and `data.subset` must name a data set, but {_hub_name(data)} cannot be read: {reason(error)}"
         ) from error
@@ -157,19 +224,29 @@ def _load_folder(data: FolderData) -> Mapping[str, Dataset]:
     return splits
 
 
-def _load_files(data: FileData) -> Splits:
+def _load_files(data: FileData, problems: Problems, most_rows: int | None) -> Splits:
     names = data.validation if not isinstance(data.validation, float) else None
-    train, validation = files_of(data.train, "data.train"), files_of(names, "data.validation")
-    file_format = data.format or common_format([*train, *validation])
+    files: dict[str, list[Path]] = {"data.train": [], "data.validation": []}
+    for key, named in zip(files, (data.train, names), strict=True):
+        with problems.collect():
+            files[key] = files_of(named, key)
+    splits: dict[str, Split] = {}
     notes: list[str] = []
-
-    def load(paths: Sequence[Path], key: str) -> Split:
-        rows, found = read_files(paths, file_format, data.delimiter, data.encoding, key)
-        notes.extend(found)
-        return _not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), key)
-
-    own = load(validation, "data.validation") if validation else None
-    return Splits(load(train, "data.train"), own, tuple(notes))
+    found = [path for paths in files.values() for path in paths]
+    with problems.collect():
+        file_format = data.format or (common_format(found) if found else "json")
+        for key, paths in files.items():
+            if not paths:
+                continue
+            with problems.collect():
+                bound = most_rows if is_large(paths) else None
+                rows, own = read_files(paths, file_format, data.delimiter, data.encoding, key, bound)
+                notes.extend(own)
+                split = _not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), key)
+                is_whole = bound is None or len(split.rows) < bound
+                places = RowPlaces(tuple(paths), file_format, data.delimiter, data.encoding)
+                splits[key] = replace(split, is_whole=is_whole, places=places)
+    return _with_train(splits.get("data.train"), splits.get("data.validation"), tuple(notes), problems)
 
 
 def _hold_out(train: Split, share: float, label: str | None) -> Splits:
@@ -198,8 +275,10 @@ def _hold_out(train: Split, share: float, label: str | None) -> Splits:
         taken = np.arange(number)
     held = np.isin(np.arange(num_rows), order[taken])
     note = f"validation: {number:,} of the {num_rows:,} rows of {train.where} are held out"
-    return Splits(
-        Split(train.rows.select(np.flatnonzero(~held)), train.where),
-        Split(train.rows.select(np.flatnonzero(held)), f"the held-out rows of {train.where}"),
-        (note,),
-    )
+
+    def part(rows: NDArray[np.bool_], where: str) -> Split:
+        chosen = np.flatnonzero(rows)
+        places = replace(train.places, chosen=chosen) if train.places else None
+        return Split(train.rows.select(chosen), where, places=places)
+
+    return Splits(part(~held, train.where), part(held, f"the held-out rows of {train.where}"), (note,))

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.base.errors import DataError, Problems
 from trainer.data.order import IndexArray
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 FlatArray: TypeAlias = NDArray[Any]
+
+MOST_ROWS_SHOWN = 5
+"""Rows that are not valid, in the errors of one split."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +100,30 @@ class EncodedSplit:
             self.offsets, self.tokens, self.scalars, self.content_hash, self.num_cut, None, self.arrays, self.ragged,
             self.texts_per_row, self.num_cut_targets,
         )  # fmt: skip
+
+
+def encode_rows(
+    rows: Dataset, first_row: int, encode: Callable[[Dataset, int], dict[str, list[Any]]]
+) -> dict[str, list[Any]]:
+    """Return the encoded rows.
+
+    Args:
+        rows: consecutive rows of a split.
+        first_row: the index of `rows[0]` in the split.
+        encode: encodes consecutive rows, from an index on.
+
+    Raises:
+        DataError: a row is not valid.
+        DataProblemsError: several rows are not valid; the error names the first `MOST_ROWS_SHOWN`.
+    """
+    try:
+        return encode(rows, first_row)
+    except DataError:
+        problems = Problems()
+        for row in range(len(rows)):
+            with problems.collect():
+                encode(rows.select([row]), first_row + row)
+            if len(problems.messages) == MOST_ROWS_SHOWN:
+                break
+        problems.raise_all()
+        raise  # the rows are valid one by one

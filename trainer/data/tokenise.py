@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,13 +23,18 @@ from trainer.base.errors import DataError, UsageError
 from trainer.data.cache import ENTRY_VERSION, EntryWriter, open_or_write
 from trainer.data.hashing import hash_rows
 from trainer.data.sources import Split
-from trainer.data.split import EncodedSplit, FlatArray
+from trainer.data.split import EncodedSplit, FlatArray, encode_rows
+from trainer.data.workers import ordered_results
+from trainer.ranks.environment import available_cores
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
+    from typing_extensions import Self
 
-_ROWS_AT_ONCE = 1000
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 4 << 20
+_BYTES_PER_PROCESS = 16 << 20  # less text is tokenised before a further process pays
+_PROGRESS_SECONDS = 10.0
 _TOKENS_AT_ONCE = 1 << 22
 MOST_UNKNOWN = 0.5
 """A share of the tokens; a larger share of unknown ones means the wrong tokenizer."""
@@ -55,6 +62,8 @@ class RowEncoder(Protocol):
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None: ...
 
+    def for_split(self, rows: Dataset) -> Self: ...
+
     def packer(self, max_length: int) -> RowPacker | None: ...
 
     def encode(
@@ -63,7 +72,12 @@ class RowEncoder(Protocol):
 
 
 def encode_split(
-    split: Split, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase, max_length: int, cache: Path
+    split: Split,
+    encoder: RowEncoder,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    cache: Path,
+    num_processes: int | None = None,
 ) -> EncodedSplit:
     """Return the tokenised split; read it from the cache or write it there.
 
@@ -75,21 +89,43 @@ def encode_split(
         tokenizer: the tokenizer of the model.
         max_length: the maximum number of tokens of a row.
         cache: the folder of the cache, which is created if it is missing.
+        num_processes: the number of processes that tokenise, which does not change the result; None: as many as there
+            are cores, and fewer for little text.
 
     Raises:
         DataError: a column is missing, a value is not valid, or most tokens of a whole split are unknown.
+        TrainerError: a process died.
         UsageError: `max_length` does not fit the tokenizer, or the cache cannot be written.
     """
     _check_max_length(max_length, tokenizer)
     encoder.check_columns(split.rows.features, split.where)
     rows = split.rows.select_columns(list(encoder.columns))
 
+    at_once, processes = _sizes(rows, num_processes)
+
     def write(writer: EntryWriter) -> None:
-        packer = encoder.packer(max_length)
-        for first_row in range(0, len(rows), _ROWS_AT_ONCE):
-            batch = rows.select(range(first_row, min(first_row + _ROWS_AT_ONCE, len(rows))))
-            features = encoder.encode(batch, tokenizer, max_length, split.where, split.first_row + first_row)
+        task, packer = encoder.for_split(rows), encoder.packer(max_length)
+
+        def encode_from(rows: Dataset, first_row: int) -> dict[str, list[Any]]:
+            return task.encode(rows, tokenizer, max_length, split.where, split.first_row + first_row)
+
+        def encode(first_row: int) -> dict[str, list[Any]]:
+            batch = rows.select(range(first_row, min(first_row + at_once, len(rows))))
+            with split.names_lines():
+                return encode_rows(batch, first_row, encode_from)
+
+        starts = range(0, len(rows), at_once)
+        shown = time.monotonic()
+        for first_row, features in zip(
+            starts, ordered_results(encode, starts, processes, "data.preparation_processes"), strict=True
+        ):
             writer.add(packer.add(features) if packer else features)
+            done = min(first_row + at_once, len(rows))
+            if split.show is not None:
+                split.show(done, len(rows))
+            if time.monotonic() - shown > _PROGRESS_SECONDS:
+                shown = time.monotonic()
+                sys.stderr.write(f"tokenised {done:,} of {len(rows):,} rows of {split.where}\n")
         if packer:
             writer.add(packer.finish())
 
@@ -102,6 +138,15 @@ def encode_split(
     if not split.is_part:
         _require_known(encoded.unknown_tokens, split, tokenizer)
     return encoded
+
+
+def _sizes(rows: Dataset, num_processes: int | None) -> tuple[int, int]:
+    """Return the number of rows that are tokenised together, which bounds the memory, and the number of processes."""
+    row_bytes = rows.data.nbytes / max(1, rows.data.num_rows)
+    at_once = int(min(_ROWS_AT_ONCE, max(1, _BYTES_AT_ONCE // max(1, row_bytes))))
+    if num_processes is None:
+        num_processes = min(available_cores(), int(row_bytes * len(rows)) // _BYTES_PER_PROCESS)
+    return at_once, num_processes
 
 
 def _count_unknown(ids: FlatArray, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:

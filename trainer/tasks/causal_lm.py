@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -15,12 +15,16 @@ from torch import Tensor
 from trainer.base.errors import DataError, UsageError
 from trainer.parallel.cross_entropy import VocabularyCut, vocab_parallel_argmax
 from trainer.parallel.microbatch import IGNORED_LABEL
+from trainer.recipe.schema import Generation
 from trainer.tasks.columns import STRING_TYPES, cell, require_columns, type_name
+from trainer.tasks.generated import GENERATED, generated_texts
 from trainer.tasks.packing import DocumentPacker, Packer, StreamPacker
 from trainer.tasks.token_labels import TokenLabels
-from trainer.tasks.types import Dataset, Tokenizer
+from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+from trainer.tasks.windows import require_fast
 
 Packing = Literal["none", "documents", "joined"]
+Turns = Literal["all", "last", "each"]
 
 DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 """The model types of the table that predict the next token, and whose attention the tests check in packed rows."""
@@ -35,14 +39,15 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class TextColumn:
-    """Training on all tokens of the texts of a column."""
+    """Training on all tokens of the texts of a column, which the recipe's `key` names."""
 
     column: str
+    key: str = "text"
 
     @property
     def columns(self) -> dict[str, str]:
         """The names of the columns, by the recipe's keys."""
-        return {"text": self.column}
+        return {self.key: self.column}
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ class CausalLMTask(TokenLabels):
     """Causal language modelling with cross entropy over the vocabulary.
 
     The label of a token is the next token of its document. `vocabulary` describes how the logits are sharded over
-    tensor ranks; None if they are not sharded.
+    tensor ranks; None if they are not sharded. With `continues`, texts are prompts of generated texts.
+    `num_positions` is the maximum number of tokens that the model reads; None: unknown.
     """
 
     examples: Examples
@@ -84,6 +90,10 @@ class CausalLMTask(TokenLabels):
     metric_names: tuple[str, ...]
     vocabulary: VocabularyCut | None = None
     chunk_tokens: int | None = None
+    train_on: Turns = "all"
+    settings: Generation = field(default_factory=Generation)
+    continues: bool = False
+    num_positions: int | None = None
 
     auto_class_name = "AutoModelForCausalLM"
 
@@ -93,7 +103,25 @@ class CausalLMTask(TokenLabels):
 
     @property
     def fingerprint(self) -> str:
-        return json.dumps(["causal_lm", self.examples.columns, self.packing])
+        return json.dumps(["causal_lm", self.examples.columns, self.packing, self.train_on, *self._prompt_facts])
+
+    @property
+    def _prompt_facts(self) -> tuple[int | None, ...]:
+        return (self.settings.max_new_tokens, self.num_positions) if self.continues else ()
+
+    @property
+    def generates(self) -> bool:
+        return self.continues
+
+    @property
+    def generation(self) -> Generation | None:  # type: ignore[override]
+        return self.settings if self.continues else None
+
+    def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        ends = [end_token(tokenizer)]
+        if isinstance(self.examples, ChatColumn):
+            ends += _turn_end(tokenizer)
+        return tuple(dict.fromkeys(ends))
 
     def resolve(self, train: Dataset, where: str) -> CausalLMTask:
         self.check_columns(train.features, where)
@@ -112,7 +140,13 @@ class CausalLMTask(TokenLabels):
                 f'`task.packing` is "documents", which is tested for {", ".join(DECODERS)}, but not for the model type'
                 f' {kind}; use "none", or "joined", which lets documents see each other'
             )
-        return self
+        positions = getattr(config, "max_position_embeddings", None)
+        if self.continues and positions is not None and self.settings.max_new_tokens >= positions:
+            raise UsageError(
+                f"`task.generation.max_new_tokens` must be below the {positions} positions of the model, but is"
+                f" {self.settings.max_new_tokens}"
+            )
+        return replace(self, num_positions=positions)
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         for key, column in self.examples.columns.items():
@@ -158,21 +192,47 @@ class CausalLMTask(TokenLabels):
             if None in values:
                 row = first_row + list(values).index(None)
                 raise DataError(f"{cell(column, row, where)} is null; fill it, or leave the row out")
-        match self.examples:
-            case TextColumn(column):
-                return self._encode_texts(list(rows[column]), tokenizer, max_length)
-            case CompletionColumns(prompt, completion):
-                pairs = zip(rows[prompt], rows[completion], strict=True)
-                tokens = [
-                    _tokens_of_pair(*pair, tokenizer, cell(completion, first_row + row, where))
-                    for row, pair in enumerate(pairs)
-                ]
-            case ChatColumn(column):
-                tokens = [
-                    _tokens_of_chat(chat, tokenizer, cell(column, first_row + row, where))
-                    for row, chat in enumerate(rows[column])
-                ]
-        return _examples(tokens, max_length, lambda row: cell(self.columns[-1], first_row + row, where))
+        if self.continues:
+            return self._encode_prompts(rows, tokenizer, max_length, where, first_row)
+        if isinstance(self.examples, TextColumn):
+            return self._encode_texts(list(rows[self.examples.column]), tokenizer, max_length)
+        examples: list[tuple[str, Tokens]] = []
+        columns = (list(rows[column]) for column in self.columns)
+        for row, (first, *others) in enumerate(zip(*columns, strict=True)):
+            place = cell(self.columns[-1], first_row + row, where)
+            if others:
+                found = [_tokens_of_pair(first, others[0], tokenizer, place)]
+            else:
+                found = _tokens_of_chat(first, tokenizer, self.train_on, place)
+            examples += [(place, tokens) for tokens in found]
+        return _examples(examples, max_length)
+
+    def _encode_prompts(
+        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+    ) -> dict[str, list[Any]]:
+        """Return the tokens of prompts; those of a long prompt are its last ones, which the generated text follows.
+
+        A chat is the prompt of its next turn of the assistant. If that is its last turn, it is left out.
+        """
+        (column,), end = self.columns, end_token(tokenizer)
+        if isinstance(self.examples, ChatColumn):
+            texts = [
+                _chat_prompt(chat, tokenizer, cell(column, first_row + row, where))
+                for row, chat in enumerate(rows[column])
+            ]
+        else:
+            texts = list(rows[column])
+        special = not isinstance(self.examples, ChatColumn)  # a chat template writes its own
+        found = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
+        if special:
+            found = [_without_end(ids, end) for ids in found]
+        if self.num_positions is not None:
+            max_length = min(max_length, self.num_positions - self.settings.max_new_tokens)
+        # An empty prompt begins as a text after another one.
+        return {
+            "input_ids": [ids[-max_length:] or [end] for ids in found],
+            "cut": [len(ids) > max_length for ids in found],
+        }
 
     def _encode_texts(self, texts: list[str], tokenizer: Tokenizer, max_length: int) -> dict[str, list[Any]]:
         """Return the tokens of texts; an empty text has none and is left out."""
@@ -232,6 +292,17 @@ class CausalLMTask(TokenLabels):
     def for_vocabulary(self, cut: VocabularyCut | None) -> CausalLMTask:
         return replace(self, vocabulary=cut)
 
+    def without_labels(self) -> CausalLMTask:
+        examples = self.examples
+        if isinstance(examples, CompletionColumns):
+            examples = TextColumn(examples.prompt, "prompt")
+        return replace(
+            self, examples=examples, packing="none", metric_names=(), chunk_tokens=None, train_on="all", continues=True
+        )
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        return [{GENERATED: text} for text in generated_texts(answers[GENERATED], split.tokenizer)]
+
 
 def end_token(tokenizer: Tokenizer) -> int:
     """Return the id of the token after a document: the end token, or else the separator, as of BERT's tokenizers.
@@ -252,20 +323,21 @@ Tokens = tuple[list[int], list[bool]]
 """The tokens of an example, and whether each is trained, that is predicted from the tokens before it."""
 
 
-def _examples(tokens: Sequence[Tokens], max_length: int, place: Any) -> dict[str, list[Any]]:
-    """Return the features of examples, truncated to `max_length` tokens of input."""
+def _examples(examples: Sequence[tuple[str, Tokens]], max_length: int) -> dict[str, list[Any]]:
+    """Return the features of examples, each with its place for messages, cut to `max_length` tokens of input."""
     features: dict[str, list[Any]] = {"input_ids": [], "labels": [], "cut": []}
-    for ids, trained in tokens:
+    for _, (ids, trained) in examples:
         labels = [token if wanted else IGNORED_LABEL for token, wanted in zip(ids[1:], trained[1:], strict=True)]
         features["input_ids"].append(ids[:-1][:max_length])
         features["labels"].append(labels[:max_length])
         features["cut"].append(len(labels) > max_length)
     lost = [row for row, labels in enumerate(features["labels"]) if all(label == IGNORED_LABEL for label in labels)]
     if lost:
-        before = tokens[lost[0]][1].index(True)
+        place, (_, trained) = examples[lost[0]]
+        before = trained.index(True)
         raise DataError(
-            f"{place(lost[0])} has no token to train within `data.max_length` ({max_length}): {before} tokens come"
-            f" before the first one, and the same holds for {len(lost)} of {len(tokens)} rows from here on that were"
+            f"{place} has no token to train within `data.max_length` ({max_length}): {before} tokens come"
+            f" before the first one, and the same holds for {len(lost)} of {len(examples)} rows from here on that were"
             " read together; increase `data.max_length`, or leave these rows out"
         )
     return features
@@ -293,26 +365,60 @@ def _without_end(ids: list[int], end: int) -> list[int]:
     return ids[:-1] if ids[-1:] == [end] else ids
 
 
-def _tokens_of_chat(chat: Any, tokenizer: Tokenizer, place: str) -> Tokens:
-    """Return the tokens of a chat in the tokenizer's template, and those of the assistant's turns."""
+def _tokens_of_chat(chat: Any, tokenizer: Tokenizer, train_on: Turns, place: str) -> list[Tokens]:
+    """Return the tokens of a chat in the tokenizer's template, and those of the assistant's turns.
+
+    Only `each` gives more than one example: one for each turn of the assistant, as the template writes it when it is
+    the last one. Reasoning models read their earlier turns in another form, without the reasoning.
+    """
     messages = _messages(chat, place)
+    places = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not places:
+        raise DataError(f"{place} is a chat without a turn of the assistant, so nothing is trained; leave it out")
+    _require_template(tokenizer)
+    require_fast(tokenizer, "`task.messages`")
+    if train_on == "all":
+        texts = [_turns(messages, tokenizer, place)]
+    else:
+        texts = [_last_turn(messages[: index + 1], tokenizer, place) for index in places]
+        texts = texts if train_on == "each" else texts[-1:]
+    found = []
+    for text, turns in texts:
+        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        trained = [any(first <= start < last for first, last in turns) for start, _ in made["offset_mapping"]]
+        if not any(trained[1:]):
+            raise DataError(f"{place} is a chat with an assistant turn without tokens; fill it, or leave the row out")
+        found.append((list(made["input_ids"]), trained))
+    return found
+
+
+def _chat_prompt(chat: Any, tokenizer: Tokenizer, place: str) -> str:
+    """Return the text of a chat up to the start of its next turn of the assistant."""
+    messages = _messages(chat, place)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise DataError(f"{place} must be a chat with a message to answer, but has none; add one, or leave the row out")
+    _require_template(tokenizer)
+    return _text_of(messages, tokenizer, place, add_generation_prompt=True)
+
+
+def _turn_end(tokenizer: Tokenizer) -> list[int]:
+    """Return the special token that ends a turn of the assistant in the chat template; empty if there is none."""
+    content = "content"
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    after = _text_of(chat, tokenizer, "a chat of two messages").rpartition(content)[2]
+    special = {token for token, described in tokenizer.added_tokens_decoder.items() if described.special}
+    first = tokenizer(after.lstrip(), add_special_tokens=False, verbose=False)["input_ids"][:1]
+    return [token for token in first if token in special]
+
+
+def _require_template(tokenizer: Tokenizer) -> None:
     if not tokenizer.chat_template:
         raise UsageError(
             f"`task.messages` is set, but the tokenizer `{tokenizer.name_or_path}` has no chat template; name one that"
             ' has in `model.tokenizer`, or add "chat_template" to the `tokenizer_config.json` of a copy'
         )
-    if not tokenizer.is_fast:
-        raise UsageError(
-            f"the tokenizer `{tokenizer.name_or_path}` is a slow one, which does not tell where its tokens begin, so"
-            " the assistant's turns cannot be found; use a fast tokenizer (`tokenizer.json`)"
-        )
-    text, turns = _turns(messages, tokenizer, place)
-    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = list(made["input_ids"])
-    trained = [any(first <= start < last for first, last in turns) for start, _ in made["offset_mapping"]]
-    if not any(trained[1:]):
-        raise DataError(f"{place} is a chat with an assistant turn without tokens; fill it, or leave the row out")
-    return ids, trained
 
 
 def _messages(chat: Any, place: str) -> list[dict[str, Any]]:
@@ -327,8 +433,6 @@ def _messages(chat: Any, place: str) -> list[dict[str, Any]]:
         if "content" not in given and role != "assistant":
             raise DataError(f"{place}, message {number}, has no content; fill it, or leave the row out")
         messages.append({"content": "", **given})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{place} is a chat without a turn of the assistant, so nothing is trained; leave it out")
     return messages
 
 
@@ -349,27 +453,54 @@ def _turns(messages: list[dict[str, Any]], tokenizer: Tokenizer, place: str) -> 
                 **tokenizer.special_tokens_map,
             )
         return texts[0], list(marked[0])
-
-    def text_of(number: int, **options: Any) -> str:
-        """Return the text of the first messages."""
-        if number == 0:
-            return ""  # before a chat that the assistant begins
-        with _template_errors(place):
-            return str(tokenizer.apply_chat_template(messages[:number], tokenize=False, **options))
-
-    whole = text_of(len(messages))
+    whole = _text_of(messages, tokenizer, place)
     turns = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, until = text_of(index, add_generation_prompt=True), text_of(index + 1)
-            if not (whole.startswith(until) and until.startswith(before)):
+            until, (turn,) = _last_turn(messages[: index + 1], tokenizer, place)
+            if not whole.startswith(until):
                 raise UsageError(
                     f"the chat template of the tokenizer `{tokenizer.name_or_path}` changes earlier messages when later"
-                    f" ones follow ({place}, message {index + 1}), so the assistant's turns cannot be found; add"
-                    " {% generation %} marks to a copy of the template"
+                    f" ones follow ({place}, message {index + 1}), so the assistant's turns cannot be found; set"
+                    " `task.train_on` to last or each, or add {% generation %} marks to a copy of the template"
                 )
-            turns.append((len(before), len(until)))
+            turns.append(turn)
     return whole, turns
+
+
+def _last_turn(messages: list[dict[str, Any]], tokenizer: Tokenizer, place: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat that ends with a turn of the assistant, and the start and end of that turn.
+
+    The turn follows the prompt of a generation. If the template writes another one, such as the start of a reasoning,
+    the turn starts with its content: there, the texts of two contents differ.
+    """
+    if _GENERATION_MARK.search(tokenizer.get_chat_template()):
+        text, turns = _turns(messages, tokenizer, place)
+        return text, turns[-1:]
+    until = _text_of(messages, tokenizer, place)
+    before = _text_of(messages[:-1], tokenizer, place, add_generation_prompt=True)
+    if not until.startswith(before):
+        one, other = (
+            _text_of([*messages[:-1], {"role": "assistant", "content": content}], tokenizer, place)
+            for content in ("a", "b")
+        )
+        pairs = enumerate(zip(one, other, strict=False))
+        before = one[: next((at for at, (left, right) in pairs if left != right), None)]
+    if not until.startswith(before):
+        raise UsageError(
+            f"the chat template of the tokenizer `{tokenizer.name_or_path}` changes the messages before a turn of the"
+            f" assistant ({place}, message {len(messages)}), so the turn cannot be found; add"
+            " {% generation %} marks to a copy of the template"
+        )
+    return until, [(len(before), len(until))]
+
+
+def _text_of(messages: list[dict[str, Any]], tokenizer: Tokenizer, place: str, **options: Any) -> str:
+    """Return the text of messages; empty without one, as before a chat that the assistant begins."""
+    if not messages:
+        return ""
+    with _template_errors(place):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
 
 @contextmanager

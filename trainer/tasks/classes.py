@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.base.errors import DataError, UsageError
+from trainer.base.errors import DataError, Problems, UsageError
 from trainer.base.text import listed
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import STRING_TYPES, cell, require_columns, type_name
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _NAMES_SHOWN = 10
-_DIGITS = 6  # of a probability after the point
+_CLASSES_PICTURED = 30  # a larger matrix of confusions cannot be read, and each evaluation stores one
+PROBABILITY_DIGITS = 6  # after the point, in predictions
 
 
 class NamedClasses(TaskDefaults):
@@ -47,6 +48,25 @@ class NamedClasses(TaskDefaults):
     def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> Self:
         """Return the task with these classes."""
         raise NotImplementedError
+
+    def require_same_kind(self, are_names: bool, names: str, numbers: str, where: str) -> None:
+        """Require labels of the kind of the training split, because a wrong index cannot be detected.
+
+        Args:
+            are_names: whether this split holds names.
+            names: the kind of labels that are names, for the message.
+            numbers: the other kind.
+            where: the split and its source, for the message.
+
+        Raises:
+            DataError: the training split holds the other kind.
+        """
+        if self.labels_are_names not in (None, are_names):
+            expected, found = (numbers, names) if are_names else (names, numbers)
+            raise DataError(
+                f"column `{self.label_column}` of {where} must hold {expected}, as the training split does, but holds"
+                f" {found}; write the labels of both splits alike"
+            )
 
     def in_checkpoint_order(self, checkpoint: Sequence[str], chosen: bool) -> tuple[Self, list[str]]:
         """Return the task with its classes in the order of a fine-tuned checkpoint's head, and notes for the user.
@@ -84,6 +104,25 @@ class NamedClasses(TaskDefaults):
         note = f"classes are in the order of the checkpoint: {shown(ordered)}"
         return self.with_classes(ordered, self.labels_are_names), [note]
 
+    def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
+        """Return a note on labels that are converted to classes, for example from true and false."""
+        dtype = str(getattr(features.get(self.label_column), "dtype", ""))
+        if dtype == "bool":
+            return [f"column `{self.label_column}` holds true and false: class 0 is false, and class 1 is true"]
+        if dtype.startswith("float"):
+            return [f"column `{self.label_column}` holds numbers such as 1.0, which are read as the numbers of classes"]
+        return []
+
+    @property
+    def positive_class(self) -> str | None:
+        """The class that the metric `f1` counts as positive; None without this metric."""
+        return None
+
+    def columns_of(self, others: Sequence[str]) -> list[int] | None:
+        """Return the place in `others` of each class, compared without case and outer spaces; None if they differ."""
+        places, own = _places(others), _places(self._known_class_names)
+        return [places[key] for key in own] if places.keys() == own.keys() else None
+
     def model_options(self) -> dict[str, Any]:
         names = self._known_class_names
         return {
@@ -106,7 +145,9 @@ class NamedClasses(TaskDefaults):
         declared, found = getattr(feature, "names", None), found - {None}
         if declared is not None:
             names = tuple(declared)
-        elif all(isinstance(value, int) for value in found):
+        elif found and all(isinstance(value, bool) for value in found):
+            names = ("false", "true")
+        elif all(isinstance(value, int | float) for value in found):
             names = self._names_of_integers(found, where)
         else:
             names = tuple(sorted(found))
@@ -117,12 +158,18 @@ class NamedClasses(TaskDefaults):
             )
         return names
 
-    def _names_of_integers(self, found: set[int], where: str) -> tuple[str, ...]:
+    def _names_of_integers(self, found: set[float], where: str) -> tuple[str, ...]:
+        if fractions := sorted(value for value in found if not float(value).is_integer()):
+            raise DataError(
+                f"column `{self.label_column}` of {where} must hold class names or integers from 0, but holds the"
+                f" number {fractions[0]}; to predict numbers, use `task.type` sequence_regression"
+            )
         absent = next((index for index in range(len(found)) if index not in found), None)
         if absent is not None:
             raise DataError(
                 f"column `{self.label_column}` of {where} must number its classes from 0 without a gap, but holds"
-                f" {shown(sorted(found))} and no {absent}; renumber them, or list the class names in `task.labels`"
+                f" {shown(sorted(map(int, found)))} and no {absent}; renumber them, or list the class names in"
+                " `task.labels`"
             )
         return tuple(str(index) for index in range(len(found)))
 
@@ -150,7 +197,7 @@ class NamedClasses(TaskDefaults):
             label = declared[label]
         if label is None:
             return DataError(f"{place} is null; every row needs a label")
-        if isinstance(label, int):
+        if isinstance(label, int | float):
             return DataError(f"{place} must be a class from 0 to {len(names) - 1}, but is {label}")
         return DataError(
             f"{place} is the label {label!r}, which is not among the {len(names)} classes of the training split or of"
@@ -159,7 +206,9 @@ class NamedClasses(TaskDefaults):
 
     def named_probabilities(self, row: Sequence[float]) -> dict[str, float]:
         """Return the probability of each class, by its name."""
-        return {name: round(value, _DIGITS) for name, value in zip(self._known_class_names, row, strict=True)}
+        return {
+            name: round(value, PROBABILITY_DIGITS) for name, value in zip(self._known_class_names, row, strict=True)
+        }
 
     @property
     def _known_class_names(self) -> tuple[str, ...]:
@@ -177,11 +226,13 @@ class RowClasses(NamedClasses):
         class_weights: the weight of each class in the loss, by its name; "balanced": `resolve` computes the weights;
             None: all are 1.
         label_smoothing: the share of the target that is spread evenly over all classes.
+        positive: the class that the metric `f1` counts as positive; None: the second one.
     """
 
     labelled: bool
     class_weights: Literal["balanced"] | Mapping[str, float] | None
     label_smoothing: float
+    positive: str | None = None
 
     @property
     def rows_are_labels(self) -> bool:
@@ -205,7 +256,12 @@ class RowClasses(NamedClasses):
                 f"`task.metrics` may name f1 only for two classes, but column `{self.label_column}` has {len(names)}:"
                 f" {shown(names)}; use f1_macro"
             )
-        task: Any = self.with_classes(names, holds_names(train.features[self.label_column]))
+        if self.positive is not None and self.positive not in names:
+            raise UsageError(
+                f"`task.positive` must be one of the classes {shown(names)}, but is {self.positive!r}; write one of"
+                " them"
+            )
+        task: Any = self.with_classes(names, _row_holds_names(train.features[self.label_column]))
         resolved: Self = replace(task, class_weights=task._resolved_weights(train, where))
         return resolved
 
@@ -257,26 +313,33 @@ class RowClasses(NamedClasses):
         return {**super().model_options(), "problem_type": "single_label_classification"}
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
-        self.check_inputs(features, where)
+        problems = Problems()
+        with problems.collect():
+            self.check_inputs(features, where)
+        with problems.collect():
+            self._check_label(features, where)
+        problems.raise_all()
+
+    def _check_label(self, features: Mapping[str, Any], where: str) -> None:
         if not self.labelled:
             return
         require_columns(features, [self.label_column], "task.label", where)
         feature = features[self.label_column]
-        are_names = holds_names(feature)
+        are_names = _row_holds_names(feature)
         if are_names is None:
             raise DataError(
                 f"`task.label` must name a column of class names or of integers from 0, but column"
                 f" `{self.label_column}` of {where} holds {type_name(feature)}"
             )
-        if self.labels_are_names not in (None, are_names):
-            raise DataError(
-                f"column `{self.label_column}` of {where} must hold {kind_of(not are_names)}, as the training split"
-                f" does, but holds {kind_of(are_names)}"
-            )
+        self.require_same_kind(are_names, "class names", "integers", where)
 
     def num_valid(self, labels: Tensor) -> Tensor:
         weights = self._weights(torch.float64)
         return labels.new_tensor(labels.numel()) if weights is None else weights.to(labels.device)[labels].sum()
+
+    def label_weights(self, labels: Tensor) -> Tensor:
+        weights = self._weights(torch.float32)
+        return super().label_weights(labels) if weights is None else weights.to(labels.device)[labels]
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy, weighted and smoothed as in torch, summed over the rows.
@@ -296,7 +359,23 @@ class RowClasses(NamedClasses):
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
         predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
-        return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
+        values = {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
+        if self.positive is not None:
+            index = self._known_class_names.index(self.positive)
+            values["f1"] = METRICS["f1"].compute(1 * (predicted == index), 1 * (labels == index))
+        return values
+
+    def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
+        names = self._known_class_names
+        if len(names) > _CLASSES_PICTURED:
+            return None
+        pairs = predictions["labels"] * len(names) + predictions["predictions"]
+        counts = torch.bincount(pairs, minlength=len(names) ** 2).reshape(len(names), len(names))
+        return {"classes": list(names), "confusion": counts.tolist()}
+
+    @property
+    def positive_class(self) -> str | None:
+        return (self.positive or self._known_class_names[1]) if "f1" in self.metric_names else None
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"probabilities": at_least_fp32(logits).softmax(-1).cpu()}
@@ -335,6 +414,12 @@ def holds_names(feature: Any) -> bool | None:
     return False if dtype.startswith(("int", "uint")) else None
 
 
+def _row_holds_names(feature: Any) -> bool | None:
+    """Return the same for a column with one label for each row, which may be true and false, or numbers such as 1.0."""
+    is_converted = str(getattr(feature, "dtype", "")).startswith(("bool", "float"))
+    return False if is_converted else holds_names(feature)
+
+
 def _places(names: Sequence[str]) -> dict[str, int]:
     """Return the index of each name, keyed by the case-folded name without outer spaces.
 
@@ -346,10 +431,6 @@ def _places(names: Sequence[str]) -> dict[str, int]:
 
 def _place(name: str) -> str:
     return name.strip().casefold()
-
-
-def kind_of(names: bool) -> str:
-    return "class names" if names else "integers"
 
 
 def shown(values: Sequence[Any]) -> str:

@@ -101,3 +101,10 @@ def finite_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_FLOAT32:
         return None
     return float(value)
+
+
+def dtype_in_list(feature: Any) -> str | None:
+    """Return the type in a column of lists; None for other columns."""
+    if type(feature).__name__ not in ("List", "LargeList"):
+        return None
+    return str(getattr(feature.feature, "dtype", ""))

@@ -6,17 +6,19 @@ gather the embeddings of the whole batch (`trainer/engine/joint.py`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trainer.base.errors import DataError
+from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import STRING_TYPES, cell, finite_number, require_columns, tokenise, type_name
 from trainer.tasks.metrics import METRICS
@@ -25,6 +27,9 @@ from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 Pooling = Literal["mean", "cls", "last"]
 Loss = Literal["multiple_negatives", "cosine", "cosent"]
+
+_DECODERS_WITHOUT_MASK = frozenset(("bert-generation", "xlnet"))
+"""Model types that predict next tokens only if they are set up so; they see all tokens by default."""
 
 _ROWS_AT_ONCE = 512  # anchors that are compared with all candidates at once, which bounds the memory
 
@@ -41,6 +46,8 @@ class EmbeddingTask(TaskDefaults):
         loss: the name of the loss.
         temperature: the divisor of cosine similarities.
         metric_names: the metrics to compute, the deciding one first.
+        mask_duplicates: whether `multiple_negatives` leaves out negatives that are a right answer to the anchor. The
+            labels of a row are then the numbers of its texts `[texts]`, equal for equal texts.
     """
 
     text_columns: tuple[str, ...]
@@ -50,6 +57,7 @@ class EmbeddingTask(TaskDefaults):
     loss: Loss
     temperature: float
     metric_names: tuple[str, ...]
+    mask_duplicates: bool = False
 
     auto_class_name = "AutoModel"
     rows_are_labels = True
@@ -61,7 +69,9 @@ class EmbeddingTask(TaskDefaults):
 
     @property
     def fingerprint(self) -> str:
-        return json.dumps(["embedding", self.text_columns, self.score_column, self.loss == "cosine"])
+        return json.dumps(
+            ["embedding", self.text_columns, self.score_column, self.loss == "cosine", self.mask_duplicates]
+        )
 
     @property
     def rows_depend(self) -> bool:
@@ -69,6 +79,19 @@ class EmbeddingTask(TaskDefaults):
 
     def resolve(self, train: Dataset, where: str) -> EmbeddingTask:
         self.check_columns(train.features, where)
+        return self
+
+    def for_configuration(self, config: Any) -> EmbeddingTask:
+        if config.is_encoder_decoder:
+            raise UsageError(
+                f"`task.type` is embedding, which needs an encoder or a decoder, but the model is of type"
+                f" {config.model_type}, which has both; use another model"
+            )
+        if self.pooling == "cls" and _is_causal(config):
+            raise UsageError(
+                f'`task.pooling` is "cls", but the first token of a {config.model_type} sees no other token, so texts'
+                ' with an equal first token have equal embeddings; use "last" or "mean"'
+            )
         return self
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
@@ -96,6 +119,9 @@ class EmbeddingTask(TaskDefaults):
         features["cut"] = [any(cut) for cut in features["cut"]]
         if self.score_column is not None:
             features["labels"] = self._numbers(rows, self.score_column, where, first_row)
+        if self.mask_duplicates:
+            texts_of_rows = zip(*(rows[column] for column in self.text_columns), strict=True)
+            features["labels"] = [np.array([_number(text) for text in of_row]) for of_row in texts_of_rows]
         return features
 
     def _numbers(self, rows: Dataset, column: str, where: str, first_row: int) -> list[float]:
@@ -142,7 +168,7 @@ class EmbeddingTask(TaskDefaults):
 
         Args:
             logits: the embeddings `[rows, texts, hidden]`; of the whole batch if `rows_depend`.
-            labels: the scores of the rows `[rows]`, or `[rows, 0]`.
+            labels: the scores of the rows `[rows]`, or `[rows, 0]`; with `mask_duplicates`, numbers `[rows, texts]`.
         """
         return self.joint_losses(logits, labels).sum()
 
@@ -154,7 +180,7 @@ class EmbeddingTask(TaskDefaults):
         all pairs of rows, so each row has the same (Su 2022, kexue.fm/archives/8847).
         """
         if self.loss == "multiple_negatives":
-            return _multiple_negatives(scores, self.temperature)
+            return _multiple_negatives(scores, self.temperature, labels if self.mask_duplicates else None)
         cosines = F.cosine_similarity(scores[:, 0], scores[:, 1], dim=-1)
         if self.loss == "cosine":
             return (cosines - labels.to(cosines.dtype)).square()
@@ -162,7 +188,7 @@ class EmbeddingTask(TaskDefaults):
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         found = {"embeddings": logits.float().cpu()}
-        return found if self.score_column is None else {**found, "labels": labels.float().cpu()}
+        return {**found, "labels": labels.double().cpu()} if labels.numel() else found
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the metrics, and the loss of the whole split as one batch: it depends on no batch size."""
@@ -177,13 +203,16 @@ class EmbeddingTask(TaskDefaults):
         return computed | {name: METRICS[name].compute(found, labels.numpy()) for name in self.metric_names}
 
     def without_labels(self) -> EmbeddingTask:
-        return replace(self, text_columns=self.text_columns[:1], score_column=None)
+        return replace(self, text_columns=self.text_columns[:1], score_column=None, mask_duplicates=False)
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"embeddings": logits.float().cpu()}
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
-        return [{"embedding": embedding[0].tolist()} for embedding in answers["embeddings"]]
+        names = ["embedding"]
+        if len(self.text_columns) > 1:
+            names = [f"embedding_{column}" for column in self.text_columns]
+        return [dict(zip(names, texts.tolist(), strict=True)) for texts in answers["embeddings"]]
 
     def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
         """Return the files, by name, that make an exported folder one of sentence-transformers.
@@ -210,13 +239,44 @@ class EmbeddingTask(TaskDefaults):
         return files | ({"2_Normalize/config.json": {}} if self.normalize else {})
 
 
-def _multiple_negatives(embeddings: Tensor, temperature: float) -> Tensor:
-    """Return the loss of each row `[rows]` of `embeddings` `[rows, texts, hidden]`."""
+def _is_causal(config: Any) -> bool:
+    """Return whether a token of the model sees earlier tokens only."""
+    from transformers.models.auto import modeling_auto
+
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        return False
+    kind = config.model_type
+    if kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in _DECODERS_WITHOUT_MASK:
+        return bool(getattr(config, "is_decoder", False))
+    return kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def _number(text: str) -> int:
+    """Return a number of 52 bits, which float64 holds exactly, equal for equal texts."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 12
+
+
+def _multiple_negatives(embeddings: Tensor, temperature: float, numbers: Tensor | None) -> Tensor:
+    """Return the loss of each row `[rows]`.
+
+    Args:
+        embeddings: the embeddings `[rows, texts, hidden]`.
+        numbers: the numbers of the texts `[rows, texts]`. A candidate is then no negative of an anchor if it equals the
+            anchor, its positive, or the positive of an equal anchor. None: all candidates are.
+    """
     unit = F.normalize(embeddings, dim=-1)
     candidates = unit[:, 1:].transpose(0, 1).flatten(0, 1)  # all positives in the order of rows, then the negatives
 
     def losses(anchors: Tensor, right: Tensor) -> Tensor:
-        return F.cross_entropy(anchors @ candidates.T / temperature, right, reduction="none")
+        logits = anchors @ candidates.T / temperature
+        if numbers is not None:
+            others = numbers[:, 1:].T.flatten()
+            own, positive = numbers[right, :1], numbers[right, 1:2]
+            same = (others == own) | (others == positive)
+            same[:, : len(numbers)] |= numbers[:, 0] == own
+            same.scatter_(1, right[:, None], False)
+            logits = logits.masked_fill(same, -torch.inf)
+        return F.cross_entropy(logits, right, reduction="none")
 
     own = torch.arange(len(unit), device=unit.device)
     return _in_blocks(losses, unit[:, 0], own)

@@ -92,3 +92,23 @@ def continuation(name: str, names: Sequence[str]) -> str:
     """Return the tag of the further tokens of a word: I- for B- and S-, if `names` has it, else the same tag."""
     inside = f"I-{name[2:]}"
     return inside if name.startswith(("B-", "S-")) and inside in names else name
+
+
+def entity_metrics(
+    scheme: TagScheme, predicted: Indices, true: Indices, is_first: NDArray[np.bool_], names: Sequence[str]
+) -> dict[str, float]:
+    """Return the metrics `names` of whole entities; with `f1`, also that of each type, as `f1/PER`."""
+    found = scheme.counts(scheme.entities(predicted, is_first), scheme.entities(true, is_first))
+    right, num_predicted, num_true = found
+    f1 = 2 * right / np.maximum(num_predicted + num_true, 1)
+    seen = num_predicted + num_true > 0
+    values = {
+        "f1": 2 * right.sum() / max(1, num_predicted.sum() + num_true.sum()),
+        "precision": right.sum() / max(1, num_predicted.sum()),
+        "recall": right.sum() / max(1, num_true.sum()),
+        "f1_macro": f1[seen].mean() if seen.any() else 0.0,  # undefined for types that do not occur
+    }
+    computed = {name: float(value) for name, value in values.items() if name in names}
+    if "f1" in names:
+        computed |= {f"f1/{name}": float(value) for name, value in zip(scheme.types, f1, strict=True)}
+    return computed

@@ -28,6 +28,7 @@ class ImageClassificationTask(RowClasses):
     labelled: bool = True
     class_weights: Literal["balanced"] | Mapping[str, float] | None = None
     label_smoothing: float = 0.0
+    positive: str | None = None
 
     auto_class_name = "AutoModelForImageClassification"
 

@@ -80,12 +80,7 @@ class MultiLabelTask(NamedClasses):
                 f"`task.label` must name a column of lists of names, or of 0 and 1, because `task.multi_label` is true,"
                 f" but column `{self.label_column}` of {where} holds {type_name(features[self.label_column])}"
             )
-        if self.labels_are_names not in (None, are_names):
-            kinds = {True: "lists of names", False: "lists of 0 and 1"}
-            raise DataError(
-                f"column `{self.label_column}` of {where} must hold {kinds[not are_names]}, as the training split"
-                f" does, but holds {kinds[are_names]}"
-            )
+        self.require_same_kind(are_names, "lists of names", "lists of 0 and 1", where)
 
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.base.errors import DataError, UsageError
+from trainer.base.errors import DataError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import cell, require_columns, require_text, type_name
 from trainer.tasks.metrics import METRICS
 from trainer.tasks.squad import accepted_answers
 from trainer.tasks.task import TaskDefaults
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+from trainer.tasks.windows import cut_columns, require_fast, shared_tokens, windows
 
 NO_ANSWER = 0
 """The position that stands for no answer: the first token, which is the classification token of most encoders."""
@@ -130,15 +131,15 @@ class QuestionAnsweringTask(TaskDefaults):
             if self.has_answers:
                 answers = self._answers(row, where, first_row + place)
                 answer = self._tokens(answers, pair, where, first_row + place)
-            for skipped, size in self._windows(pair, max_length, where, first_row + place):
-                first, after = pair.first, pair.first + len(pair.spans)
-                for name, values in pair.columns.items():
-                    window = values[:first] + values[first + skipped : first + skipped + size] + values[after:]
-                    found.setdefault(name, []).append(window)
-                found.setdefault(_WINDOW, []).append(np.array([first_row + place, first, size, skipped]))
+            first = pair.first
+            for start, end in self._windows(pair, max_length, where, first_row + place):
+                window = cut_columns(pair.columns, (first, first + len(pair.spans)), (start, end))
+                for name, values in window.items():
+                    found.setdefault(name, []).append(values)
+                found.setdefault(_WINDOW, []).append(np.array([first_row + place, first, end - start, start]))
                 if self.has_answers:
-                    inside = answer is not None and skipped <= answer[0] and answer[1] < skipped + size
-                    label = np.array(answer) - skipped + first if inside else np.full(2, NO_ANSWER)
+                    inside = answer is not None and start <= answer[0] and answer[1] < end
+                    label = np.array(answer) - start + first if inside else np.full(2, NO_ANSWER)
                     found.setdefault("labels", []).append(label)
         return found
 
@@ -266,12 +267,7 @@ class QuestionAnsweringTask(TaskDefaults):
 
     def _tokenised(self, rows: Dataset, tokenizer: Tokenizer, where: str, first_row: int) -> Iterator[_Pair]:
         """Tokenise questions with their contexts, without truncation."""
-        if not tokenizer.is_fast:
-            raise UsageError(
-                f"`task.type` question_answering needs the characters of each token, but the tokenizer"
-                f" `{tokenizer.name_or_path}` ({type(tokenizer).__name__}) does not give them; name a model with a"
-                " fast tokenizer (`tokenizer.json`) in `model.tokenizer`"
-            )
+        require_fast(tokenizer, "`task.type` question_answering")
         texts = []
         for column in (self.question_column, self.context_column):
             texts.append(list(rows[column]))
@@ -296,8 +292,8 @@ class QuestionAnsweringTask(TaskDefaults):
             yield _Pair(columns, first, np.array(spans[place][first : first + size]))
 
     def _windows(self, pair: _Pair, max_length: int, where: str, row: int) -> list[tuple[int, int]]:
-        """Return the number of tokens of the context before each window and in it."""
-        stride = max_length // 3 if self.stride is None else self.stride
+        """Return the first token of each window, counted from the context's first, and the one after its last."""
+        stride = shared_tokens(self.stride, max_length)
         size = len(pair.spans)
         others = len(pair.columns["input_ids"]) - size
         room = max_length - others
@@ -308,8 +304,7 @@ class QuestionAnsweringTask(TaskDefaults):
                 f" but windows share {stride} tokens (`task.stride`); shorten the question, increase"
                 " `data.max_length`, or lower `task.stride`"
             )
-        starts = range(0, max(size - stride, 1), room - stride) if size > room else (0,)
-        return [(start, min(room, size - start)) for start in starts]
+        return windows(size, room, stride)
 
     def _answers(self, row: Mapping[str, Any], where: str, number: int) -> list[tuple[str, int]]:
         """Return the texts of a row's answers and their first characters.

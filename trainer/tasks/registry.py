@@ -12,6 +12,7 @@ from trainer.recipe.schema import (
     Embedding,
     ImageClassification,
     MaskedLM,
+    MultipleChoice,
     QuestionAnswering,
     Seq2SeqLM,
     SequenceClassification,
@@ -24,6 +25,7 @@ from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.image_classification import ImageClassificationTask
 from trainer.tasks.masked_lm import MaskedLMTask
 from trainer.tasks.multi_label import MultiLabelTask
+from trainer.tasks.multiple_choice import MultipleChoiceTask
 from trainer.tasks.question_answering import QuestionAnsweringTask
 from trainer.tasks.seq2seq_lm import Seq2SeqLMTask
 from trainer.tasks.sequence_classification import SequenceClassificationTask
@@ -41,12 +43,27 @@ PIPELINE_TAGS = {
     "seq2seq_lm": TEXT_TO_TEXT,
     "token_classification": "token-classification",
     "question_answering": "question-answering",
+    "multiple_choice": "multiple-choice",
     "image_classification": "image-classification",
     "embedding": "feature-extraction",
 }
 """The task names of the hub, which transformers also uses for pipelines, except for text to text."""
 
-WITHOUT_PIPELINE = frozenset({"question-answering"})
+PEFT_TASK_TYPES = {
+    "sequence_classification": "SEQ_CLS",
+    "sequence_regression": "SEQ_CLS",
+    "causal_lm": "CAUSAL_LM",
+    "seq2seq_lm": "SEQ_2_SEQ_LM",
+    "token_classification": "TOKEN_CLS",
+    "question_answering": "QUESTION_ANS",
+    "embedding": "FEATURE_EXTRACTION",
+}
+"""The task types of PEFT; it has none for the other tasks."""
+
+LIBRARIES = {"embedding": "sentence-transformers"}
+"""The libraries that open an exported folder; transformers opens those of the other tasks."""
+
+WITHOUT_PIPELINE = frozenset({"question-answering", "multiple-choice"})
 """Task names for which transformers 5 has no pipeline."""
 
 _REGISTERED: dict[str, Callable[[Any], TextTask | ImageTask]] = {}
@@ -79,6 +96,7 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 names,
                 class_weights=recipe.class_weights,
                 label_smoothing=recipe.label_smoothing,
+                positive=recipe.positive,
             )
         case SequenceRegression():
             return SequenceRegressionTask(_columns(recipe.text), recipe.label, metrics)
@@ -87,10 +105,17 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
         case Embedding():
             return EmbeddingTask(
                 tuple(recipe.texts), recipe.score, recipe.pooling, recipe.normalize, recipe.loss, recipe.temperature,
-                metrics,
+                metrics, recipe.mask_duplicates,
             )  # fmt: skip
         case CausalLM():
-            return CausalLMTask(_examples(recipe), recipe.packing, metrics, chunk_tokens=recipe.loss_chunk_tokens)
+            return CausalLMTask(
+                _examples(recipe),
+                recipe.packing,
+                metrics,
+                chunk_tokens=recipe.loss_chunk_tokens,
+                train_on=recipe.train_on,
+                settings=recipe.generation,
+            )
         case Seq2SeqLM():
             return Seq2SeqLMTask(
                 recipe.source,
@@ -110,12 +135,17 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 metrics,
                 _names(recipe.labels),
                 label_all=recipe.label_all,
-                overlap=recipe.overlap,
+                stride=recipe.stride,
             )
         case QuestionAnswering():
             return QuestionAnsweringTask(
                 recipe.question, recipe.context, _columns(recipe.answers), recipe.stride, recipe.unanswerable,
                 recipe.n_best, recipe.max_answer_length, recipe.null_threshold, metrics,
+            )  # fmt: skip
+        case MultipleChoice():
+            return MultipleChoiceTask(
+                recipe.context, recipe.question, recipe.question_texts, recipe.blank, _columns(recipe.choices),
+                recipe.label, recipe.label_format, metrics,
             )  # fmt: skip
         case ImageClassification():
             shape = None if recipe.shape is None else tuple(recipe.shape)
@@ -127,6 +157,7 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 shape=shape,
                 class_weights=recipe.class_weights,
                 label_smoothing=recipe.label_smoothing,
+                positive=recipe.positive,
             )
 
 

@@ -14,13 +14,13 @@ from trainer.base.errors import DataError, UsageError
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation
 from trainer.tasks.columns import cell, require_text, tokenise
+from trainer.tasks.generated import GENERATED, generated_texts
 from trainer.tasks.metrics import METRICS
 from trainer.tasks.text_metrics import require_packages
 from trainer.tasks.token_labels import TOKEN_METRICS, TokenLabels
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
-GENERATED = "generated"
-"""The generated tokens in predictions and answers, `[batch, tokens]`, padded with `IGNORED_LABEL`."""
+_TEXTS_PICTURED = 5
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,14 @@ class Seq2SeqLMTask(TokenLabels):
             for name in self.metric_names
         }
 
+    def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
+        if not self.generates or self.target is None or split is None:
+            return None
+        columns = [self.source, self.target]
+        few = split.rows.select_columns(columns).select(range(min(len(split.rows), _TEXTS_PICTURED)))
+        texts = _texts(predictions[GENERATED][: len(few)], split.tokenizer)
+        return {"texts": [{**row, GENERATED: text} for row, text in zip(few, texts, strict=True)]}
+
     def without_labels(self) -> Seq2SeqLMTask:
         return replace(self, target=None, metric_names=())
 
@@ -156,6 +164,4 @@ class Seq2SeqLMTask(TokenLabels):
 
 
 def _texts(generated: Tensor, tokenizer: Tokenizer | None) -> list[str]:
-    assert tokenizer is not None, "the rows are texts"
-    rows = [[token for token in row if token >= 0] for row in generated.tolist()]
-    return [tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
+    return [text.strip() for text in generated_texts(generated, tokenizer)]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainer.base.errors import UsageError
 from trainer.parallel.cross_entropy import VocabularyCut
+from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import Generation
 from trainer.tasks.masking import Masking
 from trainer.tasks.packing import Packer
@@ -136,7 +137,14 @@ class Task(Protocol):
 
         Args:
             scores: the scores of all rows, in their order in the global batch, of shape `[rows, ...]`.
-            labels: the labels of the rows `[rows]`; zeros for rows without labels.
+            labels: the labels of the rows `[rows, ...]` as float64; zeros `[rows]` for rows without labels.
+        """
+        ...
+
+    def label_weights(self, labels: Tensor) -> Tensor:
+        """Return the weight of each label in the loss, of the shape of `labels`, zero for ignored ones.
+
+        This is for tasks with one class or token for each label, the only ones that learn from a teacher.
         """
         ...
 
@@ -152,6 +160,10 @@ class Task(Protocol):
     @property
     def generation(self) -> Generation | None:
         """The settings of generated texts, which an exported model has too; None: the task generates none."""
+        ...
+
+    def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the ids of the tokens at which a generated text ends; none: those of the model's configuration."""
         ...
 
     @property
@@ -204,6 +216,14 @@ class Task(Protocol):
         """Return the metrics over a whole split, for tasks with metrics that need the texts of the split."""
         ...
 
+    def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
+        """Return what a report shows of an evaluation, as JSON values; None: its metrics alone.
+
+        The keys are `classes` and `confusion`, the rows of each true class by their predicted class, or `texts`, rows
+        of texts by the names of their columns. The arguments are those of `split_metrics`.
+        """
+        ...
+
     def without_labels(self) -> Self:
         """Return the resolved task for rows without labels, for predictions.
 
@@ -233,6 +253,7 @@ class TaskDefaults:
     """Base class with the methods that few tasks change."""
 
     own_lengths: tuple[str, ...] = ()
+    labels_are_tokens = False
     unused_modules: tuple[str, ...] = ()
 
     @property
@@ -245,10 +266,17 @@ class TaskDefaults:
     def for_evaluation(self) -> Self:
         return self
 
+    def label_weights(self, labels: Tensor) -> Tensor:
+        return (labels != IGNORED_LABEL).float()
+
     def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
         return {}
 
     generation: Generation | None = None
+
+    def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
     chunk_tokens: int | None = None
 
     @property
@@ -266,6 +294,9 @@ class TaskDefaults:
         raise NotImplementedError
 
     def for_configuration(self, config: Any) -> Self:
+        return self
+
+    def for_split(self, rows: Dataset) -> Self:
         return self
 
     def packer(self, max_length: int) -> Packer | None:
@@ -287,6 +318,9 @@ class TaskDefaults:
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         return self.metrics(predictions)
 
+    def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
+        return None
+
     def without_labels(self) -> Self:
         raise UsageError(f"`trainer predict` does not support {type(self).__name__}")
 
@@ -304,6 +338,15 @@ class TextTask(Task, Protocol):
     @property
     def own_lengths(self) -> tuple[str, ...]:
         """The columns of `encode` with one list of integers for each row that is not as long as its `input_ids`."""
+        ...
+
+    def for_split(self, rows: Dataset) -> Self:
+        """Return the task that encodes `rows`, all rows of a split, for tasks that need facts on the whole split."""
+        ...
+
+    @property
+    def labels_are_tokens(self) -> bool:
+        """Whether the labels that `encode` returns are token ids, for which the model needs embeddings."""
         ...
 
     def encode(

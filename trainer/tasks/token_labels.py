@@ -33,6 +33,7 @@ class TokenLabels(TaskDefaults):
     vocabulary: VocabularyCut | None
 
     rows_are_labels = False
+    labels_are_tokens = True
 
     def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
         raise NotImplementedError

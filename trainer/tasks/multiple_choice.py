@@ -1,0 +1,361 @@
+"""Multiple choice: one of several texts fits a context, as in SWAG (Zellers et al. 2018) and RACE (Lai et al. 2017).
+
+The model reads the context with each choice and gives each pair one score, as in Radford et al. 2018, section 3.3.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from string import ascii_uppercase
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.base.errors import DataError
+from trainer.base.text import listed
+from trainer.parallel.dtypes import at_least_fp32
+from trainer.tasks.classes import PROBABILITY_DIGITS, holds_names
+from trainer.tasks.columns import STRING_TYPES, cell, require_columns, require_text, type_name
+from trainer.tasks.metrics import METRICS
+from trainer.tasks.task import TaskDefaults
+from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+
+LabelFormat = Literal["index", "number", "letter", "text"]
+
+_ABSENT = -1e4  # score of a choice that the row does not have: a probability of 0, and finite in sums
+_NUM_CHOICES = "num_choices"
+_ROWS_AT_ONCE = 1000
+_NAMES_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class MultipleChoiceTask(TaskDefaults):
+    """Cross entropy over the scores of the choices of each row.
+
+    Attributes:
+        question_column: the column of the text before each choice; None: there is none.
+        question_texts: the text in place of each value of the question column; None: the value itself.
+        blank: the part of a question that the choice replaces; None: the choice always follows the question.
+        choice_columns: one column of lists of texts, or the columns of the first choice, the second and so on. Instead
+            of a list, a row may hold {"text": [...], "label": [...]}; a label is then one of these labels.
+        label_format: the meaning of labels; None: they must have one meaning only.
+        num_texts: the largest number of choices of a row, from `for_split`.
+    """
+
+    context_column: str
+    question_column: str | None
+    question_texts: Mapping[str, str] | None
+    blank: str | None
+    choice_columns: tuple[str, ...]
+    label_column: str
+    label_format: LabelFormat | None
+    metric_names: tuple[str, ...]
+    labelled: bool = True
+    num_texts: int = 0
+
+    auto_class_name = "AutoModelForMultipleChoice"
+    rows_are_labels = True
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        question = () if self.question_column is None else (self.question_column,)
+        label = (self.label_column,) if self.labelled else ()
+        return (self.context_column, *question, *self.choice_columns, *label)
+
+    @property
+    def fingerprint(self) -> str:
+        return json.dumps(
+            ["multiple_choice", self.columns, self.question_texts, self.blank, self.label_format, self.labelled]
+        )
+
+    def resolve(self, train: Dataset, where: str) -> MultipleChoiceTask:
+        self.check_columns(train.features, where)
+        return self
+
+    def check_columns(self, features: Mapping[str, Any], where: str) -> None:
+        require_text(features, [self.context_column], where, "task.context")
+        if self.question_column is not None:
+            require_text(features, [self.question_column], where, "task.question")
+        if len(self.choice_columns) > 1:
+            for column in self.choice_columns:
+                require_text(features, [column], where, "task.choices")
+        else:
+            self._require_lists(features, where)
+        if not self.labelled:
+            return
+        require_columns(features, [self.label_column], "task.label", where)
+        if holds_names(features[self.label_column]) is None:
+            raise DataError(
+                f"`task.label` must name a column of integers or strings, but column `{self.label_column}` of {where}"
+                f" holds {type_name(features[self.label_column])}"
+            )
+
+    def _require_lists(self, features: Mapping[str, Any], where: str) -> None:
+        (column,) = self.choice_columns
+        require_columns(features, [column], "task.choices", where)
+        feature = features[column]
+        lists = feature.get("text") if isinstance(feature, Mapping) else feature
+        if getattr(getattr(lists, "feature", None), "dtype", None) not in STRING_TYPES:
+            raise DataError(
+                f"`task.choices` must name a column of lists of strings or of"
+                f' {{"text": [...], "label": [...]}}, or several columns of strings, but column `{column}` of {where}'
+                f" holds {type_name(feature)}"
+            )
+
+    def for_split(self, rows: Dataset) -> MultipleChoiceTask:
+        if len(self.choice_columns) > 1:
+            return replace(self, num_texts=len(self.choice_columns))
+        (column,) = self.choice_columns
+        batches = rows.select_columns([column]).iter(_ROWS_AT_ONCE)
+        return replace(self, num_texts=max(len(_texts(value)) for batch in batches for value in batch[column]))
+
+    def encode(
+        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+    ) -> dict[str, list[Any]]:
+        """Return the texts of all rows: the context, and the question with the choice.
+
+        Truncation shortens the context. Each row has `num_texts` texts; texts without a choice have one token.
+        `num_choices` is the number of choices, and `labels` is the index of the right one.
+        """
+        choices = self._choices(rows, where, first_row)
+        counts = [len(of_row) for of_row in choices]
+        columns, cut = self._tokenised(rows, choices, tokenizer, max_length, where, first_row)
+        starts = [0, *accumulate(counts)]
+        found: dict[str, list[Any]] = {
+            name: [
+                values[start : start + count] + [values[start][:1]] * (self.num_texts - count)
+                for start, count in zip(starts, counts, strict=False)
+            ]
+            for name, values in columns.items()
+        }
+        found |= {_NUM_CHOICES: counts, "cut": [row in cut for row in range(len(rows))]}
+        if self.labelled:
+            found["labels"] = self._labels(rows, choices, where, first_row)
+        return found
+
+    def _tokenised(
+        self,
+        rows: Dataset,
+        choices: Sequence[Sequence[str]],
+        tokenizer: Tokenizer,
+        max_length: int,
+        where: str,
+        first_row: int,
+    ) -> tuple[dict[str, list[Any]], set[int]]:
+        """Return the tokenizer's columns with one list for each choice of each row, and the truncated rows."""
+        contexts = self._texts(rows, self.context_column, where, first_row)
+        questions = self._questions(rows, where, first_row)
+        places = [(row, choice) for row, of_row in enumerate(choices) for choice in range(len(of_row))]
+        firsts = [contexts[row] for row, _ in places]
+        seconds = [self._joined(questions[row], choices[row][choice]) for row, choice in places]
+        texts = tokenizer(firsts, seconds, return_attention_mask=False, verbose=False)
+        columns = {name: list(values) for name, values in texts.items()}
+        long = [place for place, ids in enumerate(columns["input_ids"]) if len(ids) > max_length]
+        if not long:
+            return columns, set()
+        num_special = tokenizer.num_special_tokens_to_add(pair=True)
+        own = tokenizer([seconds[place] for place in long], add_special_tokens=False, verbose=False)["input_ids"]
+        for place, ids in zip(long, own, strict=True):
+            if len(ids) + num_special >= max_length:
+                row, choice = places[place]
+                beside = "" if self.question_column is None else " with its question"
+                raise DataError(
+                    f"{self._place(choice, first_row + row, where)} has {len(ids)} tokens{beside}, which leaves no room"
+                    f" for the context in `data.max_length` {max_length}, with {num_special} special tokens; increase"
+                    " `data.max_length`, or shorten the choice"
+                )
+        pairs = [firsts[place] for place in long], [seconds[place] for place in long]
+        shortened = tokenizer(*pairs, truncation="only_first", max_length=max_length, return_attention_mask=False)
+        for name, values in shortened.items():
+            for place, value in zip(long, values, strict=True):
+                columns[name][place] = value
+        return columns, {places[place][0] for place in long}
+
+    def _choices(self, rows: Dataset, where: str, first_row: int) -> list[list[str]]:
+        """Return the choices of each row.
+
+        Raises:
+            DataError: a row has fewer than two choices, or a choice is null or empty.
+        """
+        if len(self.choice_columns) == 1:
+            (column,) = self.choice_columns
+            lists = [_texts(value) for value in rows[column]]
+        else:
+            lists = [list(of_row) for of_row in zip(*(rows[name] for name in self.choice_columns), strict=True)]
+        for place, found in enumerate(lists):
+            if len(found) < 2:
+                raise DataError(
+                    f"{cell(self.choice_columns[0], first_row + place, where)} must have at least two choices, but has"
+                    f" {len(found)}; add choices, or leave the row out"
+                )
+            for number, choice in enumerate(found):
+                if choice is None or not choice.strip():
+                    raise DataError(
+                        f"{self._place(number, first_row + place, where)} is {'null' if choice is None else 'empty'};"
+                        " every choice needs a text"
+                    )
+        return lists
+
+    def _place(self, choice: int, row: int, where: str) -> str:
+        """Return the name of a choice for a message; numbers in messages count from 1."""
+        if len(self.choice_columns) > 1:
+            return cell(self.choice_columns[choice], row, where)
+        return f"choice {choice + 1} of {cell(self.choice_columns[0], row, where)}"
+
+    def _texts(self, rows: Dataset, column: str, where: str, first_row: int) -> list[str]:
+        texts = list(rows[column])
+        if None in texts:
+            place = cell(column, first_row + texts.index(None), where)
+            raise DataError(f"{place} is null; every row needs a text")
+        return texts
+
+    def _questions(self, rows: Dataset, where: str, first_row: int) -> list[str]:
+        """Return the text before each choice; empty without a question.
+
+        Raises:
+            DataError: a value is null, or has no text in `question_texts`.
+        """
+        if self.question_column is None:
+            return [""] * len(rows)
+        questions = self._texts(rows, self.question_column, where, first_row)
+        known = self.question_texts
+        if known is None:
+            return questions
+        for place, question in enumerate(questions):
+            if question not in known:
+                raise DataError(
+                    f"{cell(self.question_column, first_row + place, where)} is {question!r}, but `task.question_texts`"
+                    f" has texts for {listed(list(known), _NAMES_SHOWN)} only; add it there, or mend the row"
+                )
+        return [known[question] for question in questions]
+
+    def _joined(self, question: str, choice: str) -> str:
+        """Return the question with the choice in its blanks, or behind it."""
+        if self.blank is not None and self.blank in question:
+            return question.replace(self.blank, choice)
+        return f"{question} {choice}".strip()
+
+    def _labels(self, rows: Dataset, choices: Sequence[Sequence[str]], where: str, first_row: int) -> list[int]:
+        """Return the index of the right choice of each row.
+
+        Raises:
+            DataError: a label is null, or does not name exactly one choice.
+        """
+        labels = []
+        named = rows[self.choice_columns[0]]  # may hold the labels of the choices
+        for place, (label, of_row, value) in enumerate(zip(rows[self.label_column], choices, named, strict=True)):
+            names = (value.get("label") or []) if isinstance(value, Mapping) else []
+            meanings = self._meanings(label, of_row, names)
+            if len({index for _, index in meanings}) != 1:
+                place_name = cell(self.label_column, first_row + place, where)
+                raise DataError(f"{place_name} {self._unclear(label, len(of_row), names, meanings)}")
+            labels.append(meanings[0][1])
+        return labels
+
+    def _meanings(self, label: str | int | None, choices: Sequence[str], names: Sequence[Any]) -> list[tuple[str, int]]:
+        """Return the choices that a label may mean: the format, and the index of the choice.
+
+        Args:
+            label: the label.
+            choices: the texts of the choices.
+            names: the labels of the choices; empty if they have none.
+        """
+        text = "" if label is None else str(label).strip()
+        number = int(text) if text.isdecimal() else -1
+        indices = {
+            "index": [number],
+            "number": [number - 1],
+            "letter": [ascii_uppercase.find(text.upper())] if len(text) == 1 else [],
+            "text": [index for index, choice in enumerate(choices) if choice.strip() == text],
+            "label": [index for index, name in enumerate(names) if str(name).strip() == text],
+        }
+        if self.label_format is not None:
+            formats: tuple[str, ...] = (self.label_format,)
+        elif names:
+            formats = ("label",)
+        else:
+            formats = ("index", "letter", "text") if isinstance(label, str) else ("index",)
+        return [(name, index) for name in formats for index in indices[name] if 0 <= index < len(choices)]
+
+    def _unclear(
+        self, label: str | int | None, num_choices: int, names: Sequence[Any], meanings: Sequence[tuple[str, int]]
+    ) -> str:
+        """Return the problem of a label that means no choice of its row, or several."""
+        if label is None:
+            return "is null; every row needs a label"
+        if meanings:
+            shown = ", ".join(f"choice {index + 1} as {name}" for name, index in meanings)
+            return (
+                f"is {label!r}, which may mean several choices: {shown}; set `task.label_format`, or use an index from"
+                " 0 as label"
+            )
+        kinds = {
+            "index": f"an index from 0 to {num_choices - 1}",
+            "number": f"a number from 1 to {num_choices}",
+            "letter": f"a letter from A to {ascii_uppercase[min(num_choices, 26) - 1]}",
+            "text": "the text of one of them",
+        }
+        if self.label_format is not None:
+            needed = kinds[self.label_format]
+        elif names:
+            needed = f"one of their labels {listed(names, _NAMES_SHOWN)}"
+        else:
+            needed = f"{kinds['index']}, a letter, or {kinds['text']}"
+        fix = "mend the row"
+        if self.label_format is None and not names and str(label).strip() == str(num_choices):
+            fix += ', or set `task.label_format` to "number" if labels count from 1'
+        return f"must name one of the {num_choices} choices, by {needed}, but is {label!r}; {fix}"
+
+    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in inputs.items() if name != _NUM_CHOICES}
+
+    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the score of each choice, of shape `[batch, num_texts]`."""
+        scores = at_least_fp32(output.logits)
+        numbers = torch.arange(scores.shape[1], device=scores.device)
+        return scores.masked_fill(numbers >= inputs[_NUM_CHOICES][:, None], _ABSENT)
+
+    def num_valid(self, labels: Tensor) -> Tensor:
+        return labels.new_tensor(len(labels))
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross entropy, summed over the rows.
+
+        Args:
+            logits: the scores, of shape `[batch, num_texts]`.
+            labels: the indices of the right choices, of shape `[batch]`.
+        """
+        return F.cross_entropy(logits, labels, reduction="sum")
+
+    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"predictions": logits.argmax(dim=-1).cpu(), "labels": labels.cpu()}
+
+    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
+        predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
+        return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
+
+    def without_labels(self) -> MultipleChoiceTask:
+        return replace(self, labelled=False, metric_names=())
+
+    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"probabilities": logits.softmax(-1).cpu()}
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        """Return the text of the best choice, its index from 0, and the probability of each choice, for each row."""
+        shown = []
+        choices = self._choices(split.rows, split.where, 0)
+        for of_row, odds in zip(choices, answers["probabilities"].tolist(), strict=True):
+            best = max(range(len(of_row)), key=odds.__getitem__)
+            probabilities = [round(value, PROBABILITY_DIGITS) for value in odds[: len(of_row)]]
+            shown.append({"prediction": of_row[best], "index": best, "probabilities": probabilities})
+        return shown
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the texts of the choices of a row: those of a list, or of {"text": [...]}; none for null."""
+    return (value["text"] if isinstance(value, Mapping) else value) or []
