@@ -106,6 +106,29 @@ def test_a_folder_is_loaded_in_parts(ranks: RankPools, tmp_path, model_type, hea
     assert ranks(2).run(differences, recipe, head) == [[], []]
 
 
+def test_an_adapter_trains_drawn_modules_whole_in_parts_too(ranks: RankPools, tmp_path):
+    """The base has neither the pooler nor the classifier. A list of modules takes precedence, and a note says so."""
+    base = save(tmp_path, build("bert", "AutoModelForMaskedLM", 0.0, DropoutKeys(0)))
+    for saved, notes in (
+        (None, ["drawn and trained whole, beside frozen weights: bert.pooler.dense, classifier"]),
+        (
+            ["classifier"],
+            [
+                "drawn and trained whole, beside frozen weights: classifier",
+                "drawn and never trained, because they are frozen: bert.pooler.dense;"
+                " `model.adapter.modules_to_save` names modules to train",
+            ],
+        ),
+    ):
+        recipe = {**base, "adapter": {"type": "lora", "rank": 2, "modules_to_save": saved}}
+        whole = built(recipe, CLASSIFICATION, cut=False)
+        assert whole.notes[-len(notes) :] == notes
+        trained = {name for name, p in whole.model.named_parameters() if p.requires_grad and ".lora." not in name}
+        pooler = {"bert.pooler.dense.weight", "bert.pooler.dense.bias"} if saved is None else set()
+        assert trained == {"classifier.weight", "classifier.bias"} | pooler
+        assert ranks(2).run(differences, recipe, CLASSIFICATION) == [[], []]
+
+
 @pytest.mark.parametrize(("model_type", "head"), CASES, ids=IDS)
 def test_random_weights_are_parts_of_those_of_one_process(ranks: RankPools, model_type, head):
     keys = {key: value for key, value in CONFIGS[model_type].items() if (model_type, key) != ("vit", "vocab_size")}

@@ -35,7 +35,7 @@ from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.placement import Placements, Split
 from trainer.parallel.slicing import join_parts, part_of
 from trainer.recipe.plan import plan_run
-from trainer.training.preview import preview_stages
+from trainer.training.checking import check_model
 
 CASES = [(model_type, head) for model_type in (*CONFIGS, *SHIPPED) for head in HEADS if has_head(model_type, head)]
 DROPPED = ("bert", "albert", "deberta-v2", "distilbert", "modernbert", "gpt2", "t5")
@@ -200,11 +200,11 @@ class TestRefusals:
         recipe = tiny_recipe(model={"config": config}, parallel=parallel, **keys)
         plan = plan_run(recipe, parallel.get("tensor", 2))
         with pytest.raises(UsageError) as caught:
-            preview_stages(plan)
+            check_model(plan)
         assert words in str(caught.value)
 
     def test_a_model_that_can_be_cut(self):
-        assert preview_stages(plan_run(tiny_recipe(parallel={"tensor": 2}), 2)) is None
+        assert check_model(plan_run(tiny_recipe(parallel={"tensor": 2}), 2)) is None
 
 
 def test_every_family_has_a_case():

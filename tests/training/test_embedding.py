@@ -22,7 +22,7 @@ from trainer.data.sources import Split
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.reading.loading import load_recipe
 from trainer.training.exporting import export
-from trainer.training.preparing import load_preparation
+from trainer.training.prepared import prepare_data
 from trainer.training.run import run
 
 NUM_TOKENS = 16
@@ -108,4 +108,4 @@ def test_an_encoder_with_a_decoder_is_refused(tmp_path):
     model = {"config": {"model_type": "t5", **CONFIGS["t5"]}}
     recipe = load_recipe(str(write(tmp_path, model=model))).recipe
     with pytest.raises(UsageError, match=r"embedding, which needs an encoder or a decoder, but .* type t5"):
-        load_preparation(recipe)
+        prepare_data(recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,9 @@ class FakeTask:
         lengths = predictions["length"][order].tolist()
         return {"count": float(len(rows)), "distinct": float(len(set(rows))), "lengths": float(hash(tuple(lengths)))}
 
+    def picture(self, predictions: dict[str, torch.Tensor], split: object) -> None:
+        return None
+
 
 class Progress(Observer):
     def __init__(self) -> None:
@@ -72,6 +76,15 @@ def test_every_row_once(ranks: RankPools, world_size, num_rows, batch_size):
             "distinct": num_rows,
             "lengths": float(hash(tuple(tiny_split(num_rows).lengths.tolist()))),
         }
+
+
+def test_the_rows_of_a_filler_do_not_count():
+    with tiny_training(tiny_recipe()) as training:
+        batch = next(iter(EvalLoader(tiny_split(3), 4, 0, 1, Padding(0))))
+        assert training.engine.eval_step(batch).num_valid == 3
+        filler = replace(batch, filler=True)
+        assert training.engine.eval_step(filler) == EvalResult(0.0, 0, {})
+        assert training.engine.answer(filler) == {}
 
 
 def test_how_far_it_is(ranks: RankPools):

@@ -55,6 +55,7 @@ class World(Observer):
     notes: list[str] = field(default_factory=list)
     step_done: int = 0
     progress: Progress = field(default_factory=Progress)
+    picture: None = None
     is_saved: bool = False  # whether the end waited for what was being written
 
     def train_step(self, batch: RankBatch) -> StepResult:
@@ -209,7 +210,7 @@ class TestBadSteps:
     def test_the_first_ends_the_run_and_saves_nothing(self):
         world = World(bad_steps=(4,))
         run = loop(world, checkpoint={"every": "2 steps"})
-        with pytest.raises(NonFiniteError, match=r"step 4: the loss is nan and .*`training.max_bad_steps` is 0"):
+        with pytest.raises(NonFiniteError, match=r"`training.max_bad_steps` is 0.*step 4: the loss is nan and "):
             run.run()
         assert after(world, "save") == [2]
         assert world.is_saved, "what was begun before is good"
@@ -336,7 +337,7 @@ class TestStop:
         assert ranks(2).run(run_with_a_signal_on_the_last_rank) == [expected] * 2
 
     def test_ranks_show_the_memory_of_the_one_that_used_most(self, ranks: RankPools):
-        assert ranks(2).run(peak_memory_of_two) == [5001, 5001]
+        assert ranks(2).run(peak_memory_of_two) == [(5001, (5000, 5001))] * 2
 
 
 def run_with_a_signal_on_the_last_rank() -> tuple[str, int, list[str]]:
@@ -345,9 +346,10 @@ def run_with_a_signal_on_the_last_rank() -> tuple[str, int, list[str]]:
     return run.run(), run.progress.step, world.events
 
 
-def peak_memory_of_two() -> int:
+def peak_memory_of_two() -> tuple[int, tuple[int, ...]]:
     world = World()
     run = loop(world, world_size=2)
     with patch("trainer.training.loop.peak_memory_bytes", lambda device: 5000 + dist.get_rank()):
         run.run()
-    return world.records[-1].peak_memory_bytes
+    record = world.records[-1]
+    return record.peak_memory_bytes, record.rank_memory_bytes

@@ -98,3 +98,15 @@ def test_what_a_checkpoint_does_not_tell_is_left_out(tmp_path, origin):
     head, rest = card(tmp_path, origin)
     assert head["library_name"] == "transformers"
     assert 'BertForMaskedLM.from_pretrained("path/to/this/folder")' in rest
+
+
+def test_a_hostile_checkpoint_writes_no_html_links_or_escapes(tmp_path):
+    evil = "<img src=x>`[a](http://x)\n# b\x1b[2J\x7f"
+    recipe = {"name": evil, "parallel": {"strategy": evil}, "precision": evil, "data": {evil: evil}}
+    origin = {"recipe": recipe, "layout": {evil: evil}, "versions": {evil: evil}}
+    _, rest = card(tmp_path, origin, Progress(1, 1, 1, BestMetric(evil, 0.5, 1)))
+    assert not {"\x1b", "\x7f"} & set(rest)
+    outside = "".join(rest.split("```")[::2])
+    assert "<" not in outside
+    assert outside.count("[a]") == outside.count("\\[a]")
+    assert "\n# b" not in outside

@@ -76,12 +76,12 @@ def test_two_processes_and_a_kill_give_the_same_rows(trained: Path, tmp_path: Pa
     broken = [*command, "--output", str(output), "--chunk-rows", "2"]
     process = subprocess.Popen(broken)
     first = tmp_path / "out.jsonl.parts" / "part-000000.jsonl"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 480
     while not first.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    resumed = subprocess.run([*broken, "--processes", "2"], check=False, timeout=240, capture_output=True, text=True)
+    resumed = subprocess.run([*broken, "--processes", "2"], check=False, timeout=480, capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr
     assert "goes on after" in resumed.stderr
     for row, expected in zip(read(output), read(whole), strict=True):

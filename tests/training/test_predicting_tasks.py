@@ -46,6 +46,10 @@ def question_row(words: list[str], number: int) -> Row:
     return {"question": words[0], "context": " ".join(words), "answers": answers}
 
 
+def choice_row(words: list[str], number: int) -> Row:
+    return {"context": " ".join(words), "choices": words[: 2 + number % 3], "label": number % 2}
+
+
 def pair_row(words: list[str], number: int) -> Row:
     return {"a": " ".join(words), "b": " ".join(words[::-1]), "source": " ".join(words), "target": words[-1]}
 
@@ -86,6 +90,13 @@ def check_answer(row: Row, found: Row) -> None:
         assert is_probability(answer["score"])
 
 
+def check_choice(row: Row, found: Row) -> None:
+    assert set(found) == {"prediction", "index", "probabilities"}
+    assert found["prediction"] == row["choices"][found["index"]]
+    assert sum(found["probabilities"]) == pytest.approx(1, abs=1e-5)
+    assert found["probabilities"][found["index"]] == max(found["probabilities"])
+
+
 def check_tokens(row: Row, found: Row) -> None:
     assert len(found["tokens"]) == row["text"].split().count("[MASK]")
     assert "[MASK]" not in found["filled"]
@@ -117,6 +128,7 @@ class Case:
 
 
 QUESTION = {"question": "word1"}
+CHOICES = [["word1", "word2"], ["word1", "word2", "word3"], ["?", "word4"], ["word5"] * 4]
 LORA = {"model": {**MODEL, "adapter": {"type": "lora", "rank": 2, "targets": ["query"]}}}
 CASES = {
     "sequence_classification": Case({}, text_row, texts("text", EMPTY, UNKNOWN, label=3), check_classes),
@@ -152,6 +164,10 @@ CASES = {
         {"type": "question_answering", "unanswerable": True}, question_row, texts("context", **QUESTION),
         check_answer,
     ),
+    "multiple_choice": Case(
+        {}, choice_row,
+        [{**row, "choices": CHOICES[i]} for i, row in enumerate(texts("context", EMPTY, UNKNOWN)[:4])], check_choice,
+    ),
     "masked_lm": Case({"metrics": ["perplexity"]}, text_row, texts("text", EMPTY, "word1 [MASK] word2"), check_tokens),
     "embedding": Case({"texts": ["a", "b"]}, pair_row, texts("a", UNKNOWN), check_embedding),
     "seq2seq_lm": Case(
@@ -162,7 +178,9 @@ CASES = {
         {"model": {"config": {**TINY_T5}}},
     ),
 }  # fmt: skip
-TRUNCATES = ("sequence_classification", "lora", "sequence_regression", "masked_lm", "embedding", "seq2seq_lm")
+TRUNCATES = (
+    "sequence_classification", "lora", "sequence_regression", "multiple_choice", "masked_lm", "embedding", "seq2seq_lm",
+)  # fmt: skip
 STEPS = {"training": {"max_steps": 2}, "evaluation": {"every": "2 steps"}, "data": {"group_by_length": False}}
 
 

@@ -23,7 +23,8 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import plan_run
 from trainer.tasks.squad import exact_match, token_f1
-from trainer.training.assembly import assemble, prepare_data
+from trainer.training.assembly import assemble
+from trainer.training.prepared import prepare_data
 from trainer.training.process_group import open_mesh
 from trainer.training.run import run
 
@@ -89,6 +90,8 @@ def evaluate(recipe: str) -> tuple[dict[str, float], int]:
     data = prepare_data(resolved)
     parts = assemble(plan, open_mesh(plan.layout, torch.device("cpu")), data)
     assert data.validation is not None
+    note = f"61 validation rows became {len(data.validation)} windows of at most 16 tokens"
+    assert note in data.notes(16)
     return parts.evaluate(), len(data.validation)
 
 

@@ -27,9 +27,10 @@ from trainer.engine.native import NativeEngine
 from trainer.observe.metrics_file import Metrics, read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.reading.loading import load_recipe
+from trainer.training.assembly import assemble
 from trainer.training.run import run
 
-CLOCKS = {"step_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes", "mfu"}
+CLOCKS = {"step_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes", "rank_memory_bytes", "mfu"}
 
 
 def train(recipe: Path, *overrides: str) -> int:
@@ -273,6 +274,26 @@ class TestResume:
         assert error.value.exit_code == ExitCode.USER
         assert numbers(recipe) == before
 
+    def test_more_epochs_after_the_end_are_a_new_run(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        train(recipe)
+        with pytest.raises(UsageError, match=r"`training.max_steps` was 8 and is 12.*longer one is a new run"):
+            train(recipe, "training.max_steps=12")
+
+    def test_a_signal_while_the_model_is_built_takes_no_step(self, whole, tmp_path, monkeypatch):
+        recipe = write_tiny_run(tmp_path)
+        with monkeypatch.context() as patch:
+
+            def disturbed(*arguments: Any) -> Any:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                return assemble(*arguments)
+
+            patch.setattr("trainer.training.run.assemble", disturbed)
+            before_step(patch, 1, fail)
+            assert train(recipe) == ExitCode.STOPPED
+        assert train(recipe) == ExitCode.DONE
+        assert_same_run(recipe, whole)
+
     def test_other_training_rows_are_refused(self, tmp_path):
         recipe = write_tiny_run(tmp_path)
         train(recipe, "training.stop_at_step=4")
@@ -292,7 +313,7 @@ class TestFailures:
     def test_a_loss_that_is_not_finite(self, tmp_path, monkeypatch, capsys):
         def poison(engine: NativeEngine) -> None:
             with torch.no_grad():
-                engine._parameters["classifier.weight"].fill_(float("nan"))
+                engine.parameters["classifier.weight"].fill_(float("nan"))
 
         recipe = write_tiny_run(tmp_path)
         before_step(monkeypatch, 3, poison)
@@ -312,13 +333,17 @@ class TestFailures:
             train(recipe)
         assert error.value.exit_code == ExitCode.USER
 
-    def test_our_own_bug_ends_with_a_summary_too(self, tmp_path, monkeypatch, capsys):
+    @pytest.mark.parametrize(("every", "label", "other"), [(1, "resume", "restart"), (100, "restart", "resume")])
+    def test_our_own_bug_ends_with_a_summary_too(self, tmp_path, monkeypatch, capsys, every, label, other):
         recipe = write_tiny_run(tmp_path)
-        before_step(monkeypatch, 2, fail)
+        before_step(monkeypatch, 3, fail)
+        checkpoint = (f"checkpoint.every={every} steps", "checkpoint.asynchronous=false")
         with pytest.raises(RuntimeError, match="power"):
-            train(recipe, 'logging.to=["console"]')
+            train(recipe, 'logging.to=["console"]', *checkpoint)
         shown = capsys.readouterr().out
         assert "exit code 1" in shown
+        assert f"\n  {label:<12}" in shown
+        assert f"\n  {other:<12}" not in shown, "a command resumes only where a checkpoint is"
         assert "power" not in shown, "the traceback on standard error has the message"
 
     def test_patience(self, tmp_path):

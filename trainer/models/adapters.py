@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from trainer.base.errors import UsageError
+from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
 from trainer.models.families.table import layers_of
 from trainer.models.names import tied_names
@@ -21,13 +21,14 @@ from trainer.recipe.schema import Adapter, Model
 _LANGUAGE_HEADS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
-def adapt(model: nn.Module, recipe: Model, seed: int) -> None:
+def adapt(model: nn.Module, recipe: Model, seed: int, drawn: Collection[str] = ()) -> None:
     """Freeze parameters and add adapters, as the recipe's `model` asks; the same for a model on `meta`.
 
     Args:
         model: the whole model of transformers, before dropout is keyed and before it is cut.
         recipe: the recipe's `model`.
         seed: the seed of the adapters' weights.
+        drawn: the parameters with random weights in a pretrained model. An adapter trains them whole by default.
 
     Raises:
         UsageError: a pattern matches nothing, a target is no linear layer, or no parameter is left to train.
@@ -43,13 +44,13 @@ def adapt(model: nn.Module, recipe: Model, seed: int) -> None:
                 " pattern"
             )
     if recipe.adapter is not None:
-        _add_products(model, recipe.adapter, seed)
+        _add_products(model, recipe.adapter, seed, drawn)
 
 
-def _add_products(model: nn.Module, adapter: Adapter, seed: int) -> None:
+def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
     targets = _targets(model, adapter)
     if adapter.modules_to_save is None:
-        saved = head_parameters(model)
+        saved = head_parameters(model) | set(drawn)
     else:
         saved = _matched_parameters(model, adapter.modules_to_save, "model.adapter.modules_to_save")
     model.requires_grad_(False)
@@ -105,22 +106,25 @@ def _targets(model: Any, adapter: Adapter) -> dict[str, nn.Module]:
     linear = [name for name, module in modules.items() if _is_linear(module)]
     found: dict[str, nn.Module] = {}
     tied = {name.rpartition(".")[0] for names in tied_names(model) for name in names}
+    problems = Problems()
     for pattern in adapter.targets:
-        names = [name for name in modules if name and _names(pattern, name)]
-        if not names:
-            raise _nothing("model.adapter.targets", pattern, linear)
-        for name in names:
-            if not _is_linear(modules[name]):
-                raise UsageError(
-                    f"`model.adapter.targets` must name linear layers, but {pattern!r} matches {name}, which is a"
-                    f" {type(modules[name]).__name__}; use names such as {listed(_last_parts(linear), 3)}"
-                )
-            if name in tied:
-                raise UsageError(
-                    f"`model.adapter.targets` must name layers with weights of their own, but the weight of {name} is"
-                    f" tied to another module; remove {pattern!r}"
-                )
-            found[name] = modules[name]
+        with problems.collect():
+            names = [name for name in modules if name and _names(pattern, name)]
+            if not names:
+                raise _nothing("model.adapter.targets", pattern, linear)
+            for name in names:
+                if not _is_linear(modules[name]):
+                    raise UsageError(
+                        f"`model.adapter.targets` must name linear layers, but {pattern!r} matches {name}, which is a"
+                        f" {type(modules[name]).__name__}; use names such as {listed(_last_parts(linear), 3)}"
+                    )
+                if name in tied:
+                    raise UsageError(
+                        f"`model.adapter.targets` must name layers with weights of their own, but the weight of {name}"
+                        f" is tied to another module; remove {pattern!r}"
+                    )
+                found[name] = modules[name]
+    problems.raise_all()
     return found
 
 
@@ -137,11 +141,14 @@ def _matched_parameters(model: nn.Module, patterns: Sequence[str], key: str) -> 
     """Return the parameters that a pattern matches, or in modules that it matches."""
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: set[str] = set()
+    problems = Problems()
     for pattern in patterns:
         names = {name for name in parameters if any(_names(pattern, part) for part in _prefixes(name))}
-        if not names:
-            raise _nothing(key, pattern, [part for name in parameters for part in _prefixes(name)])
+        with problems.collect():
+            if not names:
+                raise _nothing(key, pattern, [part for name in parameters for part in _prefixes(name)])
         found |= names
+    problems.raise_all()
     return found
 
 

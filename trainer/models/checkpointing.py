@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -122,3 +125,18 @@ def _without_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
+
+
+def not_recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` such that selective checkpointing does not see its operations.
+
+    A recomputation must run the operations of its forward pass, but it may gather other weights.
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        is_recorded = isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode)
+        with _pop_mode_temporarily() if is_recorded else nullcontext():
+            return function(*args, **kwargs)
+
+    return run

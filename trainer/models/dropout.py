@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -147,16 +147,21 @@ def _generator_states() -> list[Tensor]:
     return states
 
 
-def set_probabilities(config: Any, probability: float) -> list[str]:
+def set_probabilities(config: Any, probability: float, given: Mapping[str, Any] | None = None) -> list[str]:
     """Set every dropout probability in a transformers configuration, including lists of probabilities.
 
     Zero also turns off stochastic depth and layer dropping; another probability keeps their rates.
+
+    Args:
+        config: the configuration.
+        probability: the probability of all dropouts.
+        given: the keys that the recipe sets in the configuration.
 
     Returns:
         The keys that were set.
 
     Raises:
-        UsageError: the configuration has no dropout probability.
+        UsageError: the configuration has no dropout probability, or `given` has another one.
     """
     marks = _PROBABILITY_MARKS if probability else (*_PROBABILITY_MARKS, *_DEPTH_MARKS)
     found = {
@@ -170,6 +175,13 @@ def set_probabilities(config: Any, probability: float) -> list[str]:
             f"`model.dropout` is {probability}, but a {config.model_type} configuration has no dropout probability; "
             "leave it null"
         )
+    for key, value in (given or {}).items():
+        name = config.attribute_map.get(key, key)
+        if name in found and any(mark in name for mark in _PROBABILITY_MARKS) and value != probability:
+            raise UsageError(
+                f"`model.dropout` sets all dropout probabilities to {probability}, but `model.config.{key}` is"
+                f" {value}; remove one of them"
+            )
     for key, value in found.items():
         is_sequence = isinstance(value, list | tuple)
         setattr(config, key, type(value)([probability] * len(value)) if is_sequence else probability)

@@ -114,13 +114,13 @@ def load_image_processor(recipe: Model) -> ImageProcessor:
     config = load_config(recipe, {})
     channels = getattr(config, "num_channels", None)
     if channels not in _MODES:
-        key = "model.config" if recipe.config is not None else "model.name_or_path"
+        key = "model.config" if recipe.is_random else "model.name_or_path"
         raise UsageError(
             f"`{key}` must be a model that reads images of 1 or 3 channels, but the configuration of a"
             f" {config.model_type} says `num_channels` {channels}; use a model such as vit"
         )
     size = _image_size(config)
-    if recipe.config is not None:
+    if recipe.is_random:
         return ImageProcessor(_default_processor(size, channels), channels)
     processor = ImageProcessor(_load(recipe), channels)
     if size is not None and hasattr(config, "patch_size") and processor.size not in (None, size):

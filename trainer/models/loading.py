@@ -145,7 +145,13 @@ class _Sources:
 
 
 def load_parts(
-    auto_class: Any, recipe: Model, config: Any, attention: str, seed: int, prepare: Callable[..., Any], cut: ModelCut
+    auto_class: Any,
+    recipe: Model,
+    config: Any,
+    attention: str,
+    seed: int,
+    prepare: Callable[[nn.Module, Sequence[str]], Any],
+    cut: ModelCut,
 ) -> PartedModel:
     """Build the model of a recipe in parts that are bit for bit equal to a cut of the whole model.
 
@@ -155,7 +161,8 @@ def load_parts(
         config: the configuration of transformers.
         attention: the name of the attention function.
         seed: the seed of the random weights.
-        prepare: the function that is called with the model before the cut.
+        prepare: the function that is called before the cut, with the model and the names of the parameters that a
+            pretrained model lacks.
         cut: the cut of the model.
 
     Raises:
@@ -164,7 +171,7 @@ def load_parts(
         OSError, RuntimeError, SafetensorError: transformers cannot build the model, or a file cannot be read.
         UsageError: the model cannot be cut.
     """
-    files = [] if recipe.config is not None else _weight_files(recipe, config)
+    files = [] if recipe.is_random else _weight_files(recipe, config)
     with torch.random.fork_rng(devices=[]):
         with torch.device("meta"):
             model = auto_class.from_config(config, attn_implementation=attention, dtype=torch.float32)
@@ -175,7 +182,7 @@ def load_parts(
         else:
             sources.missing = [name for name, _ in model.named_parameters()]
         whole = copy.deepcopy(model)  # on meta; its modules are drawn and converted one at a time
-        prepare(model)
+        prepare(model, sources.missing if files else ())
         factors = factor_shapes(model)
         made = cut(model)
         parts = _Parts(model, made, cut, [*aliases(whole).values(), *([name] for name in factors)])
@@ -220,19 +227,38 @@ def _find(recipe: Model, file: str) -> str | None:
     return found
 
 
-def require_safe_shards(recipe: Model) -> None:
-    """Refuse an index that names a pickle, or a file in another folder.
+def require_safe_shards(recipe: Model, config: Any) -> None:
+    """Refuse a folder without weights, and an index that names a missing file, a pickle, or a file in another folder.
 
     transformers reads every file that the index names.
 
     Raises:
-        UsageError: the index names such a file.
+        UsageError: there are no weights, or the index names such a file.
     """
+    name = str(recipe.name_or_path)
+    if getattr(config, "transformers_weights", None):  # a file of another name
+        return
     with suppress(OSError):  # transformers has a better message for a checkpoint that cannot be reached
         if _find(recipe, SAFE_WEIGHTS_NAME) is not None:
             return
         if (index := _find(recipe, SAFE_WEIGHTS_INDEX_NAME)) is not None:
-            _require_safe_names(str(recipe.name_or_path), index)
+            _require_safe_names(name, index)
+        elif Path(name, "config.json").is_file() and not Path(name, "adapter_config.json").is_file():
+            raise UsageError(
+                f"`model.name_or_path` is {name!r}, which has no weights ({SAFE_WEIGHTS_NAME}); save the model again"
+                " with `save_pretrained`"
+            )
+
+
+def compare_shapes(model_class: Any, recipe: Model, config: Any) -> list[str]:
+    """Require weights of the shapes of a model, from the headers of their files; return the parameters they lack.
+
+    Raises:
+        UsageError: the shapes of a tensor and its parameter differ.
+        CannotLoadPartsError: transformers loads such weights only as a whole.
+        OSError, ValueError, RuntimeError, SafetensorError: transformers cannot build the model, or a file is damaged.
+    """
+    return _match(model_class, config, "eager", Checkpoint(_weight_files(recipe, config)))[1].missing
 
 
 def _require_safe_names(name: str, index: str) -> None:
@@ -248,6 +274,11 @@ def _require_safe_names(name: str, index: str) -> None:
             raise UsageError(
                 f"`model.name_or_path` is {name!r}, but its {SAFE_WEIGHTS_INDEX_NAME} names the file {file!r}; it may"
                 " only name safetensors files of its own folder: save the model again with `save_pretrained`"
+            )
+        if Path(name).is_dir() and not Path(name, file).is_file():
+            raise UsageError(
+                f"`model.name_or_path` is {name!r}, but its file {file!r} is missing, which its"
+                f" {SAFE_WEIGHTS_INDEX_NAME} names; copy it too"
             )
 
 

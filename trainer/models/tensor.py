@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from trainer.base.errors import UsageError
+from trainer.base.errors import Problems, UsageError
 from trainer.models.dropout import move_site
 from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
 from trainer.models.families.table import family_of, layers_of
@@ -55,33 +55,39 @@ def check_split(model: nn.Module, degree: int, sequence: bool = False) -> None:
     Raises:
         UsageError: the model is in no family, or its family has no tensor or sequence parallelism. The degree does not
             divide heads or features. A pattern matches nothing, or the family does not name a matrix.
+        RecipeError: several of these hold.
     """
     family = family_of(model)
     plan = _plan_of(family)
-    _check_heads(model.config, plan, degree)
-    if sequence:
-        _check_sequence(model, family)
     places = list(_places(model))
-    _check_patterns(model, family, places)
-    for place in places:
-        for pattern, blocks in plan.columns.items():
-            if matches(pattern, place.relative):
-                _check_features(place, 0, blocks, degree)
-        if _any(plan.rows, place):
-            _check_features(place, 1, 1, degree)
-
-
-def _check_heads(config: Any, plan: TensorPlan, degree: int) -> None:
-    common = gcd(*(getattr(config, key) for key in plan.heads))
-    fitting = [str(number) for number in range(1, common + 1) if common % number == 0]
+    problems = Problems()
     for key in plan.heads:
-        heads = getattr(config, key)
-        if heads % degree:
-            kind = "attention head" if key != "num_key_value_heads" else "key and value head"
-            raise UsageError(
-                f"`parallel.tensor` must divide the model's {heads} {kind}{'s' * (heads > 1)}, but is {degree}; use"
-                f" {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
-            )
+        with problems.collect():
+            _check_heads(model.config, plan, key, degree)
+    if sequence:
+        with problems.collect():
+            _check_sequence(model, family)
+    with problems.collect():
+        _check_patterns(model, family, places)
+    split_features = [(pattern, 0, blocks) for pattern, blocks in plan.columns.items()]
+    for pattern, dim, blocks in [*split_features, *((pattern, 1, 1) for pattern in plan.rows)]:
+        with problems.collect():
+            for place in places:
+                if matches(pattern, place.relative):
+                    _check_features(place, dim, blocks, degree)
+    problems.raise_all()
+
+
+def _check_heads(config: Any, plan: TensorPlan, key: str, degree: int) -> None:
+    common = gcd(*(getattr(config, name) for name in plan.heads))
+    fitting = [str(number) for number in range(1, common + 1) if common % number == 0]
+    heads = getattr(config, key)
+    if heads % degree:
+        kind = "attention head" if key != "num_key_value_heads" else "key and value head"
+        raise UsageError(
+            f"`parallel.tensor` must divide the model's {heads} {kind}{'s' * (heads > 1)}, but is {degree}; use"
+            f" {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
+        )
 
 
 def _check_sequence(model: nn.Module, family: ModelFamily) -> None:

@@ -62,7 +62,7 @@ def tokenizer_notes(recipe: Model, tokenizer: Any, vocab_size: int | None) -> li
     size = len(tokenizer)
     if vocab_size is None or size >= _LEAST_SHARE * vocab_size:
         return notes
-    if recipe.config is None and recipe.tokenizer is None:
+    if not recipe.is_random and recipe.tokenizer is None:
         raise UsageError(
             f"`model.name_or_path` is {str(recipe.name_or_path)!r}, with a tokenizer of {size:,} tokens for an"
             f" embedding of {vocab_size:,}; name the model's own tokenizer in `model.tokenizer`"

@@ -17,84 +17,30 @@ from torch import nn
 from trainer.base.disk import UNFINISHED
 from trainer.base.errors import TrainerError
 from trainer.checkpoint.progress import Progress
-from trainer.checkpoint.saving import Saved, Saver, identity
+from trainer.checkpoint.saving import IdleSaver, Saved, Saver, identity
 from trainer.checkpoint.store import FOLDER_SECONDS, CheckpointStore
-from trainer.data.collate import TokenMasking
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
-from trainer.data.sources import load_splits
-from trainer.data.split import EncodedSplit
 from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
-from trainer.models.building import BuiltModel, build_model, freeze, save_configuration
+from trainer.models.building import BuiltModel, build_model, save_configuration
 from trainer.models.generating import set_generation
 from trainer.models.statistics import buffers_hash
 from trainer.observe.observer import Observer
 from trainer.observe.records import Idling, RunInfo
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import Placements
-from trainer.ranks.environment import LaunchEnvironment, cache_folder
+from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.drawing import layers_text
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
-from trainer.tasks.types import EvaluatedSplit
 from trainer.training.evaluation import Evaluator
 from trainer.training.model_card import complete_folder
-from trainer.training.preparing import Preparation, load_preparation, resolve_task, unknown_notes
+from trainer.training.prepared import PreparedData
 from trainer.training.run_info import run_info
+from trainer.training.teaching import load_teacher
 from trainer.training.versions import versions
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """The encoded splits, the task that knows their labels, and the preparation that encoded them.
-
-    `masking` makes the labels of a task that hides tokens; None: the splits hold labels.
-    """
-
-    task: Task
-    masking: TokenMasking | None
-    preparation: Preparation
-    train: EncodedSplit
-    validation: EncodedSplit | None
-    data_notes: tuple[str, ...] = ()
-    evaluated: EvaluatedSplit | None = None  # the rows of `validation`
-
-    def notes(self, max_length: int) -> list[str]:
-        """Return notes on tokenizer and classes, on rows cut to `max_length` tokens, and on unknown tokens."""
-        cut = [
-            f"cut to `data.max_length` ({max_length} tokens): {split.num_cut:,} of {len(split):,} {name} rows"
-            for name, split in (("training", self.train), ("validation", self.validation))
-            if split is not None and split.num_cut
-        ]
-        targets = [
-            f"targets cut to `task.max_target_length`: {split.num_cut_targets:,} of {len(split):,} {name} rows"
-            for name, split in (("training", self.train), ("validation", self.validation))
-            if split is not None and split.num_cut_targets
-        ]
-        return [*self.preparation.notes, *self.data_notes, *cut, *targets, *unknown_notes(self.train, self.validation)]
-
-
-def prepare_data(recipe: Recipe) -> PreparedData:
-    """Load and encode the splits of a recipe; ranks share the cache through file locks.
-
-    Raises:
-        TrainerError: model or data cannot be reached, or do not fit each other.
-    """
-    preparation = load_preparation(recipe)
-    splits = load_splits(recipe.data, getattr(recipe.task, "label", None))
-    task, data_notes = resolve_task(recipe, preparation, splits.train)
-    masking = preparation.masking(task, recipe.training.seed)
-    cache = Path(recipe.data.cache) if recipe.data.cache else cache_folder()
-    train = preparation.encode(splits.train, task, cache)
-    validation = evaluated = None
-    if splits.validation is not None:
-        validation = preparation.encode(splits.validation, task, cache)
-        evaluated = EvaluatedSplit(
-            splits.validation.rows, validation, preparation.text_tokenizer, splits.validation.where
-        )
-    return PreparedData(task, masking, preparation, train, validation, (*splits.notes, *data_notes), evaluated)
 
 
 @dataclass
@@ -198,12 +144,13 @@ class Assembly:
             raise TrainerError("`data.validation` is null, so there is nothing to evaluate on; name a split")
         return evaluator.evaluate()
 
-    def saver(self) -> Saver:
+    def saver(self, check_owner: Callable[[], None] = lambda: None, saves: bool = True) -> Saver:
         """Return the saver of checkpoints in the run's folder, which also resumes from them."""
         checkpoint = self.recipe.checkpoint
         patience = min(FOLDER_SECONDS, self.recipe.parallel.join_timeout.seconds)
         store = CheckpointStore(Path(checkpoint.folder), checkpoint.keep, patience)
-        return Saver(store, self.engine, self.mesh, self.saved, checkpoint.asynchronous)
+        kind = Saver if saves else IdleSaver
+        return kind(store, self.engine, self.mesh, self.saved, checkpoint.asynchronous, check_owner)
 
     def info(self, environment: LaunchEnvironment) -> RunInfo:
         """Return the facts for the start-up summary. All ranks must call it."""
@@ -302,25 +249,26 @@ def assemble(
                 gather,
                 cut,
                 data.preparation.padding_token,
+                task.unused_modules,
             )
             for cut in planned_cuts(plan, mesh)
         ]
+    placed = load_teacher(plan, mesh, task, data.preparation.padding_token)
     models = [part.model for part in built]
     for model in models:
-        freeze(model, task.unused_modules)
         if task.generation is not None:
             tokenizer = data.preparation.text_tokenizer
-            set_generation(model, task.generation, tokenizer.eos_token_id if tokenizer else None)
+            set_generation(model, task.generation, task.end_tokens(tokenizer) if tokenizer else ())
         if adapt is not None:
             adapt(model)
     model_files = _files_beside_weights(data, recipe, models[0]) if mesh.rank == 0 else {}
     beside = {"buffers": buffers_hash(models, mesh), "normalisation": data.preparation.normalisation}
     saved = Saved(
-        identity(recipe, data.train.content_hash, beside),
+        identity(recipe, data.train.content_hash, beside, placed.digest),
         {"recipe": recipe.model_dump(mode="json"), "layout": asdict(plan.layout), "versions": versions()},
         model_files,
     )
-    engine = build_engine(built, task, mesh, plan, plan.total_steps(len(data.train)))
+    engine = build_engine(built, task, mesh, plan, plan.total_steps(len(data.train)), placed.teacher)
     return Assembly(plan, mesh, data, built, engine, saved)
 
 

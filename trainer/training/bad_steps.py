@@ -15,7 +15,13 @@ _SHOWN_ROWS = 32
 
 
 def examine(
-    step: int, result: StepResult, batch: RankBatch, row_ids: Sequence[int], engine: Engine, mesh: ParallelMesh
+    step: int,
+    result: StepResult,
+    batch: RankBatch,
+    row_ids: Sequence[int],
+    engine: Engine,
+    mesh: ParallelMesh,
+    last_good: RankBatch | None = None,
 ) -> BadStepRecord:
     """Compute the losses of a batch again, without dropout, to find the non-finite ones.
 
@@ -29,24 +35,39 @@ def examine(
         row_ids: The indices in the training split of the rows of the whole global batch.
         engine: The engine that holds the model.
         mesh: The mesh of all ranks.
+        last_good: The batch of the step before, which was finite; if its loss is not finite now, the weights have
+            diverged, and the rows are innocent.
     """
     bad: list[int] = []
     for microbatch in batch.microbatches:
         if not math.isfinite(engine.eval_step(microbatch).loss_sum):
             bad += [int(row_ids[place]) for place in microbatch.rows.tolist()]
+    again = [engine.eval_step(microbatch).loss_sum for microbatch in (last_good.microbatches if last_good else ())]
     found = mesh.share(mesh.gather(bad))
+    diverged = any(mesh.share(mesh.gather(int(not all(map(math.isfinite, again))))))
     return BadStepRecord(
         step=step,
         loss=result.loss,
         grad_norm=result.grad_norm,
         ranks=tuple(rank for rank, rows in enumerate(found) if rows),
         rows=tuple(sorted({row for rows in found for row in rows})),
+        diverged=diverged,
     )
+
+
+def remedy(record: BadStepRecord) -> str:
+    """Return the remedy for the likely cause."""
+    lower = "lower `optimizer.learning_rate`, or lengthen `schedule.warmup`"
+    if record.diverged or not record.rows:
+        return lower
+    return f"look at the rows for extreme values, or {lower}"
 
 
 def describe(record: BadStepRecord) -> str:
     """Return the sentence that the user reads."""
-    if record.rows:
+    if record.diverged:
+        where = "the weights have diverged: the loss of the rows of the step before is not finite any more either"
+    elif record.rows:
         ranks = f"rank{'s' if len(record.ranks) > 1 else ''} {', '.join(map(str, record.ranks))}"
         rows = listed(record.rows, _SHOWN_ROWS)
         where = f"it is not finite on {ranks}, among the rows {rows} of the training split (the first is 0)"

@@ -16,7 +16,8 @@ from trainer.observe.observer import Observer
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
-from trainer.training.assembly import PreparedData, assemble, prepare_data
+from trainer.training.assembly import assemble
+from trainer.training.prepared import PreparedData, prepare_data
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
 
 if TYPE_CHECKING:

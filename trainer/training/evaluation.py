@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.task import Task
 from trainer.tasks.types import EvaluatedSplit
 
-ROWS = "_rows"
-"""The name of the row ids among predictions."""
+_ROWS = "_rows"
+"""The name of the row ids among the tensors of rows."""
 
 
 class Evaluator:
@@ -50,35 +51,49 @@ class Evaluator:
         self._mesh = mesh
         self._observers = observers
         self._split = split
+        self.picture: dict[str, Any] | None = None
+        """The task's own view of the last evaluation, on rank 0."""
 
     def evaluate(self) -> dict[str, float]:
         """Return the task's metrics and the mean `loss`, the same on every rank. All ranks must call it."""
         loss_sum, num_valid = 0.0, 0
-        parts: dict[str, list[Tensor]] = defaultdict(list)
+        here = RowTensors()
         for done, microbatch in enumerate(self._loader, start=1):
             result = self._engine.eval_step(microbatch)
             loss_sum += result.loss_sum
             num_valid += result.num_valid
-            if result.predictions:
-                parts[ROWS].append(microbatch.rows.cpu())
-            for name, tensor in result.predictions.items():
-                parts[name].append(tensor)
+            here.add(microbatch.rows, result.predictions)
             self._observers.evaluation_progress(done, len(self._loader))
-        here = {name: cat_padded(tensors) for name, tensors in parts.items()}
         # Ranks that share a model replica have the same rows, so one of them counts.
-        gathered = self._mesh.gather((loss_sum, num_valid, here) if self._mesh.index("tp") == 0 else (0.0, 0, {}))
+        own = (loss_sum, num_valid, here.joined()) if self._mesh.index("tp") == 0 else (0.0, 0, {})
+        gathered = self._mesh.gather(own)
         metrics: dict[str, float] = self._mesh.share(self._combine(gathered) if gathered else None)
         return metrics
 
     def _combine(self, gathered: list[tuple[float, int, Mapping[str, Tensor]]]) -> dict[str, float]:
-        parts: dict[str, list[Tensor]] = defaultdict(list)
-        for _, _, predictions in gathered:
-            for name, tensor in predictions.items():
-                parts[name].append(tensor)
-        whole = in_row_order({name: cat_padded(tensors) for name, tensors in parts.items()}, self._num_rows)
+        whole = in_row_order([predictions for _, _, predictions in gathered], self._num_rows)
         loss_sum, num_valid = sum(part[0] for part in gathered), sum(part[1] for part in gathered)
+        self.picture = self._task.picture(whole, self._split)
         metrics = self._task.metrics(whole) if self._split is None else self._task.split_metrics(whole, self._split)
         return {"loss": loss_sum / max(1, num_valid), **metrics}
+
+
+class RowTensors:
+    """The tensors of this rank's rows of a split, collected batch by batch."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Tensor]] = defaultdict(list)
+
+    def add(self, rows: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Add the tensors `[batch, ...]` of the rows with the ids `rows` `[batch]`; nothing if there are none."""
+        if tensors:
+            self._parts[_ROWS].append(rows.cpu())
+        for name, tensor in tensors.items():
+            self._parts[name].append(tensor)
+
+    def joined(self) -> dict[str, Tensor]:
+        """Return the tensors and the row ids, each `[rows, ...]`."""
+        return {name: cat_padded(tensors) for name, tensors in self._parts.items()}
 
 
 def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
@@ -94,13 +109,15 @@ def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(tuple(tensors))
 
 
-def in_row_order(parts: Mapping[str, Tensor], num_rows: int) -> dict[str, Tensor]:
-    """Return `parts`, without their row ids, in the order of the rows.
+def in_row_order(gathered: Sequence[Mapping[str, Tensor]], num_rows: int) -> dict[str, Tensor]:
+    """Return the tensors of a whole split, without row ids, in the order of its rows.
 
     Args:
-        parts: Tensors of all ranks, each `[rows, ...]`, and the index of each row in its split.
+        gathered: The result of `RowTensors.joined` of each rank; empty for a rank that does not count.
         num_rows: The number of rows of the split.
     """
-    assert all(len(tensor) == num_rows for tensor in parts.values()), "every row is evaluated exactly once"
-    order = parts[ROWS].argsort() if parts else None
-    return {name: tensor[order] for name, tensor in parts.items() if name != ROWS}
+    names = dict.fromkeys(name for part in gathered for name in part)
+    whole = {name: cat_padded([part[name] for part in gathered if name in part]) for name in names}
+    assert all(len(tensor) == num_rows for tensor in whole.values()), "every row is evaluated exactly once"
+    order = whole[_ROWS].argsort() if whole else None
+    return {name: tensor[order] for name, tensor in whole.items() if name != _ROWS}

@@ -27,10 +27,12 @@ from trainer.engine.engine import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
 from trainer.models.adapters import without_adapters
 from trainer.models.building import build_base
+from trainer.models.peft_folder import write_adapter
 from trainer.models.writing import LARGEST_FILE_BYTES, UnknownModelError, described_model, write_weights
 from trainer.parallel.digest import joined, own_digest
 from trainer.parallel.parts import Box, TensorPart
 from trainer.recipe.schema import Model
+from trainer.tasks.registry import PEFT_TASK_TYPES
 from trainer.training.model_card import complete_folder
 
 # Copied files are not checked here, so weights, pickles and code are refused by name.
@@ -51,7 +53,11 @@ class Exported:
 
 
 def export(
-    checkpoint: Path, folder: Path, dtype: PrecisionName = "fp32", largest_file_bytes: int = LARGEST_FILE_BYTES
+    checkpoint: Path,
+    folder: Path,
+    dtype: PrecisionName = "fp32",
+    largest_file_bytes: int = LARGEST_FILE_BYTES,
+    adapter: bool = False,
 ) -> Exported:
     """Write the model of a checkpoint as a Hugging Face folder, whole or not at all.
 
@@ -60,6 +66,7 @@ def export(
         folder: An empty or missing folder.
         dtype: The type of the weights.
         largest_file_bytes: The most bytes of one file of weights, and of the memory for them.
+        adapter: Whether to write the adapter alone, in the format of PEFT.
 
     Raises:
         UsageError: The checkpoint is broken or holds no model, or the folder is in use.
@@ -68,6 +75,8 @@ def export(
     place = _free_place(folder)
     state, notes = _open(checkpoint)
     config, beside = _beside_weights(state.folder, state.file_names)
+    if adapter:
+        _require_adapter(state)
     shapes: dict[str, Sequence[int]] = {}
     keys: dict[str, str] = {}
     for key, shape in state.shapes.items():
@@ -88,14 +97,22 @@ def export(
             text = json.dumps(typed, indent=2, sort_keys=True) + "\n"  # as transformers writes it
             (temporary / CONFIG_NAME).write_text(text, encoding="utf-8")
         described = described_model(config)
-        base = _base_weights(described, state, shapes)
-        shapes, read = without_adapters(
+        base, drawn = _base_weights(described, state, shapes)
+        available = shapes | {name: tuple(tensor.shape) for name, tensor in base.items()}
+        merged, read = without_adapters(
             described,
-            shapes | {name: tuple(tensor.shape) for name, tensor in base.items()},
+            available,
             lambda name: base[name] if name in base else _read(state, keys[name]),
             _scaling(state),
         )
-        weights = write_weights(described, shapes, read, temporary, type_, largest_file_bytes)
+        if adapter:
+            task_type = PEFT_TASK_TYPES.get(state.facts.identity["task"]["type"])
+            own = {name for name in merged if name not in base} | drawn
+            weights = [
+                write_adapter(described, _origin_model(state), task_type, available, own, read, temporary, type_)
+            ]
+        else:
+            weights = write_weights(described, merged, read, temporary, type_, largest_file_bytes)
         complete_folder(temporary, place, state.facts.origin, state.facts.progress)
     except UnknownModelError as error:
         raise UsageError(
@@ -114,8 +131,31 @@ def export(
     return Exported(state.folder, state.facts.progress.step, place, written, num_bytes, tuple(notes))
 
 
-def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> dict[str, Tensor]:
-    """Return the weights that the checkpoint of an adapter leaves out, from their origin; none for others.
+def _require_adapter(state: SavedState) -> None:
+    """Refuse a checkpoint that a folder of PEFT cannot hold."""
+    model = state.facts.identity.get("model")
+    if not isinstance(model, Mapping) or not model.get("adapter"):
+        raise UsageError(f"`--adapter` needs a run with `model.adapter`, but {state.folder} has none; leave it out")
+    if _origin_model(state).name_or_path is None:
+        raise UsageError(
+            "`--adapter` needs a run with `model.name_or_path`, because the folder names its base, but the run has"
+            " `model.config`; leave it out, which writes the merged model"
+        )
+    if buffer := next((key for key in state.shapes if key.startswith(BUFFER_PREFIX)), None):
+        raise UsageError(
+            f"`--adapter` needs a model without statistics, which PEFT does not save, but {state.folder} has"
+            f" {buffer.removeprefix(BUFFER_PREFIX)}; leave it out, which writes the merged model"
+        )
+
+
+def _origin_model(state: SavedState) -> Model:
+    return Model.model_validate(state.facts.origin["recipe"]["model"])
+
+
+def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> tuple[dict[str, Tensor], set[str]]:
+    """Return the frozen weights that a checkpoint leaves out, from their origin; none if it has all weights.
+
+    The second result names those that are drawn from the seed, because the origin lacks them.
 
     Raises:
         UsageError: the origin is missing, or its weights are others than those of the training.
@@ -123,9 +163,9 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
     identity = state.facts.identity
     digest = identity["model"].get(FROZEN_WEIGHTS) if isinstance(identity.get("model"), Mapping) else None
     if digest is None:
-        return {}
-    recipe = Model.model_validate(state.facts.origin["recipe"]["model"])
-    model = build_base(described, recipe, int(identity["training"]["seed"]))
+        return {}, set()
+    recipe = _origin_model(state)
+    model, drawn = build_base(described, recipe, int(identity["training"]["seed"]))
     base = {name: p.detach() for name, p in model.named_parameters() if name not in saved}
     parts = [
         TensorPart(f"{MODEL_PREFIX}{name}", tuple(tensor.shape), (Box((0,) * tensor.dim(), tensor),))
@@ -136,7 +176,7 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
             f"`model.name_or_path` of the run must hold the frozen weights of the training, but their digest is {found}"
             f" and should be {digest}; restore the weights of {recipe.name_or_path or 'model.config'}"
         )
-    return base
+    return base, base.keys() & drawn
 
 
 def _scaling(state: SavedState) -> float:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import torch
+
 from trainer.base.errors import NonFiniteError, TrainerError
 from trainer.checkpoint.saving import Saver
 from trainer.engine.engine import Engine, StepResult
@@ -18,10 +20,12 @@ from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.replicas import check_replicas
 from trainer.ranks.stopping import SAVE, STOP, StopRequest
 from trainer.recipe.schema import Interval, Recipe
+from trainer.recipe.strategies import STRATEGIES
 from trainer.tasks.metrics import greater_is_better
-from trainer.training.bad_steps import describe, examine
+from trainer.training.bad_steps import describe, examine, remedy
 from trainer.training.evaluation import Evaluator
 
+_MOST_SHOWN = 64  # ranks of which a record has the memory; a line of more would be long
 _FAILING = STOP + 1  # an observer of rank 0 can no longer write
 Ending = Literal["finished", "already_finished", "patience", "stop_at_step", "signal", "stop_file"]
 
@@ -72,6 +76,7 @@ class Loop:
     steps_per_epoch: int
     stop: StopRequest
     _failure: TrainerError | None = field(default=None, init=False)
+    _last_good: RankBatch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.progress = self.saver.progress
@@ -102,6 +107,8 @@ class Loop:
             settle_saving()
             if result.is_bad:
                 self._bear(result, batch)
+            else:
+                self._last_good = batch
             self._count(batch)
             if self._due(self.recipe.training.check_replicas):
                 check_replicas(self.engine.held(), self.engine.placements, self.mesh, self.progress.step)
@@ -130,15 +137,16 @@ class Loop:
     def _bear(self, result: StepResult, batch: RankBatch) -> None:
         """Report a step that was not taken, and end the run after too many of them."""
         rows = self.loader.row_ids(self.progress.step)
-        record = examine(self.progress.step + 1, result, batch, rows, self.engine, self.mesh)
+        record = examine(self.progress.step + 1, result, batch, rows, self.engine, self.mesh, self._last_good)
         self.progress.bad_steps += 1
         self._tell(lambda: self.observers.bad_step(record))
         allowed = self.recipe.training.max_bad_steps
         if self.progress.bad_steps > allowed:
+            rate = f"(the learning rate is {result.learning_rate:.3g})"
             raise NonFiniteError(
-                f"{describe(record)}; the weights are those of the step before. Lower `optimizer.learning_rate`,"
-                " lengthen `schedule.warmup`, look at the rows, or skip such steps (`training.max_bad_steps` is"
-                f" {allowed})"
+                f"training must go on with finite numbers: {remedy(record)} {rate}; or skip such steps"
+                f" (`training.max_bad_steps` is {allowed}). {describe(record)}; the weights are those of the step"
+                " before"
             )
         self.observers.note(f"{describe(record)}; skipped, {self.progress.bad_steps} of at most {allowed} bad steps")
 
@@ -173,6 +181,7 @@ class Loop:
 
     def _log(self, result: StepResult) -> None:
         rates = self.meter.read()
+        memory = self._memory()
         record = StepRecord(
             step=self.progress.step,
             epoch=self.progress.step / self.steps_per_epoch,
@@ -184,12 +193,19 @@ class Loop:
             step_seconds=rates.step_seconds,
             samples_per_second=rates.samples_per_second,
             tokens_per_second=rates.tokens_per_second,
-            peak_memory_bytes=self.mesh.agree_max(peak_memory_bytes(self.mesh.device)),
+            peak_memory_bytes=max(memory),
+            rank_memory_bytes=memory if len(memory) <= _MOST_SHOWN else (),
             skipped_steps=result.skipped_steps,
             loss_scale=result.loss_scale,
             mfu=rates.mfu,
         )
         self._tell(lambda: self.observers.step(record))
+
+    def _memory(self) -> tuple[int, ...]:
+        """Return the peak memory of every rank; of one process with several GPUs, that of every GPU."""
+        if STRATEGIES[self.recipe.parallel.strategy].single_process:
+            return tuple(peak_memory_bytes(torch.device("cuda", gpu)) for gpu in range(torch.cuda.device_count()))
+        return self.mesh.agree_each(peak_memory_bytes(self.mesh.device))
 
     def _evaluate(self) -> bool:
         """Evaluate, and return whether patience has run out."""
@@ -198,7 +214,8 @@ class Loop:
         self._doing("in an evaluation")
         with self.meter.paused():
             metrics = self.evaluator.evaluate()
-            self._tell(lambda: self.observers.evaluation(EvaluationRecord(self.progress.step, metrics)))
+            record = EvaluationRecord(self.progress.step, metrics, self.evaluator.picture)
+            self._tell(lambda: self.observers.evaluation(record))
             if self._is_best(metrics[self.best_metric]):
                 self.progress.best = BestMetric(self.best_metric, metrics[self.best_metric], self.progress.step)
                 self.progress.evaluations_since_best = 0

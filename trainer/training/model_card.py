@@ -17,9 +17,11 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers.utils import CONFIG_NAME
 
 from trainer.base.disk import replace_folder
+from trainer.base.text import for_terminal
 from trainer.checkpoint.progress import Progress
+from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
 from trainer.reading.trained import RECIPE_FILE
-from trainer.tasks.registry import PIPELINE_TAGS, TEXT_TO_TEXT, WITHOUT_PIPELINE
+from trainer.tasks.registry import LIBRARIES, PIPELINE_TAGS, TEXT_TO_TEXT, WITHOUT_PIPELINE
 
 CARD_NAME = "README.md"
 
@@ -45,25 +47,35 @@ def complete_folder(temporary: Path, place: Path, origin: Mapping[str, Any], pro
 def write_card(folder: Path, origin: Mapping[str, Any], progress: Progress) -> None:
     """Write the card of a Hugging Face folder; arguments and errors are those of `complete_folder`."""
     config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    (folder / CARD_NAME).write_text(_card(config, origin, progress), encoding="utf-8")
+    file = folder / ADAPTER_CONFIG_NAME
+    adapter = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    (folder / CARD_NAME).write_text(_card(config, adapter, origin, progress), encoding="utf-8")
 
 
-def _card(config: Mapping[str, Any], origin: Mapping[str, Any], progress: Progress) -> str:
+def _card(
+    config: Mapping[str, Any], adapter: Mapping[str, Any] | None, origin: Mapping[str, Any], progress: Progress
+) -> str:
     recipe = _part(origin, "recipe")
     layout, versions = _part(origin, "layout"), _part(origin, "versions")
     task_type = str(_part(recipe, "task").get("type"))
     tag = PIPELINE_TAGS.get(task_type)
-    name = " ".join(str(recipe.get("name", "model")).split())
+    name = _plain(recipe.get("name", "model"))
     trained = f"{progress.step:,} optimizer steps, {progress.samples:,} rows"
     trained += f", {progress.tokens:,} tokens" if progress.tokens else ""
+    architecture = config["architectures"][0]
+    model = f"A `{architecture}` in `{config['dtype']}`"
+    use = _use(architecture, task_type, tag, _part(recipe, "task").get("prefix") or "")
+    if adapter is not None:
+        model = f"A LoRA adapter of PEFT in `{config['dtype']}` for the `{architecture}` of its base model"
+        use = _use_adapter(architecture, adapter)
     lines = [
         "---",
-        _head(recipe, task_type, tag).to_yaml().strip(),
+        _head(recipe, task_type, tag, adapter is not None).to_yaml().strip(),
         "---",
         "",
         f"# {name}",
         "",
-        f"A `{config['architectures'][0]}` in `{config['dtype']}`, trained with `trainer`.",
+        f"{model}, trained with `trainer`.",
         "",
         f"- task: {f'`{task_type}`' if tag else 'unknown'}",
         f"- trained for: {trained}",
@@ -73,18 +85,18 @@ def _card(config: Mapping[str, Any], origin: Mapping[str, Any], progress: Progre
         "## Use",
         "",
         "```python",
-        *_use(config["architectures"][0], task_type, tag, _part(recipe, "task").get("prefix") or ""),
+        *use,
         "```",
         "",
         "## Recipe",
         "",
         "```json",
-        json.dumps(recipe, indent=2),
+        json.dumps(recipe, indent=2).replace("\x7f", "\\u007f"),
         "```",
         "",
         "## Versions",
         "",
-        *(f"- {package} {version}" for package, version in sorted(versions.items())),
+        *(f"- {_plain(package)} {_plain(version)}" for package, version in sorted(versions.items())),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -95,12 +107,21 @@ def _part(values: Any, key: str) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {}
 
 
-def _head(recipe: Mapping[str, Any], task_type: str, tag: str | None) -> ModelCardData:
+def _plain(value: Any) -> str:
+    """Return a value of a checkpoint on one line, without HTML, links, code spans and control characters."""
+    text = for_terminal(" ".join(str(value).split()))
+    for mark, safe in (("&", "&amp;"), ("<", "&lt;"), ("[", "\\["), ("`", "'")):
+        text = text.replace(mark, safe)
+    return text
+
+
+def _head(recipe: Mapping[str, Any], task_type: str, tag: str | None, is_adapter: bool) -> ModelCardData:
     """Return the metadata for the hub; it leaves out keys that are None."""
     data = _part(recipe, "data")
     dataset = _hub_name(data.get("name")) if data.get("source") == "hub" else None
+    library = LIBRARIES.get(task_type, "transformers")
     return ModelCardData(
-        library_name="sentence-transformers" if task_type == "embedding" else "transformers",
+        library_name="peft" if is_adapter else library,
         base_model=_hub_name(_part(recipe, "model").get("name_or_path")),
         datasets=[dataset] if dataset else None,
         pipeline_tag=tag,
@@ -121,17 +142,30 @@ def _hub_name(name: Any) -> str | None:
 
 def _best(progress: Progress) -> str:
     best = progress.best
-    return f"{best.name} {best.value:.6g} at step {best.step:,}" if best else "none"
+    return f"{_plain(best.name)} {best.value:.6g} at step {best.step:,}" if best else "none"
 
 
 def _layout(recipe: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
     strategy = _part(recipe, "parallel").get("strategy")
-    degrees = [f"{axis} {degree}" for axis, degree in layout.items() if degree != 1] or ["one process"]
-    return f"{' x '.join(degrees)}, `{strategy}`, `{recipe.get('precision')}`"
+    degrees = [f"{_plain(axis)} {_plain(degree)}" for axis, degree in layout.items() if degree != 1] or ["one process"]
+    return f"{' x '.join(degrees)}, `{_plain(strategy)}`, `{_plain(recipe.get('precision'))}`"
+
+
+def _use_adapter(architecture: str, adapter: Mapping[str, Any]) -> list[str]:
+    arguments = [json.dumps(_hub_name(adapter["base_model_name_or_path"]) or "path/to/the/base/model")]
+    arguments += [f"revision={json.dumps(adapter['revision'])}"] if adapter["revision"] else []
+    return [
+        "from peft import PeftModel",
+        f"from transformers import AutoConfig, {architecture}",
+        "",
+        'folder = "path/to/this/folder"',
+        f"base = {architecture}.from_pretrained({', '.join(arguments)}, config=AutoConfig.from_pretrained(folder))",
+        "model = PeftModel.from_pretrained(base, folder)",
+    ]
 
 
 def _use(architecture: str, task_type: str, tag: str | None, prefix: str) -> list[str]:
-    if task_type == "embedding":
+    if LIBRARIES.get(task_type) == "sentence-transformers":
         return [
             "from sentence_transformers import SentenceTransformer",
             "",
@@ -146,6 +180,17 @@ def _use(architecture: str, task_type: str, tag: str | None, prefix: str) -> lis
             f'inputs = tokenizer({json.dumps(f"{prefix}...")}, return_tensors="pt")',
             "tokens = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask)",
             "print(tokenizer.decode(tokens[0], skip_special_tokens=True))",
+        ]
+    if task_type == "multiple_choice":
+        return [
+            f"from transformers import AutoTokenizer, {architecture}",
+            "",
+            f'model = {architecture}.from_pretrained("path/to/this/folder")',
+            'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
+            'context, choices = "...", ["...", "..."]  # a question stands before each choice',
+            'inputs = tokenizer([context] * len(choices), choices, padding=True, return_tensors="pt")',
+            "scores = model(**{name: tensor[None] for name, tensor in inputs.items()}).logits[0]",
+            "print(choices[int(scores.argmax())])",
         ]
     if tag is None or tag in WITHOUT_PIPELINE:
         return [

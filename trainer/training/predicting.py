@@ -8,10 +8,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +23,7 @@ import trainer
 from trainer.base.disk import UNFINISHED, replace_text, sync
 from trainer.base.errors import DataError, ExitCode, TrainerError, UsageError
 from trainer.data.loader import EvalLoader
-from trainer.data.row_files import Row, json_line, read_chunks, row_format, write_rows
+from trainer.data.row_files import INPUT_FORMATS, OUTPUT_FORMATS, Row, json_line, read_chunks, row_format, write_rows
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import MOST_UNKNOWN
@@ -32,12 +31,14 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
+from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 from trainer.tasks.types import EvaluatedSplit
-from trainer.training.assembly import Assembly, PreparedData, assemble
+from trainer.training.assembly import Assembly, assemble
 from trainer.training.evaluating import progress_bar, with_class_names
-from trainer.training.evaluation import ROWS, cat_padded, in_row_order
+from trainer.training.evaluation import RowTensors, in_row_order
+from trainer.training.prepared import PreparedData
 from trainer.training.preparing import Preparation, load_preparation
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
 
@@ -88,6 +89,8 @@ class Request:
         keep: which columns of the input the output has: all but binary ones, or none.
         top: the number of classes with a probability; None: all.
         overwrite: whether to replace an existing output.
+        skip_bad_rows: whether a bad row becomes a row with its `error`; otherwise it ends the command.
+        columns: the columns of texts to embed; empty: the first one of the recipe.
     """
 
     input: Path
@@ -97,10 +100,12 @@ class Request:
     keep: Literal["all", "none"] = "all"
     top: int | None = None
     overwrite: bool = False
+    skip_bad_rows: bool = False
+    columns: tuple[str, ...] = ()
 
     def options(self) -> dict[str, Any]:
         """Return the options that change the output."""
-        return {"keep": self.keep, "top": self.top, "chunk_rows": self.chunk_rows}
+        return {"keep": self.keep, "top": self.top, "chunk_rows": self.chunk_rows, "columns": list(self.columns)}
 
 
 @dataclass(frozen=True)
@@ -118,39 +123,76 @@ class Prediction:
         recipe = resolved.recipe
         plan = plan_run(recipe, environment.world_size, environment.local_world_size)
         meeting = meet_ranks(resolved, plan, environment)
-        preparation, task = together(meeting, recipe, lambda: _prepared(recipe))
+        preparation, task = together(meeting, recipe, lambda: _prepared(recipe, self.request.columns))
+        if task.generates and plan.pipeline is not None:
+            raise UsageError(
+                "`parallel.pipeline.stages` must be 1 to generate texts, for which a rank needs the whole model, but is"
+                f" {recipe.parallel.pipeline.stages}; add parallel.pipeline.stages=1"
+            )
         device = open_device(environment)
         with process_group(plan, environment, device, meeting):
             _predict(self.request, plan, preparation, task, device)
         return ExitCode.DONE
 
 
-def _prepared(recipe: Recipe) -> tuple[Preparation, Task]:
+def _prepared(recipe: Recipe, columns: tuple[str, ...]) -> tuple[Preparation, Task]:
     preparation = load_preparation(recipe)
-    task = build_task(with_class_names(recipe).task).without_labels()
+    task: Task = build_task(with_class_names(recipe).task).without_labels()
+    if columns:
+        if not isinstance(task, EmbeddingTask):
+            raise UsageError(f"`--column` names texts to embed, but `task.type` is {recipe.task.type}; remove it")
+        task = replace(task, text_columns=tuple(dict.fromkeys(columns)))
     return preparation, task.for_configuration(preparation.config)
 
 
 def _predict(request: Request, plan: RunPlan, preparation: Preparation, task: Task, device: torch.device) -> None:
     """Predict on the joined ranks; all that holds the process group is gone when this returns."""
     mesh = open_mesh(plan.layout, device)
-    with _Rows(request, plan.recipe, task.columns) as rows, progress_bar(mesh.rank == 0) as bar:
+    predictor = _Predictor(plan, mesh, preparation, task, f"`{request.shown_input}`")
+    with _Rows(request, plan.recipe, task.columns, predictor.check) as rows, progress_bar(mesh.rank == 0) as bar:
         mesh.on_rank_zero(rows.open)
-        predictor = _Predictor(plan, mesh, preparation, task, f"`{request.shown_input}`")
         shown = _bar_task(bar, rows)
-        while (chunk := mesh.on_rank_zero(rows.next_chunk)) is not None:
-            found = predictor.answers(chunk["rows"], chunk["first_row"])
+        while (shared := mesh.on_rank_zero(rows.next_chunk)) is not None:
+            chunk = _Chunk(**shared)
+            with _way_on(request, chunk.first_row):
+                found = predictor.answers(chunk) if len(chunk.places) else None
 
-            def write(found: tuple[dict[str, Tensor], EvaluatedSplit] = found) -> None:
-                rows.write(task.readable(*found))
+            def write(found: tuple[dict[str, Tensor], EvaluatedSplit] | None = found) -> None:
+                rows.write(task.readable(*found) if found else [])
 
             mesh.on_rank_zero(write)
             bar.update(shown, completed=rows.num_done)
         predictor.close()
         mesh.on_rank_zero(rows.finish)
         if mesh.rank == 0:
-            for note in predictor.notes():
+            for note in [*predictor.notes(), *rows.notes()]:
                 _tell(note)
+
+
+@contextmanager
+def _way_on(request: Request, num_done: int) -> Iterator[None]:
+    """Add to the error of a row how to go on after the rows that are written."""
+    try:
+        yield
+    except DataError as error:
+        if not num_done or request.output == STANDARD:
+            raise
+        raise DataError(
+            f"{error}; {num_done:,} rows are done, and the same command with --skip-bad-rows goes on after them"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows to predict.
+
+    `table` holds the rows in the format of Arrow, as bytes. `places` are their indices in the file `[rows]`, which
+    leave out bad rows; `first_row` is that of the first row, which may be bad.
+    """
+
+    table: Tensor
+    places: Tensor
+    first_row: int
 
 
 def _bar_task(bar: Progress, rows: _Rows) -> Any:
@@ -169,17 +211,25 @@ class _Predictor:
         self._parts: Assembly | None = None
         self._num_unknown = self._num_tokens = self._num_cut = 0
 
-    def answers(self, table: Tensor, first_row: int) -> tuple[dict[str, Tensor], EvaluatedSplit]:
-        """Return the task's answers in the order of the rows, on rank 0, and the split. All ranks must call it.
+    def check(self, rows: Dataset, first_row: int) -> None:
+        """Encode rows on this rank only.
 
         Args:
-            table: the rows in the format of Arrow, as bytes.
+            rows: consecutive rows of the file.
             first_row: the index of the first row in the file.
+
+        Raises:
+            DataError: a row is bad.
         """
-        rows = _dataset(table)
+        with tempfile.TemporaryDirectory(prefix="trainer-") as cache:
+            self._preparation.encode(Split(rows, self._where, first_row, is_part=True), self._task, Path(cache))
+
+    def answers(self, chunk: _Chunk) -> tuple[dict[str, Tensor], EvaluatedSplit]:
+        """Return the task's answers in the order of the rows, on rank 0, and the split. All ranks must call it."""
+        rows = _dataset(chunk.table)
         cache = Path(self._mesh.share(tempfile.mkdtemp(prefix="trainer-") if self._mesh.rank == 0 else None))
         try:
-            encoded = self._encode(rows, first_row, cache)
+            encoded = self._encode(rows, chunk.first_row, cache)
             split = EvaluatedSplit(rows, encoded, self._preparation.text_tokenizer, self._where)
             if not len(encoded):  # no text has a token
                 return {}, split
@@ -190,7 +240,7 @@ class _Predictor:
             if self._parts is None:
                 data = PreparedData(self._task, None, self._preparation, encoded, None)
                 self._parts = assemble(self._plan, self._mesh, data)
-            return self._gathered(self._parts, encoded), split
+            return self._gathered(self._parts, encoded, chunk.places), split
         finally:
             self._mesh.barrier()  # another rank may still open the files
             shutil.rmtree(cache, ignore_errors=True)
@@ -203,7 +253,7 @@ class _Predictor:
             self._preparation.encode(Split(rows, self._where, first_row, is_part=True), self._task, cache)
             raise
 
-    def _gathered(self, parts: Assembly, encoded: EncodedSplit) -> dict[str, Tensor]:
+    def _gathered(self, parts: Assembly, encoded: EncodedSplit, places: Tensor) -> dict[str, Tensor]:
         mesh = self._mesh
         loader = EvalLoader(
             encoded,
@@ -213,19 +263,14 @@ class _Predictor:
             self._preparation.batching,
             pin_memory=mesh.device.type == "cuda",
         )
-        here: dict[str, list[Tensor]] = defaultdict(list)
+        here = RowTensors()
         for microbatch in loader:
-            answers = parts.engine.answer(microbatch)
-            if answers:
-                here[ROWS].append(microbatch.rows.cpu())
-            for name, tensor in answers.items():
-                here[name].append(tensor)
-        joined = {name: cat_padded(tensors) for name, tensors in here.items()}
+            # Drawn tokens depend on the row of the file, and not on its chunk; windows of a row are no places.
+            keyed = places[microbatch.rows] if len(places) == len(encoded) else microbatch.rows
+            here.add(microbatch.rows, parts.engine.answer(replace(microbatch, rows=keyed)))
         # Ranks that share a model replica have the same rows, so one of them counts.
-        gathered = mesh.gather(joined if mesh.index("tp") == 0 else {}) or []
-        names = {name for part in gathered for name in part}
-        whole = {name: cat_padded([part[name] for part in gathered if name in part]) for name in names}
-        return in_row_order(whole, len(encoded))
+        gathered = mesh.gather(here.joined() if mesh.index("tp") == 0 else {})
+        return in_row_order(gathered or [], len(encoded))
 
     def notes(self) -> list[str]:
         """Return notes for the user on truncated rows, and on unknown tokens if most are."""
@@ -254,14 +299,19 @@ class _Rows:
     the parts; a later call with the same ones goes on after the last part.
     """
 
-    def __init__(self, request: Request, recipe: Recipe, columns: tuple[str, ...]) -> None:
+    def __init__(
+        self, request: Request, recipe: Recipe, columns: tuple[str, ...], check: Callable[[Dataset, int], None]
+    ) -> None:
         self.num_done = 0
+        self._check = check
+        self._errors: dict[int, DataError] = {}  # of the current chunk
+        self._num_bad = 0
         self._request = request
         self._recipe = recipe
         self._columns = columns
         self._output = None if request.output == STANDARD else Path(request.output).absolute()
         self._where = f"`{request.shown_input}`"
-        self._chunks: Iterator[list[Row]] = iter(())
+        self._chunks: Iterator[list[Row | DataError]] = iter(())
         self._chunk: list[Row] = []
         self._num_parts = 0
         self._lock: Any = None
@@ -280,9 +330,9 @@ class _Rows:
             UsageError: the output exists, or another command writes it.
         """
         request = self._request
-        file_format = row_format(request.input, "--input")
+        file_format = row_format(request.input, "--input", INPUT_FORMATS)
         if self._output is not None:
-            row_format(self._output, "--output")
+            row_format(self._output, "--output", OUTPUT_FORMATS)
             if self._output.exists() and not request.overwrite:
                 raise UsageError(
                     f"`--output` must name a new file, but {self._output} exists; name another, or add --overwrite"
@@ -292,37 +342,73 @@ class _Rows:
             except OSError as error:
                 raise self._unwritable(error) from error
         self.num_done = self._num_parts * request.chunk_rows
-        self._chunks = read_chunks(request.input, file_format, request.chunk_rows, self.num_done, self._where)
+        self._chunks = read_chunks(
+            request.input, file_format, request.chunk_rows, self.num_done, self._where, request.skip_bad_rows
+        )
 
     def next_chunk(self) -> dict[str, Any] | None:
-        """Return the input columns of the next rows as Arrow bytes, and the index of the first row; None at the end.
+        """Return the attributes of the next `_Chunk`, which ranks can share; None at the end.
 
         Raises:
             DataError: the rows cannot be read, lack a column, or hold values of several types.
         """
-        import datasets
         import pyarrow
 
-        self._chunk = next(self._chunks, [])
-        if not self._chunk:
-            if not self.num_done:
-                raise DataError(f"`--input` must hold at least one row, but {self._where} is empty")
-            return None
-        self._check_columns()
-        try:
-            rows = datasets.Dataset.from_list([{name: row.get(name) for name in self._columns} for row in self._chunk])
-        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
-            last = self.num_done + len(self._chunk)
-            raise DataError(
-                f"each column of {self._where} must hold values of one type, but rows {self.num_done + 1} to {last} do"
-                f" not: {error}"
-            ) from error
-        table = rows.data.table
+        with _way_on(self._request, self.num_done):
+            found = next(self._chunks, [])
+            if not found:
+                if not self.num_done:
+                    raise DataError(f"`--input` must hold at least one row, but {self._where} is empty")
+                return None
+            self._errors = {place: row for place, row in enumerate(found) if isinstance(row, DataError)}
+            self._chunk = [{} if isinstance(row, DataError) else row for row in found]
+            if not (self._request.skip_bad_rows and (self._num_parts or len(self._errors) == len(found))):
+                self._check_columns()
+            if self._request.skip_bad_rows:
+                self._find_bad(0, len(found))
+            sound = [place for place in range(len(found)) if place not in self._errors]
+            table = self._rows([self._chunk[place] for place in sound], self.num_done).data.table
         sink = pyarrow.BufferOutputStream()
         with pyarrow.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
         tensor = torch.frombuffer(bytearray(sink.getvalue()), dtype=torch.uint8)
-        return {"rows": tensor, "first_row": self.num_done}
+        places = torch.tensor(sound, dtype=torch.int64) + self.num_done
+        return {"table": tensor, "places": places, "first_row": self.num_done}
+
+    def _find_bad(self, start: int, end: int) -> None:
+        """Keep the error of each bad row of a part of the chunk; halves of a part with a bad row are parts."""
+        if start == end or (end - start == 1 and start in self._errors):
+            return
+        first = self.num_done + start
+        try:
+            if self._errors.keys().isdisjoint(range(start, end)):
+                self._check(self._rows(self._chunk[start:end], first), first)
+                return
+        except DataError as error:
+            if end - start == 1:
+                named = f"row {first + 1} of {self._where}"
+                self._errors[start] = error if named in str(error) else DataError(f"{named} is bad: {error}")
+                return
+        half = (start + end) // 2
+        self._find_bad(start, half)
+        self._find_bad(half, end)
+
+    def _rows(self, chunk: list[Row], first_row: int) -> Dataset:
+        """Return the columns of rows that the task reads.
+
+        Raises:
+            DataError: a column holds values of several types.
+        """
+        import datasets
+        import pyarrow
+
+        try:
+            return datasets.Dataset.from_list([{name: row.get(name) for name in self._columns} for row in chunk])
+        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise DataError(
+                f"each column of {self._where} must hold values of one type, but rows {first_row + 1} to"
+                f" {first_row + len(chunk)} do not: {error}"
+            ) from error
 
     def _check_columns(self) -> None:
         present = dict.fromkeys(name for row in self._chunk for name in row)
@@ -334,14 +420,18 @@ class _Rows:
                 )
 
     def write(self, found: list[dict[str, Any]]) -> None:
-        """Write the predictions for the current rows.
+        """Write the predictions for the current rows, and the errors of bad ones.
 
         Raises:
             DataError: a column of the input has the name of a prediction.
             TrainerError: the file cannot be written.
         """
-        assert len(found) == len(self._chunk), "one prediction for each row"
-        text = "".join(json_line(self._merged(row, answer)) for row, answer in zip(self._chunk, found, strict=True))
+        assert len(found) + len(self._errors) == len(self._chunk), "one prediction for each sound row"
+        answers = iter(found)
+        errors = {place: {"error": str(error)} for place, error in self._errors.items()}
+        merged = (self._merged(row, errors.get(place) or next(answers)) for place, row in enumerate(self._chunk))
+        text = "".join(map(json_line, merged))
+        self._num_bad += len(self._errors)
         try:
             if self._output is None:
                 sys.stdout.write(text)
@@ -355,6 +445,10 @@ class _Rows:
         self._num_parts += 1
         self.num_done += len(self._chunk)
 
+    def notes(self) -> list[str]:
+        """Return a note on the bad rows that this command skipped."""
+        return [f"bad: {self._num_bad:,} rows of {self._where} have an `error`"] if self._num_bad else []
+
     def finish(self) -> None:
         """Assemble the output from its parts.
 
@@ -366,7 +460,7 @@ class _Rows:
             return
         new = self._output.with_name(f"{UNFINISHED}{self._output.name}")
         try:
-            file_format = row_format(self._output, "--output")
+            file_format = row_format(self._output, "--output", OUTPUT_FORMATS)
             write_rows([self._part(number) for number in range(self._num_parts)], new, file_format)
             sync(new)
             os.replace(new, self._output)
@@ -419,11 +513,13 @@ class _Rows:
         return {
             "input": _file_hash(self._request.input),
             "model": _folder_hash(folder),
-            "options": self._request.options() | kept | {"precision": recipe["precision"]},
+            "options": self._request.options()
+            | kept
+            | {"precision": recipe["precision"], "seed": recipe["training"]["seed"]},
         }
 
     def _merged(self, row: Row, answer: dict[str, Any]) -> Row:
-        if self._request.top is not None and "probabilities" in answer:
+        if self._request.top is not None and isinstance(answer.get("probabilities"), dict):
             ranked = sorted(answer["probabilities"].items(), key=lambda item: -item[1])
             answer = {**answer, "probabilities": dict(ranked[: self._request.top])}
         if self._request.keep == "none":

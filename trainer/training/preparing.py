@@ -11,16 +11,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainer.base.errors import DataError, UsageError
+from trainer.base.errors import DataError, Problems, UsageError
 from trainer.data.collate import Batching, Normalisation, Padding, TokenMasking
 from trainer.data.images import encode_images
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import encode_split
-from trainer.models.building import checkpoint_labels, load_config, max_positions, vocabulary_size
+from trainer.models.building import checkpoint_labels, load_config, max_positions, reads_end_tokens, vocabulary_size
 from trainer.models.images import ImageProcessor, load_image_processor
 from trainer.models.tokenizer import load_tokenizer, tokenizer_notes
-from trainer.recipe.schema import Embedding, ImageKeys, Recipe
+from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import ImageTask, Task, TextTask
@@ -100,24 +100,35 @@ def load_preparation(recipe: Recipe) -> Preparation:
     Raises:
         UsageError: The model has no tokenizer or image processor, or it cannot be reached.
     """
-    config = load_config(recipe.model, {})
-    labels = checkpoint_labels(recipe.model, config)
     if isinstance(recipe.task, ImageKeys):
-        return ImagePreparation(load_image_processor(recipe.model), labels, config)
-    if isinstance(recipe.task, Embedding) and config.is_encoder_decoder:
-        raise UsageError(
-            f"`task.type` is embedding, which needs an encoder or a decoder, but the model is of type"
-            f" {config.model_type}, which has both; use another model"
-        )
+        config = load_config(recipe.model, {})
+        return ImagePreparation(load_image_processor(recipe.model), checkpoint_labels(recipe.model, config), config)
+    problems = Problems()
+    with problems.collect():
+        config = load_config(recipe.model, {})
+        _require_fit(recipe, config)
+    with problems.collect():
+        tokenizer = load_tokenizer(recipe.model)
+    problems.raise_all()
+    size = vocabulary_size(config)
+    notes = tuple(tokenizer_notes(recipe.model, tokenizer, size))
+    labels = checkpoint_labels(recipe.model, config)
+    processes = recipe.data.preparation_processes
+    return TextPreparation(tokenizer, recipe.data.max_length, size, labels, notes, config, processes)
+
+
+def _require_fit(recipe: Recipe, config: Any) -> None:
+    """Require a model that fits the task and the length of texts.
+
+    Raises:
+        UsageError: it does not fit.
+    """
     longest = max_positions(config)
     if longest is not None and recipe.data.max_length > longest:
         raise UsageError(
             f"`data.max_length` must be at most the {longest} tokens that the model has positions for, but is"
             f" {recipe.data.max_length}"
         )
-    tokenizer, size = load_tokenizer(recipe.model), vocabulary_size(config)
-    notes = tuple(tokenizer_notes(recipe.model, tokenizer, size))
-    return TextPreparation(tokenizer, recipe.data.max_length, size, labels, notes, config)
 
 
 def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tuple[Task, list[str]]:
@@ -127,9 +138,13 @@ def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tupl
         TrainerError: The labels of the training split do not fit the task or the checkpoint.
     """
     task = build_task(recipe.task).resolve(train.rows, train.where).for_configuration(preparation.config)
-    if not isinstance(task, NamedClasses) or preparation.labels is None:
+    if not isinstance(task, NamedClasses):
         return task, []
-    return task.in_checkpoint_order(preparation.labels, getattr(recipe.task, "labels", None) is not None)
+    converted = task.conversion_notes(train.rows.features)
+    if preparation.labels is None:
+        return task, converted
+    ordered, notes = task.in_checkpoint_order(preparation.labels, getattr(recipe.task, "labels", None) is not None)
+    return ordered, [*converted, *notes]
 
 
 def unknown_notes(train: EncodedSplit, validation: EncodedSplit | None) -> list[str]:
@@ -155,6 +170,7 @@ class TextPreparation:
     labels: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
     config: Any = None
+    num_processes: int | None = None
 
     normalisation = None
 
@@ -174,28 +190,25 @@ class TextPreparation:
 
     def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
         assert isinstance(task, TextTask)
-        encoded = encode_split(split, task, self.tokenizer, self.max_length, cache)
+        encoded = encode_split(split, task, self.tokenizer, self.max_length, cache, self.num_processes)
         if not len(encoded):
             return encoded
         self._require_embedding(int(encoded.tokens["input_ids"].max(initial=0)))
-        if task.auto_class_name == "AutoModelForSequenceClassification":
+        if reads_end_tokens(self.config, task.auto_class_name):
             self._require_ends(encoded, split)
-        if "labels" in encoded.ragged:  # target texts
-            self._require_embedding(int(encoded.ragged["labels"].values.max(initial=0)))
-        if task.auto_class_name == "AutoModelForCausalLM":  # an end token may be in the labels only
-            self._require_embedding(int(encoded.tokens["labels"].max(initial=0)))
+        if task.labels_are_tokens:  # target texts; an end token may be in the labels only
+            labels = encoded.ragged["labels"].values if "labels" in encoded.ragged else encoded.tokens.get("labels")
+            self._require_embedding(0 if labels is None else int(labels.max(initial=0)))
         return encoded
 
     def _require_ends(self, encoded: EncodedSplit, split: Split) -> None:
-        """Require equally many end tokens in all rows, since an encoder-decoder classifies the states of end tokens.
+        """Require equally many end tokens in all rows.
 
         Raises:
             UsageError: a row has no end token.
             DataError: rows differ in their number of end tokens.
         """
         config = self.config
-        if not getattr(config, "is_encoder_decoder", False) or len(encoded) == 0:
-            return
         counts = np.add.reduceat(encoded.tokens["input_ids"] == config.eos_token_id, encoded.offsets[:-1], dtype=int)
         if not counts.all():
             row = int(counts.argmin())

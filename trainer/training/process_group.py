@@ -7,12 +7,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trainer.base.errors import LostPeerError
+from trainer.engine.compiling import linear_restored, ready_deepspeed
+from trainer.observe.heartbeat import killed_ranks
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous, join_ranks
@@ -84,27 +87,29 @@ def _collective_timeout(recipe: Recipe) -> timedelta:
 def process_group(
     plan: RunPlan, environment: LaunchEnvironment, device: torch.device, rendezvous: Rendezvous | None
 ) -> Iterator[None]:
-    """Join the other ranks inside the block.
+    """Join the other ranks inside the block, with the packages of the strategy ready.
 
     Raises:
+        UsageError: DeepSpeed is needed and cannot be used.
         LostPeerError: another rank has gone.
     """
+    if plan.strategy.zero_stage:
+        together(rendezvous, plan.recipe, lambda: ready_deepspeed(environment.local_rank, device.type == "cpu"))
     if rendezvous is None and not plan.strategy.cuts_anything:
         yield
         return
     store = dist.HashStore() if rendezvous is None else rendezvous.store  # type: ignore[attr-defined]
     init_process_group(device, environment.rank, environment.world_size, store, _collective_timeout(plan.recipe))
     try:
-        yield
+        with linear_restored():
+            yield
         _let_go()
         dist.barrier()
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # their variables hold model and engine
         _let_go()
         if _is_lost_peer(error):
-            raise LostPeerError(
-                "another rank failed or was killed, so this one cannot go on; the error of that rank names the cause"
-            ) from error
+            raise LostPeerError(_lost_peer(Path(plan.recipe.checkpoint.folder))) from error
         raise
     finally:
         dist.destroy_process_group()
@@ -113,6 +118,15 @@ def process_group(
 def _is_lost_peer(error: BaseException) -> bool:
     """Return whether another rank made a collective fail; gloo raises a plain `RuntimeError` of its transport."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def _lost_peer(run_folder: Path) -> str:
+    """Return the message of a rank that lost another; it names the ranks of this machine that were killed."""
+    killed = [f"rank {one.rank} (process {one.pid} on {one.host}), {one}," for one in killed_ranks(run_folder)]
+    if killed:
+        were = "were" if len(killed) > 1 else "was"
+        return f"{' and '.join(killed)} {were} killed or crashed; the system kills processes when memory runs out"
+    return "another rank failed or was killed, so this one cannot go on; the error of that rank names the cause"
 
 
 def _let_go() -> None:

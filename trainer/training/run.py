@@ -9,12 +9,16 @@ import torch
 
 from trainer.checkpoint.owner import FolderOwner
 from trainer.observe.meter import Meter
+from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
 from trainer.recipe.plan import RunPlan, plan_run
-from trainer.training.assembly import PreparedData, assemble, prepare_data
+from trainer.training.assembly import assemble
+from trainer.training.checking import prepare_checked
 from trainer.training.loop import Ending, Loop
+from trainer.training.memory import Forecast, explains_full_memory
+from trainer.training.prepared import PreparedData
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
 from trainer.training.run_info import model_size, total_peak_flops
 from trainer.training.session import Session, is_complete, open_session
@@ -29,27 +33,42 @@ def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
     return train(resolved, environment).exit_code
 
 
-def train(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> EndRecord:
+def train(
+    resolved: ResolvedRecipe, environment: LaunchEnvironment, saves: bool = True, observer: Observer | None = None
+) -> EndRecord:
     """Train the recipe as the rank of `environment`, and return how it ended.
+
+    Args:
+        resolved: the recipe.
+        environment: this rank.
+        saves: whether to write checkpoints and the model; a measurement does not need them.
+        observer: an observer of this rank, beside the recipe's.
 
     Raises:
         TrainerError: the user can mend the cause; the observers have shown the end.
     """
     recipe = resolved.recipe
     plan = plan_run(recipe, environment.world_size, environment.local_world_size)
-    session = open_session(recipe, environment)
+    session = open_session(recipe, environment, observer)
     with (
         StopRequest() as stop,
         FolderOwner(session.folder) as owner,
         closing(session.observers),
         session.reports_failures(),
+        explains_full_memory(resolved, environment),
+        Forecast(resolved, environment) as forecast,
     ):
+        if environment.world_size > 1:
+            session.observers.preparing(f"waiting for {environment.world_size} ranks")
         meeting = meet_ranks(resolved, plan, environment)
-        data = together(meeting, recipe, lambda: prepare_data(recipe))
+        session.observers.preparing("checking the model")
+        data = together(meeting, recipe, lambda: prepare_checked(plan, session.observers))
         device = open_device(environment)
+        if plan.strategy.zero_stage:
+            session.observers.preparing("compiling operations of DeepSpeed")
         with process_group(plan, environment, device, meeting):
-            stop.listen()
-            ending = _train(plan, environment, data, device, session, stop, owner)
+            stop.listen(speaks=environment.rank == 0)
+            ending = _train(plan, environment, data, device, session, stop, owner, saves, forecast)
         return session.ended(ending)
 
 
@@ -61,15 +80,18 @@ def _train(
     session: Session,
     stop: StopRequest,
     owner: FolderOwner,
+    saves: bool,
+    forecast: Forecast,
 ) -> Ending:
     """Train on the joined ranks; all that holds the process group is gone when this returns."""
     recipe, observers, folder = plan.recipe, session.observers, session.folder
     mesh = open_mesh(plan.layout, device)
     unprotected = mesh.on_rank_zero(owner.take)
+    observers.preparing("building the model")
     parts = assemble(plan, mesh, data)
     meter = Meter(model_size(parts.models, parts.placements, mesh), total_peak_flops(recipe, mesh))
 
-    saver = parts.saver()
+    saver = session.saver = parts.saver(owner.check, saves)
     resumed = saver.resume(recipe.checkpoint.resume)
     parts.progress = session.progress = saver.progress
     notes = [
@@ -78,6 +100,7 @@ def _train(
         *data.notes(recipe.data.max_length),
         *resumed,
         *_passed_stop(recipe, saver.progress.step),
+        *forecast.notes(),
     ]
 
     info = parts.info(environment)
@@ -88,6 +111,8 @@ def _train(
     for note in notes:
         observers.note(note)
 
+    if mesh.agree_max(stop.received):  # it came while the model was built, and there is nothing to save
+        return "signal"
     ending = Loop(
         recipe=recipe,
         engine=parts.engine,
@@ -103,7 +128,7 @@ def _train(
     ).run()
 
     session.idling = parts.idling()
-    if is_complete(ending):
+    if saves and is_complete(ending):
         observers.doing(saver.progress.step, "exporting the model")
         parts.export(folder / "model")
         session.model_folder = folder / "model"

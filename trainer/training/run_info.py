@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.base.text import listed
 from trainer.data.split import EncodedSplit
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
@@ -24,8 +25,10 @@ from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Placements
 from trainer.parallel.state_bytes import StateBytes, state_bytes
 from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.drawing import layout_table
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import AdamW, Recipe
+from trainer.tasks.classes import NamedClasses
 from trainer.tasks.task import Task
 from trainer.training.versions import versions
 
@@ -106,6 +109,34 @@ def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:
     return MajorityClass(str(names[int(counts.argmax())]), float(counts.max() / counts.sum()))
 
 
+def class_counts(task: Task, split: EncodedSplit) -> tuple[tuple[str, int], ...]:
+    """Return the name of each class and its number of rows; empty if rows have no single class."""
+    names = task.model_options().get("id2label")
+    if names is None or "labels" not in split.scalars:
+        return ()
+    counts = np.bincount(split.scalars["labels"], minlength=len(names))
+    return tuple((str(names[index]), int(count)) for index, count in enumerate(counts))
+
+
+def class_notes(task: Task, train: EncodedSplit, validation: EncodedSplit | None) -> list[str]:
+    """Return warnings on classes that look like one, on a class of one row, and on equal splits."""
+    counts = class_counts(task, train)
+    notes = []
+    alike: dict[str, list[str]] = {}
+    for name, _ in counts:
+        alike.setdefault(" ".join(name.split()).casefold(), []).append(name)
+    for names in alike.values():
+        if len(names) > 1:
+            shown = " and ".join(map(repr, names))
+            notes.append(f"the classes {shown} differ only in case or space; if they are one class, mend the labels")
+    if single := [name for name, count in counts if count == 1]:
+        kind = f"classes {listed(list(map(repr, single)), 3)} have" if len(single) > 1 else f"class {single[0]!r} has"
+        notes.append(f"the {kind} one training row; a typing error in a label makes such a class")
+    if validation is not None and train.content_hash == validation.content_hash:
+        notes.append("the validation split holds the rows of the training split, so metrics do not show new rows")
+    return notes
+
+
 def _weights_of(models: Sequence[nn.Module], *kinds: type[nn.Module]) -> set[int]:
     return {id(module.weight) for model in models for module in model.modules() if isinstance(module, kinds)}
 
@@ -119,14 +150,15 @@ def model_size(models: Sequence[nn.Module], placements: Placements, mesh: Parall
     embeddings = _weights_of(models, nn.Embedding, VocabParallelEmbedding, FeatureParallelEmbedding)
     # An embedding that is tied to a head counts, because of the head's products.
     embeddings -= _weights_of(models, nn.Linear, ColumnParallelLinear)
-    num_parameters = sum(
-        prod(placements[name].shape)
+    counted = [
+        (prod(placements[name].shape), parameter.requires_grad)
         for model in models
         for name, parameter in model.named_parameters()
         if id(parameter) not in embeddings
-    )
-    total = mesh.sum_(torch.tensor(num_parameters, device=mesh.device), "pp")
-    return ModelSize(int(total), layers, hidden)
+    ]
+    own = [sum(size for size, _ in counted), sum(size for size, trained in counted if not trained)]
+    total, frozen = mesh.sum_(torch.tensor(own, device=mesh.device), "pp").tolist()
+    return ModelSize(total, layers, hidden, frozen)
 
 
 def total_peak_flops(recipe: Recipe, mesh: ParallelMesh) -> float | None:
@@ -157,6 +189,7 @@ def run_info(
         device=device_name(mesh.device),
         world_size=mesh.world_size,
         layout=str(plan.layout),
+        ranks=tuple(layout_table(plan)[0]),
         batch=str(plan.batch),
         strategy=recipe.parallel.strategy,
         precision=recipe.precision,
@@ -168,6 +201,8 @@ def run_info(
         num_train_rows=len(train),
         num_validation_rows=None if validation is None else len(validation),
         majority=_majority(task, validation),
+        classes=class_counts(task, train),
+        positive=task.positive_class if isinstance(task, NamedClasses) else None,
         steps_per_epoch=plan.steps_per_epoch(len(train)),
         total_steps=plan.total_steps(len(train)),
         versions=versions(),

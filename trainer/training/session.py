@@ -12,9 +12,11 @@ from typing import Literal
 
 from trainer.base.errors import ExitCode, TrainerError
 from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.saving import Saver
+from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.build import build_observers
 from trainer.observe.heartbeat import Heartbeat, forget_statuses
-from trainer.observe.observer import Observers
+from trainer.observe.observer import Observer, Observers
 from trainer.observe.records import EndRecord, Idling, RunInfo
 from trainer.observe.watchdog import Watchdog
 from trainer.ranks.command import command_line
@@ -55,6 +57,7 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     model_folder: Path | None = None
     idling: Idling | None = None
+    saver: Saver | None = None
 
     def start(self, info: RunInfo) -> None:
         """Tell the observers that the run is built."""
@@ -101,17 +104,28 @@ class Session:
             resume_command=self.command,
             message=message,
             pipeline=self.idling,
+            has_checkpoint=self._has_checkpoint(),
         )
         self.observers.end(record)
         return record
 
+    def _has_checkpoint(self) -> bool:
+        if self.saver is not None:  # the folder of a stalled run may not answer
+            return self.saver.has_checkpoint
+        return bool(CheckpointStore(self.folder, keep=1).steps())
 
-def open_session(recipe: Recipe, environment: LaunchEnvironment) -> Session:
-    """Build the observers: those of the user on rank 0, heartbeat and watchdog on every rank."""
+
+def open_session(recipe: Recipe, environment: LaunchEnvironment, observer: Observer | None = None) -> Session:
+    """Build the observers: those of the user on rank 0; `observer`, heartbeat and watchdog on every rank."""
     heartbeat = Heartbeat(environment.rank)
     seconds = recipe.parallel.stall_timeout.seconds
     watchdog = Watchdog(heartbeat, seconds, environment.error_file, lambda reason: session.end(ExitCode.FAILED, reason))
-    shown = [build_observers(recipe.logging, sys.stdout)] if environment.rank == 0 else []
+    shown: list[Observer] = [build_observers(recipe.logging, sys.stdout)] if environment.rank == 0 else []
+    if shown and "html" in recipe.logging.to:
+        from trainer.reporting.live import LiveReport  # plotly, which few runs need
+
+        shown.append(LiveReport())
+    shown += [] if observer is None else [observer]
     # The watchdog is closed first: the end of the others is no sign of progress.
     observers = Observers([*shown, heartbeat, watchdog])
     session = Session(Path(recipe.checkpoint.folder), observers, command_line(environment), heartbeat, watchdog)

@@ -55,6 +55,7 @@ ELECTRA = _like_bert(
         "classifier",
         "classifier.dense",
         "classifier.out_proj",
+        "sequence_summary.summary",
         "generator_predictions.dense",
         "discriminator_predictions.dense",
         "discriminator_predictions.dense_prediction",

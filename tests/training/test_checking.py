@@ -1,0 +1,242 @@
+"""`trainer check` reports all problems of data and model at once, by the functions of the run itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
+from tests.helpers.training import TINY_BERT
+from trainer.base.errors import ExitCode
+from trainer.cli import main
+from trainer.data import files
+from trainer.doctor.machine import Machine
+from trainer.doctor.starting import parts
+from trainer.reading.loading import load_recipe
+from trainer.training import checking
+from trainer.training.prepared import prepare_data
+from trainer.training.run_info import class_counts
+
+NER = {"type": "token_classification"}
+HUB = {"config": None, "tokenizer": None, "name_or_path": "google-bert/bert-base-uncased"}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(list(arguments)) == ExitCode.USER
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    return [line.removeprefix("error: ") for line in shown.splitlines()]
+
+
+def spoil(folder: Path) -> None:
+    """Write rows with two null labels, and a validation split with a label that the training split lacks."""
+    rows = [{"text": f"word{row}", "label": "ab"[row % 2]} for row in range(20)]
+    rows[2]["label"] = rows[6]["label"] = None  # type: ignore[assignment]
+    write_rows(folder / "train.jsonl", rows)
+    write_rows(folder / "validation.jsonl", [{"text": "word1", "label": "a"}, {"text": "word2", "label": "c"}])
+
+
+def test_a_sound_recipe_passes(tmp_path, capsys):
+    assert main(["check", str(write_tiny_run(tmp_path / "text"))]) == ExitCode.DONE
+    assert "checked   no problem was found" in capsys.readouterr().out
+    assert main(["check", str(write_tiny_image_run(tmp_path / "images")), "--json"]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+    assert not (tmp_path / "text" / "cache").exists(), "a check writes nothing"
+
+
+def test_all_problems_of_data_and_model_are_reported_at_once(tmp_path, capsys):
+    keys = {"data": {"max_length": 500}, "parallel": {"tensor": 3}}
+    recipe = str(write_tiny_run(tmp_path, model={"adapter": {"type": "lora", "targets": ["nope", "no"]}}, **keys))
+    spoil(tmp_path)
+    found = errors(capsys, "check", recipe, "--processes", "3")
+    for words in (
+        "`data.max_length` must be at most the",
+        "column `label`, row 3 of",
+        "column `label`, row 7 of",
+        "row 2 of `" + str(tmp_path / "validation.jsonl"),
+        "must divide the model's 4 attention heads",
+        "`model.adapter.targets` must match modules of the model, but 'nope'",
+        "`model.adapter.targets` must match modules of the model, but 'no'",
+    ):
+        assert sum(words in line for line in found) == 1, (words, found)
+    assert main(["check", recipe, "--processes", "3", "--quick"]) == ExitCode.DONE
+
+
+def test_missing_files_and_columns_are_reported_together(tmp_path, capsys):
+    recipe = str(write_tiny_run(tmp_path, data={"validation": "other.jsonl"}))
+    for name in ("train.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text("")
+    found = errors(capsys, "check", recipe)
+    assert len(found) == 2
+    for key, line in zip(("train", "validation"), found, strict=True):
+        assert line.startswith(f"`data.{key}` must hold at least one row, but `")
+    write_rows(tmp_path / "train.jsonl", [{"a": "b"}])
+    write_rows(tmp_path / "other.jsonl", [{"text": "b"}])
+    found = errors(capsys, "check", recipe)
+    for words in ("column `text`, but", "column `label`, but `" + str(tmp_path / "train.jsonl")):
+        assert any(words in line for line in found), (words, found)
+    assert any("column `label`, but `" + str(tmp_path / "other.jsonl") in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("task", "good", "bad", "words"),
+    [
+        (
+            {**NER, "words": "w", "tags": "t"},
+            {"w": ["word1", "word2"], "t": ["O", "B-x"]},
+            {"w": ["word1", "word2"], "t": ["O"]},
+            "2 words",
+        ),
+        (
+            {**NER, "text": "x", "spans": "s"},
+            {"x": "word1 word2", "s": [{"start": 0, "end": 5, "label": "A"}]},
+            {"x": "word1 word2", "s": [{"start": 0, "end": 50, "label": "A"}]},
+            "50",
+        ),
+        (
+            {"type": "causal_lm", "messages": "m"},
+            {"m": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            {"m": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
+            "assistant",
+        ),
+        (
+            {"type": "sequence_regression", "text": "x", "label": "y"},
+            {"x": "a", "y": 1.5},
+            {"x": "a", "y": None},
+            "null",
+        ),
+        ({"type": "seq2seq_lm", "source": "x", "target": "y"}, {"x": "a", "y": "b"}, {"x": " ", "y": "b"}, "empty"),
+    ],
+    ids=["tags", "spans", "chats", "numbers", "sources"],
+)
+def test_rows_of_every_task_are_checked_without_the_hub(tmp_path, capsys, task, good, bad, words):
+    recipe = json.loads(write_tiny_run(tmp_path).read_text())
+    recipe |= {"task": task, "model": HUB}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    write_rows(tmp_path / "train.jsonl", [good, bad, good, bad])
+    write_rows(tmp_path / "validation.jsonl", [good])
+    found = errors(capsys, "check", str(tmp_path / "recipe.json"))
+    assert len(found) == 2, found
+    for row, line in zip((2, 4), found, strict=True):
+        assert f"row {row} of" in line
+        assert words in line
+    write_rows(tmp_path / "train.jsonl", [good, good])
+    assert main(["check", str(tmp_path / "recipe.json")]) == ExitCode.DONE
+    assert "`model.name_or_path` is not checked" in capsys.readouterr().out
+
+
+def test_large_files_are_read_in_part(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(files, "_LARGE_BYTES", 100)
+    monkeypatch.setattr(checking, "MOST_ROWS", 10)
+    recipe = str(write_tiny_run(tmp_path, task={"labels": ["a", "b", "c"]}))
+    with (tmp_path / "train.jsonl").open("a") as rows:
+        rows.write('{"text": "word1", "label": null}\n')
+    assert main(["check", recipe]) == ExitCode.DONE
+    assert f"only the first 10 rows of `{tmp_path / 'train.jsonl'}` are checked" in capsys.readouterr().out
+    assert main(["check", recipe, "task.labels=null"]) == ExitCode.DONE
+    assert "may lack some classes" in capsys.readouterr().out
+    assert main(["check", recipe, "task.label=nope"]) == ExitCode.USER
+
+
+def test_weights_are_compared_by_their_headers(tmp_path, capsys):
+    keys = {key: value for key, value in TINY_BERT.items() if key != "model_type"}
+    folder = tmp_path / "model"
+    BertForSequenceClassification(BertConfig(**keys, num_labels=5)).save_pretrained(folder)
+    model = {"config": None, "name_or_path": "model"}
+    recipe = str(write_tiny_run(tmp_path, model=model))
+    assert any("are of another size than in this task's model" in line for line in errors(capsys, "check", recipe))
+    os.remove(folder / "model.safetensors")
+    assert any("which has no weights (model.safetensors)" in line for line in errors(capsys, "check", recipe))
+
+
+def test_a_run_reports_data_and_model_together(tmp_path, capsys):
+    recipe = str(write_tiny_run(tmp_path, model={"adapter": {"type": "lora", "targets": ["nope"]}}))
+    spoil(tmp_path)
+    found = errors(capsys, "run", recipe)
+    assert any("'nope'" in line for line in found)
+    assert sum("column `label`, row" in line for line in found) == 3
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+@pytest.mark.slow
+def test_the_doctor_finds_the_same(tmp_path):
+    recipe = str(write_tiny_run(tmp_path))
+    spoil(tmp_path)
+    finding = parts(Machine(os.environ, None, recipe=load_recipe(recipe).recipe, processes=1))  # type: ignore[arg-type]
+    assert finding.status == "problem"
+    assert "(1) column `label`, row 3 of" in finding.value
+    assert "(3) column `label`, row 2 of" in finding.value
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([True, False], "class 0 is false, and class 1 is true"),
+        ([1.0, 0.0], "which are read as the numbers of classes"),
+        ([0.5, 1.0], "holds the number 0.5; to predict numbers, use `task.type` sequence_regression"),
+    ],
+)
+def test_labels_that_are_no_names(tmp_path, capsys, values, words):
+    recipe = str(write_tiny_run(tmp_path, task={"metrics": ["f1"]}))
+    for name in ("train.jsonl", "validation.jsonl"):
+        write_rows(tmp_path / name, [{"text": f"word{row}", "label": values[row % 2]} for row in range(9)])
+    code = main(["check", recipe])
+    shown = capsys.readouterr()
+    assert (code, words in shown.out + shown.err) == (ExitCode.USER if 0.5 in values else ExitCode.DONE, True)
+
+
+def test_classes_that_look_like_one(tmp_path):
+    recipe = write_tiny_run(tmp_path, task={"metrics": ["f1"], "positive": "no"}, data={"validation": "train.jsonl"})
+    rows = [{"text": f"word{row}", "label": ["no", "No "][row > 0]} for row in range(9)]
+    write_rows(tmp_path / "train.jsonl", rows)
+    data = prepare_data(load_recipe(str(recipe)).recipe)
+    assert [note for note in data.data_notes if "rows that" not in note] == [
+        "the classes 'No ' and 'no' differ only in case or space; if they are one class, mend the labels",
+        "the class 'no' has one training row; a typing error in a label makes such a class",
+        "the validation split holds the rows of the training split, so metrics do not show new rows",
+    ]
+    assert class_counts(data.task, data.train) == (("No ", 8), ("no", 1))
+    found = data.task.metrics({"predictions": torch.tensor([1, 1, 0]), "labels": torch.tensor([1, 0, 0])})
+    assert found["f1"] == pytest.approx(2 / 3)
+    other = replace(data.task, positive="No ").metrics(
+        {"predictions": torch.tensor([1, 1, 0, 0]), "labels": torch.tensor([1, 0, 0, 0])}
+    )
+    assert other["f1"] == pytest.approx(0.8), "precision 1, recall 2/3"
+
+
+def test_configurations_that_cannot_be_built(tmp_path, capsys):
+    config = {**TINY_BERT, "hidden_act": "os.system"}
+    found = errors(capsys, "check", str(write_tiny_run(tmp_path, model={"config": config})))
+    assert ["`hidden_act` in `model.config` must be an activation" in line for line in found] == [True]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for depth in (100, 100_000):
+        nested = '{"a":' * depth + "1" + "}" * depth
+        (folder / "config.json").write_text(f'{{"model_type": "bert", "extra": {nested}}}')
+        recipe = str(write_tiny_run(tmp_path, model={"config": None, "name_or_path": "model"}))
+        assert "model" in errors(capsys, "check", recipe)[0]
+
+
+@pytest.mark.slow
+def test_divergence_is_told_apart_from_bad_rows(tmp_path, capsys):
+    found = errors_of_run(capsys, str(write_tiny_run(tmp_path)), "optimizer.learning_rate=1e9", "schedule.warmup=0")
+    assert "finite numbers: lower `optimizer.learning_rate`" in found
+    assert "(the learning rate is 8.75e+08)" in found, "the second of eight steps"
+    assert "the weights have diverged" in found
+    assert "among the rows" not in found
+
+
+def errors_of_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["run", *arguments]) == ExitCode.NON_FINITE
+    return capsys.readouterr().err

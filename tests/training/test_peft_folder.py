@@ -1,0 +1,130 @@
+"""`trainer export --adapter`: a folder that PEFT opens, with the logits of the merged model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from tests.helpers.families import CONFIGS
+from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import TINY_BERT
+from trainer.base.errors import ExitCode, UsageError
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.reading.loading import load_recipe
+from trainer.reading.trained import load_trained
+from trainer.training.exporting import export
+from trainer.training.run import run
+
+LORA = {"type": "lora", "rank": 4, "alpha": 64.0}
+CAUSAL = {"type": "causal_lm", "text": "text", "metrics": ["perplexity"]}
+
+
+def base_folder(folder: Path, model_type: str, head: str) -> Path:
+    """Write a model with random weights, as the base of an adapter."""
+    torch.manual_seed(1)
+    sizes = TINY_BERT if model_type == "bert" else {**CONFIGS[model_type], "vocab_size": TINY_BERT["vocab_size"]}
+    sizes = {key: value for key, value in sizes.items() if key != "model_type"}
+    config = AutoConfig.for_model(model_type, **{**sizes, "initializer_range": 0.2, "pad_token_id": 0})
+    getattr(transformers, head).from_config(config).save_pretrained(folder)
+    return folder
+
+
+def train(recipe: Path, *overrides: str) -> None:
+    assert run(load_recipe(str(recipe), [*overrides]), LaunchEnvironment("none")) == ExitCode.DONE
+
+
+def opened(folder: Path, head: str, base: Path) -> Any:
+    config = AutoConfig.from_pretrained(folder)
+    return peft.PeftModel.from_pretrained(getattr(transformers, head).from_pretrained(base, config=config), folder)
+
+
+def assert_same_logits(one: Any, other: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, TINY_BERT["vocab_size"], (3, 9), generator=generator)
+    with torch.no_grad():
+        found, expected = (model.eval()(input_ids=tokens)[0] for model in (one, other))
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+# Family, head of the base, head of the run, sections, and the expected part of `adapter_config.json`.
+CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
+    # The base has no pooler, so that of the run is drawn, trained and saved.
+    "bert": (
+        "bert",
+        "AutoModelForMaskedLM",
+        "AutoModelForSequenceClassification",
+        {"optimizer": {"learning_rate": 0.01}},
+        {
+            "task_type": "SEQ_CLS",
+            "modules_to_save": ["bert.pooler", "classifier"],
+            "target_modules": ["intermediate.dense", "key", "output.dense", "query", "value"],
+            "fan_in_fan_out": False,
+        },
+    ),
+    "gpt2": (
+        "gpt2",
+        "AutoModelForCausalLM",
+        "AutoModelForCausalLM",
+        {"task": CAUSAL, "optimizer": {"learning_rate": 0.01}},
+        {"task_type": "CAUSAL_LM", "modules_to_save": None, "fan_in_fan_out": True},
+    ),
+    "llama": (
+        "llama",
+        "AutoModelForCausalLM",
+        "AutoModelForCausalLM",
+        {"task": CAUSAL, "optimizer": {"learning_rate": 0.01}},
+        {"task_type": "CAUSAL_LM", "modules_to_save": ["model.norm"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peft_opens_the_folder_with_the_logits_of_the_merged_model(tmp_path: Path, name: str):
+    family, base_head, head, sections, expected = CASES[name]
+    base = base_folder(tmp_path / "base", family, base_head)
+    adapter = {**LORA, "modules_to_save": ["model.norm"]} if name == "llama" else LORA
+    model = {"config": None, "name_or_path": str(base), "adapter": adapter}
+    train(write_tiny_run(tmp_path / "tuned", model=model, **sections))
+    export(tmp_path / "tuned" / "run", tmp_path / "adapter", adapter=True)
+
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert {key: written[key] for key in expected} == expected
+    assert (written["base_model_name_or_path"], written["r"], written["lora_alpha"]) == (str(base), 4, 64.0)
+    merged = getattr(transformers, head).from_pretrained(tmp_path / "tuned" / "run" / "model")
+    assert_same_logits(opened(tmp_path / "adapter", head, base), merged)
+    auto = getattr(peft, head.replace("Auto", "AutoPeft")).from_pretrained(tmp_path / "adapter", num_labels=3)
+    assert_same_logits(auto, merged)
+    assert "PeftModel.from_pretrained(base, folder)" in (tmp_path / "adapter" / "README.md").read_text()
+
+
+def test_an_adapter_folder_is_refused_where_a_whole_model_is_needed(tmp_path: Path):
+    base = base_folder(tmp_path / "base", "bert", "AutoModelForMaskedLM")
+    model = {"config": None, "name_or_path": str(base), "adapter": LORA}
+    recipe = write_tiny_run(tmp_path / "tuned", model=model, training={"max_steps": 1})
+    train(recipe)
+    export(tmp_path / "tuned" / "run", tmp_path / "adapter", adapter=True)
+    with pytest.raises(UsageError, match=r"`RUN` must hold merged weights.*without --adapter"):
+        load_trained(tmp_path / "adapter", None, [], 1, evaluates=False)
+    with pytest.raises(UsageError, match=r"`model.name_or_path` must be a whole model.*is an adapter of PEFT"):
+        train(recipe, f"model.name_or_path={tmp_path / 'adapter'}", "checkpoint.folder=other")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"adapter": None}, r"`--adapter` needs a run with `model.adapter`"),
+        ({"adapter": LORA}, r"`--adapter` needs a run with `model.name_or_path`"),
+    ],
+)
+def test_a_run_without_a_base_or_an_adapter_is_refused(tmp_path: Path, keys: dict[str, Any], words: str):
+    train(write_tiny_run(tmp_path, model=keys, training={"max_steps": 1}))
+    with pytest.raises(UsageError, match=words):
+        export(tmp_path / "run", tmp_path / "adapter", adapter=True)
+    assert not (tmp_path / "adapter").exists()

@@ -1,0 +1,142 @@
+"""Write an adapter in the format of PEFT, beside the model that it was trained on; does not import PEFT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from trainer.base.disk import save_tensors
+from trainer.base.errors import UsageError
+from trainer.models.names import aliases
+from trainer.models.writing import transformers_class
+from trainer.parallel.low_rank import ATTRIBUTE
+from trainer.recipe.schema import Adapter, Model
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+_WEIGHTS_NAME = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of PEFT's wrapper
+
+
+def write_adapter(
+    model: nn.Module,
+    recipe: Model,
+    task_type: str | None,
+    available: Collection[str],
+    own: Set[str],
+    read: Callable[[str], Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+) -> Path:
+    """Write `adapter_config.json` and the weights of an adapter.
+
+    Args:
+        model: the model without products, on `meta`.
+        recipe: the recipe's `model`, with an adapter and `name_or_path`.
+        task_type: PEFT's name of the task; None if it has none.
+        available: the names of all tensors; of tied tensors, one name.
+        own: the names of the weights that the base does not hold: trained whole, or drawn from the seed.
+        read: the function that returns a tensor by its name; a weight with a product and in `own` is merged.
+        folder: the existing folder to write to.
+        dtype: the type of the weights.
+
+    Returns:
+        The file of weights.
+
+    Raises:
+        UsageError: PEFT has no place for a weight.
+        OSError, SafetensorError: a file cannot be written.
+    """
+    assert recipe.adapter is not None, "the caller has checked it"
+    end = f".{ATTRIBUTE}.A"
+    layers = {name.removesuffix(end) for name in available if name.endswith(end)}
+    layers -= {name.removesuffix(".weight") for name in own}
+    tied = list(aliases(model).values())
+    saved = _whole_modules(model, {name for names in tied for name in names if not own.isdisjoint(names)}, layers)
+    tensors: dict[str, Tensor] = {}
+    for layer in sorted(layers):
+        for factor in "AB":
+            tensors[f"{_PREFIX}{layer}.lora_{factor}.weight"] = read(f"{layer}.{ATTRIBUTE}.{factor}")
+    sources = {
+        name: next(one for one in group if one in available) for group in aliases(model).values() for name in group
+    }
+    for module in saved:
+        for name, _ in model.get_submodule(module).named_parameters(remove_duplicate=False):
+            tensors[f"{_PREFIX}{module}.{name}"] = read(sources[f"{module}.{name}"])
+    # A copy, because two tensors of a file may not share memory.
+    save_tensors(
+        {name: one.to(dtype, copy=True) for name, one in tensors.items()}, folder / _WEIGHTS_NAME, {"format": "pt"}
+    )
+    config = _config(model, recipe, recipe.adapter, layers, saved, task_type)
+    (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return folder / _WEIGHTS_NAME
+
+
+def _config(
+    model: nn.Module, recipe: Model, adapter: Adapter, layers: Collection[str], saved: list[str], task_type: str | None
+) -> dict[str, Any]:
+    class_ = transformers_class(model)
+    auto = {"base_model_class": class_.__name__, "parent_library": class_.__module__}
+    return {
+        "auto_mapping": None if task_type else auto,
+        "base_model_name_or_path": recipe.name_or_path,
+        "bias": "none",
+        "fan_in_fan_out": any(isinstance(model.get_submodule(layer), Conv1D) for layer in layers),
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "modules_to_save": saved or None,
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "revision": recipe.revision,
+        "target_modules": _shortest(model, layers),
+        "task_type": task_type,
+        "use_rslora": False,
+    }
+
+
+def _whole_modules(model: nn.Module, own: Collection[str], layers: Collection[str]) -> list[str]:
+    """Return the largest modules with weights of their own only, or else the modules that hold such a weight.
+
+    Raises:
+        UsageError: such a module also holds a layer with a product, or is the model itself.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found: set[str] = set()
+    for name in sorted(own):
+        parts = name.split(".")[:-1]
+        holders = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+        whole = [one for one in holders if all(p in own for p in parameters if p.startswith(f"{one}."))]
+        module = whole[0] if whole else ".".join(parts)
+        if not module or any(f"{layer}.".startswith(f"{module}.") for layer in layers):
+            raise UsageError(
+                f"`--adapter` needs trained weights in modules of their own, but PEFT cannot save {name} without"
+                f" {module or 'the whole model'}; export the merged model, without --adapter"
+            )
+        found.add(module)
+    found -= {one for one in found for other in found if one.startswith(f"{other}.")}
+    names = [name for name, _ in model.named_modules()]
+    for module in found:  # PEFT takes each name as the end of a name
+        if other := next((name for name in names if name.endswith(module) and name not in found), None):
+            raise UsageError(
+                f"`--adapter` needs names of trained modules that PEFT can tell apart, but it would take {other} for"
+                f" {module}; export the merged model, without --adapter"
+            )
+    return sorted(found)
+
+
+def _shortest(model: nn.Module, layers: Collection[str]) -> list[str]:
+    """Return the shortest ends of names that match these layers and no other module."""
+    others = [f".{name}" for name, _ in model.named_modules() if name and name not in layers]
+    ends: set[str] = set()
+    for layer in layers:
+        parts = layer.split(".")
+        candidates = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
+        ends.add(next(end for end in candidates if not any(name.endswith(f".{end}") for name in others)))
+    return sorted(ends)

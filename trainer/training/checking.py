@@ -1,0 +1,182 @@
+"""Checks of a recipe's data and model where they are on this machine, for `check`, `doctor` and `run`.
+
+The rules are those of the run itself: the same functions read the data, prepare its first rows, and build and cut the
+model, on the meta device. Nothing is trained, and nothing is written outside of temporary folders.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from trainer.base.errors import Problems
+from trainer.models.adapters import adapt
+from trainer.models.building import build_on_meta, check_weights, load_config
+from trainer.models.families.table import FAMILIES
+from trainer.models.stages import split_stages, stage_sizes
+from trainer.models.tensor import check_split
+from trainer.models.tokenizer import load_tokenizer
+from trainer.observe.observer import Observer
+from trainer.recipe.drawing import StageContents
+from trainer.recipe.hand import Hand
+from trainer.recipe.plan import RunPlan
+from trainer.recipe.schema import ImageKeys, Recipe
+from trainer.tasks.classes import NamedClasses
+from trainer.tasks.registry import build_task
+from trainer.training.prepared import PreparedData, UnknownClassesError, prepare_data
+from trainer.training.preparing import Preparation, TextPreparation, load_preparation
+from trainer.training.teaching import check_teacher
+
+MOST_ROWS = 10_000
+MOST_IMAGES = 200
+"""Rows of each split that a check prepares."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The problems of data and model, notes for the user, and the pipeline stages."""
+
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    stages: list[StageContents] | None
+
+
+def check_parts(plan: RunPlan) -> Checked:
+    """Check the data and the model of a plan, as far as they are on this machine."""
+    recipe = plan.recipe
+    hand = Hand.of(recipe)
+    notes = list(hand.notes)
+    problems = Problems()
+    data = stages = None
+
+    def load(recipe: Recipe) -> Preparation:
+        if hand.has_model and hand.has_tokenizer:
+            with problems.collect():
+                return load_preparation(recipe)
+            return _standing_in(recipe, Hand(False, False, True))
+        return _standing_in(recipe, hand)
+
+    if hand.has_data:
+        is_text = not isinstance(recipe.task, ImageKeys)
+        with problems.collect(), tempfile.TemporaryDirectory(prefix="trainer-") as cache:
+            try:
+                data = prepare_data(
+                    recipe, MOST_ROWS if is_text else MOST_IMAGES, Path(cache), load if is_text else load_preparation
+                )
+            except UnknownClassesError:
+                notes.append("rows are not checked: the first rows of a large file may lack some classes")
+    if data is not None:
+        notes += data.data_notes
+    if hand.has_model:
+        with problems.collect():
+            stages = check_model(plan, data.task.model_options() if data else None, problems)
+    if hand.has_teacher:
+        own = data.preparation if data is not None and hand.has_model and hand.has_tokenizer else None
+        with problems.collect():
+            check_teacher(plan, data.task if data else build_task(recipe.task), own)
+    return Checked(tuple(problems.messages), tuple(notes), stages)
+
+
+def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> PreparedData:
+    """Return the prepared data of a run, after a check of its model; the problems of both are reported together.
+
+    A model of an unknown family is checked when it is built, because it may need real weights for this.
+
+    Raises:
+        TrainerError: the data cannot be prepared, or the model cannot be built.
+        RecipeError: there are several problems.
+    """
+    recipe = plan.recipe
+    problems = Problems()
+    data = None
+    if Hand.of(recipe).has_model:
+        with problems.collect():
+            if load_config(recipe.model, {}).model_type in FAMILIES:
+                check_model(plan)
+    with problems.collect():
+        data = prepare_data(recipe, observer=observer)
+    if data is not None and recipe.distillation is not None:
+        with problems.collect():
+            check_teacher(plan, data.task, data.preparation)
+    problems.raise_all()
+    assert data is not None
+    return data
+
+
+def _standing_in(recipe: Recipe, hand: Hand) -> Preparation:
+    """Return a preparation of texts with stand-ins for parts that are not at hand: a tokenizer of bytes, any model."""
+    tokenizer = load_tokenizer(recipe.model) if hand.has_tokenizer else _byte_tokenizer()
+    config = load_config(recipe.model, {}) if hand.has_model else _ANY_CONFIGURATION
+    return TextPreparation(tokenizer, recipe.data.max_length, config=config)
+
+
+_ANY_CONFIGURATION = SimpleNamespace(model_type="gpt2", decoder_start_token_id=0, is_encoder_decoder=False)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    special = {name: f"<{name}>" for name in ("bos_token", "eos_token", "pad_token", "mask_token")}
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *special.values()]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    first, last = special["bos_token"], special["eos_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        pair=f"{first} $A {last} $B:1 {last}:1",
+        special_tokens=[(token, words.index(token)) for token in (first, last)],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template="{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}",
+        **special,
+    )
+
+
+def check_model(
+    plan: RunPlan, options: Mapping[str, Any] | None = None, found: Problems | None = None
+) -> list[StageContents] | None:
+    """Return the contents of each pipeline stage of a plan; None without a pipeline.
+
+    Args:
+        plan: the plan.
+        options: the configuration keys of the resolved task; None: the data decides some of them.
+        found: collects the problems; None: they are raised.
+
+    Raises:
+        UsageError: there is no such model, its weights do not fit, an adapter's target is missing, or the model cannot
+            be cut over the plan's tensor ranks or stages.
+        RecipeError: several of these hold.
+    """
+    recipe, parallel = plan.recipe, plan.recipe.parallel
+    task = build_task(recipe.task)
+    known = options
+    if known is None:  # transformers' default number of classes stands in
+        unknown = isinstance(task, NamedClasses) and task.class_names is None
+        options = {} if unknown else task.model_options()
+    problems = found or Problems()
+    with problems.collect():
+        check_weights(recipe.model, task.auto_class_name, known)
+    stages = model = None
+    with problems.collect():
+        model = build_on_meta(recipe.model, recipe.training, task.auto_class_name, options or {})
+    if model is not None:
+        with problems.collect():
+            adapt(model, recipe.model, recipe.training.seed)
+    if model is not None and parallel.tensor > 1:
+        with problems.collect():
+            check_split(model, parallel.tensor, parallel.sequence)
+    if model is not None and plan.pipeline is not None:
+        with problems.collect():
+            split = split_stages(model, plan.pipeline.num_stages, parallel.pipeline.split, parallel.pipeline.schedule)
+            stages = [
+                StageContents(split.layers_of(stage), size) for stage, size in enumerate(stage_sizes(model, split))
+            ]
+    if found is None:
+        problems.raise_all()
+    return stages

@@ -1,0 +1,156 @@
+"""The data of a run: its splits, loaded and encoded, with the task that knows their labels.
+
+All problems of data, tokenizer and task are reported together. This module does not depend on engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from trainer.base.errors import Problems
+from trainer.data.collate import TokenMasking
+from trainer.data.sources import Split, Splits, load_splits
+from trainer.data.split import EncodedSplit
+from trainer.observe.observer import Observer
+from trainer.ranks.environment import cache_folder
+from trainer.recipe.schema import Recipe
+from trainer.tasks.classes import NamedClasses
+from trainer.tasks.registry import build_task
+from trainer.tasks.task import Task, TextTask
+from trainer.tasks.types import EvaluatedSplit
+from trainer.training.preparing import Preparation, load_preparation, resolve_task, unknown_notes
+from trainer.training.run_info import class_notes
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The encoded splits, the task that knows their labels, and the preparation that encoded them.
+
+    `masking` makes the labels of a task that hides tokens; None: the splits hold labels.
+    """
+
+    task: Task
+    masking: TokenMasking | None
+    preparation: Preparation
+    train: EncodedSplit
+    validation: EncodedSplit | None
+    data_notes: tuple[str, ...] = ()
+    evaluated: EvaluatedSplit | None = None  # the rows of `validation`
+
+    def notes(self, max_length: int) -> list[str]:
+        """Return notes on tokenizer and classes, on rows cut to `max_length` tokens, and on unknown tokens."""
+        cut = [
+            f"cut to `data.max_length` ({max_length} tokens): {split.num_cut:,} of {len(split):,} {name} rows"
+            for name, split in (("training", self.train), ("validation", self.validation))
+            if split is not None and split.num_cut
+        ]
+        targets = [
+            f"targets cut to `task.max_target_length`: {split.num_cut_targets:,} of {len(split):,} {name} rows"
+            for name, split in (("training", self.train), ("validation", self.validation))
+            if split is not None and split.num_cut_targets
+        ]
+        return [*self.preparation.notes, *self.data_notes, *cut, *targets, *unknown_notes(self.train, self.validation)]
+
+
+class UnknownClassesError(Exception):
+    """Error of a check that reads the first rows of a large training split, which may lack some classes."""
+
+
+def prepare_data(
+    recipe: Recipe,
+    most_rows: int | None = None,
+    cache: Path | None = None,
+    load: Callable[[Recipe], Preparation] = load_preparation,
+    observer: Observer | None = None,
+) -> PreparedData:
+    """Load and encode the splits of a recipe; ranks share the cache through file locks.
+
+    Args:
+        recipe: the recipe.
+        most_rows: the number of rows to encode of each split, and to read of large files; None: all.
+        cache: the folder of the cache; None: that of the recipe, or of the user.
+        load: loads the preparation.
+        observer: is told what is prepared.
+
+    Raises:
+        TrainerError: model or data cannot be reached, or do not fit each other.
+        RecipeError: there are several problems.
+        UnknownClassesError: the first rows of a large file cannot tell the classes, but all is well with its columns.
+    """
+    observer = observer or Observer()
+    problems = Problems()
+    preparation = splits = None
+    with problems.collect():
+        preparation = load(recipe)
+    observer.preparing("loading the data")
+    with problems.collect():
+        splits = load_splits(recipe.data, getattr(recipe.task, "label", None), most_rows, problems)
+    task: Task = build_task(recipe.task)
+    if splits is None:
+        problems.raise_all()
+    assert splits is not None
+    resolved = None
+    knows_classes = splits.train.is_whole or not isinstance(task, NamedClasses) or task.class_names is not None
+    with problems.collect():
+        if not knows_classes:
+            task.check_columns(splits.train.rows.features, splits.train.where)
+        elif preparation is None:
+            task.resolve(splits.train.rows, splits.train.where)
+        else:
+            resolved = resolve_task(recipe, preparation, splits.train)
+    if preparation is None or resolved is None:
+        if splits.validation is not None:
+            with problems.collect():
+                task.check_columns(splits.validation.rows.features, splits.validation.where)
+        problems.raise_all()
+        raise UnknownClassesError
+    assert preparation is not None
+    task, data_notes = resolved
+    cache = cache or (Path(recipe.data.cache) if recipe.data.cache else cache_folder())
+    used = Splits(splits.train.first(most_rows), splits.validation and splits.validation.first(most_rows))
+    masking = train = validation = evaluated = None
+    with problems.collect():
+        masking = preparation.masking(task, recipe.training.seed)
+    with problems.collect():
+        train = preparation.encode(_shown(used.train, observer), task, cache)
+    if used.validation is not None:
+        with problems.collect():
+            validation = preparation.encode(_shown(used.validation, observer), task, cache)
+            evaluated = EvaluatedSplit(
+                used.validation.rows, validation, preparation.text_tokenizer, used.validation.where
+            )
+    problems.raise_all()
+    assert train is not None
+    bounded = [
+        f"only the first {most_rows:,} rows of {split.where} are checked"
+        for split in (splits.train, splits.validation)
+        if most_rows is not None and split is not None and not split.first(most_rows).is_whole
+    ]
+    found = (*_row_notes(recipe, task, used, train, validation), *class_notes(task, train, validation))
+    notes = (*splits.notes, *data_notes, *found, *bounded)
+    return PreparedData(task, masking, preparation, train, validation, notes, evaluated)
+
+
+def _shown(split: Split, observer: Observer) -> Split:
+    """Return the split, which tells the observer of its prepared rows."""
+    observer.preparing(f"preparing {split.where}")
+    return replace(split, show=partial(observer.preparing, f"preparing {split.where}"))
+
+
+def _row_notes(
+    recipe: Recipe, task: Task, splits: Splits, train: EncodedSplit, validation: EncodedSplit | None
+) -> list[str]:
+    """Return a note on each split that has another number of rows after its preparation."""
+    length = recipe.data.max_length
+    unit = "packed rows" if isinstance(task, TextTask) and task.packer(length) else "windows"
+    return [
+        f"{len(split.rows):,} {name} rows became {len(encoded):,} {unit} of at most {length} tokens"
+        for name, split, encoded in (
+            ("training", splits.train, train),
+            ("validation", splits.validation, validation),
+        )
+        if split is not None and encoded is not None and len(split.rows) != len(encoded)
+    ]
