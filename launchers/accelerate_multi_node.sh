@@ -24,4 +24,4 @@ exec accelerate launch --multi_gpu --mixed_precision no --dynamo_backend no \
     --num_machines "$NODES" --num_processes "$((NODES * PROCESSES))" \
     --machine_rank "${NODE_RANK:?number of this machine, from 0}" \
     --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" --rdzv_backend static \
-    -m trainer run "${ARGUMENTS[@]}"
+    --no_python trainer run "${ARGUMENTS[@]}"

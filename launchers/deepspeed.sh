@@ -7,7 +7,7 @@
 # NODE_RANK is the line of the machine in HOSTFILE, from 0; PROCESSES is the number of ranks on each, if not all slots.
 # With ssh from the first machine to all others, remove the two lines of --no_ssh and start it only there. deepspeed
 # then passes on the variables of `.deepspeed_env` in the home folder: one NAME=value per line.
-# One machine needs no hostfile: deepspeed --module trainer run bert_sample
+# One machine needs no hostfile: deepspeed --no_python trainer run bert_sample
 set -euo pipefail
 
 ARGUMENTS=("$@")
@@ -31,4 +31,4 @@ exec deepspeed \
     --no_ssh --node_rank "${NODE_RANK:?line of this machine in the hostfile, from 0}" \
     --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" \
     ${PROCESSES:+--num_accelerators "$PROCESSES"} \
-    --module trainer run "${ARGUMENTS[@]}"
+    --no_python trainer run "${ARGUMENTS[@]}"

@@ -58,4 +58,4 @@ else
         sleep 1
     done
 fi
-exec torchrun "${options[@]}" -m trainer run "${ARGUMENTS[@]}"
+exec torchrun "${options[@]}" --no-python trainer run "${ARGUMENTS[@]}"

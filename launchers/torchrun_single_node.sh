@@ -9,4 +9,4 @@ set -euo pipefail
 free_port='import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 MASTER_PORT=${MASTER_PORT:-$(python3 -c "$free_port")}
 exec torchrun --nproc-per-node "${PROCESSES:-gpu}" --master-addr 127.0.0.1 --master-port "$MASTER_PORT" \
-    -m trainer run "$@"
+    --no-python trainer run "$@"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -30,7 +31,12 @@ from trainer.checkpoint.owner import FolderOwner
 with FolderOwner(Path(sys.argv[1])) as owner:
     owner.take()
     print("taken", flush=True)
-    sys.stdin.read()
+    for _ in sys.stdin:
+        try:
+            owner.check()
+            print("still the owner", flush=True)
+        except Exception as error:
+            print(error, flush=True)
 """
 
 
@@ -39,6 +45,7 @@ def another_owner(folder: Path) -> Iterator[subprocess.Popen]:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder)],
         cwd=ROOT,
+        bufsize=1,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -56,6 +63,43 @@ def another_owner(folder: Path) -> Iterator[subprocess.Popen]:
 def test_a_folder_in_use_is_refused_with_host_and_process(tmp_path):
     with another_owner(tmp_path) as other, pytest.raises(TrainerError, match=f"is in use .*process {other.pid} on '"):
         FolderOwner(tmp_path, wait_seconds=0.5).take()
+
+
+@pytest.mark.parametrize(
+    ("changed", "remedy"),
+    [
+        ({}, "stop it, or give this run a folder of its own$"),
+        ({"started": "1"}, "whose process has ended, but the file server still holds its lock; delete .*owner.json"),
+        ({"pid": 2**22 + 1}, "whose process has ended, but the file server still holds its lock"),
+        ({"host": "node7", "machine": "another"}, "'node7' since .* If that machine is gone for good, delete .*json"),
+    ],
+)
+def test_the_remedy_depends_on_the_owner(tmp_path, changed, remedy):
+    """A later process may have the number of the owner, and no process of another machine can be seen from here."""
+    with another_owner(tmp_path):
+        file = tmp_path / OWNER_FILE
+        record = json.loads(file.read_text())
+        file.write_text(json.dumps(record | changed))
+        with pytest.raises(TrainerError, match=f"is in use .*{remedy}"):
+            FolderOwner(tmp_path, wait_seconds=0).take()
+
+
+def test_a_run_whose_lock_was_deleted_stops_instead_of_saving(tmp_path):
+    with another_owner(tmp_path) as other, FolderOwner(tmp_path, wait_seconds=0) as owner:
+
+        def asked() -> str:
+            other.stdin.write("\n")
+            return other.stdout.readline()
+
+        assert asked() == "still the owner\n"
+        (tmp_path / OWNER_FILE).unlink()
+        assert owner.take() is None
+        assert "was removed, so another run may write to" in asked()
+        other.stdin.close()
+        other.wait(60)
+        other.stdin = None
+        owner.check()
+        assert (tmp_path / OWNER_FILE).exists(), "the other has removed the file of its successor"
 
 
 def test_the_lock_of_a_killed_owner_is_taken_over(tmp_path):

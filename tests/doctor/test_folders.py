@@ -93,6 +93,10 @@ def test_the_cache_of_the_hub(tmp_path: Path):
 def test_temporary_files(monkeypatch: pytest.MonkeyPatch):
     assert answers(folders.temporary, machine())[0] == "ok"
 
+    full = machine(TMPDIR="/dev/full")
+    status, value = answers(folders.temporary, full)
+    assert (status, value.endswith(f"; {tempfile.gettempdir()} is used instead")) == ("warning", True)
+
     def none() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found")
 

@@ -145,8 +145,25 @@ IB = {
         ),
     ],
 )
-def test_infiniband(tmp_path: Path, files: dict[str, str], environ: dict[str, str], status: str, value: str):
+def test_infiniband(
+    tmp_path: Path,
+    files: dict[str, str],
+    environ: dict[str, str],
+    status: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(network.ctypes, "CDLL", lambda name: None)
     assert answers(network.infiniband, machine(tmp_path, files=files, **environ)) == (status, value)
+
+
+def test_adapters_without_the_library_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(network.ctypes, "CDLL", missing)
+    value = "mlx5_0 active, mlx5_1 down, but libibverbs.so.1 cannot be loaded: NCCL uses sockets"
+    assert answers(network.infiniband, machine(tmp_path, files=IB)) == ("warning", value)
 
 
 @pytest.fixture

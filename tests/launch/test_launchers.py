@@ -21,7 +21,8 @@ from trainer.cli import main
 BIN = Path(sys.executable).parent
 FILES = ROOT / "launchers"
 RECIPE = ROOT / "recipes" / "bert_sample.json"
-MODULE = ["-m", "trainer", "run"]
+TRAINER = [sys.executable, BIN / "trainer", "run"]
+PROGRAM = ["--no_python", "trainer", "run"]
 ACCELERATE = [BIN / "accelerate", "launch"]
 PORT = "<a free port>"
 LOSS_TOLERANCE = 1e-5  # relative; guaranteed for any layout compared with one process
@@ -60,8 +61,10 @@ RANK = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", 
 SLURM_TASK = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": PORT}
 
 CASES = {
-    "trainer": Case("trainer", [[sys.executable, *MODULE]], after=("--processes", "2")),
-    "torchrun": Case("torchrun", [[BIN / "torchrun", "--standalone", "--nproc-per-node", "2", *MODULE]]),
+    "trainer": Case("trainer", [TRAINER], after=("--processes", "2")),
+    "torchrun": Case(
+        "torchrun", [[BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", "trainer", "run"]]
+    ),
     "torchrun_single_node.sh": Case("torchrun", [[FILES / "torchrun_single_node.sh"]], [{"PROCESSES": "2"}]),
     "torchrun_multi_node.sh": Case(
         "torchrun",
@@ -70,25 +73,25 @@ CASES = {
     ),
     "accelerate": Case(
         "accelerate",
-        [[*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", PORT, *MODULE]],
+        [[*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", PORT, *PROGRAM]],
     ),
-    "accelerate --cpu": Case("trainer", [[*ACCELERATE, "--cpu", "--num_processes", "2", *MODULE]]),
-    "accelerate_cpu.yaml": Case("trainer", [[*ACCELERATE, "--config_file", FILES / "accelerate_cpu.yaml", *MODULE]]),
+    "accelerate --cpu": Case("trainer", [[*ACCELERATE, "--cpu", "--num_processes", "2", *PROGRAM]]),
+    "accelerate_cpu.yaml": Case("trainer", [[*ACCELERATE, "--config_file", FILES / "accelerate_cpu.yaml", *PROGRAM]]),
     "accelerate_multi_gpu.yaml": Case(
         "accelerate",
-        [[*ACCELERATE, "--config_file", FILES / "accelerate_multi_gpu.yaml", "--main_process_port", PORT, *MODULE]],
+        [[*ACCELERATE, "--config_file", FILES / "accelerate_multi_gpu.yaml", "--main_process_port", PORT, *PROGRAM]],
     ),
     "accelerate_multi_node.yaml": Case(
-        "accelerate", [[*MULTI_NODE, "0", *MODULE], [*MULTI_NODE, "1", *MODULE]], [{}, {}]
+        "accelerate", [[*MULTI_NODE, "0", *PROGRAM], [*MULTI_NODE, "1", *PROGRAM]], [{}, {}]
     ),
     "accelerate_multi_node.sh": Case(
         "accelerate",
         [[FILES / "accelerate_multi_node.sh"]] * 2,
         [TORCHRUN_NODE | {"NODE_RANK": node} for node in "01"],
     ),
-    "deepspeed --module": Case(
+    "deepspeed --no_python": Case(
         "deepspeed",
-        [[BIN / "deepspeed", "--num_accelerators", "2", "--master_port", PORT, "--module", "trainer", "run"]],
+        [[BIN / "deepspeed", "--num_accelerators", "2", "--master_port", PORT, *PROGRAM]],
     ),
     "train.py": Case(
         "deepspeed", [[BIN / "deepspeed", "--num_accelerators", "2", "--master_port", PORT, FILES / "train.py"]]
@@ -98,12 +101,12 @@ CASES = {
     ),
     "srun": Case(
         "srun",
-        [[sys.executable, *MODULE]] * 2,
+        [TRAINER] * 2,
         [SLURM_TASK | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"],
     ),
     "slurm.sbatch": Case("srun", [["bash", FILES / "slurm.sbatch"]], [SLURM_TASK | {"SLURM_TASK_PID": "1"}]),
 }
-BARE = ("torchrun", "accelerate", "accelerate --cpu", "deepspeed --module", "srun")
+BARE = ("torchrun", "accelerate", "accelerate --cpu", "deepspeed --no_python", "srun")
 """Cases that a file of `launchers/` starts in the same way."""
 UNDER_ZERO3 = ("accelerate_multi_gpu.yaml", "deepspeed.sh", "slurm.sbatch")
 """Cases that run the recipe with DeepSpeed's engine, which reads its own variables. The others use DDP."""
@@ -137,6 +140,15 @@ def programs(folder: Path) -> str:
     return os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
 
 
+def shadowing(folder: Path) -> Path:
+    """Return a current folder with files that `python -m` would import in place of the packages of their names."""
+    here = folder / "here"
+    here.mkdir()
+    for name in ("trainer.py", "datasets.py"):
+        (here / name).write_text("raise SystemExit(0)\n")
+    return here
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -163,10 +175,12 @@ def one_process(tmp_path_factory) -> list[float]:
 def launch(case: Case, folder: Path, *more: str, path: str, recipe: Path = RECIPE, steps: int = 3) -> list[int]:
     """Start the commands of all machines at once, print their output, and return their exit codes."""
     port, arguments = free_port(), overrides(folder, *more, steps=steps)
+    here = shadowing(folder.parent)
     started = [
         start(
             [port if word == PORT else word for word in [*command, recipe, *arguments, *case.after]],
             **{name: port if value == PORT else value for name, value in variables.items()},
+            cwd=here,
             PATH=path,
             PROGRAM_FOLDER=str(folder.parent),
         )
@@ -233,7 +247,7 @@ def test_a_batch_job_that_was_stopped_is_queued_again(tmp_path):
 @pytest.mark.slow
 def test_a_flag_of_accelerate_that_contradicts_the_recipe_is_refused(tmp_path):
     flags = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--main_process_port", free_port()]
-    ended = run([*ACCELERATE, *flags, *MODULE, RECIPE, *overrides(tmp_path / "run")])
+    ended = run([*ACCELERATE, *flags, *PROGRAM, RECIPE, *overrides(tmp_path / "run")], PATH=programs(tmp_path / "bin"))
     assert ended.returncode != 0
     assert "`parallel.strategy` is ddp" in ended.stderr
     assert "--use_fsdp" in ended.stderr
@@ -241,7 +255,7 @@ def test_a_flag_of_accelerate_that_contradicts_the_recipe_is_refused(tmp_path):
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(tmp_path):
-    ended = run([sys.executable, *MODULE, RECIPE, *overrides(tmp_path / "run"), "--processes", "5"])
+    ended = run([*TRAINER, RECIPE, *overrides(tmp_path / "run"), "--processes", "5"])
     assert ended.returncode == 2
     assert "`training.global_batch_size` must be divisible by the data-parallel size 5" in ended.stderr
     assert "rank" not in ended.stdout
@@ -250,5 +264,22 @@ def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(tmp_path):
 @pytest.mark.slow
 def test_bare_ranks_end_without_a_crash(tmp_path):
     """Gloo used to abort one in five interpreters at exit (SIGABRT), after the run had finished."""
-    case = Case("variables", [[sys.executable, *MODULE]] * 2, [RANK | {"RANK": r, "LOCAL_RANK": r} for r in "01"])
+    case = Case("variables", [TRAINER] * 2, [RANK | {"RANK": r, "LOCAL_RANK": r} for r in "01"])
     assert launch(case, tmp_path / "run", path=os.environ["PATH"]) == [0, 0]
+
+
+@pytest.mark.slow
+def test_python_m_does_not_import_a_file_of_the_current_folder(tmp_path):
+    here = shadowing(tmp_path)
+    (here / "trainer.py").unlink()
+    recipe = ["check", str(RECIPE), "--json"]
+    ended = finish(start([sys.executable, "-m", "trainer", *recipe], here, PYTHONPATH=str(ROOT)))
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["problems"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
+def test_doctor_does_not_run_a_file_of_the_current_folder(tmp_path):
+    ended = finish(start([BIN / "trainer", "doctor", str(RECIPE), "--json"], shadowing(tmp_path)))
+    assert '"no problem' in ended.stdout, ended.stdout + ended.stderr

@@ -16,6 +16,7 @@ import pytest
 
 from tests.helpers import processes
 from tests.helpers.processes import ROOT, finish, start
+from tests.observe.test_progress import on_terminal
 
 SPAWNED = ("--spawn",)  # the start method with GPUs; on a CPU, ranks are forks
 PROGRAM = [sys.executable, ROOT / "tests" / "launch" / "program.py"]
@@ -220,3 +221,25 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     local._check_devices(2)
     with pytest.raises(LaunchError, match="3 processes need 3 GPUs, but this machine shows 2"):
         local._check_devices(3)
+
+
+@pytest.mark.slow
+def test_the_cursor_comes_back_after_a_killed_rank():
+    """A second Ctrl-C kills ranks too, and a killed rank 0 cannot show the cursor that its bar hid."""
+    code = """
+import os, signal, sys
+from trainer.launch.local import RankError, run_or_join
+from trainer.reading.loading import load_recipe
+
+def job(resolved, environment):
+    os.write(1, b"\\x1b[?25l")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+try:
+    run_or_join(load_recipe("bert_sample", ()), 2, job=job)
+except RankError as error:
+    print(error)
+"""
+    output = on_terminal(code)
+    assert "was killed by SIGKILL" in output
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")

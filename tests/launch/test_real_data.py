@@ -14,7 +14,7 @@ from tests.launch.test_launchers import CASES, LOSS_TOLERANCE, launch, losses, m
 
 DATA = ROOT.parent / "shared" / "data"
 STEPS = 8
-LAUNCHERS = {"sst2": "accelerate", "trec": "deepspeed --module"}
+LAUNCHERS = {"sst2": "accelerate", "trec": "deepspeed --no_python"}
 COLUMNS = {"sst2": ("sentence", "dev"), "trec": ("question", "test")}
 
 pytestmark = [

@@ -169,6 +169,7 @@ def test_what_is_written_is_sound(target, here, capsys):
 
 def test_slurm(here, capsys):
     options = shlex.split("--time 1-00:00:00 --partition gpu --account lab --container image.sif --name try-1 --cpus 6")
+    options += ["--restarts", "3"]
     text = written("reviews.json", *options_of("slurm"), *options, capsys=capsys)
     directives = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
     expected = {"job-name": "try-1", "nodes": "4", "ntasks-per-node": "8", "gpus-per-node": "8", "cpus-per-task": "6"}
@@ -182,6 +183,7 @@ def test_slurm(here, capsys):
     assert expected.items() <= directives.items()
     assert "requeue" in directives
     assert text.index("#SBATCH --signal") < text.index("set -uo")
+    assert "\nRESTARTS=3\n" in text
     assert "\nCONTAINER=image.sif\n" in text
     assert f"\nMOUNTS={shlex.quote(str(here))}\n" in text
 
@@ -327,3 +329,12 @@ def test_a_machine_that_cannot_reach_the_first_one_says_so_before_torchrun_waits
         ended = run([LAUNCHERS / "torchrun_multi_node.sh", "bert_sample"], 30, **variables, JOIN_SECONDS="1")
     assert ended.returncode == 1
     assert f"cannot reach 127.0.0.1:{port} yet (127.0.0.1: connect: Connection refused); see" in ended.stderr
+
+
+def test_a_label_with_a_line_break_of_yaml_stays_one_value(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """YAML breaks lines at U+0085 and U+2028, JSON does not."""
+    recipe = json.loads((here / "reviews.json").read_text())
+    recipe["task"]["labels"] = ["a\u2028b", "c\u0085d"]
+    (here / "reviews.json").write_text(json.dumps(recipe))
+    found = manifests(written("reviews.json", *options_of("kubernetes"), capsys=capsys))
+    assert json.loads(found["ConfigMap"]["data"]["recipe.json"])["task"]["labels"] == ["a\u2028b", "c\u0085d"]

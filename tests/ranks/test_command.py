@@ -48,3 +48,18 @@ def test_any_other_script_goes_by_its_path(
 def test_a_module_keeps_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "trainer", "run", "r.json"])
     assert command_line(ALONE) == "python3 -m trainer run r.json"
+
+
+def test_secrets_of_sudo_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables before the program are words of the command line under sudo, which other users see in `/proc`."""
+
+    class Parent:
+        def cmdline(self) -> list[str]:
+            return ["sudo", "WANDB_API_KEY=abc", "torchrun", "--no-python", "trainer", "run", "r.json", "HF_TOKEN=hf_x"]
+
+        def parents(self) -> list[Parent]:
+            return [self]
+
+    monkeypatch.setattr("trainer.ranks.command.psutil.Process", Parent)
+    shown = command_line(LaunchEnvironment("torchrun"))
+    assert shown == "sudo WANDB_API_KEY=*** torchrun --no-python trainer run r.json HF_TOKEN=***"

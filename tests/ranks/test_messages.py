@@ -77,5 +77,6 @@ def test_a_pickle_is_no_message(tmp_path):
     ],
 )
 def test_errors_keep_their_exit_code(sent, received):
-    found = decode_error(decode(encode(encode_error(sent("the disk is full")))))
-    assert (type(found), str(found), found.exit_code) == (received, "the disk is full", sent.exit_code)
+    error = sent("the disk is full")
+    found = decode_error(decode(encode(encode_error(error))))
+    assert (type(found), str(found), found.exit_code) == (received, "the disk is full", error.exit_code)

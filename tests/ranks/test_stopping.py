@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from trainer.ranks.stopping import SAVE, STOP, StopRequest
+from trainer.ranks.stopping import SAVE, SHOW_CURSOR, STOP, StopRequest
 
 
 def send(number: signal.Signals) -> None:
@@ -31,6 +31,26 @@ def test_a_second_ctrl_c_interrupts_at_once():
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
         assert stop.received == signal.SIGINT
+
+
+def test_the_first_ctrl_c_is_answered_at_once(tmp_path, capfd):
+    with StopRequest() as stop:
+        stop.listen(speaks=True)
+        send(signal.SIGINT)
+        assert "SIGINT: stopping when the model is built; nothing is lost" in capfd.readouterr().err
+        stop.watch(tmp_path)
+        send(signal.SIGUSR1)
+        assert "SIGUSR1: saving a checkpoint after this step, then stopping" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_first_ctrl_c_shows_the_cursor(monkeypatch, capfd, is_terminal):
+    """torchrun kills the ranks at the second one, without a chance to do it then."""
+    monkeypatch.setattr(os, "isatty", lambda descriptor: is_terminal)
+    with StopRequest() as stop:
+        stop.listen(speaks=True)
+        send(signal.SIGINT)
+    assert capfd.readouterr().out == (SHOW_CURSOR.decode() if is_terminal else "")
 
 
 def test_a_ctrl_c_after_a_schedulers_warning_interrupts_too():

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from trainer.base.errors import TrainerError, UsageError
+from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.text import dotted_leaves
 from trainer.checkpoint.files import (
     MODEL_FOLDER,
@@ -38,21 +38,26 @@ _HOW_TRAINING = ("micro_batch_size", "stop_at_step", "check_replicas", "max_bad_
 _WHERE_MODEL = ("name_or_path", "tokenizer", "revision")  # the weights are the checkpoint's
 _MEASURED = ("metrics",)
 FROZEN_WEIGHTS = "frozen_weights"
-"""The key of the digest of frozen weights in `model` of an identity with an adapter."""
+"""The key of the digest of frozen weights in `model` of an identity, if the recipe freezes weights."""
 
 
-def identity(recipe: Recipe, content_hash: str, beside: Mapping[str, str | None] | None = None) -> dict[str, Any]:
+def identity(
+    recipe: Recipe, content_hash: str, beside: Mapping[str, str | None] | None = None, teacher: str | None = None
+) -> dict[str, Any]:
     """Return the facts that define a training; they are equal for two runs that may share a checkpoint.
 
     Args:
         recipe: the recipe of the run.
         content_hash: the hash of the prepared training split.
         beside: further facts of the model by name, outside of training and checkpoints; None for a missing one.
+        teacher: the digest of the weights of `distillation.teacher`, which stands for its place.
     """
     sections = recipe.model_dump(mode="json", exclude=set(_HOW))
     for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", _MEASURED)):
         for key in keys:
             del sections[section][key]
+    if teacher is not None:
+        sections["distillation"] |= {"teacher": teacher, "revision": None}
     sections["model"] |= {name: fact for name, fact in (beside or {}).items() if fact is not None}
     return {**sections, "data": {"group_by_length": recipe.data.group_by_length, "train": content_hash}}
 
@@ -111,19 +116,28 @@ class Saver:
         mesh: the ranks.
         saved: the rest of each checkpoint.
         asynchronous: whether the training continues while a thread writes a copy in CPU memory.
+        check_owner: raises an error on rank 0 if the folder no longer belongs to this run.
     """
 
     def __init__(
-        self, store: CheckpointStore, engine: Engine, mesh: ParallelMesh, saved: Saved, asynchronous: bool = True
+        self,
+        store: CheckpointStore,
+        engine: Engine,
+        mesh: ParallelMesh,
+        saved: Saved,
+        asynchronous: bool = True,
+        check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._engine = engine
         self._mesh = mesh
         self._saved = saved
         self._asynchronous = asynchronous
+        self._check_owner = check_owner
         self._share: _Share | None = None
         self._frozen: str | None = None  # the digest, computed once
         self.progress = Progress()
+        self.has_checkpoint = False  # a complete one that this run has loaded or saved
 
     def resume(self, mode: Literal["auto", "never"]) -> list[str]:
         """Resume from the newest complete checkpoint, if there is one, of any layout.
@@ -153,6 +167,7 @@ class Saver:
             self._refuse_another_model(state)
             self._engine.load_state(state, state.facts.progress.step)
             self.progress = state.facts.progress
+            self.has_checkpoint = True
             break
         return notes
 
@@ -229,12 +244,14 @@ class Saver:
             self._store.complete(replace(facts, shapes=shapes), files)
 
         self._mesh.on_rank_zero(lambda: self._or_fail(step, complete))
+        self.has_checkpoint = True
 
     def _or_fail(self, step: int, action: Callable[[], object]) -> None:
+        self._check_owner()
         try:
             action()
         except OSError as error:
-            self._fail(step, str(error), error)
+            self._fail(step, f"rank 0: {error}", error)
 
     def _fail(self, step: int, why: str, error: Exception | None) -> None:
         self._store.discard(step)
@@ -268,9 +285,10 @@ class Saver:
             self._store.open()
             return self._store.make_marker()
         except OSError as error:
-            raise UsageError(
+            raise storage_error(
                 f"`checkpoint.folder` must be a folder that can be written, but {self._store.folder} is not: {error};"
-                " name another, or restore its permissions"
+                " make room, restore its permissions or name another",
+                error,
             ) from error
 
     def _open(self, step: int) -> tuple[SavedState | None, str]:
@@ -284,13 +302,13 @@ class Saver:
         first = next((told for told in problems if told), "")
         return (None, first) if first else (state, "")
 
-    def _has_adapter(self) -> bool:
+    def _is_partly_frozen(self) -> bool:
         model = self._saved.identity.get("model")
-        return isinstance(model, Mapping) and bool(model.get("adapter"))
+        return isinstance(model, Mapping) and bool(model.get("adapter") or model.get("freeze"))
 
     def _identity(self, state: EngineState | None = None) -> Mapping[str, Any]:
-        """Return the identity; that of an adapter has a digest of the frozen weights. All ranks must call it."""
-        if not self._has_adapter():
+        """Return the identity, with a digest of frozen weights that the state leaves out. All ranks must call it."""
+        if not self._is_partly_frozen():
             return self._saved.identity
         if self._frozen is None:
             frozen = (state or self._engine.state()).frozen
@@ -307,7 +325,7 @@ class Saver:
         own = {
             placement.name: placement.shape
             for placement in self._engine.placements.values()
-            if placement.trainable or not self._has_adapter()
+            if placement.trainable or not self._is_partly_frozen()
         }
         gathered = self._mesh.share(self._mesh.gather(own))
         placed = {name: shape for one in gathered for name, shape in one.items()}
@@ -326,11 +344,22 @@ class Saver:
             for key in sorted(was.keys() | now.keys())
             if was.get(key) != now.get(key)
         ]
-        if differences:
-            raise UsageError(
-                f"{state.folder} is of another training: {'; '.join(differences)}. Name another `checkpoint.folder`,"
-                " or restore the values"
+        if not differences:
+            return
+        remedy = "Name another `checkpoint.folder`, or restore the values"
+        if any(was.get(key) != now.get(key) for key in ("training.epochs", "training.max_steps")):
+            remedy += (
+                ". The learning-rate schedule spans the whole training, so a longer one is a new run: set"
+                " `model.name_or_path` to the model of this run and name another folder"
             )
+        raise UsageError(f"{state.folder} is of another training: {'; '.join(differences)}. {remedy}")
+
+
+class IdleSaver(Saver):
+    """A saver that writes no checkpoint, for measurements."""
+
+    def save(self) -> None:
+        pass
 
 
 def _nothing() -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.base.distribution import install_command
 from trainer.doctor.facts import DeepSpeedFacts
-from trainer.doctor.finding import Finding, bad, ok, problem
+from trainer.doctor.finding import Finding, bad, ok, problem, warning
 from trainer.doctor.folders import folder
 from trainer.doctor.machine import Machine
 from trainer.doctor.probe import ProbeError
 from trainer.doctor.software import installed
-from trainer.engine.compiling import CPU_OPERATION, abandoned_locks, missing_tools
+from trainer.engine.compiling import CPU_OPERATION, build_lock, missing_tools, torch_locks
 
 
 def deepspeed(machine: Machine) -> Finding:
@@ -60,16 +61,22 @@ def operations(machine: Machine) -> Finding:
 def build_folder(machine: Machine) -> Finding:
     """The folder for compiled operations: `TORCH_EXTENSIONS_DIR`, or a folder in the user's cache.
 
-    Warning, or a problem if the recipe needs it: it cannot be written, or a killed build left a lock, for which torch
-    waits forever. Set `TORCH_EXTENSIONS_DIR`; delete the lock.
+    Warning, or a problem if the recipe needs it: it cannot be written. Set `TORCH_EXTENSIONS_DIR`.
+
+    Warning: a killed build left a lock. `trainer run` removes it; other programs wait for it forever. Delete it.
     """
     if not installed("deepspeed"):
         return ok("none needed: DeepSpeed is not installed")
     facts = machine.probe.facts(DeepSpeedFacts)
     root = Path(facts.build_root)
-    for lock, minutes in abandoned_locks(root):
-        value = f"{lock} is {minutes:.0f} minutes old: the build that held it was killed"
-        return bad(value, f"rm {lock}", machine.needs_deepspeed)
+    with suppress(OSError):  # a folder that cannot be used is reported below
+        lock = build_lock(root)
+        if lock.is_held():
+            return ok(f"{root}: {lock.owner() or 'a process'} compiles {CPU_OPERATION}; runs wait for it")
+        for file, process in torch_locks(root):
+            if process is not None:
+                return ok(f"{root}: process {process} compiles {CPU_OPERATION}; runs wait for it")
+            return warning(f"{file} was left by a killed build", f"rm {file}")
     if machine.gpus or CPU_OPERATION in facts.prebuilt:
         return ok(f"{root}: nothing needs to be compiled")
     return folder(root, "set TORCH_EXTENSIONS_DIR to a writable folder", is_needed=machine.needs_deepspeed)

@@ -59,13 +59,20 @@ def hub_cache(machine: Machine) -> Finding:
 def temporary(machine: Machine) -> Finding:
     """The folder for temporary files: `TMPDIR`, or `/tmp`.
 
+    Warning: the folder is full or cannot be written, so that another is used. Make room, or set `TMPDIR`.
+
     Problem: no such folder can be written. Set `TMPDIR`; in a container with a read-only root, `--tmpfs /tmp`.
     """
     remedy = "set TMPDIR to a writable folder; in a container with a read-only root, add `--tmpfs /tmp`"
     try:
-        return folder(Path(tempfile.gettempdir()), remedy, is_needed=True)
+        used = Path(tempfile.gettempdir())
     except FileNotFoundError:
         return problem("no folder for temporary files can be written", remedy)
+    asked = Path(machine.environ.get("TMPDIR") or "/tmp")
+    found = folder(asked, remedy, is_needed=False)
+    if found.status == "ok" or used == asked:
+        return folder(used, remedy, is_needed=True)
+    return warning(f"{found.value}; {used} is used instead", f"make room, or {remedy}")
 
 
 def hugging_face_home(machine: Machine) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import urllib.error
@@ -107,8 +108,8 @@ def infiniband(machine: Machine) -> Finding:
 
     Problem: `NCCL_IB_HCA` names no adapter of this machine.
 
-    Warning: `NCCL_IB_DISABLE` disables them, no port is active, or the container has none of the devices
-    (`--device=/dev/infiniband`).
+    Warning: `NCCL_IB_DISABLE` disables them, no port is active, the container has none of the devices
+    (`--device=/dev/infiniband`), or libibverbs is missing, without which NCCL uses sockets (install rdma-core).
     """
     adapters = sorted(path.name for path in machine.path("/sys/class/infiniband").glob("*"))
     if not adapters:
@@ -119,6 +120,11 @@ def infiniband(machine: Machine) -> Finding:
         return warning(f"{value}, but NCCL_IB_DISABLE is set", "unset it, unless a fault of the network needs it")
     if not machine.path("/dev/infiniband").is_dir():
         return warning(f"{value}, but there is no /dev/infiniband", "start the container with --device=/dev/infiniband")
+    if not _has_verbs():
+        return warning(
+            f"{value}, but libibverbs.so.1 cannot be loaded: NCCL uses sockets",
+            "apt-get install libibverbs1 ibverbs-providers (Debian), or dnf install rdma-core",
+        )
     setting = machine.environ.get("NCCL_IB_HCA", "")
     names = [entry.lstrip("=").split(":")[0] for entry in setting.split(",") if entry]
     if names and not setting.startswith("^") and not any(one.startswith(name) for name in names for one in adapters):
@@ -173,6 +179,15 @@ def nccl_choice(names: Sequence[str], setting: str | None) -> list[str]:
 def _is_active(machine: Machine, adapter: str) -> bool:
     ports = machine.path(f"/sys/class/infiniband/{adapter}/ports").glob("*/state")
     return any("ACTIVE" in port.read_text(encoding="utf-8") for port in ports)
+
+
+def _has_verbs() -> bool:
+    """Return whether the library that NCCL opens at run time is installed."""
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _wanted_of_hub(machine: Machine) -> list[str] | None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import RecipeError, TrainerError, UsageError
+from trainer.base.processes import child_variables
 from trainer.doctor.finding import Finding, ok, problem, warning
 from trainer.doctor.folders import hugging_face_home
 from trainer.doctor.machine import Machine
 from trainer.ranks.environment import ACCELERATE_ENGINES, LaunchEnvironment, check_agrees, detect
 from trainer.ranks.interfaces import is_loopback
+
+PARTS_SECONDS = 300.0
+"""Time limit for the check of data and model."""
 
 
 def launcher(machine: Machine) -> Finding:
@@ -93,6 +102,38 @@ def recipe(machine: Machine) -> Finding:
         value, _, remedy = error.problems[0].partition("; ")
         return problem(f"{value} ({number} ranks)", remedy or "pass --processes")
     return ok(f"{machine.recipe.name}: {plan.strategy.name}, {plan.layout}, {plan.batch}")
+
+
+def parts(machine: Machine) -> Finding:
+    """With a recipe: its data and model, if they are on this machine, as `trainer check` looks at them.
+
+    Problem: columns, rows, labels, the tokenizer, weights or the layout of the model do not fit. The line names all
+    problems and their remedies.
+    """
+    if machine.recipe is None:
+        return ok("none named: `trainer doctor RECIPE` also checks its data and model")
+    from trainer.recipe.hand import Hand
+
+    hand = Hand.of(machine.recipe)
+    if hand.is_empty:
+        return ok("; ".join(hand.notes))
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        file = Path(folder) / "recipe.json"
+        file.write_text(machine.recipe.model_dump_json(), encoding="utf-8")
+        # In a process of its own, because the probe forks this one, which must not import torch meanwhile.
+        keys = [str(file), "--json", "--processes", str(_ranks(machine)[0])]
+        command = [sys.executable, "-m", "trainer", "check", *keys]
+        done = subprocess.run(
+            command, env=child_variables(), capture_output=True, text=True, timeout=PARTS_SECONDS, check=False
+        )
+    try:
+        found = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        return warning("not checked", "fix the check `recipe` first, and run `trainer check`")
+    if not found["problems"]:
+        return ok("; ".join(["no problem", *found["notes"]]))
+    numbered = [f"({number}) {text}" for number, text in enumerate(found["problems"], start=1)]
+    return problem(" ".join(numbered), "mend them; `trainer check` with the same recipe shows one on each line")
 
 
 def _ranks(machine: Machine) -> tuple[int, int]:

@@ -66,4 +66,5 @@ CHECKS: tuple[Check, ...] = (
     Check("starting", "launcher", starting.launcher),
     Check("starting", "accelerate", starting.accelerate_configuration),
     Check("starting", "recipe", starting.recipe, _PROBE_SECONDS),
+    Check("starting", "data and model", starting.parts, starting.PARTS_SECONDS + 5),
 )

@@ -12,12 +12,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.base import errors, extensions
 from trainer.base.errors import ExitCode, RecipeError, TrainerError
+from trainer.base.processes import child_variables
+from trainer.base.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from trainer.reading.loading import ResolvedRecipe
@@ -33,8 +34,7 @@ def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int) -> in
     Raises:
         TrainerError: The error that ended the run.
     """
-    with tempfile.TemporaryDirectory(prefix="trainer-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         recipe = resolved.recipe.model_dump(mode="json", exclude_unset=True)
         (folder / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
         job = {
@@ -52,7 +52,7 @@ def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int) -> in
             stdin=subprocess.DEVNULL,
             stdout=None if shown else subprocess.PIPE,
             stderr=None if shown else subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=child_variables(),
             start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
         )
         _wait(child)

@@ -7,14 +7,14 @@ and the first failure is shown once, after all other output.
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import psutil
 
 from trainer.base import extensions
-from trainer.base.errors import ExitCode, LaunchError, LostPeerError, TrainerError
+from trainer.base.errors import ExitCode, LaunchError, LostPeerError, OutOfMemoryError, TrainerError
+from trainer.base.scratch import scratch_folder
 from trainer.launch.processes import Ended, LocalRanks, StartMethod, Stop, stop_signals
 from trainer.observe.heartbeat import Status, read_statuses
 from trainer.ranks.environment import LaunchEnvironment, check_agrees, detect, threads_per_rank
 from trainer.ranks.report import Kind, Report, read_reports
-from trainer.ranks.stopping import stop_before_training
+from trainer.ranks.stopping import SHOW_CURSOR, stop_before_training
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
@@ -41,11 +42,15 @@ _RESTART_SECONDS = 1.0  # pause between two attempts, because the old ranks may 
 
 
 class RankError(TrainerError):
-    """Failure of a rank that `trainer run` started, with its message and exit code."""
+    """Failure of a rank that `trainer run` started, with its message and exit code.
 
-    def __init__(self, message: str, exit_code: ExitCode) -> None:
+    `plan_command` plans the run, if the memory of a device is full.
+    """
+
+    def __init__(self, message: str, exit_code: ExitCode, plan_command: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.plan_command = plan_command
 
 
 def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: int = 0, job: Job | None = None) -> int:
@@ -69,8 +74,27 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
     with stop_before_training():
         environment, number = plan_start(resolved, processes, max_restarts)
         if number is None:
-            return join(resolved, environment, job)
-        return _start(resolved, number, max_restarts, job)
+            if environment.has_ranks:  # its launcher ends all ranks at the first error, and waits for no plan
+                return join(resolved, environment, job)
+            with _advises():
+                return join(resolved, environment, job)
+        with _advises():
+            return _start(resolved, number, max_restarts, job)
+
+
+@contextmanager
+def _advises() -> Iterator[None]:
+    """Add the advice of a plan to the error of a full memory, after all ranks have ended."""
+    try:
+        yield
+    except (OutOfMemoryError, RankError) as error:
+        if error.plan_command:
+            from trainer.training.memory import advice  # it needs torch
+
+            sys.stderr.write("the memory is full; planning changes that fit takes a minute at most\n")
+            if found := advice(error.plan_command):
+                error.args = (f"{error}\n{found}",)
+        raise
 
 
 def number_of_ranks(processes: int | None) -> int:
@@ -232,6 +256,19 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job | 
         return _attempt(resolved, number, method, stop, job)
 
 
+def run_on_fresh_ranks(resolved: ResolvedRecipe, number: int, job: Job) -> int:
+    """Run a job on `number` new local processes, even if it is one, and return the exit code.
+
+    Raises:
+        RecipeError: the recipe does not fit on that many ranks.
+        LaunchError: there are too few GPUs.
+        RankError: a rank failed, or a signal arrived before the first step.
+    """
+    plan_run(resolved.recipe, number)
+    _check_devices(number)
+    return _start(resolved, number, 0, job)
+
+
 def _resuming(resolved: ResolvedRecipe) -> ResolvedRecipe:
     """Return the recipe of a restart, which resumes from the checkpoints of this run in the folder."""
     recipe = resolved.recipe
@@ -245,16 +282,19 @@ def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: S
     """Run `number` local ranks once; return their exit code."""
     if stop.signal is not None:
         raise _stopped_early(stop.signal)
-    with tempfile.TemporaryDirectory(prefix="trainer-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         ranks = LocalRanks(_live, (resolved, job), number, method, folder)
         ends = ranks.wait(stop)
         failures = [end for end in ends if end.has_failed]
         if not failures:
             return max(end.exit_code for end in ends)
+        if sys.stdout.isatty():  # a killed rank 0 leaves the cursor hidden
+            os.write(sys.stdout.fileno(), SHOW_CURSOR)
         if stop.signal is not None and ranks.was_killed:
             raise RankError(
-                f"stopped by {stop.signal.name}; the ranks were killed before they had saved", ExitCode.FAILED
+                f"stopped by {stop.signal.name}; the ranks were killed before they had saved; earlier checkpoints"
+                " are as they were",
+                ExitCode.FAILED,
             )
         statuses = read_statuses(Path(resolved.recipe.checkpoint.folder))
         raise _error_of(failures[0], read_reports(folder), statuses, number, stop)
@@ -268,16 +308,18 @@ def _start_method() -> StartMethod:
 def _live(argument: tuple[ResolvedRecipe, Job | None], environment: LaunchEnvironment) -> int:
     """Run one local rank; return its exit code, and write an error to the rank's error file."""
     kind: Kind = "error"
+    command: Sequence[str] = ()
     try:
         extensions.load()  # a spawned rank has not loaded the recipe itself
         return join(argument[0], environment, argument[1])
     except TrainerError as error:
         code, message = error.exit_code, str(error)
         kind = "consequence" if isinstance(error, LostPeerError) else "error"
+        command = error.plan_command if isinstance(error, OutOfMemoryError) else ()
     except Exception:
         code, message = ExitCode.FAILED, traceback.format_exc()
     assert environment.error_file is not None
-    Report(environment.rank, code, message, kind).write(environment.error_file)
+    Report(environment.rank, code, message, kind, command).write(environment.error_file)
     if environment.rank > 0 or kind == "consequence":
         # The first exit ends all ranks, so this rank lets rank 0 show its summary, or lets the cause exit first.
         time.sleep(1)
@@ -330,7 +372,9 @@ def _first_error(reports: Sequence[Report], statuses: Mapping[int, Status], numb
     silent = sorted(set(range(number)) - {report.rank for report in reports})
     names = [_described(rank, statuses[rank].pid, statuses) if rank in statuses else f"rank {rank}" for rank in silent]
     hint = f"\n{', '.join(names)} left no error; the system may have killed it" if silent else ""
-    return RankError(f"{_described_report(first, statuses)} failed:\n{first.message}{hint}", code)
+    is_shared = sum(report.message == first.message for report in reports) > 1  # the error of any rank, on all of them
+    who = "" if is_shared else f"{_described_report(first, statuses)} failed:\n"
+    return RankError(f"{who}{first.message}{hint}", code, first.plan_command)
 
 
 def _described_report(report: Report, statuses: Mapping[int, Status]) -> str:

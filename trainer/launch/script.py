@@ -46,6 +46,7 @@ class Options:
     hosts: str | None = None
     claim: str | None = None
     map: Sequence[str] | None = None
+    restarts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,8 @@ def _fill_slurm(file: _File, job: _Job) -> None:
         if value := _plain(name, getattr(options, name)):
             file.directive(name, value, before="nodes")
     _fill_shell(file, job)
+    if options.restarts:
+        file.assign("RESTARTS", str(options.restarts))
     if options.container:
         folders = [
             os.getcwd(),
@@ -311,7 +314,7 @@ def _recipe_for_pods(job: _Job, maps: Mapping[str, str]) -> tuple[str, list[str]
     del recipe["checkpoint"]["folder"]
     if _POD_JOIN_TIMEOUT in added:
         del recipe["parallel"]["join_timeout"]
-    return json.dumps(recipe, indent=2, ensure_ascii=False), added
+    return json.dumps(recipe, indent=2), added  # ASCII: YAML breaks lines at U+0085 and U+2028 too
 
 
 def _shared_folder(folder: str) -> str:
@@ -394,7 +397,7 @@ def _outermost(folders: Sequence[str]) -> list[str]:
     return [one for one in distinct if not any(one != other and Path(one).is_relative_to(other) for other in distinct)]
 
 
-_SLURM_OPTIONS = frozenset({"name", "cpus", "time", "partition", "account", "container", "venv"})
+_SLURM_OPTIONS = frozenset({"name", "cpus", "time", "partition", "account", "container", "venv", "restarts"})
 _POD_OPTIONS = frozenset({"name", "cpus", "container", "claim", "map"})
 _SHELL_OPTIONS = frozenset({"venv", "hosts"})
 _APPLY = "kubectl apply -f {file}"

@@ -175,6 +175,14 @@ def set_local_rank(local_rank: int, environ: MutableMapping[str, str] = os.envir
     environ.setdefault("LOCAL_RANK", str(local_rank))
 
 
+def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables for a child process that is no rank and sees no GPU."""
+    of_launchers = ("TORCHELASTIC_", "ACCELERATE_", "OMPI_COMM_", "PMI_", "MPI_", "MV2_COMM_", "SLURM_")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {key: value for key, value in environ.items() if key not in names and not key.startswith(of_launchers)}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
 def extensions_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder that the user set for compiled extensions of torch; None: torch's default."""
     folder = environ.get("TORCH_EXTENSIONS_DIR")

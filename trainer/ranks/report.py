@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ class Report:
     exit_code: ExitCode
     message: str
     kind: Kind = "error"
+    plan_command: Sequence[str] = ()  # of `OutOfMemoryError`
     time_ns: int = field(default_factory=time.time_ns)
 
     def write(self, file: Path) -> None:
@@ -33,5 +35,6 @@ class Report:
 
 def read_reports(folder: Path) -> list[Report]:
     """Return the reports in the folder, earliest first; consequences come last."""
-    reports = [Report(**json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("*.json")]
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
+    reports = [Report(**{**values, "plan_command": tuple(values["plan_command"])}) for values in found]
     return sorted(reports, key=lambda report: (report.kind == "consequence", report.time_ns))

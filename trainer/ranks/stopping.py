@@ -20,6 +20,7 @@ SAVE = 1
 STOP = 1000
 """Request by a file for a checkpoint and a stop; above the number of every signal."""
 
+SHOW_CURSOR = b"\x1b[?25h"
 _FILES = {STOP: "stop", SAVE: "save"}
 _LOOK_SECONDS = 0.25
 
@@ -60,6 +61,7 @@ class StopRequest:
         self.received = 0  # number of the signal, or 0
         self._previous: dict[int, signal._HANDLER] = {}
         self._folder: Path | None = None
+        self._speaks = False
         self._clock = clock
         self._next_look = 0.0
         self._found = 0
@@ -67,8 +69,9 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         return self
 
-    def listen(self) -> None:
-        """Install the signal handlers."""
+    def listen(self, speaks: bool = False) -> None:
+        """Install the signal handlers; `speaks`: they answer the first signal with a line on the standard error."""
+        self._speaks = speaks
         for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._receive)
 
@@ -104,7 +107,10 @@ class StopRequest:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
-        if self._folder is not None:  # on rank 0; `os.write` is safe inside of a handler
-            os.write(
-                2, f"\n{signal.Signals(number).name}: saving a checkpoint after this step, then stopping\n".encode()
-            )
+        if self._speaks:
+            plan = "saving a checkpoint after this step, then stopping"
+            if self._folder is None:
+                plan = "stopping when the model is built; nothing is lost"
+            os.write(2, f"\n{signal.Signals(number).name}: {plan}\n".encode())  # safe inside of a handler
+            if os.isatty(1):  # bars hide it, and the launcher may kill this process
+                os.write(1, SHOW_CURSOR)
