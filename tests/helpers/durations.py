@@ -25,11 +25,17 @@ SLOW = {
     "tests/launch/test_kills.py::test_a_rank_is_killed_at_ten_random_moments": "starts a dozen runs without a fork",
     "tests/launch/test_launchers.py::test_two_ranks_learn_what_one_process_learns": "up to four programs",
     "tests/launch/test_real_data.py::test_each_launcher_gives_the_same_curve": "trains on files of thousands of rows",
+    "tests/launch/test_slurm.py::test_a_job_goes_on_after_a_killed_rank_and_after_a_signal": (
+        "a real cluster starts, requeues twice and finishes"
+    ),
+    "tests/launch/test_launchers.py::test_tensor_ranks_run_the_sample": "four ranks, each a program of its own",
+    "tests/planning/test_shortening.py::test_a_shortened_model_gives_the_plan_of_the_whole_one": "whole plans",
     "tests/launch/test_two_nodes.py::TestTorchrunHandsOutTheRanks::test_a_node_that_was_killed_joins_again": (
         "torchrun waits for the lost node, then both start again"
     ),
     "tests/launch/test_two_nodes.py::TestTorchrunHandsOutTheRanks::test_a_rank_that_was_killed": "it starts twice",
     "tests/observe/test_telemetry.py::test_a_run_asks_nothing_of_the_network": "two runs with all trackers, not forked",
+    "tests/parity/test_parity.py::TestTheTestCanFail::test_a_planted_mistake": "new ranks for each mistake",
     "tests/test_readme.py::test_a_page_can_be_followed": "each training of a page, one after the other",
 }
 """Tests, without parameters, that take more than 30 s on the reference, and why."""

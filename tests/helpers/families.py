@@ -69,6 +69,7 @@ HEADS = (
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
     "AutoModelForQuestionAnswering",
+    "AutoModelForMultipleChoice",
     "AutoModelForMaskedLM",
     "AutoModelForCausalLM",
     "AutoModelForSeq2SeqLM",
@@ -111,4 +112,6 @@ def inputs_of(model_type: str, head: str = "") -> dict[str, Tensor]:
     inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     if model_type == "t5":
         ids[:, 3] = 1  # end of sequence: T5 classifies from its hidden state
+    if head == "AutoModelForMultipleChoice":
+        return {name: tensor.unsqueeze(1) for name, tensor in inputs.items()}
     return inputs | ({"decoder_input_ids": ids.flip(0)} if head == "AutoModelForSeq2SeqLM" else {})

@@ -56,7 +56,7 @@ def _loop(engine: Any) -> NoReturn:
 
 def _nan(engine: Any) -> None:
     with torch.no_grad():
-        next(iter(engine._parameters.values())).fill_(float("nan"))
+        next(iter(engine.parameters.values())).fill_(float("nan"))
 
 
 def _fill_the_disk(engine: Any) -> None:
@@ -123,14 +123,15 @@ def _before_step(engine: Any, action: Callable[[Any], None], rank: str, step: in
 def put_in_bad_rows(rank: str, step: int) -> None:
     """Make the loss of the first microbatch of `rank` NaN, in training and when it is computed again."""
     loss_sum, evaluate = ModelForward.loss_sum, ModelForward.evaluate
-    bad: list[int] = []
+    bad: list[Any] = []  # the tokens of the microbatch; other steps have rows of the same numbers
 
     def is_bad(self: ModelForward, microbatch: Any) -> bool:
         if os.environ.get("RANK", "0") != rank or self._step + 1 != step:
             return False
-        first = microbatch.rows[0].item()
-        bad.append(first)
-        return bool(first == bad[0])
+        tokens = microbatch.inputs["input_ids"]
+        if not bad:
+            bad.append(tokens)
+        return torch.equal(tokens, bad[0])
 
     def faulty_loss_sum(self: ModelForward, microbatch: Any) -> Any:
         return loss_sum(self, microbatch) * (float("nan") if is_bad(self, microbatch) else 1.0)

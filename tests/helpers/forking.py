@@ -6,19 +6,21 @@ import multiprocessing
 import os
 from functools import cache
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkProcess, ForkServerContext
+from multiprocessing.process import BaseProcess
 
 from tests.helpers import processes
 
 
 @cache
-def forking() -> ForkServerContext:
-    """Return the multiprocessing context of such processes. The fork server only imports.
+def forking(also: tuple[str, ...] = ()) -> ForkServerContext:
+    """Return the multiprocessing context of such processes. The fork server only imports, in its first call `also` too.
 
     It starts with the environment of a user's shell, because libraries read it when they are imported.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.faulty_run", "tests.helpers.training", "trainer.training.run"])
+    imported = ["tests.helpers.faulty_run", "tests.helpers.training", "trainer.training.run", *also]
+    context.set_forkserver_preload(imported)
     ours, theirs = dict(os.environ), processes.environment()
     try:
         os.environ.clear()
@@ -28,3 +30,8 @@ def forking() -> ForkServerContext:
         os.environ.clear()
         os.environ.update(ours)
     return context
+
+
+def forked_children() -> list[BaseProcess]:
+    """Return the living children that this process forked itself; ranks of pools come from the fork server."""
+    return [child for child in multiprocessing.active_children() if isinstance(child, ForkProcess)]

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -103,6 +104,10 @@ def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
             # The table of local addresses gets a lower priority than by default: the rule of `closed` must precede it.
             node.ip("rule", "add", "pref", "100", "lookup", "local")
             node.ip("rule", "del", "pref", "0")
+        # The kernel reports a carrier some time after both ends are up.
+        for node in nodes:
+            _wait_for("eth0", node)
+            _wait_for("mgmt", node)
         yield first, second
     finally:
         for node in nodes:
@@ -120,12 +125,25 @@ def closed(node: Node, ports: str) -> Iterator[None]:
         node.ip("rule", "del", *rule)
 
 
+def _wait_for(interface: str, node: Node, seconds: float = 30.0) -> None:
+    """Wait until the interface of the node is running.
+
+    Raises:
+        TimeoutError: It is not running after `seconds`.
+    """
+    end = time.monotonic() + seconds
+    while not _ip("-n", node.namespace, "-o", "link", "show", interface, "up").count("state UP"):
+        if time.monotonic() > end:
+            raise TimeoutError(f"{interface} of {node.name} is not running after {seconds:.0f} s")
+        time.sleep(0.05)
+
+
 def _namespace(name: str) -> str:
     return f"trainer-{os.getpid()}-{name}"
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
 if __name__ == "__main__":

@@ -29,11 +29,11 @@ def environment(**variables: str) -> dict[str, str]:
     return inherited | ours | variables
 
 
-def start(command: Sequence[str | Path], **variables: str) -> subprocess.Popen[str]:
+def start(command: Sequence[str | Path], cwd: Path = ROOT, **variables: str) -> subprocess.Popen[str]:
     """Start a command in its own process group, with stdout and stderr as pipes."""
     return subprocess.Popen(
         [str(word) for word in command],
-        cwd=ROOT,
+        cwd=cwd,
         env=environment(**variables),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -43,7 +43,7 @@ def start(command: Sequence[str | Path], **variables: str) -> subprocess.Popen[s
     )
 
 
-def finish(process: subprocess.Popen[str], timeout_seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
+def finish(process: subprocess.Popen[str], timeout_seconds: float = 480.0) -> subprocess.CompletedProcess[str]:
     """Wait for a started process. On timeout, kill it with its group, and fail."""
     try:
         stdout, stderr = process.communicate(timeout=timeout_seconds)
@@ -68,7 +68,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def run(
-    command: Sequence[str | Path], timeout_seconds: float = 240.0, **variables: str
+    command: Sequence[str | Path], timeout_seconds: float = 480.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return finish(start(command, **variables), timeout_seconds)

@@ -34,7 +34,7 @@ from typing import Any
 
 from tests.helpers.forking import forking
 
-START_SECONDS = 240.0  # imports and rendezvous, on a busy machine
+START_SECONDS = 480.0  # imports and rendezvous, on a busy machine
 GRACE_SECONDS = 4.0  # for the other ranks to answer after one has failed
 
 
@@ -78,7 +78,7 @@ class RankPool:
         self._ranks: list[_Rank] = []
 
     def run(
-        self, function: Callable[..., Any], /, *args: Any, timeout_seconds: float = 240.0, **kwargs: Any
+        self, function: Callable[..., Any], /, *args: Any, timeout_seconds: float = 480.0, **kwargs: Any
     ) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank and return the results in rank order.
 

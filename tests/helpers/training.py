@@ -32,7 +32,8 @@ from trainer.tasks.classes import NamedClasses
 from trainer.tasks.masking import Masking
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
-from trainer.training.assembly import Assembly, PreparedData, assemble
+from trainer.training.assembly import Assembly, assemble
+from trainer.training.prepared import PreparedData
 from trainer.training.process_group import open_mesh
 
 # Scanning the imported modules in every collection would take as long as the training steps of these tests.
@@ -182,6 +183,13 @@ def tiny_tuples(num_rows: int = NUM_ROWS, texts_per_row: int = 3, has_scores: bo
     )
 
 
+def tiny_duplicates(num_rows: int = NUM_ROWS) -> EncodedSplit:
+    """Return the rows of `tiny_tuples` with numbers of their texts, as if half of the texts stood in other rows too."""
+    split, random = tiny_tuples(num_rows), np.random.default_rng(2)
+    split.arrays["labels"] = random.integers(0, 75, (num_rows, 3))
+    return split
+
+
 def tiny_tags(num_rows: int = NUM_ROWS) -> EncodedSplit:
     """Return the rows of `tiny_split` with random classes of about half of their tokens; every fifth row has none."""
     split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
@@ -212,6 +220,14 @@ def tiny_windows(num_rows: int = NUM_ROWS) -> EncodedSplit:
     """Return windows of questions: the rows of `tiny_split` with random positions of the answers as labels."""
     split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
     split.arrays["labels"] = np.sort(random.integers(0, split.lengths[:, None], (num_rows, 2)), axis=1)
+    return split
+
+
+def tiny_choices(num_rows: int = NUM_ROWS) -> EncodedSplit:
+    """Return rows of two or three choices, of 3 to 17 random tokens each, with the index of the right one."""
+    split, random = tiny_tuples(num_rows), np.random.default_rng(1)
+    counts = random.integers(2, 4, num_rows)
+    split.scalars |= {"num_choices": counts, "labels": random.integers(0, counts)}
     return split
 
 
@@ -288,6 +304,12 @@ TINY_TASKS = {
         tiny_tuples,
         Padding(0),
     ),
+    "embedding_duplicates": TinyTask(
+        {"type": "embedding", "texts": ["a", "b", "c"], "mask_duplicates": True},
+        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
+        tiny_duplicates,
+        Padding(0),
+    ),
     "seq2seq_lm": TinyTask({"type": "seq2seq_lm"}, {"config": TINY_T5, "tokenizer": "none"}, tiny_targets, Padding(0)),
     "token_classification": TinyTask(
         {"type": "token_classification", "words": "words", "tags": "tags"},
@@ -311,6 +333,12 @@ TINY_TASKS = {
         {"type": "question_answering"},
         {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
         tiny_windows,
+        Padding(0),
+    ),
+    "multiple_choice": TinyTask(
+        {"type": "multiple_choice"},
+        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
+        tiny_choices,
         Padding(0),
     ),
     "image_classification": TinyTask(
@@ -461,7 +489,9 @@ def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert the model to `dtype`, and its floating-point inputs (images are fp32)."""
 
     def cast(module: nn.Module, args: Any, kwargs: dict[str, Tensor]) -> tuple[Any, Any]:
-        return args, {name: t.to(dtype) if t.is_floating_point() else t for name, t in kwargs.items()}
+        return args, {
+            name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in kwargs.items()
+        }
 
     model.to(dtype).register_forward_pre_hook(cast, with_kwargs=True)
 

@@ -5,19 +5,24 @@ The tests of the launchers, of the local ranks and of the README start it as a u
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TextIO
 
@@ -82,6 +87,32 @@ class WarmProcess:
 def start(arguments: Sequence[object], faulty: bool = False, node: Node | None = None, **variables: str) -> WarmProcess:
     """Start `trainer` with these arguments, on a node if one is given. `faulty` selects those of `faulty_run.py`."""
     return WarmProcess([str(word) for word in arguments], processes.environment(**variables), faulty, node)
+
+
+def start_on_terminal(arguments: Sequence[object], columns: int = 120, faulty: bool = False) -> tuple[BaseProcess, int]:
+    """Start `trainer` with a terminal of its own; return the process and the descriptor of the terminal."""
+    terminal, child_end = pty.openpty()
+    fcntl.ioctl(child_end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    variables = processes.environment(TERM="xterm-256color")
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        variables.pop(name, None)
+    end = Connection(child_end)
+    words = [str(word) for word in arguments]
+    process = forking().Process(target=_run_on_terminal, args=(words, variables, faulty, end))
+    process.start()
+    end.close()
+    return process, terminal
+
+
+def _run_on_terminal(arguments: list[str], environment: dict[str, str], faulty: bool, end: Connection) -> None:
+    _become([Connection(os.dup(end.fileno())) for _ in range(3)], environment, processes.ROOT)
+    end.close()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches all processes of this session
+    from tests.helpers import faulty_run
+    from trainer.cli import main
+
+    sys.argv = ["trainer", *arguments]
+    sys.exit(faulty_run.main_with_fault(arguments) if faulty else main(arguments))
 
 
 def _text(connection: Connection) -> TextIO:

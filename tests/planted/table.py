@@ -428,6 +428,22 @@ _PARALLEL = [
         "start = box.start",
         ("parallel/test_parts.py",),
     ),
+    Defect(
+        "adapter_scaled_by_the_tensor_degree",
+        "The product of an adapter in a cut layer is divided by the tensor degree.",
+        "parallel/linear.py",
+        "            whole.scaling,\n            dropout,",
+        "            whole.scaling / group_size(self.group),\n            dropout,",
+        ("parity/test_adapters.py::test_any_layout_is_one_process[bert-tensor-sequence-accumulated]",),
+    ),
+    Defect(
+        "adapter_dropout_ignores_the_part",
+        "Every tensor rank drops the same elements of its inputs of an adapter.",
+        "parallel/linear.py",
+        "dropout.site = replace(dropout.site, cut_dim=-1, part=index_in_group(self.group))",
+        "dropout.site = replace(dropout.site)",
+        ("parity/test_adapters.py::test_any_layout_is_one_process[bert-tensor-sequence-accumulated]",),
+    ),
 ]
 
 _MODELS = [
@@ -564,6 +580,72 @@ _TASKS = [
         "{value: value for value, name in enumerate(declared) if name in index_of}",
         ("tasks/test_sequence_classification.py",),
     ),
+    Defect(
+        "words_without_a_label_counted",
+        "The mean loss of words counts tokens without a label.",
+        "tasks/token_classification.py",
+        "return (labels != IGNORED_LABEL).sum()",
+        "return labels.new_tensor(labels.numel())",
+        ("tasks/test_token_classification.py::TestMetrics::test_the_loss_is_the_sum_over_labels",),
+    ),
+    Defect(
+        "shared_words_labelled_twice",
+        "A word in two windows has a label in both.",
+        "tasks/token_classification.py",
+        "owned = word >= 0 and owner_of[token] == window",
+        "owned = word >= 0",
+        ("tasks/test_token_classification.py::test_windows_label_each_word_once_where_it_has_most_context",),
+    ),
+    Defect(
+        "sign_of_no_answer",
+        "No answer is preferred where the best answer has the higher score.",
+        "tasks/question_answering.py",
+        "found.no_answer - best.score > self.null_threshold",
+        "best.score - found.no_answer > self.null_threshold",
+        ("tasks/test_question_answering.py::test_answers_are_the_best_of_all_windows",),
+    ),
+    Defect(
+        "no_answer_of_the_surest_window",
+        "The score for no answer is the highest of all windows, not the lowest.",
+        "tasks/question_answering.py",
+        'float(arrays["no_answer"][own].min())',
+        'float(arrays["no_answer"][own].max())',
+        ("tasks/test_question_answering.py::test_answers_are_the_best_of_all_windows",),
+    ),
+    Defect(
+        "packed_documents_see_each_other",
+        "The attention mask stays with packed rows, so documents see each other.",
+        "tasks/causal_lm.py",
+        'return {name: tensor for name, tensor in inputs.items() if name != "attention_mask"}',
+        "return inputs",
+        ("tasks/test_causal_lm.py::test_packed_documents_have_the_logits_that_they_have_alone",),
+    ),
+    Defect(
+        "positions_continue_over_documents",
+        "The positions of a packed row run on over its documents.",
+        "tasks/packing.py",
+        'self._row["position_ids"] += range(len(part))',
+        'self._row["position_ids"] += [len(self._row["position_ids"]) + place for place in range(len(part))]',
+        ("tasks/test_causal_lm.py::test_packed_rows_are_full_and_positions_restart",),
+    ),
+    Defect(
+        "prompt_trained",
+        "The tokens of a prompt are trained, too.",
+        "tasks/causal_lm.py",
+        "[False] * len(before)",
+        "[True] * len(before)",
+        ("tasks/test_causal_lm.py::test_only_completions_are_trained",),
+    ),
+    Defect(
+        "decoder_sees_its_label",
+        "The decoder's input is not shifted, so it holds the label.",
+        "tasks/seq2seq_lm.py",
+        "[self.start_token, *row[:-1]]",
+        "[self.start_token, *row[1:]]",
+        (
+            "tasks/test_seq2seq_lm.py::test_a_target_ends_with_the_end_token_and_the_decoder_starts_with_its_start_token",
+        ),
+    ),
 ]
 
 _DATA = [
@@ -646,8 +728,8 @@ _ENGINE = [
         "gradient_doubled",
         "The gradients of data-parallel ranks are summed and doubled.",
         "engine/native.py",
-        "future.value()[0])",
-        "future.value()[0] * 2)",
+        ".then(lambda _: bucket.buffer())",
+        ".then(lambda _: bucket.buffer() * 2)",
         _parity("ddp-2ranks-fp32-accumulated-dropout"),
     ),
     Defect(
@@ -794,6 +876,30 @@ _ENGINE = [
         "num_rows=num_microbatches * size",
         ("engine/test_pipeline.py::TestPasses",),
     ),
+    Defect(
+        "negatives_of_the_own_rank",
+        "The joint loss sees the scores of one rank's rows.",
+        "engine/joint.py",
+        'mesh.sum_(every, "dp")',
+        'mesh.sum_(every.clone(), "dp")',
+        ("engine/test_joint.py",),
+    ),
+    Defect(
+        "filler_rows_evaluated",
+        "The rows of a filler count in an evaluation.",
+        "engine/forward.py",
+        "        if microbatch.filler:\n",
+        "        if False:\n",
+        ("training/test_evaluation.py::test_the_rows_of_a_filler_do_not_count",),
+    ),
+    Defect(
+        "frozen_weights_in_the_optimizer",
+        "The optimizer holds frozen parameters.",
+        "engine/optimizer.py",
+        "trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]",
+        "trainable = list(parameters)",
+        ("engine/test_optimizer.py",),
+    ),
 ]
 
 _CHECKPOINT = [
@@ -825,8 +931,8 @@ _CHECKPOINT = [
         "another_training_resumed",
         "A checkpoint of another training is resumed.",
         "checkpoint/saving.py",
-        "if differences:",
-        "if differences is None:",
+        "if not differences:",
+        "if differences is not None:",
         ("checkpoint/test_saving.py::TestIdentity::test_what_is_learned_may_not",),
     ),
     Defect(
@@ -868,8 +974,8 @@ _OBSERVE = [
         "heartbeat_never_written",
         "A rank does not write what it does.",
         "observe/heartbeat.py",
-        "if self._descriptor is not None:\n            status",
-        "if self._descriptor is None:\n            status",
+        "if self._descriptor is not None:\n            now",
+        "if self._descriptor is None:\n            now",
         ("observe/test_heartbeat.py",),
     ),
     Defect(
@@ -951,8 +1057,8 @@ _TRAINING = [
         "evaluation_batch_counted_twice",
         "Every tensor rank counts the rows of its evaluation.",
         "training/evaluation.py",
-        '(loss_sum, num_valid, here) if self._mesh.index("tp") == 0 else (0.0, 0, {})',
-        "(loss_sum, num_valid, here)",
+        '(loss_sum, num_valid, here.joined()) if self._mesh.index("tp") == 0 else (0.0, 0, {})',
+        "(loss_sum, num_valid, here.joined())",
         ("training/test_evaluation.py::test_a_vocabulary_that_is_cut_is_evaluated_as_a_whole_one",),
     ),
     Defect(
@@ -986,6 +1092,17 @@ _TRAINING = [
         '| {"dtype": dtype}',
         '| {"dtype": "float32"}',
         ("training/test_exporting.py::test_opens_without_a_key_too_few_or_too_many", "parity/test_export.py"),
+    ),
+    Defect(
+        "predictions_in_the_order_of_batches",
+        "Predictions stay in the order of the batches.",
+        "training/evaluation.py",
+        "order = whole[_ROWS].argsort() if whole else None",
+        "order = torch.arange(num_rows) if whole else None",
+        (
+            "training/test_predicting.py::test_predictions_are_those_of_a_pipeline",
+            "training/test_questions.py::test_any_number_of_ranks_gives_the_same_metrics",
+        ),
     ),
 ]
 
@@ -1075,6 +1192,65 @@ _DOCTOR = [
     ),
 ]
 
+_PLANNING = [
+    Defect(
+        "tied_weights_planned_twice",
+        "The plan holds a tied weight twice.",
+        "planning/step.py",
+        "if parameter not in made:",
+        "if parameter is not None:",
+        ("planning/test_truth.py",),
+    ),
+    Defect(
+        "microbatches_not_counted",
+        "The plan of many microbatches counts the work of three.",
+        "planning/step.py",
+        "plus(repeated, number - _MICROBATCHES)",
+        "plus(repeated, 0)",
+        ("planning/test_plan.py",),
+    ),
+    Defect(
+        "planned_gradients_overflow",
+        "Every planned step of ZeRO is skipped, so that it has no optimizer state.",
+        "planning/zero.py",
+        'DeepSpeedZeroOptimizer": {"has_overflow": False}',
+        'DeepSpeedZeroOptimizer": {"has_overflow": True}',
+        ("planning/test_plan.py::test_offload_moves_memory_to_the_host[zero2-optimizer-moved1]",),
+    ),
+    Defect(
+        "offloaded_gradients_on_the_device",
+        "The plan of FSDP's offload keeps the sharded gradients on the device.",
+        "planning/offloading.py",
+        "in ((_TO_DEVICE, False), (_TO_HOST, True)):",
+        "in ((_TO_DEVICE, False),):",
+        ("planning/test_plan.py::test_offload_moves_memory_to_the_host[fsdp-parameters-moved0]",),
+    ),
+    Defect(
+        "memory_traffic_not_timed",
+        "The time of an operation ignores the bytes that it moves.",
+        "planning/timing.py",
+        "return max(moved, speed.matmul",
+        "return min(moved, speed.matmul",
+        ("planning/test_timing.py::test_the_roofline_of_a_matrix_product",),
+    ),
+    Defect(
+        "network_not_shared",
+        "Every rank of a machine has the whole network to itself.",
+        "planning/timing.py",
+        " * link.local_ranks / link.together",
+        "",
+        ("planning/test_timing.py::test_rings_and_trees",),
+    ),
+    Defect(
+        "first_pipeline_rank_does_not_wait",
+        "A backward pass of a stage begins before that of the next stage has ended.",
+        "planning/timeline.py",
+        "if stage < last:",
+        "if stage > last:",
+        ("planning/test_timing.py::test_the_bubble_of_one_stage_a_rank",),
+    ),
+]
+
 _CONVERT = [
     Defect(
         "constant_schedule_decays",
@@ -1118,6 +1294,60 @@ _CONVERT = [
     ),
 ]
 
+_REPORTING = [
+    Defect(
+        "first_pair_of_a_matrix",
+        "The matrix of confusions counts predicted classes as true ones.",
+        "tasks/classes.py",
+        'pairs = predictions["labels"] * len(names) + predictions["predictions"]',
+        'pairs = predictions["predictions"] * len(names) + predictions["labels"]',
+        ("tasks/test_sequence_classification.py",),
+    ),
+    Defect(
+        "bad_steps_at_the_wrong_mark",
+        "A mark stands at the first logged step, not at the first one from its own.",
+        "reporting/figures.py",
+        "(one for one in steps if one >= step)",
+        "(one for one in steps)",
+        ("reporting/test_report.py::test_marks_stand_at_the_steps_of_the_run",),
+    ),
+    Defect(
+        "killed_run_is_finished",
+        "A run that was killed counts as finished.",
+        "reporting/report.py",
+        "if metrics.steps and metrics.steps[-1].step == total else",
+        "if metrics.steps else",
+        ("reporting/test_listing.py::test_the_states_of_runs",),
+    ),
+]
+
+_COMPARING = [
+    Defect(
+        "turns_in_one_order",
+        "Both turns go in the order of the list.",
+        "comparing/turns.py",
+        "self.trials[:: 1 - 2 * (turn % 2)]",
+        "self.trials",
+        ("comparing/test_compare.py::TestTurns",),
+    ),
+    Defect(
+        "warm_up_is_timed",
+        "The first steps of a turn are timed.",
+        "comparing/results.py",
+        "turn.steps[warm_up(len(turn.steps)) :]",
+        "turn.steps",
+        ("comparing/test_compare.py::TestResults",),
+    ),
+    Defect(
+        "hidden_communication_counts",
+        "Communication beside compute counts as communication that nothing hides.",
+        "comparing/probe.py",
+        "(either - compute) / length",
+        "_length(busy) / length",
+        ("comparing/test_probe.py",),
+    ),
+]
+
 DEFECTS: tuple[Defect, ...] = (
     *_BASE,
     *_RANKS,
@@ -1131,8 +1361,11 @@ DEFECTS: tuple[Defect, ...] = (
     *_ENGINE,
     *_CHECKPOINT,
     *_OBSERVE,
+    *_REPORTING,
     *_TRAINING,
     *_LAUNCH,
     *_DOCTOR,
+    *_PLANNING,
+    *_COMPARING,
     *_CONVERT,
 )

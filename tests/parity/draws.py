@@ -1,0 +1,439 @@
+"""Random recipes, data and layouts for the fuzz of the parity promise; see `tests/parity/fuzz.py`.
+
+A case is a function of (seed, number, attempt) and of nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.helpers.families import CONFIGS, SHIPPED, VARIANTS, has_head
+from tests.helpers.tiny_run import WORDS
+from tests.helpers.training import RANK_STRATEGIES, TINY_BERT, TINY_RESNET
+from tests.parity.test_deepspeed_keys import ZERO_VALUES, strategies_of
+from trainer.recipe.schedules import SCHEDULES
+from trainer.recipe.strategies import STRATEGIES
+
+PADDING, UNKNOWN, START, END, MASK = range(5)
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+BART = {
+    "vocab_size": 211, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+    "decoder_start_token_id": END, "forced_eos_token_id": None,
+}  # fmt: skip
+FAMILY_CONFIGS: dict[str, dict[str, Any]] = {**CONFIGS, **SHIPPED, "bart": BART, "resnet": TINY_RESNET}
+ENCODER_DECODERS = ("t5", "bart")
+IMAGES = ("vit", "resnet")
+DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo", "starcoder2", "exaone4")
+
+HEADS = {
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "sequence_regression": "AutoModelForSequenceClassification",
+    "masked_lm": "AutoModelForMaskedLM",
+    "token_classification": "AutoModelForTokenClassification",
+    "question_answering": "AutoModelForQuestionAnswering",
+    "causal_lm": "AutoModelForCausalLM",
+    "seq2seq_lm": "AutoModelForSeq2SeqLM",
+    "image_classification": "AutoModelForImageClassification",
+}
+TASKS = (*HEADS, "embedding")
+DATA = ("uneven", "one_token", "equal", "seven_rows", "one_class")
+DATA_OF = {"sequence_regression": (*DATA, "huge"), "image_classification": ("uneven", "seven_rows", "one_class")}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a training, from the step at which the one before it stopped, under a layout of its own.
+
+    Attributes:
+        num_ranks: the number of ranks.
+        stop: the step at which it stops; None: the last.
+        sections: keys of the recipe that must not change the training, by section.
+    """
+
+    num_ranks: int
+    stop: int | None
+    sections: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A drawn case: a recipe for one process, its data, and the parts in which ranks train it."""
+
+    recipe: dict[str, Any]
+    data: str  # of `DATA` or `DATA_OF`
+    num_rows: int
+    special_tokens: bool  # whether the tokenizer puts special tokens around a text
+    parts: tuple[Part, ...]
+    family: str
+
+    @property
+    def task(self) -> str:
+        return str(self.recipe["task"]["type"])
+
+    @property
+    def traits(self) -> list[str]:
+        """The names of the groups of the report in which it counts."""
+        found = [f"precision {self.recipe['precision']}", f"task {self.task}", f"family {self.family}"]
+        found += [f"data {self.data}"] + ["stopped and resumed"] * (len(self.parts) > 1)
+        model = self.recipe["model"]
+        found += [key for key in ("adapter", "freeze") if model.get(key)]
+        found += ["dropout"] * bool(model.get("dropout"))
+        for part in self.parts:
+            parallel = part.sections["parallel"]
+            pipeline = parallel.get("pipeline")
+            found += [f"ranks {part.num_ranks}", f"strategy {parallel['strategy']}"]
+            found += [f"tensor {parallel['tensor']}"] * (parallel["tensor"] > 1)
+            found += ["sequence"] * bool(parallel.get("sequence"))
+            found += [f"schedule {pipeline['schedule']}"] if pipeline else []
+            found += ["offload"] * (parallel.get("offload", "none") != "none")
+            found += ["DeepSpeed keys"] * bool(parallel.get("deepspeed"))
+            how = part.sections["activation_checkpointing"]
+            found += [f"recompute {how}"] * (how != "none")
+        return list(dict.fromkeys(found))
+
+    def recipe_of(self, part: Part) -> dict[str, Any]:
+        """Return the recipe of a part."""
+        recipe = dict(self.recipe)
+        for section, keys in part.sections.items():
+            recipe[section] = {**recipe.get(section, {}), **keys} if isinstance(keys, dict) else keys
+        if part.stop is not None:
+            recipe["training"] = {**recipe["training"], "stop_at_step": part.stop}
+        return recipe
+
+    def write(self, folder: Path, seed: int) -> None:
+        """Write rows and tokenizer into a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        random = Random(f"rows {seed}")
+        for name, number in (("train", self.num_rows), ("validation", 11)):
+            rows = write_rows(self.recipe["task"], self.data, number, random)
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        if self.family not in IMAGES:
+            _write_tokenizer(folder / "tokenizer", self.family, self.special_tokens)
+
+
+def draw(seed: int, number: int, attempt: int) -> Drawn:
+    """Draw a case. Another attempt replaces a case that `trainer check` or the start of a run refuses."""
+    random = Random(f"{seed} {number} {attempt}")
+    # The first attempt decides the task, so that refusals do not make a task rare.
+    task_type = TASKS[number % len(TASKS)]
+    family = random.choice(_families(task_type))
+    task = _task(task_type, random, family)
+    data = random.choice(DATA_OF.get(task_type, DATA))
+    num_rows = 7 if data == "seven_rows" else random.choice((23, 40, 50))
+    special = family in ENCODER_DECODERS or (data != "one_token" and random.random() < 0.8)
+    steps = random.randint(3, 6)
+    batch = random.choice((6, 8, 12, 12, 12, 24))
+    precision = random.choice(("fp32", "fp32", "fp32", "bf16", "fp16"))
+    model: dict[str, Any] = {"config": _config(family, precision, random)}
+    if task_type != "image_classification":
+        model["tokenizer"] = "tokenizer"
+    invariant = True
+    if family == "bart":
+        model["dropout"], invariant = 0.0, False
+    elif family != "resnet" and random.random() < 0.8:
+        model["dropout"] = random.choice((0.0, 0.1, 0.3))
+    if random.random() < 0.25:
+        model |= _adapter_or_frozen(random, invariant)
+    recipe: dict[str, Any] = {
+        "name": "case",
+        "task": task,
+        "model": model,
+        "data": {"source": "files", "train": "train.jsonl", "validation": "validation.jsonl", "cache": "cache"},
+        "precision": precision,
+        "training": {
+            "max_steps": steps,
+            "global_batch_size": batch,
+            "micro_batch_size": batch,
+            "max_grad_norm": random.choice((None, 1.0, 0.1)),
+            "max_bad_steps": 9,
+            "seed": random.randint(0, 2**40),
+            "layout_invariant_dropout": invariant,
+        },
+        "optimizer": _optimizer(random),
+        "schedule": {"name": random.choice(("linear", "cosine", "constant")), "warmup": random.choice((0, 1, 0.3))},
+        "evaluation": {"every": random.choice(("2 steps", f"{steps} steps")), "batch_size": 11},
+        "checkpoint": {"folder": "run"},
+        "logging": {"every": "1 step", "to": ["jsonl"]},
+    }
+    if task_type != "image_classification":
+        recipe["data"] |= {"max_length": random.choice((12, 16, 24)), "group_by_length": random.random() < 0.5}
+    number_of_parts = random.choice((1, 2, 2, 3))
+    stops = sorted(random.sample(range(1, steps), min(number_of_parts, steps) - 1))
+    parts = tuple(_part(random, batch, stop, family, task) for stop in (*stops, None))
+    return Drawn(recipe, data, num_rows, special, parts, family)
+
+
+def wide() -> Drawn:
+    """Return a case of BERT-base's width that goes through five layouts, two steps under each."""
+    config = {
+        **TINY_BERT,
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+    }
+    drawn = draw(0, TASKS.index("masked_lm"), 0)
+    layouts: list[dict[str, Any]] = [
+        {"parallel": {"strategy": "ddp"}, "training": {"micro_batch_size": 2}},
+        {"parallel": {"strategy": "fsdp"}, "training": {"micro_batch_size": 6}},
+        {"parallel": {"strategy": "zero2"}, "training": {"micro_batch_size": 3}},
+        {"parallel": {"tensor": 2, "sequence": True}, "activation_checkpointing": "full"},
+        {"parallel": {"pipeline": {"stages": 2, "schedule": "1f1b"}}},
+    ]
+    usual: dict[str, Any] = {
+        "activation_checkpointing": "none",
+        "evaluation": {"batch_size": 4},
+        "checkpoint": {"asynchronous": False},
+    }
+    stops = (2, 4, 6, 8, None)
+    recipe = {
+        **drawn.recipe,
+        "task": {"type": "masked_lm", "text": "text"},
+        "model": {"config": config, "tokenizer": "tokenizer", "dropout": 0.1},
+        "data": {**drawn.recipe["data"], "max_length": 16},
+        "precision": "fp32",
+        "training": {"max_steps": 10, "global_batch_size": 12, "micro_batch_size": 12, "seed": 1},
+        "optimizer": {"name": "adamw", "learning_rate": 5e-5, "weight_decay": 0.01},
+        "schedule": {"name": "linear", "warmup": 1},
+        "evaluation": {"every": "10 steps", "batch_size": 11},
+    }
+    for layout in layouts:
+        layout["parallel"] = {"strategy": "ddp", "tensor": 1, **layout["parallel"]}
+    parts = tuple(Part(2, stop, {**usual, **layout}) for stop, layout in zip(stops, layouts, strict=True))
+    return Drawn(recipe, "uneven", 50, True, parts, "bert")
+
+
+def _families(task_type: str) -> list[str]:
+    if task_type == "embedding":
+        return [family for family in FAMILY_CONFIGS if family not in (*IMAGES, *ENCODER_DECODERS)]
+    if task_type == "seq2seq_lm":
+        return list(ENCODER_DECODERS)
+    if task_type == "image_classification":
+        return list(IMAGES)
+    return [family for family in FAMILY_CONFIGS if family not in IMAGES and has_head(family, HEADS[task_type])]
+
+
+def _config(family: str, precision: str, random: Random) -> dict[str, Any]:
+    """Return a tiny configuration. Weights are large in fp32, so that errors show."""
+    config = {"model_type": family, **FAMILY_CONFIGS[family]}
+    variants = [changed for of, changed in VARIANTS.values() if of == family]
+    if variants and random.random() < 0.4:
+        config |= random.choice(variants)
+    if family == "resnet":
+        return config
+    heads, key_values, hidden = random.choice(((4, 2, 32), (4, 4, 32), (6, 3, 48), (8, 4, 64)))
+    if family not in ("llama", "mistral", "qwen2", "qwen3", "olmo", "starcoder2", "exaone4"):
+        key_values = heads
+    layers = (config.get("num_hidden_groups") and config["num_hidden_layers"]) or random.choice((2, 2, 3, 4))
+    sizes: dict[tuple[str, ...], int] = {
+        ("hidden_size", "dim", "n_embd", "d_model"): hidden,
+        ("num_attention_heads", "n_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads"):
+            heads,
+        ("num_key_value_heads",): key_values,
+        ("intermediate_size", "hidden_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"): random.choice((48, 96)),
+        ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"): layers,
+        ("vocab_size",): random.choice((211, 128)),
+        ("pad_token_id",): PADDING,
+        ("bos_token_id", "cls_token_id"): START,
+        ("eos_token_id", "sep_token_id"): END,
+    }  # fmt: skip
+    if family in IMAGES:
+        config["num_channels"] = 1
+        config.pop("vocab_size", None)
+    else:
+        config |= dict.fromkeys(("pad_token_id", "eos_token_id", *(() if family == "t5" else ("bos_token_id",))), 0)
+    for names, size in sizes.items():
+        config |= {name: size for name in names if name in config}
+    config.pop("head_dim", None)  # transformers divides
+    if family == "qwen3":
+        config["head_dim"] = hidden // heads
+    # Rounding to 16 bits grows with the weights, and the limits for these types were measured with default weights.
+    scale = {} if family in ENCODER_DECODERS or precision != "fp32" else {"initializer_range": 0.2}
+    return config | scale
+
+
+def _adapter_or_frozen(random: Random, has_dropout: bool) -> dict[str, Any]:
+    if random.random() < 0.7:
+        dropout = random.choice((0.0, 0.1)) if has_dropout else 0.0
+        return {"adapter": {"type": "lora", "rank": 2, "alpha": 4.0, "dropout": dropout}}
+    return {"freeze": ["*embed*"]}
+
+
+def _optimizer(random: Random) -> dict[str, Any]:
+    if random.random() < 0.5:
+        return {"name": "sgd", "learning_rate": random.choice((0.01, 0.1)), "momentum": random.choice((0.0, 0.9))}
+    return {"name": "adamw", "learning_rate": 1e-3, "weight_decay": random.choice((0.0, 0.01))}
+
+
+def _task(kind: str, random: Random, family: str) -> dict[str, Any]:
+    task: dict[str, Any] = {"type": kind}
+    if kind in ("sequence_classification", "sequence_regression", "masked_lm"):
+        task["text"] = ["text", "other"] if family not in ENCODER_DECODERS and random.random() < 0.2 else "text"
+    if kind in ("sequence_classification", "image_classification"):
+        task["labels"] = list("abc")
+        if kind == "sequence_classification" and random.random() < 0.3:
+            return task | {"label": "several", "multi_label": True, "metrics": ["f1_macro", "accuracy"]}
+        task["class_weights"] = random.choice((None, None, {"a": 0.5, "b": 3.0, "c": 7.0}))
+        task["label_smoothing"] = random.choice((0.0, 0.1))
+    elif kind == "sequence_regression":
+        task |= {"label": "number", "metrics": ["mse"]}
+    elif kind == "masked_lm":
+        task["mask_probability"] = random.choice((0.15, 0.5))
+    elif kind == "embedding":
+        loss = random.choice(("multiple_negatives", "cosine", "cosent"))
+        task |= {"loss": loss, "pooling": random.choice(("mean", "cls", "last")), "normalize": random.random() < 0.7}
+        if loss == "multiple_negatives":
+            task |= {"texts": ["text", "other", "third"][: random.choice((2, 3))]}
+        else:
+            task |= {"texts": ["text", "other"], "score": "score", "metrics": ["spearman"]}
+    elif kind == "token_classification":
+        tags = ["O", "B-P", "I-P", "B-Q", "I-Q"]
+        task |= {"words": "words", "tags": "tags", "labels": tags} if random.random() < 0.7 else {
+            "text": "text", "spans": "spans", "labels": tags
+        }  # fmt: skip
+        task["label_all"] = random.random() < 0.5
+    elif kind == "question_answering":
+        task["unanswerable"] = random.random() < 0.5
+        task["stride"] = random.choice((None, 2))
+    elif kind == "causal_lm":
+        pairs = random.random() < 0.3
+        task |= {"prompt": "text", "completion": "other"} if pairs else {"text": "text"}
+        task["packing"] = random.choice(("none", "documents") if pairs else ("none", "documents", "joined"))
+        task["loss_chunk_tokens"] = random.choice((None, 7))
+        task["metrics"] = ["perplexity", "accuracy"]
+    elif kind == "seq2seq_lm":
+        task["max_target_length"] = random.choice((4, 12))
+    return task
+
+
+def _part(random: Random, batch: int, stop: int | None, family: str, task: dict[str, Any]) -> Part:
+    """Draw a layout. Some do not fit the model or each other, and are refused."""
+    ranks = random.choice((1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 4, 6, 8))
+    tensor = _degree(random, ranks, (1, 1, 1, 2, 2, 3, 4)) if family not in ("resnet", "bart") else 1
+    stages = _degree(random, ranks // tensor, (1, 1, 1, 2, 2, 3, 4))
+    names = [name for name in RANK_STRATEGIES if stages == 1 or not STRATEGIES[name].no_pipeline]
+    strategy = random.choice(names)
+    row, data_ranks = STRATEGIES[strategy], ranks // tensor // stages
+    parallel: dict[str, Any] = {"strategy": strategy, "tensor": tensor}
+    if tensor > 1:
+        parallel["sequence"] = random.random() < 0.5
+    if row.groups:
+        parallel["shard"] = random.choice([size for size in (1, 2, 3, 4, 6, 8) if data_ranks % size == 0])
+    if stages > 1:
+        schedule = random.choice(list(SCHEDULES))
+        several = SCHEDULES[schedule].several_stages
+        parallel["pipeline"] = {
+            "stages": stages,
+            "schedule": schedule,
+            "stages_per_rank": random.choice((None, 2, 3)) if several else None,
+            "microbatches": random.choice((None, None, 1, 2, 4)),
+        }
+    elif random.random() < 0.3:
+        parallel["offload"] = random.choice(row.offloads)
+    if row.cuts_parameters and not row.zero_stage:
+        parallel["reshard_after_forward"] = random.random() < 0.7
+    if row.zero_stage and random.random() < 0.5:
+        free = [key for key in ZERO_VALUES if strategy in strategies_of(key)]
+        chosen = random.sample(free, random.choice((1, 2, 3)))
+        parallel["deepspeed"] = {"zero_optimization": {key: ZERO_VALUES[key] for key in chosen}}
+    sections: dict[str, Any] = {
+        "parallel": parallel,
+        "activation_checkpointing": random.choice(("none", "none", "selective", "full")),
+        "training": {
+            "micro_batch_size": random.randint(1, batch),
+            "check_replicas": random.choice((None, "1 step")),
+        },
+        "evaluation": {"batch_size": random.randint(1, 8)},
+        "checkpoint": {"asynchronous": random.random() < 0.5},
+    }
+    return Part(ranks, stop, sections)
+
+
+def _degree(random: Random, ranks: int, degrees: tuple[int, ...]) -> int:
+    return random.choice([degree for degree in degrees if ranks % degree == 0])
+
+
+# Rows
+
+
+def write_rows(task: dict[str, Any], data: str, number: int, random: Random) -> list[dict[str, Any]]:
+    """Return rows with the columns of every text task, or images with their classes."""
+    if task["type"] == "image_classification":
+        classes = "a" if data == "one_class" else "abc"
+        return [{"image": _image(random), "label": random.choice(classes)} for _ in range(number)]
+    unanswerable = bool(task.get("unanswerable"))
+    return [_row(data, random, unanswerable) for _ in range(number)]
+
+
+def _image(random: Random) -> list[list[int]]:
+    return [[random.randrange(256) for _ in range(16)] for _ in range(16)]
+
+
+def _row(data: str, random: Random, unanswerable: bool) -> dict[str, Any]:
+    def length() -> int:
+        return {"one_token": 1, "equal": 6}.get(data) or random.choice((1, 2, 3, 5, 8, 13))
+
+    words = random.choices(WORDS, k=length())
+    text = " ".join(words)
+    one = data == "one_class"
+    number = random.gauss(0, 1) * (1e5 if data == "huge" else 1)
+    context = random.choices(WORDS, k=3 * length())
+    first = random.randrange(len(context))
+    answer = " ".join(context[first : first + random.choice((1, 2))])
+    place = len(" ".join(context[:first])) + (first > 0)
+    answers = {"text": [answer], "answer_start": [place]}
+    if unanswerable and (one or random.random() < 0.3):
+        answers = {"text": [], "answer_start": []}
+    spans = [] if one else [{"start": 0, "end": len(words[0]), "label": random.choice("PQ")}]
+    return {
+        "text": text,
+        "other": " ".join(random.choices(WORDS, k=length())),
+        "third": " ".join(random.choices(WORDS, k=length())),
+        "label": "a" if one else random.choice("abc"),
+        "several": ["a"] if one else [name for name in "abc" if random.random() < 0.5],
+        "number": 2.0 if one else number,
+        "score": 1.0 if one else random.choice((-1.0, 0.0, 0.2, 0.5, 1.0)),
+        "words": words,
+        "tags": ["O" if one else random.choice(("O", "B-P", "I-P", "B-Q")) for _ in words],
+        "spans": spans,
+        "question": " ".join(random.choices(WORDS, k=2)),
+        "context": " ".join(context),
+        "answers": answers,
+        "source": text,
+        "target": " ".join(random.choices(WORDS, k=length())),
+    }
+
+
+def _write_tokenizer(folder: Path, family: str, special: bool) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL_TOKENS, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    end, start = ("[SEP]", END), ("[CLS]", START)
+    if special and family in ENCODER_DECODERS:
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=[end])
+    elif special and family in DECODERS:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A", pair="[CLS] $A $B", special_tokens=[start]
+        )
+    elif special:
+        tokenizer.post_processor = processors.BertProcessing(end, start)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        bos_token="[CLS]",
+        eos_token="[SEP]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_input_names=["input_ids", "attention_mask"],
+    ).save_pretrained(folder)

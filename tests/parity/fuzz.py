@@ -1,0 +1,464 @@
+"""Random recipes under random layouts, each compared with one process.
+
+    python -m tests.parity.fuzz --seed S --cases N
+
+A case is a recipe with its data and one to three layouts (`tests/parity/draws.py`). The run starts under the first
+layout, stops and goes on from its checkpoint under the next one. Loss and gradient norm of every step, the
+evaluations, and the exported model are compared with a run of one process, whose global batch is one microbatch.
+transformers loads both exported models and computes their outputs.
+
+`--case K` runs one case, and `--wide --cases 1` a case of BERT-base's width. A failed case prints its recipes and the
+command that repeats it. With `--report FILE`, the results go into a file of JSON lines, cases in the file are not run
+again, and the table covers the whole file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.forking import forking
+from tests.helpers.ranks import RankError, RankPools
+from tests.parity.draws import Drawn, draw, wide
+
+PRELOADED = ("deepspeed", "datasets", "sklearn.metrics", "torch.distributed.fsdp", "torch.distributed.pipelining")
+TIMEOUT_SECONDS = 120.0
+MOST_ATTEMPTS = 200
+CASES_PER_POOL = 100  # ranks keep the process groups of every layout that they had
+SMALLEST = 1e-3  # losses and norms below this are compared by their difference, divided by this
+# Largest differences: of the losses of steps and evaluations, of norms, and of the outputs of exported models.
+LIMITS: dict[str, tuple[float, float, float]] = {
+    "fp32": (1e-5, 1e-5, 1e-4),
+    "bf16": (2 * 2**-7, 8 * 2**-7, 8 * 2**-7),
+    "fp16": (4 * 2**-10, 16 * 2**-10, 16 * 2**-10),
+}
+NOISE = 1e-5  # norms below this are of rounding errors only
+FIRST_LOSS, FIRST_NORM = 1e-6, 1e-5  # of the first step in fp32
+
+
+@dataclass
+class Trained:
+    """The numbers of a part of a training, or the reason why it was refused before its first step."""
+
+    steps: list[tuple[float, float, int]] = field(default_factory=list)  # loss, norm, skipped steps so far
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # by step
+    refused: str = ""
+    diverged: bool = False  # more steps than allowed were not finite
+
+
+@dataclass
+class Result:
+    """The result of a case; `worst` are its largest differences by quantity."""
+
+    number: int
+    task: str
+    family: str
+    precision: str
+    data: str
+    layouts: list[str]
+    groups: list[str]  # of the report
+    seconds: float = 0.0
+    worst: dict[str, float] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    compared_steps: int = 0
+    all_steps: int = 0
+    failure: str = ""
+
+
+# On the ranks
+
+
+def train_part(file: str, model: str | None) -> Trained:
+    """Train the recipe in a file on this rank, from its last checkpoint; export the model if a folder is given."""
+    import torch.distributed as dist
+
+    from tests.helpers.training import TinyTraining, _mesh
+    from trainer.base.errors import NonFiniteError, TrainerError
+    from trainer.observe.meter import Meter
+    from trainer.observe.observer import Observer
+    from trainer.ranks.stopping import StopRequest
+    from trainer.reading.loading import load_recipe
+    from trainer.recipe.plan import plan_run
+    from trainer.training.assembly import assemble
+    from trainer.training.loop import Loop
+    from trainer.training.prepared import prepare_data
+
+    _quiet()
+    trained = Trained()
+
+    class Recorder(Observer):
+        def step(self, record: Any) -> None:
+            trained.steps.append((record.loss, record.grad_norm, record.skipped_steps or 0))
+
+        def evaluation(self, record: Any) -> None:
+            trained.evaluations[record.step] = dict(record.metrics)
+
+    import torch
+
+    try:
+        recipe = load_recipe(file).recipe
+        plan = plan_run(recipe, dist.get_world_size())
+        mesh = _mesh(plan.layout, torch.device("cpu"))
+        data = prepare_data(recipe)
+        parts = assemble(plan, mesh, data)
+    except TrainerError as error:
+        return Trained(refused=f"{type(error).__name__}: {error}")
+    training = TinyTraining(parts, parts.train_loader)
+    try:
+        saver = parts.saver()
+        assert saver.resume(recipe.checkpoint.resume) == []
+        parts.progress = saver.progress
+        observers = Recorder() if mesh.rank == 0 else Observer()
+        loop = Loop(
+            recipe=recipe,
+            engine=parts.engine,
+            loader=parts.train_loader,
+            evaluator=parts.evaluator(observers),
+            mesh=mesh,
+            observers=observers,
+            meter=Meter(),
+            saver=saver,
+            keep_best=lambda: None,
+            steps_per_epoch=parts.steps_per_epoch,
+            stop=StopRequest(),
+        )
+        with suppress(NonFiniteError):
+            ending = loop.run()
+            assert ending == ("stop_at_step" if recipe.training.stop_at_step else "finished")
+            if model is not None:
+                parts.export(model)
+            return trained
+        trained.diverged = True
+        return trained
+    finally:
+        training.close()
+
+
+def outputs_of(file: str, folders: Sequence[str]) -> list[tuple[float, Any]]:
+    """Return loss and outputs of exported models on the validation split, computed by transformers."""
+    import torch
+    import transformers
+
+    from trainer.data.loader import EvalLoader
+    from trainer.reading.loading import load_recipe
+    from trainer.training.prepared import prepare_data
+
+    _quiet()
+    recipe = load_recipe(file).recipe
+    data = prepare_data(recipe)
+    assert data.validation is not None
+    task = data.task.for_evaluation()  # without weights of classes and label smoothing
+    batching = data.preparation.batching
+    (microbatch,) = EvalLoader(
+        data.validation, len(data.validation), 0, 1, batching, num_workers=0, pin_memory=False, masking=data.masking
+    )
+    found = []
+    for folder in folders:
+        model, loading = getattr(transformers, task.auto_class_name).from_pretrained(folder, output_loading_info=True)
+        assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
+        with torch.no_grad():
+            # With a cache, transformers does not look for the documents of packed rows.
+            cache = {"use_cache": False} if task.auto_class_name == "AutoModelForCausalLM" else {}
+            output = model.eval()(**task.model_inputs(microbatch.inputs), **cache)
+            scores = task.scores(output, microbatch.inputs)
+            loss = 0.0 if task.rows_depend else float(task.loss_sum(scores, microbatch.labels))
+        outputs = scores.float()
+        if "attention_mask" in microbatch.inputs and outputs.dim() > 2 and not task.rows_are_labels:
+            outputs = outputs[microbatch.labels != -100]  # not at padding
+        if task.auto_class_name == "AutoModelForQuestionAnswering":
+            # The bias of the head adds the same to all positions: its gradient is rounding, which AdamW enlarges.
+            outputs = outputs.softmax(1)
+        found.append((loss / max(1, int(task.num_valid(microbatch.labels))), outputs.numpy()))
+    return found
+
+
+def _quiet() -> None:
+    import logging
+    import warnings
+
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+# In the parent
+
+
+def check(file: Path, num_ranks: int) -> str:
+    """Return the error of `trainer check` for a recipe, or an empty text."""
+    from trainer.base.errors import TrainerError
+    from trainer.reading.loading import load_recipe
+    from trainer.recipe.plan import plan_run
+    from trainer.training.checking import check_model
+
+    try:
+        plan = plan_run(load_recipe(str(file)).recipe, num_ranks)
+        if plan.pipeline is not None or plan.layout.tp > 1:
+            check_model(plan)
+    except TrainerError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Fuzz:
+    """Runs cases on pools of ranks that stay warm.
+
+    Args:
+        seed: the seed of the draws.
+        folder: an empty folder for the files of the cases.
+        pools: the pools.
+        timeout_seconds: the limit of a part of a case; a rank that hangs is killed with its process group.
+    """
+
+    def __init__(self, seed: int, folder: Path, pools: RankPools, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        self.seed, self.folder, self._pools, self._timeout = seed, folder, pools, timeout_seconds
+
+    def run(self, number: int) -> Result:
+        """Draw a case until no draw is refused, and run it."""
+        refused: list[str] = []
+        for attempt in range(MOST_ATTEMPTS):
+            result, refusal = self.try_case(draw(self.seed, number, attempt), number)
+            if not refusal:
+                result.refused = refused
+                return result
+            refused.append(refusal)
+        raise AssertionError(f"{MOST_ATTEMPTS} draws of case {number} were refused: {Counter(refused).most_common(3)}")
+
+    def try_case(self, drawn: Drawn, number: int) -> tuple[Result, str]:
+        """Run a drawn case, and return its result and the reason if it is refused."""
+        start = time.monotonic()
+        result = Result(
+            number,
+            drawn.task,
+            drawn.family,
+            str(drawn.recipe["precision"]),
+            drawn.data,
+            [_layout(part.num_ranks, part.sections) for part in drawn.parts],
+            drawn.traits,
+        )
+        folder = self.folder / str(number)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            refusal = self._run(drawn, folder, result)
+        except (AssertionError, RankError) as error:
+            refusal, result.failure = "", str(error) or repr(error)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        result.seconds = time.monotonic() - start
+        if result.failure:
+            result.failure += "\n" + self._recipes(drawn, number)
+        return result, refusal
+
+    def _recipes(self, drawn: Drawn, number: int) -> str:
+        texts = [
+            f"data: Drawn.write of tests/parity/draws.py: {drawn.data}, {drawn.num_rows} rows, seed {self.seed},"
+            f" special tokens {drawn.special_tokens}",
+            f"one process: {json.dumps(drawn.recipe)}",
+            *(
+                f"part {index}, {part.num_ranks} ranks: {json.dumps(drawn.recipe_of(part))}"
+                for index, part in enumerate(drawn.parts)
+            ),
+            f"again: python -m tests.parity.fuzz --seed {self.seed} --case {number}",
+        ]
+        return "\n".join(texts)
+
+    def _run(self, drawn: Drawn, folder: Path, result: Result) -> str:
+        """Run a drawn case, and return the reason if it is refused."""
+        drawn.write(folder, self.seed)
+        recipes = [drawn.recipe_of(part) for part in drawn.parts]
+        files = [folder / f"part-{index}.json" for index in range(len(recipes))]
+        one = {**drawn.recipe, "checkpoint": {"folder": str(folder / "one")}}
+        one["task"] = {key: value for key, value in one["task"].items() if key != "loss_chunk_tokens"}
+        reference_file = folder / "one.json"
+        reference_file.write_text(json.dumps(one))
+        for file, recipe in zip(files, recipes, strict=True):
+            recipe["checkpoint"] = {**recipe["checkpoint"], "folder": str(folder / "run")}
+            file.write_text(json.dumps(recipe))
+        for file, part in zip((reference_file, *files), (None, *drawn.parts), strict=True):
+            if problem := check(file, part.num_ranks if part else 1):
+                return f"check: {problem}"
+
+        expected = self._train(1, reference_file, folder / "one-model")
+        if expected.refused:
+            return f"start: {expected.refused}"
+        found = Trained()
+        for index, (file, part) in enumerate(zip(files, drawn.parts, strict=True)):
+            is_last = index == len(files) - 1
+            trained = self._train(part.num_ranks, file, folder / "model" if is_last else None)
+            if trained.refused:
+                return f"start: {trained.refused}"
+            found.steps += trained.steps
+            found.evaluations |= trained.evaluations
+            found.diverged = trained.diverged
+            if trained.diverged:
+                break
+        self._compare(found, expected, drawn, result)
+        # A gradient of rounding errors, as of equal embeddings of all texts, becomes steps of full size under AdamW.
+        is_noise = all(norm < NOISE for _, norm, _ in expected.steps)
+        if not found.diverged and result.compared_steps == result.all_steps and not is_noise:
+            self._compare_models(reference_file, folder, expected, drawn, result)
+        loss, norm, outputs = LIMITS[result.precision]
+        limits = {"loss": loss, "norm": norm, "evaluation": loss, "transformers": loss, "outputs": outputs}
+        if result.precision == "fp32":
+            limits |= {"first loss": FIRST_LOSS, "first norm": FIRST_NORM}
+        beyond = [
+            f"{name} {value:.1e}" for name, value in result.worst.items() if not value <= limits.get(name, math.inf)
+        ]
+        if beyond and not result.failure:
+            result.failure = f"differences beyond the limits: {', '.join(beyond)}"
+        if result.failure:
+            result.failure += f"\none process: {expected}\nlayouts: {found}"
+        return ""
+
+    def _train(self, num_ranks: int, file: Path, model: Path | None) -> Trained:
+        pool = self._pools(num_ranks)
+        folder = None if model is None else str(model)
+        results = pool.run(train_part, str(file), folder, timeout_seconds=self._timeout)
+        refusals = {result.refused for result in results}
+        assert len(refusals) == 1 or "" not in refusals, f"only some ranks refuse the recipe: {refusals}"
+        trained: Trained = results[0]
+        return trained
+
+    def _compare(self, found: Trained, expected: Trained, drawn: Drawn, result: Result) -> None:
+        """Compare the steps and evaluations up to the first step that fp16 skips in one run only."""
+        skips = [[step[2] for step in trained.steps] for trained in (found, expected)]
+        same = next(
+            (index for index, (one, other) in enumerate(zip(*skips, strict=False)) if one != other),
+            min(map(len, skips)),
+        )
+        result.all_steps = len(expected.steps)
+        result.compared_steps = same
+        if same == min(map(len, skips)):
+            assert found.diverged == expected.diverged, f"one diverged: {found}, {expected}"
+            assert len(found.steps) == len(expected.steps), f"{len(found.steps)} steps, {len(expected.steps)} expected"
+            assert found.evaluations.keys() == expected.evaluations.keys(), "evaluations at other steps"
+        for index, (one, other) in enumerate(zip(found.steps[:same], expected.steps[:same], strict=True)):
+            for name, value, of_one in zip(("loss", "norm"), one, other, strict=False):
+                _note(result, name, value, of_one)
+                if index == 0:
+                    _note(result, f"first {name}", value, of_one)
+        for step, metrics in found.evaluations.items():
+            if step <= same and step in expected.evaluations:
+                _note(result, "evaluation", metrics["loss"], expected.evaluations[step]["loss"])
+
+    def _compare_models(self, file: Path, folder: Path, expected: Trained, drawn: Drawn, result: Result) -> None:
+        import numpy as np
+
+        models = [str(folder / "model"), str(folder / "one-model")]
+        own = self._pools(1).run(outputs_of, str(file), models, timeout_seconds=self._timeout)[0]
+        (loss, outputs), (_, expected_outputs) = own
+        scale = max(float(np.abs(expected_outputs).max(initial=0.0)), SMALLEST)
+        difference = float(np.abs(outputs - expected_outputs).max(initial=0.0)) / scale
+        result.worst["outputs"] = difference if math.isfinite(difference) else math.inf
+        last = max(expected.evaluations)
+        if result.precision == "fp32" and loss:
+            _note(result, "transformers", loss, expected.evaluations[last]["loss"])
+
+
+def _note(result: Result, name: str, value: float, expected: float) -> None:
+    """Note the relative difference of two numbers, if it is the largest of this quantity so far."""
+    if value == expected or not (math.isfinite(value) or math.isfinite(expected)):
+        difference = 0.0
+    else:
+        difference = abs(value - expected) / max(abs(expected), SMALLEST)
+    difference = math.inf if math.isnan(difference) else difference
+    result.worst[name] = max(difference, result.worst.get(name, 0.0))
+
+
+def _layout(num_ranks: int, sections: dict[str, Any]) -> str:
+    parallel = dict(sections["parallel"])
+    words = [f"{num_ranks} {parallel.pop('strategy')}"]
+    pipeline = parallel.pop("pipeline", None)
+    if pipeline:
+        words.append(f"{pipeline['stages']} stages {pipeline['schedule']}")
+    words += [f"{key} {json.dumps(value)}" for key, value in parallel.items() if value not in (1, False, "none")]
+    if sections["activation_checkpointing"] != "none":
+        words.append(f"recompute {sections['activation_checkpointing']}")
+    return ", ".join(words)
+
+
+# The report
+
+
+def table(results: Iterable[Result]) -> Iterator[str]:
+    """Yield the lines of the report: worst differences by group, refusals, and failures."""
+    results = list(results)
+    names = ("first loss", "first norm", "loss", "norm", "evaluation", "transformers", "outputs")
+    yield f"{len(results)} cases, {sum(bool(result.failure) for result in results)} failed"
+    skipped = [result for result in results if result.compared_steps < result.all_steps]
+    yield f"fp16 skipped other steps than one process in {len(skipped)} cases, which were compared up to there"
+    yield " | ".join(("group", "cases", *names))
+    for precision, group in sorted({(result.precision, group) for result in results for group in result.groups}):
+        members = [result for result in results if result.precision == precision and group in result.groups]
+        worst = [max((result.worst.get(name, 0.0) for result in members), default=0.0) for name in names]
+        yield " | ".join((f"{precision}, {group}", str(len(members)), *(f"{value:.1e}" for value in worst)))
+    refused = Counter(_shape_of(text) for result in results for text in result.refused)
+    yield f"{sum(refused.values())} draws were refused:"
+    yield from (f"{count:5} {text}" for text, count in refused.most_common())
+
+
+def _shape_of(refusal: str) -> str:
+    """Return a refusal without its numbers and paths, so that equal ones count together."""
+    return re.sub(r"/\S+", "PATH", re.sub(r"\d+", "N", refusal))[:200]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run cases, print the report, and return 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--case", type=int, help="the number of the only case")
+    parser.add_argument("--report", type=Path, help="a file of JSON lines for the results")
+    parser.add_argument("--wide", action="store_true", help="run the case of BERT-base's width instead")
+    options = parser.parse_args(arguments)
+    numbers = [options.case] if options.case is not None else range(options.first, options.first + options.cases)
+    forking(PRELOADED)
+    results: list[Result] = []
+    if options.report is not None and options.report.exists():
+        results = [Result(**json.loads(line)) for line in options.report.read_text().splitlines()]
+    done = {result.number for result in results}
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        pools = RankPools(most_ranks=24)
+        fuzz = Fuzz(options.seed, Path(folder), pools, 600.0 if options.wide else TIMEOUT_SECONDS)
+        try:
+            for index, number in enumerate(number for number in numbers if number not in done):
+                if index % CASES_PER_POOL == CASES_PER_POOL - 1:
+                    pools.close()
+                result = fuzz.try_case(wide(), number)[0] if options.wide else fuzz.run(number)
+                results.append(result)
+                state = "FAILED" if result.failure else "ok"
+                worst = " ".join(f"{name} {value:.0e}" for name, value in result.worst.items())
+                print(
+                    f"{number} {state} {result.seconds:.1f} s: {result.task} {result.family} {result.precision}"
+                    f" {result.data}; {' -> '.join(result.layouts)}; {worst}; {len(result.refused)} refused",
+                    flush=True,
+                )
+                if result.failure:
+                    print(result.failure, flush=True)
+                if options.report is not None:
+                    with options.report.open("a") as lines:
+                        lines.write(json.dumps(asdict(result)) + "\n")
+        finally:
+            pools.close()
+    print("\n".join(table(results)))
+    return int(any(result.failure for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""A fixed part of the fuzz, and a mistake that it must find."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import RANK_STRATEGIES
+from tests.parity.draws import TASKS, draw
+from tests.parity.fuzz import Fuzz
+
+SEED = 0
+# Numbers and attempts of short cases, which hold every task, strategy and precision.
+QUICK = [(262, 1), (254, 0), (257, 0), (274, 0)]
+CASES = [*QUICK, (252, 0), (253, 5), (255, 4), (260, 0), (264, 0), (266, 5), (276, 2), (277, 1)]
+
+
+@pytest.mark.parametrize(
+    ("number", "attempt"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
+def test_a_drawn_case_is_one_process(ranks: RankPools, tmp_path: Path, number: int, attempt: int):
+    result, refusal = Fuzz(SEED, tmp_path, ranks).try_case(draw(SEED, number, attempt), number)
+    assert not refusal
+    assert not result.failure, result.failure
+
+
+def test_the_cases_hold_every_task_and_strategy():
+    traits = {trait for case in CASES for trait in draw(SEED, *case).traits}
+    assert {f"task {task}" for task in TASKS} <= traits
+    assert {f"strategy {strategy}" for strategy in RANK_STRATEGIES} <= traits
+    assert {"precision fp32", "precision bf16", "precision fp16", "adapter", "stopped and resumed"} <= traits
+    assert {"offload", "DeepSpeed keys", "sequence", "recompute selective", "recompute full"} <= traits
+
+
+def test_another_seed_is_found(ranks: RankPools, tmp_path: Path):
+    drawn = draw(SEED, *CASES[0])
+    (part,) = drawn.parts
+    other = replace(part, sections={**part.sections, "training": {**part.sections["training"], "seed": 1}})
+    result, refusal = Fuzz(SEED, tmp_path, ranks).try_case(replace(drawn, parts=(other,)), 0)
+    assert not refusal
+    assert result.failure.startswith("differences beyond the limits: loss")
+    assert '"seed": 1' in result.failure
