@@ -31,6 +31,7 @@ from trainer.foreign.megatron import MEGATRON
 from trainer.foreign.training_arguments import TRAINING_ARGUMENTS
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
+from trainer.planning.hardware import known_devices
 from trainer.reading.keys import default_tag, kinds, section_models
 from trainer.reading.shipped import is_base, shipped_recipes, summary
 from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
@@ -253,7 +254,7 @@ def _schedule(row: PipelineSchedule) -> tuple[str, ...]:
 def _pipeline_families() -> str:
     able = [f"`{name}`" for name, family in FAMILIES.items() if family.stages]
     unable = [f"`{name}`" for name, family in FAMILIES.items() if not family.stages]
-    return f"{', '.join(able)}. Not {' and '.join(unable)}."
+    return f"{', '.join(able)}. Not {', '.join(unable)}."
 
 
 def _checks() -> str:
@@ -393,6 +394,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "exclusions": _exclusions,
     "families": _families,
     "floors": _floors,
+    "gpus": lambda: ", ".join(f"`{name}`" for name in known_devices()),
     "keys": _keys,
     "model_cuts": _model_cuts,
     "parity": parity,

@@ -17,6 +17,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from tests.helpers.processes import ROOT, environment, finish, kill, start
 from trainer import __version__, cli
+from trainer.__main__ import main as program
 from trainer.base.errors import DataError, ExitCode, NonFiniteError, RecipeError
 from trainer.cli import main
 from trainer.launch import local
@@ -77,9 +78,14 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(verb in shown for verb in ("run", "check", "convert", "doctor", "export", "recipes", "schema"))
 
 
+def layout_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines that `check` showed, without those on data and model."""
+    return [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("note ", "checked "))]
+
+
 def test_check_shows_every_value_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "bert_base_mrpc", "training.epochs=1", "--processes", "4"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = layout_of(capsys)
     rows = {line.split()[0]: line for line in lines if line}
     assert rows["training.epochs"].split() == ["training.epochs", "1", "command", "line"]
     assert rows["training.seed"].split()[1] == "42"
@@ -112,7 +118,7 @@ def test_check_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None
 def test_check_draws_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["parallel.strategy=fsdp", "parallel.pipeline.stages=2", "parallel.tensor=2"]
     assert main(["check", "bert_base_mrpc", *keys, "--processes", "8"]) == 0
-    table, layout = capsys.readouterr().out.split("\n\n")[-2:]
+    table, layout = "\n".join(layout_of(capsys)).split("\n\n")[-2:]
     assert table.splitlines()[0] == "rank  stage  shard  tensor"
     assert table.splitlines()[-1] == "7     1      1      1"
     assert layout.splitlines() == [
@@ -129,8 +135,8 @@ def test_check_tells_what_stages_hold_where_the_model_is_at_hand(capsys: pytest.
     """The parameters are those of transformers' own modules."""
     arguments = ["check", "bert_sample", "parallel.pipeline.stages=2", "--processes", "2"]
     assert main(arguments) == 0
-    model = BertForSequenceClassification(BertConfig(**_bert_of_the_sample()))
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+    model = BertForSequenceClassification(BertConfig(**_bert_of_the_sample(), num_labels=7))
+    assert layout_of(capsys)[-2:] == [
         f"          stage {stage}  encoder.layer.{stage}  {count:,} parameters  {4 * count / 2**20:.1f} MiB a rank"
         for stage, count in enumerate(_halves(model))
     ]
@@ -155,18 +161,20 @@ def _halves(model: nn.Module) -> tuple[int, int]:
 
 
 def test_check_reads_the_configuration_of_a_local_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Weights are not looked for."""
+    """The missing weights are a problem of their own."""
     BertConfig(**_bert_of_the_sample(), architectures=["BertModel"]).save_pretrained(tmp_path)
     model = [f"model.name_or_path={tmp_path}", "parallel.pipeline.stages=2"]
-    assert main(["check", "bert_base_mrpc", *model, "--processes", "2"]) == 0
-    assert "stage 1  encoder.layer.1  215,042 parameters" in capsys.readouterr().out
+    assert main(["check", "bert_base_mrpc", *model, "--processes", "2"]) == ExitCode.USER
+    shown = capsys.readouterr()
+    assert "stage 1  encoder.layer.1  215,042 parameters" in shown.out
+    assert "which has no weights (model.safetensors)" in shown.err
 
 
 @pytest.mark.parametrize("recipe", ["bert_sample_mlm", "vit_sample", "embedding_sample"])
 def test_check_knows_the_stages_of_every_kind_of_task(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
     """Classes that only the data names are not needed; a head tied to the embedding counts on both stages."""
     assert main(["check", recipe, "parallel.pipeline.stages=2", "--processes", "2"]) == 0
-    assert " parameters " in capsys.readouterr().out.splitlines()[-1]
+    assert " parameters " in layout_of(capsys)[-1]
 
 
 def test_check_refuses_more_stages_than_layers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,10 +283,24 @@ def test_run_hands_over_and_returns_the_exit_code(runs: list[tuple[str, int | No
     assert runs == [("bert_base_mrpc", 2, 0), ("bert_base_sst2", 3, 4), ("bert_base_sst2", None, 0)]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_during_the_imports_of_run_loses_nothing(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr(sys, "argv", ["trainer", "run", "recipe.json"])
+    monkeypatch.setattr("trainer.__main__._command_line", lambda: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) as ended:
+        program()
+    assert ended.value.code == 75
+    assert "before the first step; nothing was lost" in capsys.readouterr().err
+    assert signal.getsignal(number) is before
+
+
 def test_export_hands_over_and_says_what_it_did(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def export(checkpoint: Path, folder: Path, dtype: str) -> exporting.Exported:
+    def export(checkpoint: Path, folder: Path, dtype: str, adapter: bool) -> exporting.Exported:
         assert (checkpoint, folder, dtype) == (Path("runs/a"), Path("out"), "bf16")
         weights = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
         return exporting.Exported(checkpoint / "step", 1200, folder, weights, 1_234_567, ("one was passed over",))

@@ -49,8 +49,15 @@ def start(folder: Path, *command: str) -> str:
 
 
 def test_every_block_is_run_here():
-    assert list(SCRIPTS) == ["train.py", "errors.py", "two_ranks.py", "own_loop.py", "smooth.py", "train_smooth.py"]
+    names = ["train.py", "fits.py", "errors.py", "two_ranks.py", "own_loop.py", "smooth.py", "train_smooth.py"]
+    assert list(SCRIPTS) == names
     assert PAGE.count("```python") == len(SCRIPTS)
+
+
+def test_a_plan(scripts: Path, capsys: pytest.CaptureFixture[str]):
+    runpy.run_path("fits.py")
+    fits, needed, *_, seconds = capsys.readouterr().out.splitlines()[-1].split()
+    assert (fits, int(needed) > 2**30, 0 < float(seconds) < 1) == ("True", True, True)
 
 
 def test_a_run(scripts: Path, capsys: pytest.CaptureFixture[str]):

@@ -43,6 +43,12 @@ ELSEWHERE = {
     "python -m docs.generate": "tests/test_readme.py::test_generated_blocks_are_up_to_date",
     "trainer run bert_sample --processes 2": 'tests/launch/test_launchers.py::"trainer": Case',
     "python -m tests.parity.measure": "tests/parity/test_measure.py::test_the_table_is_within_the_promise",
+    "python -m tests.parity.fuzz --seed 0 --cases 500": "tests/parity/test_fuzz.py::test_a_drawn_case_is_one_process",
+    "python -m tests.parity.fuzz --seed 0 --case 262": "tests/parity/test_fuzz.py::test_a_drawn_case_is_one_process",
+    "python -m tests.parity.fuzz --wide --cases 1": "tests/parity/test_fuzz.py::test_a_drawn_case_is_one_process",
+    "trainer compare bert_sample --processes 2": "tests/comparing/test_compare.py::def test_on_two_ranks",
+    "trainer compare bert_sample optimizer.learning_rate=1e-3,2e-3 training.micro_batch_size=12,24 --processes 2"
+    " --steps 10": "tests/comparing/test_compare.py::def test_values_make_a_grid",
     "sbatch mine.sbatch": 'tests/launch/test_launchers.py::"launch-script"',
     "trainer doctor": "tests/doctor/test_doctor.py::test_this_machine_has_no_problem",
     "trainer doctor bert_sample --processes 2": "tests/doctor/test_doctor.py::test_a_recipe_is_resolved_first",
@@ -51,9 +57,12 @@ ELSEWHERE = {
 }
 """Commands that would run these tests again, or take long: the file that covers each, and where in it."""
 
-QUICK = re.compile(r"cat > |trainer (check|convert|recipes|schema|launch-script)\b")
+QUICK = re.compile(r"cat > |trainer (check|plan|convert|recipes|schema|launch-script)\b")
 TRAINS = re.compile(r"make train$|trainer run ")
-OTHERS = re.compile(r"source \.venv/bin/activate$|python - <<|\(cd runs/|trainer export |(head|tail) -n \d+ ")
+OTHERS = re.compile(
+    r"source \.venv/bin/activate$|trainer runs$|python - <<|\(cd runs/|trainer (export|evaluate|predict|report) |echo '"
+    r"|(head|tail) -n \d+ "
+)
 
 
 @dataclass(frozen=True)
@@ -192,9 +201,9 @@ def test_what_covers_a_command_is_there():
 
 
 def test_a_launcher_of_a_page_is_one_that_is_tested():
-    assert launcher_case("torchrun --standalone --nproc-per-node 2 -m trainer run bert_sample") == "torchrun"
-    assert launcher_case("torchrun --nproc-per-node 2 -m trainer run bert_sample") is None
-    assert launcher_case("deepspeed --num_accelerators 2 --module trainer run any") == "deepspeed --module"
+    assert launcher_case("torchrun --standalone --nproc-per-node 2 --no-python trainer run bert_sample") == "torchrun"
+    assert launcher_case("torchrun --nproc-per-node 2 --no-python trainer run bert_sample") is None
+    assert launcher_case("deepspeed --num_accelerators 2 --no_python trainer run any") == "deepspeed --no_python"
     assert launcher_case("PROCESSES=2 launchers/torchrun_single_node.sh any") == "torchrun_single_node.sh"
     assert launcher_case("trainer run bert_sample --processes 2") is None
     launching = next(page for page in PAGES if page.path.name == "launching.md")
@@ -208,7 +217,7 @@ def quick_commands(page: Page) -> list[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if quick_commands(page)], ids=str)
 def test_commands_that_train_nothing(page: Page, clone: Path):
     # Of the tutorial, which makes it by commands that are not quick.
-    (clone / "all.csv").write_text("sentence,topic\nit was good,good\n")
+    (clone / "all.csv").write_text("sentence,topic\n" + "it was good,good\nit was bad,bad\n" * 20)
     run_commands(clone, quick_commands(page), 60)
 
 
@@ -243,7 +252,7 @@ METHODS = re.findall(r"`trainer run ([^`]+)`", (ROOT / "docs" / "methods.md").re
 def test_a_command_that_is_shown_is_one_that_would_start(command: str, capsys: pytest.CaptureFixture[str]):
     """Also those that are not run: training under each of their keys is the business of the parity tests."""
     words = shlex.split(re.sub(r"--max-restarts \d+", "", command), comments=True)
-    assert main(["check", *words]) == ExitCode.DONE
+    assert main(["check", "--quick", *words]) == ExitCode.DONE
 
 
 def test_the_methods_have_a_row_for_every_strategy():
@@ -303,7 +312,7 @@ def test_the_majority_rate_of_the_readme_is_that_of_the_sample():
 def test_the_files_of_the_pages_are_all_there():
     text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"`([\w./]+)`", row)}
+    named = {name for row in rows for name in re.findall(r"`([\w.]*/[\w./]*)`", row)}
     assert {path for path in named if not (ROOT / path).exists()} == set()
     folders = {f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     assert folders & {"recipes/", "launchers/", "docker/", "docs/", "tests/"} <= named

@@ -193,7 +193,7 @@ def test_bert_has_the_parameters_that_everybody_counts():
 
 
 def family_of_the_page() -> tuple[str, ModelFamily]:
-    (source,) = re.findall(
+    source, _ = re.findall(
         r"^```python\n(.*?)^```$", (DOCS / "extending.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
     names: dict[str, object] = {}

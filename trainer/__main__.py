@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 
 def main() -> int:
-    """Runs the command line; Ctrl-C while the first modules are imported is no more than Ctrl-C later."""
+    """Runs the command line; signals while the first modules are imported mean what they mean later."""
+    _leave_current_folder()
+    if "run" in sys.argv[1:3]:  # deepspeed puts a `--local_rank` before it
+        from trainer.ranks.stopping import stop_before_training
+
+        with stop_before_training():
+            return _command_line()
+    return _command_line()
+
+
+def _command_line() -> int:
     try:
         from trainer.cli import main as command_line
 
         return command_line()
     except KeyboardInterrupt:
         return 130
+
+
+def _leave_current_folder() -> None:
+    """Take the folder that `python -m` adds off the path: a `datasets.py` there would replace the package.
+
+    A checkout that is not installed is itself found in that folder.
+    """
+    if getattr(sys.flags, "safe_path", False):  # `python -P`, since Python 3.11, adds none
+        return
+    with suppress(OSError):  # the current folder may be gone
+        here = os.getcwd()
+        if sys.path[0] == here and Path(__file__).resolve().parents[1] != Path(here).resolve():
+            del sys.path[0]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The command line: verbs, arguments and exit codes.
 
-A verb imports heavy packages only when it needs them: `run` and `export` import torch, and `check` does where it counts
-the contents of pipeline stages, after the recipe was found valid. `doctor` asks torch in another process.
+A verb imports heavy packages only when it needs them: `run` and `export` import torch, and `check` and `doctor` do for
+data and models on this machine, after the recipe was found valid. `doctor` asks torch about GPUs in another process.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ RecipeArgument = Annotated[
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Overrides, such as training.epochs=1.", show_default=False),
+]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Ranks to start on this machine; default: one for each GPU, or one."),
 ]
 
 
@@ -104,13 +108,10 @@ def _program(
 def run(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Ranks to start on this machine; default: one for each GPU, or one."),
-    ] = None,
+    processes: RanksOption = None,
     max_restarts: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Times to start failed ranks of its own again from the last checkpoint."),
+        typer.Option(min=0, metavar="N", help="Restart failed ranks from the last checkpoint, N times at most."),
     ] = 0,
 ) -> None:
     """Train a recipe.
@@ -132,24 +133,250 @@ def run(
 def check(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks to plan for.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Ranks of the layout to check; none is started.")
+    ] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="Check the recipe alone, without its data and model.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show the resolved recipe and where each value came from.
+    """Show the resolved recipe and where each value came from, and check its data and model.
 
-    Also show its layout and batch arithmetic on N ranks, and the contents of each pipeline stage if the model's
-    configuration is on this machine. This needs no GPU and no network, and trains nothing.
+    Also show its layout and batch arithmetic on N ranks. Data and model are checked if they are on this machine: the
+    first rows of each split, the tokenizer, the names and sizes of the weights, and the layout of the model with the
+    contents of each pipeline stage. This needs no GPU and no network, and trains nothing.
     """
     from trainer.reading.loading import load_recipe
+    from trainer.recipe.hand import Hand
     from trainer.recipe.plan import plan_run
 
     resolved = load_recipe(recipe, overrides or ())
     plan = plan_run(resolved.recipe, processes)
-    stages = _stages(plan)
+    hand = Hand.of(resolved.recipe)
+    checked = None
+    if not quick and not hand.is_empty:
+        from trainer.training.checking import check_parts  # brings torch
+
+        checked = check_parts(plan)
+    stages, problems = (checked.stages, checked.problems) if checked else (None, ())
+    notes = ("`--quick`: data and model are not checked",) if quick else checked.notes if checked else hand.notes
     if as_json:
-        typer.echo(json.dumps(_as_json(resolved, plan, stages), indent=2))
+        typer.echo(json.dumps({**_as_json(resolved, plan, stages), "problems": problems, "notes": notes}, indent=2))
     else:
         _show(resolved, plan, stages)
+        for note in notes:
+            typer.echo(f"note      {for_terminal(note)}")
+        if checked is not None and not problems:
+            typer.echo("checked   no problem was found")
+    if problems:
+        raise RecipeError(*problems)
+
+
+def _measure(file: Path | None) -> None:
+    if file is None:
+        return
+    from trainer.planning.measuring import measure_machine
+
+    figures = measure_machine(file)
+    speeds = ", ".join(f"{number:,.3f} TFLOP/s in {name}" for name, number in figures["teraflops"].items())
+    typer.echo(f"measured  {speeds}; {figures['memory_gb_per_second']:,.1f} GB/s of memory")
+    typer.echo(f"wrote     {file}; plan for it with: trainer plan RECIPE --gpus {file}")
+    raise typer.Exit
+
+
+@app.command(context_settings=OVERRIDES)
+def plan(
+    recipe: RecipeArgument,
+    gpus: Annotated[
+        str,
+        typer.Option(
+            "--gpus",
+            metavar="NxMEMORY",
+            help="GPUs of each machine, such as 8x80GiB or 8xA100-80 (an unknown name shows all names), or autoxA100-80"
+            " for the fewest that are needed.",
+            show_default=False,
+        ),
+    ],
+    overrides: OverridesArgument = None,
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines.")] = 1,
+    length: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of each text; default: data.max_length.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Link between the GPUs of a machine: nvlink or pcie.")
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(metavar="100Gb", help="Network of each machine, such as 100Gb or 8x400Gb.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, metavar="N", help="Rows of an epoch, for its hours.")] = None,
+    price: Annotated[
+        float | None, typer.Option("--price-per-gpu-hour", min=0, metavar="PRICE", help="Price of a GPU for an hour.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the pipeline's timeline; `-` draws it as text.")
+    ] = None,
+    _measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--measure",
+            metavar="FILE.json",
+            is_eager=True,
+            callback=_measure,
+            help="Measure this machine for half a minute, write its speeds for --gpus, and exit.",
+        ),
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="Plan other layouts, and show the fastest ones.")] = False,
+    also: Annotated[Literal["precision"] | None, typer.Option(help="Let the search change fp32 to bf16, too.")] = None,
+    largest: Annotated[
+        Literal["batch", "length"] | None,
+        typer.Option(help="Plan the largest batch of one microbatch, or the longest texts, that fit."),
+    ] = None,
+    plans: Annotated[int, typer.Option(min=1, metavar="N", help="Plans of a search.")] = 60,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a recipe that extends this one with the layout found.")
+    ] = None,
+    most_changes: Annotated[
+        int, typer.Option("--changes", min=0, metavar="N", help="Changes to show if the recipe does not fit.")
+    ] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show whether a recipe fits the memory of given GPUs, and the communication and time of a step.
+
+    The engine itself runs one step of one rank without data, weights or GPUs; the model's configuration is enough. If
+    the recipe does not fit, changes are planned until `--changes` of them fit. A search plans other layouts.
+    """
+    from trainer.planning.collector import without_collector
+    from trainer.planning.hardware import parse_devices
+    from trainer.reading.loading import load_recipe
+
+    is_auto = gpus.startswith("autox")
+    devices = parse_devices(gpus.removeprefix("autox"), link, network)
+    words = tuple(overrides or ())
+    if write is not None and not (search or largest or is_auto):
+        raise UsageError("`--write` writes a layout that was found; add --search, --largest or --gpus autoxMEMORY")
+    if largest is not None and (search or is_auto):
+        raise UsageError("`--largest` takes the layout of the recipe; leave out --search, and give a number of GPUs")
+    for option, given in (("--rows", rows), ("--price-per-gpu-hour", price), ("--timeline", timeline)):
+        if search and given is not None:
+            raise UsageError(
+                f"`{option}` is {given}, but a search shows no single layout; plan the layout that it finds"
+            )
+    if also is not None and not search:
+        raise UsageError(f"`--also` is {also}, but only a search changes it; add --search")
+    resolved = load_recipe(recipe, words)
+
+    with without_collector():  # importing torch and transformers makes much, and leaves little to collect
+        from trainer.planning.recipe_plan import as_object, changes_that_fit, cost_of, plan_recipe
+        from trainer.planning.searching import Search, fewest_devices, write_recipe
+        from trainer.planning.showing import cost_lines, draw_timeline, lines, search_as_object, search_lines
+
+    chosen: tuple[str, ...] = ()
+    if is_auto:
+        devices, nodes, choice = fewest_devices(recipe, words, devices, length)
+        chosen, made = choice.overrides, choice.made
+    if search:
+        found = Search(recipe, words, devices, nodes, length, plans, any_precision=also == "precision").fastest()
+        if write is not None and found.choices:
+            write_recipe(write, recipe, (*words, *found.choices[0].overrides))
+        if as_json:
+            typer.echo(json.dumps(search_as_object(found), indent=2))
+        else:
+            typer.echo(f"{nodes} x {devices.number} {devices.name}\n" + "\n".join(search_lines(found)))
+        return
+    if largest is not None:
+        searched = Search(recipe, words, devices, nodes, None if largest == "length" else length)
+        fitting = searched.largest_batch() if largest == "batch" else searched.largest_length()
+        if fitting is None:
+            raise UsageError(f"no {largest} fits on {nodes} x {devices.number} {devices.name}; plan without --largest")
+        chosen, made = fitting.overrides, fitting.made
+    elif not is_auto:
+        made = plan_recipe(resolved, devices, nodes, length)
+    if write is not None:
+        write_recipe(write, recipe, (*words, *chosen))
+    changes = None if made.fits or most_changes == 0 else changes_that_fit(recipe, words, made, nodes, most_changes)
+    cost = cost_of(made, rows, price)
+    if as_json:
+        found_words = {"overrides": chosen, "training": cost and asdict(cost)}
+        typer.echo(json.dumps({**as_object(made, changes or []), **found_words}, indent=2))
+    else:
+        if chosen:
+            typer.echo(f"found     {nodes} x {devices.number} {devices.name}: {' '.join(chosen)}")
+        typer.echo("\n".join([*lines(made, changes), *cost_lines(cost)]))
+    if timeline is not None:
+        typer.echo(draw_timeline(made, timeline), nl=False, err=as_json)
+
+
+@app.command(context_settings=OVERRIDES)
+def compare(
+    recipe: RecipeArgument,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=V1,V2",
+            help="Overrides; several values of a key are compared, each with all others.",
+            show_default=False,
+        ),
+    ] = None,
+    layouts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Layouts to compare, as overrides, a layout a line.")
+    ] = None,
+    processes: RanksOption = None,
+    steps: Annotated[int, typer.Option(min=2, metavar="N", help="Steps of each of the two turns of a layout.")] = 30,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FOLDER", help="For the results; default: runs/NAME-compare."),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Device as in `trainer plan --gpus`, to plan the time of a step."),
+    ] = None,
+) -> None:
+    """Train a recipe under several layouts on this machine, and show the costs of each and whether it learns the same.
+
+    Without other values or a file, these are the recipe's layout, every strategy that combines, two tensor ranks, two
+    stages, recomputation and each precision. Each layout trains in turns in new processes, without checkpoints. One
+    that fails is shown with its reason. After Ctrl-C, the same command goes on.
+    """
+    from trainer.comparing.compare import compare as compare_layouts
+
+    raise typer.Exit(compare_layouts(recipe, overrides or (), layouts, processes, steps, output, hardware, typer.echo))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The page; default: report.html in the first folder."),
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Draw curves in the terminal, and write no page.")] = False,
+) -> None:
+    """Write one HTML page with the curves of runs, the differences of their recipes, and the facts of each.
+
+    The page needs no network. Runs may still train, or may have been killed.
+    """
+    if plain:
+        from trainer.reporting.plain import plain_lines
+        from trainer.reporting.report import read_runs
+
+        for line in plain_lines(read_runs(runs), shutil.get_terminal_size().columns):
+            typer.echo(line)
+        return
+    from trainer.reporting.report import write_report
+
+    typer.echo(write_report(runs, output))
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="The folder above the runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each run.")] = False,
+) -> None:
+    """List the runs in a folder: state, step, best evaluation, time and size on disk."""
+    from trainer.reporting.listing import find_runs, listing
+
+    found = find_runs(folder)
+    for line in [json.dumps(asdict(one)) for one in found] if as_json else listing(found):
+        typer.echo(line)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -220,6 +447,10 @@ def launch_script(
         list[str] | None,
         typer.Option("--map", metavar="HERE=THERE", help="A folder of this machine, and where pods find it in /runs."),
     ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Times to queue the job again after a failure; default: 0 (slurm)."),
+    ] = None,
 ) -> None:
     """Write the script that starts a recipe on several machines.
 
@@ -227,7 +458,7 @@ def launch_script(
     """
     from trainer.launch.script import Options, write_launch_script
 
-    options = Options(name, cpus, time, partition, account, container, venv, hosts, claim, folder_map or None)
+    options = Options(name, cpus, time, partition, account, container, venv, hosts, claim, folder_map or None, restarts)
     text, start = write_launch_script(recipe, overrides or (), target, nodes, gpus, options)
     if output is None:
         typer.echo(text, nl=False)
@@ -247,16 +478,20 @@ def export(
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"], typer.Option(help="The type of the weights; they were trained in fp32.")
     ] = "fp32",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapter alone, in the format of PEFT; default: merged weights.")
+    ] = False,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder.
 
-    Needs nothing but the checkpoint: no GPU, no network, neither the recipe nor the model that it began with.
+    Needs nothing but the checkpoint: no GPU, no network, neither the recipe nor the model that it began with. A
+    checkpoint of an adapter or of frozen weights needs that model too.
     """
     from trainer.training.exporting import export as export_checkpoint
 
-    done = export_checkpoint(checkpoint, folder, dtype)
+    done = export_checkpoint(checkpoint, folder, dtype, adapter=adapter)
     for note in done.notes:
-        typer.echo(f"note: {note}", err=True)
+        typer.echo(f"note: {for_terminal(note)}", err=True)
     files = f"{len(done.weights)} files of weights" if len(done.weights) > 1 else done.weights[0]
     typer.echo(
         f"exported {done.checkpoint} (step {done.step:,}) to {done.folder}: {files}, {dtype}, "
@@ -270,10 +505,6 @@ RunArgument = Annotated[
 ]
 RecipeOption = Annotated[
     str | None, typer.Option("--recipe", metavar="RECIPE", help="The recipe of a model that trainer did not export.")
-]
-RanksOption = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Ranks to start on this machine; default: one for each GPU, or one."),
 ]
 
 
@@ -303,7 +534,11 @@ def predict(
     run: RunArgument,
     input_: Annotated[
         str,
-        typer.Option("--input", metavar="FILE", help="Rows: JSON Lines, CSV or Parquet, or - for JSON Lines on stdin."),
+        typer.Option(
+            "--input",
+            metavar="FILE",
+            help="Rows: JSON Lines, CSV, Parquet or CoNLL by the ending, or - for JSON Lines on stdin.",
+        ),
     ],
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="The file to write, or - for JSON Lines on stdout.")
@@ -321,8 +556,18 @@ def predict(
         Literal["all", "none"], typer.Option(help="Columns of the input that the output has, beside the predictions.")
     ] = "all",
     top: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Classes with a probability, the first ones; default: all.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Write the probabilities of the N most probable classes; default: of all."
+        ),
     ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Column of texts to embed, perhaps several times; default: the first one."),
+    ] = None,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Write the error of a bad row in its place, and go on.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
 ) -> None:
     """Write the predictions of a trained model, one row for each row of a file.
@@ -339,7 +584,9 @@ def predict(
 
     with spooled(input_) as file:
         shown = "stdin" if input_ == STANDARD else input_
-        job = Prediction(Request(file, shown, output, chunk_rows, keep, top, overwrite))
+        job = Prediction(
+            Request(file, shown, output, chunk_rows, keep, top, overwrite, skip_bad_rows, tuple(column or ()))
+        )
         code = run_or_join(resolved, processes, job=job)
     raise typer.Exit(code)
 
@@ -376,7 +623,9 @@ def convert(
     processes: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Ranks of that training; their batches together make a step.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Report also keys that ask for nothing.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Report also keys without an effect, such as defaults.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print recipe and report as one JSON object.")] = False,
 ) -> None:
     """Turn the files of Trainer, DeepSpeed and accelerate into a recipe.
@@ -451,17 +700,6 @@ def _write_new(path: Path, text: str) -> None:
         raise UsageError(f"--output must name a new file, but {path} exists; name another") from error
     except OSError as error:
         raise UsageError(f"--output {path} cannot be written: {error.strerror}; name another") from error
-
-
-def _stages(plan: RunPlan) -> list[StageContents] | None:
-    """Return the contents of the pipeline stages; None: there are no stages, or the model is not on this machine."""
-    model = plan.recipe.model
-    at_hand = model.config is not None or os.path.isabs(model.name_or_path or "")  # else a name on the hub
-    if plan.layout.tp == plan.layout.pp == 1 or not at_hand:
-        return None
-    from trainer.training.preview import preview_stages  # brings torch
-
-    return preview_stages(plan)
 
 
 def _as_json(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageContents] | None) -> dict[str, object]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from trainer.models.families.family import ModelFamily
     from trainer.observe.records import BestMetric, EvaluationRecord, StepRecord
+    from trainer.planning.recipe_plan import RecipePlan
     from trainer.recipe.schema import ImageKeys, TextKeys
     from trainer.tasks.task import ImageTask, TextTask
     from trainer.training.assembly import Assembly
@@ -94,6 +95,38 @@ def run(recipe: ResolvedRecipe | str | Path, *, processes: int | None = None, ma
     return _result(Path(resolved.recipe.checkpoint.folder), code)
 
 
+def plan(
+    recipe: ResolvedRecipe | str | Path,
+    gpus: str,
+    *,
+    nodes: int = 1,
+    length: int | None = None,
+    link: str | None = None,
+    network: str | None = None,
+) -> RecipePlan:
+    """Plan a training step on GPUs that need not exist, as `trainer plan` does.
+
+    Args:
+        recipe: The result of `load_recipe`, a recipe file, or a name.
+        gpus: The GPUs of each machine, such as "8x80GiB" or "8xA100-80"; only a name has a time.
+        nodes: The number of machines.
+        length: The tokens of each text; None: `data.max_length`.
+        link: The link between the GPUs of a machine, such as "pcie"; None: the usual one of the device.
+        network: The network of each machine, such as "8x400Gb"; None: the usual one of the device.
+
+    Raises:
+        TrainerError: The recipe cannot be laid out over the GPUs, or its step cannot be planned.
+        LaunchError: This process is a rank of a run, which has collectives of its own.
+    """
+    from trainer.planning.hardware import parse_devices
+    from trainer.planning.recipe_plan import plan_recipe
+
+    if _is_rank():
+        raise LaunchError("`plan` needs a process of its own, but this one is a rank; plan before the ranks start")
+    resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
+    return plan_recipe(resolved, parse_devices(gpus, link, network), nodes, length)
+
+
 def _result(folder: Path, code: int) -> RunResult:
     from trainer.checkpoint.files import SavedState
     from trainer.checkpoint.store import CheckpointStore
@@ -133,7 +166,7 @@ def assemble(
     """
     from trainer.launch.local import plan_start, set_threads
     from trainer.recipe.plan import plan_run
-    from trainer.training import assembly, process_group
+    from trainer.training import assembly, checking, process_group
 
     forbid_telemetry()
     resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
@@ -141,7 +174,7 @@ def assemble(
     set_threads(environment)
     plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
     meeting = process_group.meet_ranks(resolved, plan, environment)
-    data = process_group.together(meeting, resolved.recipe, lambda: assembly.prepare_data(resolved.recipe))
+    data = process_group.together(meeting, resolved.recipe, lambda: checking.prepare_checked(plan))
     device = process_group.open_device(environment)
     with process_group.process_group(plan, environment, device, meeting):
         parts = assembly.assemble(plan, process_group.open_mesh(plan.layout, device), data, adapt)

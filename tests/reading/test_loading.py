@@ -60,6 +60,13 @@ def test_a_file_wins_over_a_shipped_recipe_of_the_same_name(write: Write, minima
     )
 
 
+@pytest.mark.parametrize("text", ["hunter2:x:0", '"hunter2"', "['hunter2']", "[hunter2]"])
+def test_a_file_of_another_kind_is_not_shown(text: str, problems: Callable[..., list[str]]) -> None:
+    Path("secrets").write_text(text)
+    (problem,) = problems('{"extends": "./secrets"}')
+    assert problem.endswith("secrets: is not a recipe, which is an object {...}; name another file")
+
+
 def test_circles_of_extends_are_shown(problems: Callable[..., list[str]], write: Write) -> None:
     write({"extends": "r.json"}, "a.json")
     assert problems('{"extends": "a.json"}') == ["a.json:1:13: `extends` is circular: r.json -> a.json -> r.json"]

@@ -22,8 +22,8 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         ),
         (
             [CONFIG, "model.tokenizer=x/y"],
-            "`model.config` and `model.name_or_path` exclude each other: random or pretrained weights;"
-            " set one of them to null",
+            "`model.config` with a `model_type` and `model.name_or_path` exclude each other: random or"
+            " pretrained weights; set one of them to null",
         ),
         (
             ["model.name_or_path=null", CONFIG],
@@ -66,6 +66,19 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         (
             ["task.type=seq2seq_lm", "task.generation.min_new_tokens=64"],
             "`task.generation.min_new_tokens` must be below `task.generation.max_new_tokens` (64), but is 64",
+        ),
+        (
+            ["task.type=seq2seq_lm", "task.generation.do_sample=true", "task.generation.num_beams=2"],
+            "`task.generation.do_sample` draws tokens, but `task.generation.num_beams` is 2; set one of them only",
+        ),
+        (
+            ["task.type=causal_lm", "task.text=text", "task.generation.top_k=4"],
+            "`task.generation.top_k` applies to drawn tokens, but `task.generation.do_sample` is false; remove it, or"
+            " set that to true",
+        ),
+        (
+            ["task.type=causal_lm", "task.text=text", "task.train_on=last"],
+            "`task.train_on` applies to chats only; remove it",
         ),
         (
             ["task.type=seq2seq_lm", 'task.metrics=["accuracy", "bleu"]', "parallel.pipeline.stages=2"],

@@ -237,7 +237,7 @@ SCRIPTS: dict[str, Counterpart] = {
     "max_seq_length": mapped("data.max_length", 128, None),
     "pad_to_max_length": none("texts are padded to the longest text of the batch", True, False),
     "overwrite_cache": none("the cache key covers all inputs", False),
-    "preprocessing_num_workers": none("texts are tokenised once and cached", None),
+    "preprocessing_num_workers": renamed("data.preparation_processes", None),
     "line_by_line": same("each row is one text", True),
     "streaming": none("streaming is not supported", False),
     "text_column_names": mapped("task.text", None),

@@ -7,6 +7,8 @@ command line (see `merging.py`). A `RecipeError` has all problems of a recipe, s
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +20,24 @@ import trainer.recipe.extending  # noqa: F401  # puts registered tasks into the 
 from trainer.base import extensions
 from trainer.base.errors import RecipeError
 from trainer.base.text import leaves
+from trainer.foreign.deepspeed import DEEPSPEED
+from trainer.foreign.training_arguments import TRAINING_ARGUMENTS
 from trainer.reading.explaining import Finding, explain, findings
 from trainer.reading.keys import find_node, nearest_node, place_of, section_model
 from trainer.reading.merging import merged, with_default_kinds
 from trainer.reading.overrides import override_layer
-from trainer.reading.parser import DEFAULT, KeyPath, Node, Origin, Problem, dotted, read_file, shown_path, shown_value
+from trainer.reading.parser import (
+    DEFAULT,
+    KeyPath,
+    Node,
+    Origin,
+    Problem,
+    dotted,
+    read_file,
+    read_text,
+    shown_path,
+    shown_value,
+)
 from trainer.reading.rules import contradictions, message
 from trainer.reading.shipped import shipped_recipes
 from trainer.recipe.schema import Place, Recipe, Section
@@ -92,9 +107,15 @@ def find_recipe(source: str, folder: Path) -> Path:
 def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[Problem]]:
     """Return the recipe in `file` merged over those that it extends, and the problems of the parser."""
     chain = (*chain, Path(os.path.realpath(file)))
+    if file.suffix.lower() in (".yaml", ".yml"):
+        raise RecipeError(_yaml(file))
+    if len(chain) > 1 and read_text(file).lstrip()[:1] not in ("{", "/"):
+        raise RecipeError(f"{shown_path(file)}: is not a recipe, which is an object {{...}}; name another file")
     node, problems = read_file(file)
     if not isinstance(node.value, dict):
         raise RecipeError(f"{node.origin}: a recipe must be an object {{...}}, but is {shown_value(node.plain())}")
+    if tool := _other_tool(node):
+        raise RecipeError(f"{shown_path(file)}: is a file of {tool}, not a recipe; convert it with: {_convert(file)}")
     own = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
     extends = node.members.get("extends")
     if extends is None or extends.value is None:
@@ -104,6 +125,31 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     except RecipeError as error:
         raise RecipeError(*map(str, problems), *error.problems) from error
     return merged(base, own), problems + base_problems
+
+
+def _other_tool(node: Node) -> str | None:
+    """Return the tool that most keys of a file belong to, if it has none of the sections that every recipe needs."""
+    if {"task", "model", "data", "extends"} & node.members.keys():
+        return None
+    own = set(node.members) - Recipe.model_fields.keys()
+    tables = {"TrainingArguments": TRAINING_ARGUMENTS, "DeepSpeed": DEEPSPEED}
+    known = {tool: len(own & {key.partition(".")[0] for key in table}) for tool, table in tables.items()}
+    best = max(known, key=known.__getitem__)
+    return best if 2 * known[best] > len(own) else None
+
+
+def _convert(file: Path) -> str:
+    return f"trainer convert {shlex.quote(shown_path(file))} --output recipe.json"
+
+
+def _yaml(file: Path) -> str:
+    """Return the error of a YAML file, with its remedy."""
+    text = f"{shown_path(file)}: recipes are JSON, but this is a YAML file"
+    if re.search(r"^(compute_environment|distributed_type)\s*:", read_text(file), re.MULTILINE):
+        return f"{text} of accelerate; convert it with: {_convert(file)}"
+    name = shlex.quote(shown_path(file))
+    command = "import json, sys, yaml; print(json.dumps(yaml.safe_load(open(sys.argv[1])), indent=2))"
+    return f"{text}; convert it with: python -c '{command}' {name} > recipe.json"
 
 
 def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:

@@ -23,6 +23,7 @@ from trainer.recipe.schema import (
     CausalLM,
     Checkpoint,
     ClassificationKeys,
+    Distillation,
     Embedding,
     Evaluation,
     FileData,
@@ -32,6 +33,7 @@ from trainer.recipe.schema import (
     ImageKeys,
     Logging,
     Model,
+    MultipleChoice,
     Parallel,
     QuestionAnswering,
     Schedule,
@@ -44,6 +46,9 @@ from trainer.recipe.schema import (
 )
 
 Data = HubData | FileData | FolderData
+
+_TAUGHT = ("sequence_classification", "token_classification", "image_classification", "causal_lm", "masked_lm")
+"""Tasks with one distribution for each label, which a teacher of the same task has too."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +76,21 @@ def _clash(text: str, *keys: str) -> Contradiction:
 def _weights(model: Model) -> Iterator[Contradiction]:
     if model.name_or_path is None and model.config is None:
         yield _clash("is missing; set it, or `model.config` for random weights", "model.name_or_path", "model.config")
-    if model.name_or_path is not None and model.config is not None:
+    if model.name_or_path is not None and model.config is not None and "model_type" in model.config:
         yield _clash(
-            "and `model.name_or_path` exclude each other: random or pretrained weights; set one of them to null",
+            "with a `model_type` and `model.name_or_path` exclude each other: random or pretrained"
+            " weights; set one of them to null",
             "model.config",
             "model.name_or_path",
         )
-    if model.config is not None:
+    if model.config is not None and model.is_random:
         yield from _random_weights(model, model.config)
 
 
 def _random_weights(model: Model, config: dict[str, Any]) -> Iterator[Contradiction]:
     if not isinstance(config.get("model_type"), str):
         yield _clash('must hold a "model_type", such as "bert"', "model.config")
-    if model.revision is not None and model.name_or_path is None:
+    if model.revision is not None:
         yield _clash(
             "applies to a hub repository, but the weights are random (`model.config`); remove it", "model.revision"
         )
@@ -109,7 +115,7 @@ def _adapter(model: Model, parallel: Parallel) -> Iterator[Contradiction]:
 
 def _tokenizer(task: TaskSection, model: Model) -> Iterator[Contradiction]:
     reads_text = not isinstance(task, ImageKeys)
-    if reads_text and model.config is not None and model.tokenizer is None:
+    if reads_text and model.config is not None and model.is_random and model.tokenizer is None:
         yield _clash(
             "is missing, and random weights (`model.config`) have no tokenizer; set it",
             "model.tokenizer",
@@ -187,13 +193,17 @@ def _columns(task: TaskSection) -> Iterator[Contradiction]:
     if isinstance(task, CausalLM):
         yield from _examples(task)
         return
+    if isinstance(task, MultipleChoice):
+        choices = [task.choices] if isinstance(task.choices, str) else task.choices
+        yield from _repeated("task.choices", choices)
+        question = [] if task.question is None else [task.question]
+        taken = {"context": [task.context], "question": question, "choices": choices, "label": [task.label]}
+        yield from _shared(taken)
+        return
     if isinstance(task, QuestionAnswering):
         answers = [task.answers] if isinstance(task.answers, str) else task.answers
         yield from _repeated("task.answers", answers)
-        taken = {"task.question": [task.question], "task.context": [task.context], "task.answers": answers}
-        for one, other in combinations(taken, 2):
-            for name in {*taken[one]} & {*taken[other]}:
-                yield _clash(f"has the column {shown_value(name)}, which is also `{one}`; name another", other, one)
+        yield from _shared({"question": [task.question], "context": [task.context], "answers": answers})
         return
     columns = [task.text] if isinstance(task.text, str) else task.text
     if len(set(columns)) < len(columns):
@@ -201,6 +211,14 @@ def _columns(task: TaskSection) -> Iterator[Contradiction]:
     if label in columns:
         text = f"is {shown_value(label)}, which is also in `task.text`; set the column of the label"
         yield _clash(text, "task.label", "task.text")
+
+
+def _shared(taken: Mapping[str, list[str]]) -> Iterator[Contradiction]:
+    """Yield the columns that several keys of `task` name; `taken` are the columns of each key."""
+    for one, other in combinations(taken, 2):
+        for name in {*taken[one]} & {*taken[other]}:
+            text = f"has the column {shown_value(name)}, which is also `task.{one}`; name another"
+            yield _clash(text, f"task.{other}", f"task.{one}")
 
 
 def _beams(task: TaskSection) -> Iterator[Contradiction]:
@@ -213,6 +231,19 @@ def _beams(task: TaskSection) -> Iterator[Contradiction]:
                 "applies to a beam search, but `task.generation.num_beams` is 1; remove it, or use 2 or more",
                 f"task.generation.{key}",
                 "task.generation.num_beams",
+            )
+    if generation.do_sample and generation.num_beams > 1:
+        yield _clash(
+            f"draws tokens, but `task.generation.num_beams` is {generation.num_beams}; set one of them only",
+            "task.generation.do_sample",
+            "task.generation.num_beams",
+        )
+    for key in ("temperature", "top_k", "top_p"):
+        if _is_changed(generation, key) and not generation.do_sample:
+            yield _clash(
+                "applies to drawn tokens, but `task.generation.do_sample` is false; remove it, or set that to true",
+                f"task.generation.{key}",
+                "task.generation.do_sample",
             )
     if generation.min_new_tokens >= generation.max_new_tokens:
         yield _clash(
@@ -262,6 +293,8 @@ def _examples(task: CausalLM) -> Iterator[Contradiction]:
     elif given == ["prompt", "completion"] and task.prompt == task.completion:
         text = f"is {shown_value(task.completion)}, which is also `task.prompt`; set the column of the completion"
         yield _clash(text, "task.completion", "task.prompt")
+    if task.train_on != "all" and given != ["messages"]:
+        yield _clash("applies to chats only; remove it", "task.train_on", *keys)
     if task.packing == "joined" and given != ["text"]:
         text = 'is "joined", which applies to texts only; use "documents"'
         yield _clash(text, "task.packing", *keys)
@@ -273,12 +306,35 @@ def _chunks(task: TaskSection, parallel: Parallel) -> Iterator[Contradiction]:
         yield _clash(text, "task.loss_chunk_tokens", "parallel.strategy")
 
 
+def _teacher(distillation: Distillation | None, task: TaskSection, parallel: Parallel) -> Iterator[Contradiction]:
+    if distillation is None:
+        return
+    yield from _folder("distillation.teacher", distillation.teacher)
+    if distillation.revision is not None and os.path.isabs(distillation.teacher):
+        text = "applies to a hub repository, but `distillation.teacher` is a folder; remove it"
+        yield _clash(text, "distillation.revision")
+    if task.type not in _TAUGHT:
+        text = f"is for {', '.join(_TAUGHT)}, but `task.type` is {task.type}; remove it"
+        yield _clash(text, "distillation", "task.type")
+    if getattr(task, "multi_label", False):
+        text = "compares the probabilities of one class for each row, but `task.multi_label` is true; remove it"
+        yield _clash(text, "distillation", "task.multi_label")
+    if getattr(task, "loss_chunk_tokens", None) is not None:
+        text = "needs the logits of all tokens, but `task.loss_chunk_tokens` is set; set that to null"
+        yield _clash(text, "distillation", "task.loss_chunk_tokens")
+    if parallel.strategy == "dp":
+        text = "is not supported by `parallel.strategy` dp; use ddp, which runs on any number of processes"
+        yield _clash(text, "distillation", "parallel.strategy")
+
+
 def _labels(task: TaskSection) -> Iterator[Contradiction]:
     yield from _repeated("task.metrics", task.metrics)
     weights = getattr(task, "class_weights", None)
     for name, weight in weights.items() if isinstance(weights, dict) else ():
         if weight <= 0:
             yield _clash(f"has the weight {weight} for {shown_value(name)}; use a number above 0", "task.class_weights")
+    if isinstance(task, ClassificationKeys) and task.positive is not None and "f1" not in task.metrics:
+        yield _clash('applies to the metric "f1" only; add it to `task.metrics`, or remove this', "task.positive")
     if not isinstance(task, ClassificationKeys | TokenClassification) or task.labels is None:
         return
     yield from _repeated("task.labels", task.labels)
@@ -326,6 +382,8 @@ def _similarities(task: TaskSection) -> Iterator[Contradiction]:
                 "task.loss",
             )
         return
+    if task.mask_duplicates:
+        yield _clash(f"does not apply to the loss {task.loss}; remove it", "task.mask_duplicates", "task.loss")
     if task.score is None:
         yield _clash(f"is missing, but the loss {task.loss} needs it; set it", "task.score", "task.loss")
     if len(task.texts) != 2:
@@ -368,13 +426,23 @@ def _rows_to_compare(task: TaskSection, training: Training) -> Iterator[Contradi
 
 
 def _windows(task: TaskSection, data: Data) -> Iterator[Contradiction]:
-    if isinstance(task, QuestionAnswering) and task.stride is not None and task.stride >= data.max_length:
+    if not isinstance(task, QuestionAnswering | TokenClassification) or task.stride is None:
+        return
+    if task.stride >= data.max_length:
         yield _clash(
             f"must be below `data.max_length` {data.max_length}, the size of the windows that share these tokens, but"
             f" is {task.stride}",
             "task.stride",
             "data.max_length",
         )
+
+
+def _without_question(task: TaskSection) -> Iterator[Contradiction]:
+    if not isinstance(task, MultipleChoice) or task.question is not None:
+        return
+    for key in ("question_texts", "blank"):
+        if getattr(task, key) is not None:
+            yield _clash("applies to questions, but `task.question` is null; set that", f"task.{key}", "task.question")
 
 
 def _no_answers(task: TaskSection) -> Iterator[Contradiction]:
@@ -485,12 +553,14 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("task",), _labels),
     (("task",), _several_labels),
     (("task", "parallel"), _chunks),
+    (("distillation", "task", "parallel"), _teacher),
     (("task",), _similarities),
     (("task", "training"), _rows_to_compare),
     (("task", "parallel"), _losses_of_copies),
     (("task",), _beams),
     (("task", "parallel"), _stages_of_generation),
     (("task",), _no_answers),
+    (("task",), _without_question),
     (("task", "data"), _windows),
     (("model",), _weights),
     (("model", "parallel"), _adapter),

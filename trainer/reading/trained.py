@@ -17,6 +17,7 @@ RECIPE_FILE = "trainer_recipe.json"
 """The name of the recipe in an exported folder."""
 
 _CONFIG = "config.json"
+_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def load_trained(
     else:
         raise UsageError(f"`FOLDER` must hold {RECIPE_FILE}, but {folder} has none; name its recipe with --recipe")
     values["model"] = {"name_or_path": str(folder)}
+    values["distillation"] = None  # a teacher is for training only
     overrides = [*overrides, *_set_data(values, folder, overrides, evaluates)]
     # A forward pass needs no global batch; this size divides among any ranks.
     training = values.get("training", {})
@@ -101,6 +103,11 @@ def _is_share(text: str) -> bool:
 
 
 def _model_folder(source: Path) -> Path:
+    if (source / _ADAPTER).is_file():
+        raise UsageError(
+            f"`RUN` must hold merged weights, but {source} is an adapter in the format of PEFT; name the run's folder,"
+            " or a folder that `trainer export` wrote without --adapter"
+        )
     for folder in (source, source / "best", source / "model"):
         if (folder / _CONFIG).is_file():
             return folder.resolve()

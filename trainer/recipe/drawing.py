@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from trainer.base.text import aligned
 from trainer.recipe.plan import RunPlan
 
 MAX_LINES = 16
@@ -35,19 +36,22 @@ def layout_lines(plan: RunPlan) -> list[str]:
 
     With more than `MAX_LINES` ranks, one line stands for all ranks with the same coordinates on the outer axes.
     """
+    table, folded = layout_table(plan)
+    return aligned(table) + ["(consecutive ranks differ in the rightmost column)"] * (folded > 1)
+
+
+def layout_table(plan: RunPlan) -> tuple[list[tuple[str, ...]], int]:
+    """Return the header and the rows of the table of `layout_lines`, and the number of axes that rows stand for."""
     axes = _axes(plan)
     if not axes:
-        return []
+        return [], 0
     fitting = [count for count in range(len(axes) + 1) if prod(axis.size for axis in axes[:count]) <= MAX_LINES]
     num_open = max(fitting[-1], 1 if plan.pipeline is not None else 0)  # pipeline stages are always shown
     rows = list(_rows(axes[:num_open], axes[num_open:]))
     if len(rows) > MAX_LINES:
         rows = [*rows[: MAX_LINES - 2], ("...", *("" for _ in axes)), rows[-1]]
     header = ("ranks" if num_open < len(axes) else "rank", *(axis.title for axis in axes))
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = (zip(row, widths, strict=True) for row in (header, *rows))
-    table = ["  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in lines]
-    return table + ["(consecutive ranks differ in the rightmost column)"] * (len(axes) - num_open > 1)
+    return [header, *rows], len(axes) - num_open
 
 
 def _axes(plan: RunPlan) -> list[_Axis]:

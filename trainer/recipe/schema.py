@@ -149,8 +149,11 @@ class ClassificationKeys(Section):
     metrics: list[Literal["accuracy", "f1", "f1_macro", "f1_micro", "matthews"]] = Field(
         default=["accuracy"],
         min_length=1,
-        description="`f1` is that of class 1 of two classes; `f1_macro` is the mean over all classes; `f1_micro` counts"
-        " all decisions together.",
+        description="`f1` is that of one of two classes, `positive`; `f1_macro` is the mean over all classes;"
+        " `f1_micro` counts all decisions together.",
+    )
+    positive: str | None = Field(
+        None, description="The class that `f1` counts as positive; null: class 1, the second one."
     )
     class_weights: Literal["balanced"] | dict[str, float] | None = Field(
         None,
@@ -225,6 +228,11 @@ class Embedding(Section):
         description="multiple_negatives: find the positive among those and the negatives of the whole global batch;"
         " cosine: squared error of cosine and score; cosent: order all pairs of rows of the global batch by score.",
     )
+    mask_duplicates: bool = Field(
+        False,
+        description="For `multiple_negatives`: texts of other rows that equal the anchor, its positive or the positive"
+        " of an equal anchor are not its negatives.",
+    )
     temperature: float = Field(0.05, gt=0, description="Divisor of the cosine similarities; not for the loss `cosine`.")
     metrics: list[Literal["recall_at_1", "recall_at_5", "recall_at_10", "mrr", "spearman"]] = Field(
         default=["recall_at_1", "mrr"],
@@ -264,8 +272,8 @@ class TokenClassification(Section):
         description="Train on all tokens of a word, the further ones with the tag I-; false: on its first token only."
         " With `text`, each token then counts as a word.",
     )
-    overlap: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Tokens that two windows of a long text share; null: a quarter of `data.max_length`."
+    stride: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Tokens that two windows of a long text share; null: a third of `data.max_length`."
     )
     metrics: list[Literal["f1", "precision", "recall", "f1_macro", "accuracy"]] = Field(
         default=["f1", "precision", "recall"],
@@ -310,10 +318,72 @@ class QuestionAnswering(Section):
     )
 
 
+class MultipleChoice(Section):
+    """Choose the text that fits a context, as in SWAG, HellaSwag, RACE and COPA."""
+
+    type: Literal["multiple_choice"]
+    context: str = Field("context", description="The column that holds the context, which is truncated if need be.")
+    question: str | None = Field(
+        None, description="The column of a text before each choice: a question, or the start of the endings."
+    )
+    question_texts: Annotated[dict[str, str], Field(min_length=1)] | None = Field(
+        None,
+        description='The text in place of each value of `question`, such as {"cause": "What was the cause?"}; null: the'
+        " value itself.",
+    )
+    blank: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="The part of a question that the choice replaces, such as `_`; null: the choice follows it."
+    )
+    choices: str | Annotated[list[str], Field(min_length=2)] = Field(
+        "choices",
+        description='The column that holds lists of texts, or {"text": [...], "label": [...]}; or the columns of the'
+        " first choice, the second and so on.",
+    )
+    label: str = Field("label", description="The column that holds the right choice.")
+    label_format: Literal["index", "number", "letter", "text"] | None = Field(
+        None,
+        description="Labels are indices from 0, numbers from 1, letters from A, or texts of choices; null: the labels"
+        " that `choices` holds, if any; else integers are indices, and a string must mean one choice only as an index,"
+        " a letter or a text.",
+    )
+    metrics: list[Literal["accuracy"]] = Field(
+        default=["accuracy"], min_length=1, description="Share of rows with the right choice."
+    )
+
+
 class ImageClassification(ClassificationKeys, ImageKeys):
     """Assign each image to one of several classes."""
 
     type: Literal["image_classification"]
+
+
+class Generation(Section):
+    """Generation of texts, for metrics on texts and for predictions; an exported model has these settings too."""
+
+    max_new_tokens: int = Field(64, ge=1, description="Maximum tokens of a generated text, with its end token.")
+    min_new_tokens: int = Field(0, ge=0, description="Minimum tokens of a generated text, without its end token.")
+    num_beams: int = Field(1, ge=1, description="Beams of the beam search; 1: the most probable token at each place.")
+    length_penalty: float = Field(
+        1.0, description="A beam's score is divided by its length to this power; larger values prefer longer texts."
+    )
+    early_stopping: bool = Field(
+        False, description="Stop a beam search at `num_beams` complete texts, although a better one may follow."
+    )
+    do_sample: bool = Field(
+        False,
+        description="Draw each token by its probability; the draw depends on `training.seed`, the row and the place.",
+    )
+    temperature: float = Field(1.0, gt=0, description="With `do_sample`: divisor of the logits.")
+    top_k: int = Field(0, ge=0, description="With `do_sample`: draw among so many most probable tokens; 0: all.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="With `do_sample`: draw among the fewest tokens with this probability in sum.",
+    )
+    no_repeat_ngram_size: int = Field(
+        0, ge=0, description="Tokens in a row that a generated text may hold only once; 0: any repetition."
+    )
 
 
 class CausalLM(Section):
@@ -327,6 +397,14 @@ class CausalLM(Section):
         None,
         description='The column that holds chats, as lists of {"role": ..., "content": ...}; the assistant\'s turns are'
         " trained, in the tokenizer's chat template.",
+    )
+    train_on: Literal["all", "last", "each"] = Field(
+        "all",
+        description="The assistant's turns of a chat that are trained: all in one row; the last one; or each in a row"
+        " of its own, after the earlier messages. `last` and `each` suit templates that change earlier messages.",
+    )
+    generation: Generation = Field(
+        Generation(), description="The length of the texts of `trainer predict`, and their search."
     )
     packing: Literal["none", "documents", "joined"] = Field(
         "none",
@@ -343,23 +421,6 @@ class CausalLM(Section):
         default=["perplexity"],
         min_length=1,
         description="Exponential of the mean loss of trained tokens; share of them that are predicted correctly.",
-    )
-
-
-class Generation(Section):
-    """Generation of texts, for metrics on texts and for predictions; an exported model has these settings too."""
-
-    max_new_tokens: int = Field(64, ge=1, description="Maximum tokens of a generated text, with its end token.")
-    min_new_tokens: int = Field(0, ge=0, description="Minimum tokens of a generated text, without its end token.")
-    num_beams: int = Field(1, ge=1, description="Beams of the beam search; 1: the most probable token at each place.")
-    length_penalty: float = Field(
-        1.0, description="A beam's score is divided by its length to this power; larger values prefer longer texts."
-    )
-    early_stopping: bool = Field(
-        False, description="Stop a beam search at `num_beams` complete texts, although a better one may follow."
-    )
-    no_repeat_ngram_size: int = Field(
-        0, ge=0, description="Tokens in a row that a generated text may hold only once; 0: any repetition."
     )
 
 
@@ -395,6 +456,7 @@ TaskSection = (
     | Seq2SeqLM
     | TokenClassification
     | QuestionAnswering
+    | MultipleChoice
 )
 
 
@@ -415,18 +477,20 @@ class Adapter(Section):
     )
     modules_to_save: list[Annotated[str, Field(min_length=1)]] | None = Field(
         None,
-        description="Names or patterns of modules that are trained whole; null: the head of the task, but none for the"
-        " head of a language model.",
+        description="Names or patterns of modules that are trained whole; null: the head of the task and all modules"
+        " that the pretrained model lacks, but not the pretrained head of a language model.",
     )
 
 
 class Model(Section):
-    """The Hugging Face model: pretrained (`name_or_path`) or with random weights (`config`)."""
+    """The Hugging Face model: pretrained (`name_or_path`) or with random weights (`config` alone)."""
 
     name_or_path: HubOrPathField | None = Field(None, description="A name on the hub, or a folder.")
     revision: Revision = None
     config: dict[str, Any] | None = Field(
-        None, description='A transformers configuration with its "model_type"; the weights are random.'
+        None,
+        description='Alone: a transformers configuration with its "model_type"; the weights are random.'
+        " With `name_or_path`: keys that replace those of the model's configuration, such as `classifier_dropout`.",
     )
     tokenizer: HubOrPathField | None = Field(
         None, description="A name on the hub, or a folder; null: the tokenizer of the model."
@@ -440,6 +504,16 @@ class Model(Section):
         None, description="Names or patterns of modules and parameters that are not trained, such as `embeddings`."
     )
     adapter: Adapter | None = Field(None, description="An adapter to train beside frozen weights; null: none.")
+
+    @property
+    def is_partly_frozen(self) -> bool:
+        """Whether the recipe freezes weights; checkpoints then hold the trained ones and a digest of the others."""
+        return self.adapter is not None or self.freeze is not None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the weights are drawn at random, for a model that `config` describes."""
+        return self.name_or_path is None
 
 
 HeldOut = Annotated[float, Field(gt=0, lt=1)]
@@ -457,6 +531,11 @@ class _DataKeys(Section):
     )
     num_workers: int = Field(
         0, ge=0, le=64, description="Processes per rank that prepare batches; 0: the rank itself prepares them."
+    )
+    preparation_processes: Annotated[int, Field(ge=1, le=256)] | None = Field(
+        None,
+        description="Processes that tokenise a split, once for all ranks of a node; the result is the same. null: the"
+        " cores of the machine, and fewer for little text.",
     )
     cache: PathField | None = Field(
         None,
@@ -480,16 +559,18 @@ class HubData(_DataKeys):
 
 
 class FileData(_DataKeys):
-    """JSON Lines, JSON, CSV, Parquet or Excel files, also compressed by gzip."""
+    """JSON Lines, JSON, CSV, Parquet, Excel or CoNLL files, also compressed by gzip."""
 
     source: Literal["files"]
-    format: Literal["json", "csv", "parquet", "excel"] | None = Field(
-        None, description="null: from the extension of the first file."
+    format: Literal["json", "csv", "parquet", "excel", "conll"] | None = Field(
+        None,
+        description="null: from the extension of the first file. `conll` has one word on each line, with its tag in the"
+        " last column, and an empty line after each sentence; its columns are `words` and `tags`.",
     )
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
         None, description="The character between the columns of CSV files; null: found in their first lines."
     )
-    encoding: str = Field("utf-8", description="The encoding of JSON and CSV files, such as latin-1.")
+    encoding: str = Field("utf-8", description="The encoding of JSON, CSV and CoNLL files, such as latin-1.")
     train: PathField | Annotated[list[PathField], Field(min_length=1)] = Field(
         description="File or files of the training split, or a pattern such as `part-*.jsonl`."
     )
@@ -508,6 +589,25 @@ class FolderData(_DataKeys):
     train: str = Field("train", description="Name of the training split.")
     validation: HeldOut | str | None = Field(
         "validation", description="Name of the validation split, or the share of the training split to hold out."
+    )
+
+
+class Distillation(Section):
+    """Knowledge distillation (Hinton et al. 2015): learn from the outputs of a frozen teacher beside the labels."""
+
+    teacher: HubOrPathField = Field(
+        description="The teacher, a trained model of the same task: a name on the hub, or a folder."
+    )
+    revision: Revision = None
+    temperature: float = Field(
+        2.0, gt=0, description="Divisor of both models' logits in the divergence; higher ones make softer targets."
+    )
+    weight: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="The loss is (1 - weight) * loss of the labels + weight * temperature^2 * divergence; 1: the"
+        " labels do not count.",
     )
 
 
@@ -699,8 +799,9 @@ class Logging(Section):
     """Output during training."""
 
     every: IntervalField = Field(Interval(10, "steps"), description="How often training metrics are shown and written.")
-    to: list[Literal["console", "jsonl", "csv", "tensorboard", "wandb", "mlflow"]] = Field(
-        default=["console", "jsonl"], description="`metrics.jsonl` is always written."
+    to: list[Literal["console", "jsonl", "csv", "html", "tensorboard", "wandb", "mlflow"]] = Field(
+        default=["console", "jsonl"],
+        description="`metrics.jsonl` is always written. `html` keeps `report.html` up to date.",
     )
     project: (
         Annotated[
@@ -736,6 +837,9 @@ class Recipe(Section):
         HubData | FileData | FolderData,
         Field(discriminator="source", description="The source of the examples, and their preparation."),
     ]
+    distillation: Distillation | None = Field(
+        None, description="A frozen teacher to learn from beside the labels; null: none."
+    )
     parallel: Parallel = Parallel()
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
