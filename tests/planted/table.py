@@ -741,6 +741,14 @@ _ENGINE = [
         _parity("fsdp-2ranks-fp32-accumulated-dropout"),
     ),
     Defect(
+        "embedding_rounded",
+        "Tied embeddings and shared biases are gathered in 16 bits, too.",
+        "engine/precision.py",
+        "if users[parameter] <= _PRODUCTS}",
+        "if users[parameter] & _PRODUCTS}",
+        ("engine/test_gathers.py::test_only_parameters_of_products_are_rounded",),
+    ),
+    Defect(
         "zero_gradient_averaged",
         "DeepSpeed's mean over the data-parallel ranks is left as it is.",
         "engine/zero.py",

@@ -229,7 +229,14 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
     if plan.strategy.cuts_parameters:
         if parallel.offload == "none":
             model.to(mesh.device)
-        placements = shard(model, placements, mesh, parallel.reshard_after_forward, parallel.offload == "parameters")
+        placements = shard(
+            model,
+            placements,
+            mesh,
+            plan.recipe.precision,
+            parallel.reshard_after_forward,
+            parallel.offload == "parameters",
+        )
         no_sync = partial(defer_all_reduce, model)
     else:
         model.to(mesh.device)

@@ -288,7 +288,14 @@ def build_pipelined(
         prepare_model(stage, mesh, plan)
         stage.model.to(mesh.device)
         if cuts:
-            placed = shard(stage.model, placed, mesh, parallel.reshard_after_forward, offload_parameters=False)
+            placed = shard(
+                stage.model,
+                placed,
+                mesh,
+                plan.recipe.precision,
+                parallel.reshard_after_forward,
+                offload_parameters=False,
+            )
         assert not placements.keys() & placed.keys(), "two stages of a rank have parameters of one name"
         placements |= placed
     forward = PipelinedForward(built, task, mesh, plan)

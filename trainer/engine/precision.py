@@ -7,12 +7,17 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import UsageError
+from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from trainer.parallel.low_rank import LowRank
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_PRODUCTS = {nn.Linear, nn.Conv1d, nn.Conv2d, Conv1D, ColumnParallelLinear, RowParallelLinear, LowRank}
+"""Modules of matrix products. Autocast rounds all their parameters; a subclass may use them in other ways."""
 
 
 def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.device) -> None:
@@ -29,6 +34,19 @@ def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.devic
             if hasattr(model, method):
                 function = getattr(model, method)
                 setattr(model, method, partial(_autocast, function, COMPUTE_DTYPES[precision], device.type))
+
+
+def rounded_by_autocast(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that autocast rounds before each use: those of matrix products only.
+
+    Ranks may gather them in the type of the products, which changes no result. Tied embeddings and norms, which compute
+    in fp32, are not among them.
+    """
+    users: dict[Tensor, set[type[nn.Module]]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(parameter, set()).add(type(module))
+    return {name for name, parameter in model.named_parameters() if users[parameter] <= _PRODUCTS}
 
 
 def _require(precision: PrecisionName, device: torch.device) -> None:

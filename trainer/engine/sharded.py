@@ -2,32 +2,46 @@
 
 Source: Zhao et al. 2023 (arXiv:2304.11277). FSDP is stage 3 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), or
 stage 2 if parameters stay whole between forward and backward. HSDP shards within groups and replicates across them.
+
+In bf16 and fp16, the weights of matrix products are gathered in 16 bits. Autocast rounds them to this type before each
+product anyway, so the rounding before the gather changes no result. Norms and embeddings compute in fp32, and are
+gathered in fp32. Gradients are summed in fp32.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
+from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, rounded_by_autocast
 from trainer.models.families.table import layers_of
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import Placements, Split
 
 
 def shard(
-    model: nn.Module, placements: Placements, mesh: ParallelMesh, reshard_after_forward: bool, offload_parameters: bool
+    model: nn.Module,
+    placements: Placements,
+    mesh: ParallelMesh,
+    precision: PrecisionName,
+    reshard_after_forward: bool,
+    offload_parameters: bool,
 ) -> Placements:
     """Shard each layer of the model's family, then the rest as one group, over the mesh axis `dp_shard`.
 
@@ -37,6 +51,7 @@ def shard(
         model: the model on its device. Parts of tensor ranks are sharded further.
         placements: the placements of its parameters.
         mesh: the ranks.
+        precision: the type of matrix products, in which their weights are gathered.
         reshard_after_forward: whether to free gathered parameters between forward and backward.
         offload_parameters: whether to keep parameters, gradients and optimizer state in CPU memory.
 
@@ -51,11 +66,16 @@ def shard(
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
     axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
     policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload_parameters else OffloadPolicy()
-    for layer in layers_of(model).values():
+    rounded = rounded_by_autocast(model) if precision != "fp32" else set()
+    types = MixedPrecisionPolicy(reduce_dtype=None if precision == "fp32" else torch.float32)
+    for part in (*layers_of(model).values(), model):
         fully_shard(
-            layer, mesh=mesh.device_mesh[axes], reshard_after_forward=reshard_after_forward, offload_policy=policy
+            part,
+            mesh=mesh.device_mesh[axes],
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=types,
+            offload_policy=policy,
         )
-    fully_shard(model, mesh=mesh.device_mesh[axes], reshard_after_forward=reshard_after_forward, offload_policy=policy)
     if hasattr(model, "generate"):  # it calls an encoder by itself, before the model's forward gathers the embedding
         register_fsdp_forward_method(model, "generate")
     for module in model.modules():
@@ -63,10 +83,39 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "a parameter was left whole"
+    if rounded:
+        _gather_rounded(model, rounded, COMPUTE_DTYPES[precision])
     return {
         name: replace(placement, splits=(*placement.splits, Split(dim=0, axis="dp_shard")))
         for name, placement in placements.items()
     }
+
+
+def _gather_rounded(model: nn.Module, names: set[str], dtype: torch.dtype) -> None:
+    """Gather parameters of a sharded model in `dtype`; their gradients stay fp32.
+
+    Torch's policy has one type for all parameters of a module, norms included; here, each parameter has its own.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    chosen = {parameter for name, parameter in model.named_parameters() if name in names}
+    for module in model.modules():
+        group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for parameter in group.fsdp_params if group else ():
+            if parameter.sharded_param in chosen:
+                parameter.init_dtype_attrs = partial(_of_policy, parameter.init_dtype_attrs, policy)
+                parameter.init_unsharded_param = partial(_with_fp32_gradient, parameter, parameter.init_unsharded_param)
+
+
+def _of_policy(
+    set_types: Callable[[MixedPrecisionPolicy], None], own: MixedPrecisionPolicy, of_module: MixedPrecisionPolicy
+) -> None:
+    set_types(own)
+
+
+def _with_fp32_gradient(parameter: Any, gather: Callable[[], None]) -> None:
+    """Accumulate the gradient of a gathered parameter in fp32, the type of all gradients that are summed together."""
+    gather()
+    parameter._unsharded_param.grad_dtype = torch.float32
 
 
 @contextmanager

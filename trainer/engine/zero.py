@@ -31,6 +31,7 @@ from trainer.engine.engine import (
 )
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
+from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast
 from trainer.engine.scaling import LossScaler, settle
 from trainer.models.building import BuiltModel, save_model
 from trainer.models.checkpointing import not_recorded
@@ -47,6 +48,8 @@ from trainer.recipe.deepspeed import deepspeed_config
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
+_GATHERED_IN = "comm_dtype"
+"""The attribute of a parameter with the type in which stage 3 gathers it."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -75,6 +78,15 @@ def partitioned_loading(plan: RunPlan, device: torch.device) -> Iterator[Gather]
             yield lambda parameters: deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
         finally:
             del alive
+
+
+@contextmanager
+def _unrounded(parameter: Tensor) -> Iterator[None]:
+    """Gather a parameter of stage 3 in its own type inside of this context."""
+    dtype = parameter.__dict__.pop(_GATHERED_IN, None)
+    yield
+    if dtype is not None:
+        setattr(parameter, _GATHERED_IN, dtype)
 
 
 class MeshTopology:
@@ -201,7 +213,7 @@ class ZeroEngine:
         # DeepSpeed keeps no master weights of a frozen parameter.
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters([parameter], enabled=self._is_partitioned):
+        with _unrounded(parameter), deepspeed.zero.GatheredParameters([parameter], enabled=self._is_partitioned):
             frozen: Tensor = parameter.detach().clone()
             return frozen
 
@@ -347,6 +359,11 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     if plan.strategy.cuts_parameters:
         partition = Split(dim=None, axis="dp_shard")
         placements = {name: replace(p, splits=(*p.splits, partition)) for name, p in placements.items()}
+        if plan.recipe.precision != "fp32":
+            rounded = rounded_by_autocast(model)
+            for name, parameter in model.named_parameters():
+                if name in rounded and len(placements[name].shape) > 1:  # its linear layer adds a bias in fp32
+                    setattr(parameter, _GATHERED_IN, COMPUTE_DTYPES[plan.recipe.precision])
     optimizer = build_optimizer(plan.recipe.optimizer, model.named_parameters(), no_decay_names(model))
     with redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(

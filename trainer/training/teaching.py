@@ -155,7 +155,9 @@ def place_teacher(built: BuiltModel, plan: RunPlan, mesh: ParallelMesh, task: Ta
     cast_forward(model, recipe.precision, mesh.device)
     model.to(mesh.device)
     if plan.strategy.cuts_parameters and not plan.strategy.zero_stage:
-        placements = shard(model, placements, mesh, reshard_after_forward=True, offload_parameters=False)
+        placements = shard(
+            model, placements, mesh, recipe.precision, reshard_after_forward=True, offload_parameters=False
+        )
     columns = _columns(recipe, task)
     return Teacher(model, recipe.distillation, without_cache(model), columns, built.vocabulary), placements
 
