@@ -17,7 +17,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from tests.helpers.processes import ROOT, environment, finish, kill, start
 from trainer import __version__, cli
-from trainer.__main__ import main as program
+from trainer.__main__ import answer as program
 from trainer.base.errors import DataError, ExitCode, NonFiniteError, RecipeError
 from trainer.cli import main
 from trainer.launch import local
@@ -381,6 +381,18 @@ def test_every_name_can_be_shown(tmp_path: Path, encoding: str) -> None:
         )
         assert b"Traceback" not in done.stderr
         assert done.returncode == code
+
+
+def test_ctrl_c_at_exit_shows_no_traceback() -> None:
+    """The interpreter shuts down for some time after the last output."""
+    text = "import atexit, os, signal, sys; from trainer.__main__ import main\n"
+    text += "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT)); sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", text, "recipes"], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert "bert_sample" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert done.returncode == -signal.SIGINT
 
 
 def test_ctrl_c_shows_no_traceback(tmp_path: Path) -> None:

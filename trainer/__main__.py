@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 
 def main() -> int:
-    """Runs the command line; signals while the first modules are imported mean what they mean later."""
+    """Run the command line in a process of its own."""
+    try:
+        return answer()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would answer it with a traceback while it shuts down
+
+
+def answer() -> int:
+    """Run the command line; signals while the first modules are imported mean what they mean later."""
     _leave_current_folder()
     if "run" in sys.argv[1:3]:  # deepspeed puts a `--local_rank` before it
         from trainer.ranks.stopping import stop_before_training
