@@ -262,6 +262,10 @@ def plan(
             )
     if also is not None and not search:
         raise UsageError(f"`--also` is {also}, but only a search changes it; add --search")
+    sought = {"batch": ("training.global_batch_size", "training.micro_batch_size"), "length": ("data.max_length",)}
+    for word in [word for word in words if word.partition("=")[0] in sought.get(largest or "", ())]:
+        typer.echo(f"note: {word} gives way to --largest {largest}", err=True)
+        words = tuple(other for other in words if other != word)
     resolved = load_recipe(recipe, words)
 
     with without_collector():  # importing torch and transformers makes much, and leaves little to collect

@@ -156,7 +156,11 @@ def test_a_search_changes_precision_on_demand(recipe: Path):
 
 
 def test_the_largest_batch_fits_and_one_row_more_does_not(recipe: Path, capsys: pytest.CaptureFixture[str]):
-    found = answer(capsys, recipe, "--gpus", "1x1120MiB", "--largest", "batch")
+    given = "training.micro_batch_size=3"
+    assert main(["plan", str(recipe), "--gpus", "1x1120MiB", "--largest", "batch", given, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == f"note: {given} gives way to --largest batch\n"
+    found = json.loads(shown.out)
     assert found["fits"]
     rows = int(found["overrides"][1].partition("=")[2])
     assert found["overrides"][0] == f"training.global_batch_size={rows}"

@@ -36,6 +36,10 @@ ALONE: dict[str, dict[str, Any]] = {
         "task": TINY_TASKS["causal_lm"].keys,
         "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"},
     },
+    "packed documents": {
+        "task": {**TINY_TASKS["causal_lm"].keys, "packing": "documents"},
+        "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"},
+    },
     "seq2seq_lm": {"task": TINY_TASKS["seq2seq_lm"].keys, "model": TINY_TASKS["seq2seq_lm"].model},
     "question_answering": {"task": TINY_TASKS["question_answering"].keys},
     "embedding": {"task": TINY_TASKS["embedding"].keys},

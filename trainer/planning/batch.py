@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 import torch
@@ -10,7 +11,15 @@ from torch import Tensor
 from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.recipe.plan import BatchPlan
-from trainer.recipe.schema import Embedding, ImageClassification, MultipleChoice, QuestionAnswering, Recipe, Seq2SeqLM
+from trainer.recipe.schema import (
+    CausalLM,
+    Embedding,
+    ImageClassification,
+    MultipleChoice,
+    QuestionAnswering,
+    Recipe,
+    Seq2SeqLM,
+)
 from trainer.tasks.task import Task
 
 
@@ -51,7 +60,10 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
         if isinstance(section, MultipleChoice):
             inputs["num_choices"] = torch.full((rows,), shape[1])
-        inputs["attention_mask"][..., :1, -1] = 0  # some models need no mask, and less memory, without padding
+        if isinstance(section, CausalLM) and section.packing == "documents":
+            inputs["position_ids"] = (torch.arange(length) % ceil(length / 2)).repeat(rows, 1)  # two documents a row
+        else:
+            inputs["attention_mask"][..., :1, -1] = 0  # some models need no mask, and less memory, without padding
         if (getattr(config, "type_vocab_size", None) or 0) > 1:
             inputs["token_type_ids"] = torch.zeros(shape, dtype=torch.long)
     labels: Tensor
