@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, TINY_DECODERS, TINY_VIT, Curve, tiny_training, train_tiny
-from tests.parity.cases import assert_same_curve
+from tests.parity.cases import TOLERANCES, assert_same_curve
 from tests.parity.test_tasks import LAYOUTS, assert_same_training, recipe_of
 from trainer.parallel.microbatch import IGNORED_LABEL
 
@@ -35,6 +35,12 @@ FURTHER_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero2": (2, {"parallel": {"strategy": "zero2"}}),
     "zero1-tensor": (4, {"parallel": {"strategy": "zero1", "tensor": 2}}),
     "hsdp": (4, {"parallel": {"strategy": "hsdp", "shard": 2}}),
+}
+IN_16_BITS = {
+    "fsdp": {"parallel": {"strategy": "fsdp"}},
+    "zero3": {"parallel": {"strategy": "zero3"}},
+    "tensor": {"parallel": {"tensor": 2, "sequence": True}},
+    "stages": {"parallel": {"pipeline": {"stages": 2}}},
 }
 ORDER = ("c", "a", "b")  # of the teacher's classes; the student's are a, b and c
 
@@ -141,3 +147,14 @@ def test_any_layout_is_one_process(ranks: RankPools, teachers: dict[str, Path], 
     world_size, keys = {**LAYOUTS, **FURTHER_LAYOUTS}[layout]
     for found in ranks(world_size).run(train, task, {**keys, **taught_by(teachers[task])}):
         assert_same_training(found, reference(task, teachers[task]))
+
+
+@pytest.mark.parametrize("layout", IN_16_BITS)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_on_two_ranks_are_those_of_one(
+    ranks: RankPools, teachers: dict[str, Path], precision: str, layout: str
+):
+    keys = {"precision": precision, **taught_by(teachers["causal_lm"])}
+    expected = train_tiny(recipe_of("causal_lm", **keys), num_steps=3)
+    for found in ranks(2).run(train_tiny, recipe_of("causal_lm", **keys, **IN_16_BITS[layout]), num_steps=3):
+        assert_same_curve(found, expected, TOLERANCES[precision])
