@@ -13,11 +13,11 @@ from torch import nn
 from tests.planning.measured import recipe_of
 from trainer.base.errors import UsageError
 from trainer.cli import main
+from trainer.engine.timeline import Action, as_svg, as_text, order_of, simulate
 from trainer.observe.meter import peak_flops
 from trainer.planning import hardware
 from trainer.planning.hardware import LIKELY, Cost, Speed, parse_devices
 from trainer.planning.ledger import Ledger
-from trainer.planning.timeline import Action, as_svg, as_text, order_of, simulate
 from trainer.planning.timing import Link, collective_seconds, link_of, operation_seconds
 from trainer.planning.work import FORWARD, MATMUL
 from trainer.recipe.plan import Layout, PipelinePlan

@@ -1252,7 +1252,7 @@ _PLANNING = [
     Defect(
         "first_pipeline_rank_does_not_wait",
         "A backward pass of a stage begins before that of the next stage has ended.",
-        "planning/timeline.py",
+        "engine/timeline.py",
         "if stage < last:",
         "if stage > last:",
         ("planning/test_timing.py::test_the_bubble_of_one_stage_a_rank",),

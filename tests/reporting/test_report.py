@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.figures import figures_of
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.cli import main
+from trainer.reading.loading import load_recipe
 from trainer.reporting.figures import Curve, curves
 
 HOSTILE = "</script><script>document.title='run'</script><b>"
@@ -107,6 +108,20 @@ def test_shares_texts_and_ranks_of_a_run_are_shown(tmp_path: Path):
     assert '<tr><th scope="row">1</th><td>long &lt;b&gt;</td><td>short</td></tr>' in text
     assert '<tr><th scope="row">1</th><td>1</td></tr>' in text
     assert "run failed: rank 1 &lt;died&gt;" in text
+
+
+def test_the_order_of_work_in_a_pipeline_is_drawn(tmp_path: Path):
+    keys = ["parallel.pipeline.stages=2", "parallel.pipeline.schedule=gpipe", "parallel.pipeline.microbatches=2"]
+    info = {"recipe": load_recipe("bert_sample", keys).recipe.model_dump(mode="json"), "world_size": 2}
+    drawn = figures_of(page(write_lines(tmp_path / "<b>", {"run": info}, *steps(1.0))))
+    (title,) = (name for name in drawn if "gpipe" in name)
+    assert title.startswith("&lt;b&gt;: gpipe")
+    forward, backward = drawn[title]
+    assert (forward["name"], backward["name"]) == ("forward", "backward")
+    assert (forward["y"], forward["base"]) == (["rank 0", "rank 0", "rank 1", "rank 1"], [0, 1, 1, 2])
+    assert (backward["base"], backward["x"]) == ([5, 7, 3, 5], [2, 2, 2, 2])
+    older = {**info, "recipe": {"parallel": {"pipeline": {"stages": 2}}, "of": "another version"}}
+    assert not any("gpipe" in name for name in figures_of(page(write_lines(tmp_path / "old", {"run": older}))))
 
 
 def test_a_page_follows_the_run(tmp_path: Path):

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
+from trainer.engine.timeline import as_svg, as_text
 from trainer.planning.ledger import COMPONENTS
 from trainer.planning.recipe_plan import (
     RESERVED,
@@ -22,7 +23,6 @@ from trainer.planning.recipe_plan import (
 )
 from trainer.planning.searching import Found
 from trainer.planning.step import StepPlan
-from trainer.planning.timeline import as_svg, as_text
 
 
 def lines(made: RecipePlan, changes: Sequence[Change] | None) -> Iterator[str]:

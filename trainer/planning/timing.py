@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.engine.timeline import BACKWARD as FULL_BACKWARD
+from trainer.engine.timeline import FORWARD as FULL_FORWARD
+from trainer.engine.timeline import Action, Timeline, order_of, simulate
 from trainer.parallel.mesh import AXES
 from trainer.planning.hardware import LEAST, LIKELY, MOST, Machine, Speed
 from trainer.planning.ledger import POINT_TO_POINT
 from trainer.planning.step import StepPlan
-from trainer.planning.timeline import BACKWARD as FULL_BACKWARD
-from trainer.planning.timeline import FORWARD as FULL_FORWARD
-from trainer.planning.timeline import Action, Timeline, order_of, simulate
 from trainer.planning.work import (
     BACKWARD,
     FORWARD,

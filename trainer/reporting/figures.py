@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import plotly.graph_objects as go
 
+from trainer.engine.timeline import ACTION_COLOURS, ACTION_NAMES, Timeline
 from trainer.reporting.page import label
 
 COLOURS = ("#3b7dd8", "#d8662a", "#2f9e6e", "#b5488f", "#8f7a1e", "#6a5fc1", "#c23b4b", "#2b97a6")
@@ -142,6 +143,30 @@ def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]
     _lay_out(figure, title, "predicted", "")
     figure.update_layout(hovermode="closest", height=_HEIGHT + 18 * max(0, len(names) - 8))
     figure.update_xaxes(type="category", automargin=True)
+    figure.update_yaxes(type="category", autorange="reversed", automargin=True)
+    return figure
+
+
+def timeline(title: str, found: Timeline) -> go.Figure:
+    """Draw one pass through a pipeline: a row for each rank, a box for each action; gaps are idle."""
+    figure = go.Figure()
+    for kind, name in ACTION_NAMES.items():
+        spans = [(rank, span) for rank, row in enumerate(found.ranks) for span in row if span.action.kind == kind]
+        if spans:
+            figure.add_bar(
+                orientation="h",
+                name=name,
+                y=[f"rank {rank}" for rank, _ in spans],
+                base=[span.start for _, span in spans],
+                x=[span.end - span.start for _, span in spans],
+                text=[str(span.action.microbatch) for _, span in spans],
+                customdata=[span.action.stage for _, span in spans],
+                hovertemplate="microbatch %{text}, stage %{customdata}<extra>" + name + "</extra>",
+                marker={"color": ACTION_COLOURS[kind], "line": {"width": 1, "color": "white"}},
+                textposition="inside",
+            )
+    _lay_out(figure, title, "forward passes of one microbatch", "")
+    figure.update_layout(barmode="overlay", hovermode="closest", height=240 + 34 * len(found.ranks))
     figure.update_yaxes(type="category", autorange="reversed", automargin=True)
     return figure
 

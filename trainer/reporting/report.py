@@ -20,10 +20,13 @@ from trainer.base.errors import UsageError, storage_error
 from trainer.base.owned_lock import OwnedLock
 from trainer.checkpoint.owner import OWNER_FILE
 from trainer.checkpoint.store import CheckpointStore
+from trainer.engine.timeline import BACKWARD, order_of, simulate
 from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
 from trainer.observe.records import StepRecord
 from trainer.observe.summary import format_bytes, format_decimal, format_rate, format_seconds
-from trainer.reporting.figures import Curve, Mark, bars, confusion, curves
+from trainer.recipe.plan import plan_run
+from trainer.recipe.schema import Recipe
+from trainer.reporting.figures import Curve, Mark, bars, confusion, curves, timeline
 from trainer.reporting.page import Section, Table, Text, render
 from trainer.tasks import greater_is_better
 
@@ -277,7 +280,23 @@ def _costs(runs: Sequence[Run]) -> Section:
         (run.name, [100 * share for share in shares]) for run in runs if (shares := (run.metrics.end or {}).get("idle"))
     ]:
         blocks.append(_rank_bars("idle time of the ranks of the pipeline axis", idle, "% of a step"))
+    blocks += [figure for run in runs if (figure := _timeline(run))]
     return Section("Costs", [figure for figure in blocks if _has_points(figure)])
+
+
+def _timeline(run: Run) -> go.Figure | None:
+    """Return the order of work in the pipeline of a run; None without stages, and for recipes of other versions."""
+    recipe = run.info.get("recipe", {})
+    if recipe.get("parallel", {}).get("pipeline", {}).get("stages", 1) == 1:
+        return None
+    with suppress(ValueError, UsageError):
+        pipeline = plan_run(Recipe.model_validate(recipe), run.info["world_size"]).pipeline
+        assert pipeline is not None
+        weights = {BACKWARD: 2.0}  # its two halves, and a forward pass, have the weight 1
+        found = simulate(order_of(pipeline), lambda action: weights.get(action.kind, 1.0), send=0.0)
+        name = f"{run.name}: {pipeline.schedule.name}, with backward passes that take twice as long"
+        return timeline(name, found)
+    return None
 
 
 def _rank_bars(title: str, found: Sequence[tuple[str, Sequence[float]]], unit: str) -> go.Figure:

@@ -160,8 +160,8 @@ def as_text(timeline: Timeline, width: int = 100) -> Iterator[str]:
         yield f"  rank {rank:<3} {''.join(cells[:width])}  idle {timeline.idle_share(rank):.0%}"
 
 
-_COLOURS = {FORWARD: "#4878d0", BACKWARD: "#ee854a", INPUT: "#ee854a", WEIGHT: "#6acc64"}
-_NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}
+ACTION_COLOURS = {FORWARD: "#4878d0", BACKWARD: "#ee854a", INPUT: "#ee854a", WEIGHT: "#6acc64"}
+ACTION_NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}
 
 
 def as_svg(timeline: Timeline) -> str:
@@ -177,19 +177,17 @@ def as_svg(timeline: Timeline) -> str:
     kinds = dict.fromkeys(span.action.kind for spans in timeline.ranks for span in spans)
     for place, kind in enumerate(kinds):
         x = left + 180 * place
-        parts.append(f'<rect x="{x}" y="10" width="14" height="14" fill="{_COLOURS[kind]}"/>')
-        parts.append(f'<text x="{x + 20}" y="22">{_NAMES[kind]}</text>')
+        parts.append(f'<rect x="{x}" y="10" width="14" height="14" fill="{ACTION_COLOURS[kind]}"/>')
+        parts.append(f'<text x="{x + 20}" y="22">{ACTION_NAMES[kind]}</text>')
     for rank, spans in enumerate(timeline.ranks):
         y = top + row * rank
         parts.append(f'<text x="8" y="{y + 18}">rank {rank}</text>')
         for span in spans:
             begin, size = left + span.start * scale, max(0.5, (span.end - span.start) * scale)
-            kind, stage, microbatch = span.action
-            title = (
-                f"{_NAMES[kind]} of microbatch {microbatch} on stage {stage}, {1e3 * (span.end - span.start):.3g} ms"
-            )
+            (kind, stage, microbatch), seconds = span.action, span.end - span.start
+            title = f"{ACTION_NAMES[kind]} of microbatch {microbatch} on stage {stage}, {1e3 * seconds:.3g} ms"
             parts.append(
-                f'<rect x="{begin:.1f}" y="{y}" width="{size:.1f}" height="{row - 6}" fill="{_COLOURS[kind]}"'
+                f'<rect x="{begin:.1f}" y="{y}" width="{size:.1f}" height="{row - 6}" fill="{ACTION_COLOURS[kind]}"'
                 f' stroke="white"><title>{title}</title></rect>'
             )
             if size > 14:
