@@ -245,6 +245,11 @@ def test_answers_are_the_best_of_all_windows(tokenizer, tmp_path, unanswerable):
             assert record["no_answer_probability"] == pytest.approx(odds[-1], rel=1e-4)
     metrics = task.split_metrics(answers, split)
     golds = [one["answers"]["text"] or [""] for one in rows]
+    pictured = task.picture(answers, split)["texts"]
+    assert [(one["question"], one["answer found"]) for one in pictured] == [
+        (one["question"], text) for one, text in list(zip(rows, texts, strict=True))[:5]
+    ]
+    assert [one["answers accepted"] for one in pictured] == [" | ".join(found) for found in golds[:5]]
     right = [text.lower().strip(". ") == gold[0].lower() for text, gold in zip(texts, golds, strict=True)]
     assert metrics["exact_match"] == pytest.approx(100 * np.mean(right))
     assert set(metrics) == {"exact_match", "f1"}

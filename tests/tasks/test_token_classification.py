@@ -116,6 +116,10 @@ class TestMetrics:
         predictions["predictions"][is_inside.nonzero()[-1][0], is_inside.nonzero()[-1][1]] = task.class_names.index("O")
         # The entity of three words is now of two: X is 2 of 3.
         assert task.split_metrics(predictions, split)["f1/X"] == pytest.approx(2 / 3)
+        first, *_, last = task.picture(predictions, split)["texts"]
+        assert first["text"] == "a b c d e f g h"
+        assert (first["entities found"], first["entities labelled"]) == ("b c (X), f (Y)", "b c d (X), f (Y)")
+        assert (last["entities found"], last["entities labelled"]) == ("k (X)", "\u200b (Y), k (X)")
 
     def test_plain_tags_have_no_entities(self, tokenizer, tmp_path):
         rows = words_of(("a b", "DET NOUN"), ("c d", "NOUN VERB"))
@@ -126,6 +130,7 @@ class TestMetrics:
         predictions = perfect(split)
         predictions["predictions"][0, 1] = 1  # DET as NOUN
         metrics = task.split_metrics(predictions, split)
+        assert task.picture(predictions, split) is None
         assert metrics == pytest.approx({"accuracy": 0.75, "f1_macro": (0 + 0.8 + 1) / 3})
 
     def test_the_loss_is_the_sum_over_labels(self, tokenizer):
@@ -218,6 +223,8 @@ def test_tokenizers_of_bytes_need_no_prefix_space(tmp_path):
     task = resolved(spans, text="text", spans="spans")
     split = encoded(task, spans, tokenizer, tmp_path)
     assert task.split_metrics(perfect(split), split)["f1"] == 1.0
+    (pictured,) = task.picture(perfect(split), split)["texts"]
+    assert pictured["entities found"] == pictured["entities labelled"] == "New York (X), big (Y), \U0001f600 (Y)"
 
 
 def test_the_head_of_a_checkpoint_sets_the_order():

@@ -18,7 +18,7 @@ from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import cell, require_columns, require_text, type_name
 from trainer.tasks.metrics import METRICS
 from trainer.tasks.squad import accepted_answers
-from trainer.tasks.task import TaskDefaults
+from trainer.tasks.task import ROWS_PICTURED, TaskDefaults
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 from trainer.tasks.windows import cut_columns, require_fast, shared_tokens, windows
 
@@ -181,14 +181,33 @@ class QuestionAnsweringTask(TaskDefaults):
         }
 
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
-        texts, accepted = [], []
-        for number, (row, found) in enumerate(zip(split.rows, self._found(predictions, split), strict=True)):
-            best = self._best(found)
-            texts.append("" if best is None else found.context[best.start : best.end])
-            answers = self._answers(row, split.where, number)
-            accepted.append(accepted_answers([text for text, _ in answers], self.unanswerable))
+        texts, accepted = zip(*self._answered(predictions, split), strict=True)
         arrays = [np.fromiter(values, object, len(texts)) for values in (texts, accepted)]
         return {name: METRICS[_METRIC_ROWS.get(name, name)].compute(*arrays) for name in self.metric_names}
+
+    def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
+        """Return the first questions with the answers found and those accepted; an empty one means no answer."""
+        if split is None:
+            return None
+        few = split.rows.select(range(min(len(split.rows), ROWS_PICTURED)))
+        return {
+            "texts": [
+                {"question": row[self.question_column], "answer found": text, "answers accepted": " | ".join(accepted)}
+                for row, (text, accepted) in zip(few, self._answered(predictions, split), strict=False)
+            ]
+        }
+
+    def _answered(
+        self, predictions: Mapping[str, Tensor], split: EvaluatedSplit
+    ) -> Iterator[tuple[str, Sequence[str]]]:
+        """Yield the answer that is found in each row, and those that are accepted."""
+        for number, (row, found) in enumerate(zip(split.rows, self._found(predictions, split), strict=True)):
+            best = self._best(found)
+            answers = [text for text, _ in self._answers(row, split.where, number)]
+            yield (
+                "" if best is None else found.context[best.start : best.end],
+                accepted_answers(answers, self.unanswerable),
+            )
 
     def without_labels(self) -> QuestionAnsweringTask:
         return replace(self, has_answers=False)

@@ -16,11 +16,10 @@ from trainer.recipe.schema import Generation
 from trainer.tasks.columns import cell, require_text, tokenise
 from trainer.tasks.generated import GENERATED, generated_texts
 from trainer.tasks.metrics import METRICS
+from trainer.tasks.task import ROWS_PICTURED
 from trainer.tasks.text_metrics import require_packages
 from trainer.tasks.token_labels import TOKEN_METRICS, TokenLabels
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
-
-_TEXTS_PICTURED = 5
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class Seq2SeqLMTask(TokenLabels):
         if not self.generates or self.target is None or split is None:
             return None
         columns = [self.source, self.target]
-        few = split.rows.select_columns(columns).select(range(min(len(split.rows), _TEXTS_PICTURED)))
+        few = split.rows.select_columns(columns).select(range(min(len(split.rows), ROWS_PICTURED)))
         texts = _texts(predictions[GENERATED][: len(few)], split.tokenizer)
         return {"texts": [{**row, GENERATED: text} for row, text in zip(few, texts, strict=True)]}
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+ROWS_PICTURED = 5
+"""The rows of texts in the picture of an evaluation."""
+
+
 class Task(Protocol):
     """A task, which computes a loss from model outputs, and metrics from predictions.
 

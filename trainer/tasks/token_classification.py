@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.classes import NamedClasses, holds_names, shown
 from trainer.tasks.columns import STRING_TYPES, cell, dtype_in_list, require_columns, require_text, type_name
-from trainer.tasks.entities import OUTSIDE, Indices, continuation, entity_metrics, scheme_of
+from trainer.tasks.entities import OUTSIDE, Indices, TagScheme, continuation, entity_metrics, scheme_of
 from trainer.tasks.metrics import METRICS
 from trainer.tasks.spans import holds_spans, read_spans, tags_of_words
+from trainer.tasks.task import ROWS_PICTURED
 from trainer.tasks.types import Dataset, EncodedRows, EvaluatedSplit, Tokenizer
 from trainer.tasks.windows import cut_columns, owners, require_fast, shared_tokens, windows
 from trainer.tasks.words import ROW, WORD, TokenisedText, is_first, joined, num_words_of, of_words, read_words
@@ -253,13 +255,7 @@ class TokenClassificationTask(NamedClasses):
 
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         """Return metrics over all words; a word without a token is predicted as `O`, or wrong if there is no `O`."""
-        if self.text_column is None:
-            classes = self._classes_of_tags(split.rows, split.where, 0)
-            num_words = np.array([len(row) for row in classes])
-            true = np.array([index for row in classes for index in row], np.int64)
-        else:  # words of a text are made from its tokens
-            num_words = num_words_of(split)
-            true = joined(split.encoded.tokens["labels"], split.encoded, num_words, _NO_CLASS)
+        num_words, true = self._labelled_words(split)
         predicted = self._predicted(predictions, split.encoded, num_words)
         computed = dict.fromkeys(self.metric_names, 0.0)  # the order of the recipe
         scheme = scheme_of(self._known_class_names)
@@ -267,6 +263,27 @@ class TokenClassificationTask(NamedClasses):
             computed |= entity_metrics(scheme, predicted, true, is_first(num_words), self.metric_names)
         of_words = [name for name in self.metric_names if scheme is None or name not in (*_OF_ENTITIES, "f1_macro")]
         return computed | {name: METRICS[name].compute(predicted, true) for name in of_words}
+
+    def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
+        """Return the entities of the first rows, found and labelled; None for plain tags."""
+        scheme = scheme_of(self._known_class_names)
+        if split is None or scheme is None:
+            return None
+        few = split.rows.select(range(min(len(split.rows), ROWS_PICTURED)))
+        inputs, places = self._words(few, split)
+        num_words, true = self._labelled_words(split)
+        predicted = self._predicted(predictions, split.encoded, num_words)
+        size = [len(words) for words in places]
+        found, labelled = (
+            [
+                ", ".join(f"{entity['text']} ({entity['label']})" for entity in row)
+                for row in _entities(scheme, classes[: sum(size)], inputs, places)
+            ]
+            for classes in (predicted, true)
+        )
+        texts = [text if isinstance(text, str) else " ".join(text) for text in inputs]
+        columns = ("text", "entities found", "entities labelled")
+        return {"texts": [dict(zip(columns, row, strict=True)) for row in zip(texts, found, labelled, strict=True)]}
 
     def without_labels(self) -> TokenClassificationTask:
         return replace(self, labelled=False)
@@ -281,12 +298,7 @@ class TokenClassificationTask(NamedClasses):
         An entity has `label`, `text`, `start`, `end` and `score`, the mean probability of its words. `start` and `end`
         count characters of a text, or words of a list. A word without a token has the score 0.
         """
-        inputs = list(split.rows[self.input_column])
-        if self.text_column is None:
-            places = [[(word, word + 1) for word in range(len(words))] for words in inputs]
-        else:
-            assert split.tokenizer is not None
-            places = [text.words for text in self._read(split.rows, split.tokenizer, split.where, 0)]
+        inputs, places = self._words(split.rows, split)
         num_words = np.array([len(words) for words in places])
         predicted = self._predicted(answers, split.encoded, num_words)
         scores = of_words(answers, "scores", split.encoded, num_words, 0.0)
@@ -301,24 +313,52 @@ class TokenClassificationTask(NamedClasses):
                 }
                 for part in parts
             ]
-        found: list[dict[str, Any]] = [{"entities": []} for _ in inputs]
-        entities = scheme.entities(predicted, is_first(num_words))
-        rows = np.repeat(np.arange(len(inputs)), num_words)[entities.start]
-        for row, start, end, kind in zip(rows, entities.start, entities.end, entities.type, strict=True):
-            words = places[row][start - first[row] : end - first[row]]
-            part = inputs[row][words[0][0] : words[-1][1]]
-            entity = {
-                "label": scheme.types[kind],
-                "text": part if isinstance(part, str) else " ".join(part),
-                "start": words[0][0],
-                "end": words[-1][1],
-                "score": float(scores[start:end].mean()),
-            }
-            found[row]["entities"].append(entity)
-        return found
+        found = _entities(scheme, predicted, inputs, places)
+        for entity in chain.from_iterable(found):
+            entity["score"] = float(scores[entity.pop("words")].mean())
+        return [{"entities": row} for row in found]
+
+    def _labelled_words(self, split: EvaluatedSplit) -> tuple[Indices, Indices]:
+        """Return the number of words of each row, and the class of each word of all rows."""
+        if self.text_column is None:
+            classes = self._classes_of_tags(split.rows, split.where, 0)
+            return np.array([len(row) for row in classes]), np.array([i for row in classes for i in row], np.int64)
+        num_words = num_words_of(split)  # words of a text are made from its tokens
+        return num_words, joined(split.encoded.tokens["labels"], split.encoded, num_words, _NO_CLASS)
+
+    def _words(self, rows: Dataset, split: EvaluatedSplit) -> tuple[list[Any], list[Any]]:
+        """Return the input of each row, a text or a list of words, and the start and end of each of its words there."""
+        inputs = list(rows[self.input_column])
+        if self.text_column is None:
+            return inputs, [[(word, word + 1) for word in range(len(words))] for words in inputs]
+        assert split.tokenizer is not None
+        return inputs, [text.words for text in self._read(rows, split.tokenizer, split.where, 0)]
 
     def _predicted(self, answers: Mapping[str, Tensor], encoded: EncodedRows, num_words: Indices) -> Indices:
         """Return the predicted class of each word of all rows, of shape `[words]`."""
         names = self._known_class_names
         outside = names.index(OUTSIDE) if OUTSIDE in names else _NO_CLASS
         return of_words(answers, "predictions", encoded, num_words, outside).astype(np.int64)
+
+
+def _entities(
+    scheme: TagScheme, classes: Indices, inputs: Sequence[Any], places: Sequence[Any]
+) -> list[list[dict[str, Any]]]:
+    """Return the entities of each row, with `label`, `text`, `start`, `end`, and the slice of all `words`."""
+    num_words = np.array([len(words) for words in places])
+    first = np.cumsum(num_words) - num_words
+    found: list[list[dict[str, Any]]] = [[] for _ in inputs]
+    entities = scheme.entities(classes, is_first(num_words))
+    rows = np.repeat(np.arange(len(inputs)), num_words)[entities.start]
+    for row, start, end, kind in zip(rows, entities.start, entities.end, entities.type, strict=True):
+        words = places[row][start - first[row] : end - first[row]]
+        part = inputs[row][words[0][0] : words[-1][1]]
+        entity = {
+            "label": scheme.types[kind],
+            "text": part if isinstance(part, str) else " ".join(part),
+            "start": words[0][0],
+            "end": words[-1][1],
+            "words": slice(start, end),
+        }
+        found[row].append(entity)
+    return found
