@@ -333,6 +333,12 @@ def compare(
         str | None,
         typer.Option(metavar="NAME", help="Device as in `trainer plan --gpus`, to plan the time of a step."),
     ] = None,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with", metavar="PEER", help="Train the same batches by `pytorch`, a plain loop, or by `transformers`."
+        ),
+    ] = None,
 ) -> None:
     """Train a recipe under several layouts on this machine, and show the costs of each and whether it learns the same.
 
@@ -342,7 +348,9 @@ def compare(
     """
     from trainer.comparing.compare import compare as compare_layouts
 
-    raise typer.Exit(compare_layouts(recipe, overrides or (), layouts, processes, steps, output, hardware, typer.echo))
+    raise typer.Exit(
+        compare_layouts(recipe, overrides or (), layouts, processes, steps, output, hardware, peers or (), typer.echo)
+    )
 
 
 @app.command()

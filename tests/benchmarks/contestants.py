@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
-from transformers import get_linear_schedule_with_warmup
 
 from tests.benchmarks.setting import Setting
 from trainer.checkpoint.progress import Progress
+from trainer.comparing.peers import PeerTraining, plain_pytorch, transformers_trainer
 from trainer.engine.building import build_engine
 from trainer.observe.build import build_observers
 from trainer.observe.meter import Meter
@@ -28,72 +20,17 @@ from trainer.training.run_info import model_size, run_info, total_peak_flops
 
 
 def hand_written(setting: Setting, batches: Iterable[RankBatch]) -> None:
-    """Train with the shortest PyTorch loop for the same step, without logging, checks or signals."""
-    recipe, ranks = setting.recipe, setting.mesh.world_size
-    model = setting.model().model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.optimizer.learning_rate, fused=True)
-    schedule = get_linear_schedule_with_warmup(optimizer, setting.warmup_steps, setting.total_steps)
-    ddp = model
-    if ranks > 1:
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
-    for batch in batches:
-        for microbatch in batch.microbatches:
-            if ranks > 1:
-                ddp.require_backward_grad_sync = microbatch is batch.microbatches[-1]
-            loss = F.cross_entropy(ddp(**microbatch.inputs).logits, microbatch.labels, reduction="sum")
-            (loss * ranks / batch.num_rows).backward()  # DDP averages over the ranks
-        clip_grad_norm_(model.parameters(), recipe.training.max_grad_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+    """Train with the loop of plain PyTorch."""
+    plain_pytorch(_of(setting), batches)
 
 
 def hugging_face(setting: Setting, batches: Iterable[RankBatch]) -> None:
-    """Train with transformers' Trainer. It neither evaluates nor saves, and logs as often as `ours`."""
-    from transformers import PrinterCallback, Trainer, TrainingArguments
-
-    class OnOurBatches(Trainer):
-        def get_train_dataloader(self) -> Any:
-            return _Flat(batches)
-
-    recipe = setting.recipe
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=setting.total_steps,
-            per_device_train_batch_size=setting.plan.batch.micro_batch_size,
-            gradient_accumulation_steps=setting.plan.batch.num_microbatches,
-            learning_rate=recipe.optimizer.learning_rate,
-            weight_decay=recipe.optimizer.weight_decay,
-            max_grad_norm=recipe.training.max_grad_norm,
-            lr_scheduler_type="linear",
-            warmup_steps=setting.warmup_steps,
-            optim="adamw_torch_fused",
-            logging_steps=recipe.logging.every.count,
-            save_strategy="no",
-            eval_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            ddp_backend="gloo",
-            ddp_find_unused_parameters=False,
-            ddp_broadcast_buffers=False,
-        )
-        trainer = OnOurBatches(setting.model().model, arguments)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+    """Train with transformers' Trainer, which does not log here."""
+    transformers_trainer(_of(setting), batches)
 
 
-class _Flat:
-    """The microbatches of rank batches as dictionaries for transformers' Trainer, without a length."""
-
-    def __init__(self, batches: Iterable[RankBatch]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch in self._batches:
-            for microbatch in batch.microbatches:
-                yield {**microbatch.inputs, "labels": microbatch.labels}
+def _of(setting: Setting) -> PeerTraining:
+    return PeerTraining(setting.recipe, setting.plan, setting.model().model, setting.total_steps, setting.total_steps)
 
 
 class _Counted:

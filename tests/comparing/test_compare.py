@@ -19,8 +19,10 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.observe.samples import run_info, step_record
 from tests.parity import cases
 from trainer.base.errors import ExitCode, RecipeError, TrainerError, UsageError
+from trainer.cli import main
 from trainer.comparing import turns
 from trainer.comparing.contestants import contestants, kind_of
+from trainer.comparing.peers import NAMES, require_able
 from trainer.comparing.results import TOLERANCES, results, warm_up
 from trainer.comparing.showing import table
 from trainer.comparing.turns import Comparison
@@ -231,18 +233,44 @@ class TestResults:
         assert {name: (limit.loss, limit.grad_norm) for name, limit in cases.TOLERANCES.items()} == TOLERANCES
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["task.label_smoothing=0.1", "precision=fp16"], "label_smoothing, precision;"),
+        (["parallel.strategy=fsdp", "activation_checkpointing=full"], r"parallel.strategy, activation_checkpointing;"),
+        (["training.global_batch_size=50"], "training.global_batch_size;"),
+    ],
+)
+def test_peers_refuse_what_they_lack(words: list[str], named: str):
+    with pytest.raises(UsageError, match=f"`--with pytorch` cannot train this recipe because of .*{named}"):
+        require_able("pytorch", load_recipe("bert_sample", words).recipe, 2)
+
+
+def test_an_unknown_peer_is_named(capsys: pytest.CaptureFixture[str]):
+    assert main(["compare", "bert_sample", "--with", "lightning"]) == ExitCode.USER
+    assert "`--with` is 'lightning'; use pytorch or transformers" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-def test_layouts_on_two_processes_with_one_that_fails(tmp_path: Path):
+def test_layouts_and_peers_on_two_processes(tmp_path: Path):
     recipe, output = write_tiny_run(tmp_path), tmp_path / "compared"
     layouts = tmp_path / "layouts"
     layouts.write_text("recipe\nparallel.strategy=fsdp\nparallel.tensor=3\nmodel.config.hidden_size=7\n")
     words = ["compare", recipe, "--layouts", layouts, "--processes", "2", "--steps", "5", "-o", output]
-    ended = finish(warm.start(words))
+    peers = ["--with", "pytorch", "--with", "transformers"]
+    ended = finish(warm.start([*words, *peers, "model.dropout=0", "training.micro_batch_size=2"]))
     assert ended.returncode == 0, ended.stderr
+    assert "plain PyTorch trains " in ended.stdout
     assert "failed    tensor=3: `parallel.tensor` must divide the 2 processes" in ended.stdout
     assert len(figures_of(output / "compare.html")["peak memory of the process of each rank"]) == 2
+    assert [trace["name"] for trace in figures_of(output / "compare.html")["loss"]][2:] == list(NAMES.values())
     found = json.loads((output / "compare.json").read_text())["results"]
-    assert [result["reason"] is None for result in found] == [True, True, False, False]
+    assert [result["reason"] is None for result in found] == [True, True, False, False, True, True]
+    assert [result["peer"] for result in found] == [None] * 4 + ["pytorch", "transformers"]
+    for result in found[4:]:
+        assert result["likeness"]["leaves"] is None, result
+        assert len(result["records"]) == 5
+        assert len(result["rank_memory_bytes"]) == 2
     for result in found[:2]:
         files = sorted(output.glob(f"turns/{result['name']}-*/?/metrics.jsonl"))
         steps = [record for file in files for record in read_metrics(file).steps[1:5]]
@@ -259,6 +287,6 @@ def test_layouts_on_two_processes_with_one_that_fails(tmp_path: Path):
     assert found[1]["likeness"]["leaves"] is None
     assert found[1]["likeness"]["loss"] < TOLERANCES["fp32"][0]
     assert not list(output.glob("turns/**/step-*")), "a measurement saves nothing"
-    assert len(list(csv.DictReader((output / "compare.csv").open()))) == 4
+    assert len(list(csv.DictReader((output / "compare.csv").open()))) == 6
     left = [process for process in psutil.process_iter(["cmdline"]) if str(output) in (process.info["cmdline"] or [])]
     assert not left

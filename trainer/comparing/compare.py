@@ -8,8 +8,9 @@ from pathlib import Path
 
 from trainer.base.errors import ExitCode, UsageError
 from trainer.base.text import for_terminal
-from trainer.comparing.contestants import contestants
+from trainer.comparing.contestants import Contestant, contestants
 from trainer.comparing.page import write_page
+from trainer.comparing.peers import PEERS
 from trainer.comparing.results import Result, results, with_plan
 from trainer.comparing.showing import table, write
 from trainer.comparing.turns import TURNS, Comparison
@@ -28,6 +29,7 @@ def compare(
     steps: int,
     output: Path | None,
     hardware: str | None,
+    peers: Sequence[str],
     tell: Callable[[str], None],
 ) -> int:
     """Compare layouts or recipes, write the results, and return the exit code.
@@ -40,6 +42,7 @@ def compare(
         steps: the steps of each turn.
         output: the folder of the results; None: `runs/NAME-compare`.
         hardware: a device as in `trainer plan --gpus`, for planned times.
+        peers: other trainings of the recipe, by the names of `trainer.comparing.peers.PEERS`.
         tell: shows a line.
 
     Raises:
@@ -55,6 +58,10 @@ def compare(
         parse_devices(f"1x{hardware}")
     gpus, ranks = torch.cuda.device_count(), number_of_ranks(processes)
     common, found = contestants(recipe, words, layouts, ranks, gpus)
+    for peer in peers:
+        if peer not in PEERS:
+            raise UsageError(f"`--with` is {peer!r}; use {' or '.join(PEERS)}")
+    found += [Contestant((), ranks, peer) for peer in dict.fromkeys(peers)]
     folder = output or Path("runs") / f"{load_recipe(recipe, common).recipe.name}-compare"
     comparison = Comparison(recipe, common, found, steps, folder)
     tell(f"{len(found)} layouts, {TURNS} turns of {steps} steps each on {ranks} processes, in {folder}")

@@ -14,6 +14,7 @@ from typing import Literal
 from trainer.base.errors import TrainerError, UsageError
 from trainer.base.text import dotted_leaves
 from trainer.checkpoint.saving import identity
+from trainer.comparing.peers import NAMES
 from trainer.planning.searching import changes, layouts
 from trainer.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
@@ -28,14 +29,17 @@ _UNREAD_DATA = {"cache", "num_workers"}
 
 @dataclass(frozen=True)
 class Contestant:
-    """Overrides of the recipe, and the number of ranks that train it."""
+    """Overrides of the recipe, the number of ranks that train it, and the peer that does, or None for the trainer."""
 
     overrides: tuple[str, ...]
     processes: int
+    peer: str | None = None
 
     @property
     def name(self) -> str:
-        """The overrides without their sections, or `recipe`."""
+        """The name of the peer; or the overrides without their sections, or `recipe`."""
+        if self.peer is not None:
+            return NAMES[self.peer]
         return " ".join(
             word.partition("=")[0].rpartition(".")[2] + word[word.index("=") :] for word in self.overrides
         ) or ("recipe")

@@ -60,6 +60,7 @@ class Result:
         overrides: its overrides.
         processes: its ranks.
         kind: the keys in which it differs from the reference.
+        peer: the peer that trained it; None: the trainer.
         is_reference: whether it is the first one that trained.
         layout: its mesh; None if it did not start.
         reason: the cause of its failure; None if it trained.
@@ -78,6 +79,7 @@ class Result:
     overrides: tuple[str, ...]
     processes: int
     kind: Kind
+    peer: str | None = None
     is_reference: bool = False
     layout: str | None = None
     reason: str | None = None
@@ -115,7 +117,9 @@ def _result(trial: Trial, first: Trial) -> Result:
     kind: Kind = "layout"
     if resolved is not None and first.resolved is not None:
         kind = kind_of(resolved.recipe, first.resolved.recipe)
-    made = Result(contestant.name, contestant.overrides, contestant.processes, kind, reason=trial.reason)
+    made = Result(
+        contestant.name, contestant.overrides, contestant.processes, kind, contestant.peer, reason=trial.reason
+    )
     if not trial.turns:
         return made
     turns = [turn.steps[warm_up(len(turn.steps)) :] for turn in trial.turns]
@@ -196,7 +200,7 @@ def with_plan(result: Result, trial: Trial, hardware: str | None) -> Result:
     from trainer.planning.recipe_plan import plan_recipe, traffic_by_axis
     from trainer.planning.stages import plan_steps
 
-    if trial.resolved is None:
+    if trial.resolved is None or result.peer is not None:
         return result
     recipe = trial.resolved.recipe
     seconds: float | None = None

@@ -78,6 +78,11 @@ def remarks(results: Sequence[Result], is_cpu: bool) -> Iterator[str]:
             yield f"failed    {result.name}: {first_line(result.reason)}"
         elif not result.records:
             yield f"not run   {result.name}"
+    reference = next((result for result in results if result.is_reference), None)
+    for result in results:
+        if result.peer is not None and result.samples_per_second and reference and reference.samples_per_second:
+            ratio = result.samples_per_second / reference.samples_per_second
+            yield f"{result.name} trains {ratio:.2f} times as many samples/s as {reference.name}, with torch's dropout"
     if any(result.records for result in results):
         of_process = " of the whole process" if is_cpu else ""
         yield f"memory is the peak{of_process}; planned is that of the tensors of the heaviest rank, at data.max_length"

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +20,7 @@ from trainer import __version__
 from trainer.base.disk import replace_text
 from trainer.base.errors import ExitCode, TrainerError, UsageError, storage_error
 from trainer.comparing.contestants import Contestant
+from trainer.comparing.peers import PeerMeasurement, redirect_output, require_able
 from trainer.comparing.probe import STEPS, Probe, Shares, read_shares
 from trainer.launch.local import RankError, run_on_fresh_ranks
 from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
@@ -48,11 +47,7 @@ class _Measurement:
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         from trainer.training.run import train
 
-        file = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        sys.stdout.flush()
-        for descriptor in (1, 2):
-            os.dup2(file, descriptor)
-        os.close(file)
+        redirect_output(self.output)
         probe = None if self.probed is None else Probe(self.probed, environment.rank, self.output.parent)
         return train(resolved, environment, saves=False, observer=probe).exit_code
 
@@ -95,7 +90,10 @@ class Comparison:
             ) from error
         for trial in self.trials:
             try:
-                trial.resolved = load_recipe(recipe, [*common, *trial.contestant.overrides])
+                resolved = load_recipe(recipe, [*common, *trial.contestant.overrides])
+                if trial.contestant.peer is not None:
+                    require_able(trial.contestant.peer, resolved.recipe, trial.contestant.processes)
+                trial.resolved = resolved
             except TrainerError as error:
                 trial.reason = str(error)
         if all(trial.resolved is None for trial in self.trials):
@@ -142,7 +140,9 @@ class Comparison:
             measured = dict(word.split("=", 1) for word in self._measured(trial, folder, probed))
             kept = [word for word in self._words(trial) if word.partition("=")[0] not in measured]
             resolved = load_recipe(self._recipe, [*kept, *(f"{key}={text}" for key, text in measured.items())])
-            code = run_on_fresh_ranks(resolved, trial.contestant.processes, _Measurement(folder / _OUTPUT, probed))
+            peer, output = trial.contestant.peer, folder / _OUTPUT
+            job = _Measurement(output, probed) if peer is None else PeerMeasurement(peer, output)
+            code = run_on_fresh_ranks(resolved, trial.contestant.processes, job)
         except TrainerError as error:
             if isinstance(error, RankError) and error.exit_code == ExitCode.STOPPED:
                 raise KeyboardInterrupt from error
@@ -175,7 +175,8 @@ class Comparison:
 
     def _may_probe(self, trial: Trial) -> bool:
         assert trial.resolved is not None
-        return (trial.resolved.recipe.training.max_steps or math.inf) >= self._steps + STEPS
+        most = trial.resolved.recipe.training.max_steps or math.inf
+        return trial.contestant.peer is None and most >= self._steps + STEPS
 
     def _measured(self, trial: Trial, folder: Path, probed: int | None) -> Iterator[str]:
         """Yield overrides that end a turn after its steps, log each step, and leave out all else."""
@@ -188,7 +189,9 @@ class Comparison:
         """Return the folder of a turn; other recipes, steps, numbers of ranks and versions have other folders."""
         assert trial.resolved is not None
         recipe = trial.resolved.recipe.model_dump(mode="json", exclude={"checkpoint", "logging"})
-        facts = json.dumps([recipe, trial.contestant.processes, self._steps, __version__], sort_keys=True)
+        facts = json.dumps(
+            [recipe, trial.contestant.peer, trial.contestant.processes, self._steps, __version__], sort_keys=True
+        )
         name = re.sub(r"[^\w.=-]+", "_", trial.contestant.name)[:60]
         return self.folder / "turns" / f"{name}-{sha256(facts.encode()).hexdigest()[:8]}" / str(turn + 1)
 

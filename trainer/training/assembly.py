@@ -92,20 +92,7 @@ class Assembly:
     @property
     def train_loader(self) -> TrainLoader:
         """This rank's part of each global batch that `progress` has not passed yet; new at each access."""
-        lengths = self.data.train.lengths if self.recipe.data.group_by_length else None
-        seed = self.recipe.training.seed
-        return TrainLoader(
-            self.data.train,
-            GlobalOrder(len(self.data.train), lengths, self.plan.batch.global_batch_size, seed),
-            self.plan.batch,
-            self.mesh.index("dp"),
-            self.data.preparation.batching,
-            self.total_steps,
-            start_sample=self.progress.samples,
-            num_workers=self.recipe.data.num_workers,
-            pin_memory=self.mesh.device.type == "cuda",
-            masking=self.data.masking,
-        )
+        return train_batches(self.plan, self.mesh, self.data, self.progress.samples)
 
     @property
     def eval_loaders(self) -> dict[str, EvalLoader]:
@@ -221,6 +208,24 @@ class Assembly:
             rank = pipeline.rank_of(stage)
             texts.append(f"stage {stage} on pipeline rank {rank}: {layers_text(names)}; {size:,} parameters a rank")
         return tuple(texts)
+
+
+def train_batches(plan: RunPlan, mesh: ParallelMesh, data: PreparedData, start_sample: int = 0) -> TrainLoader:
+    """Return this rank's part of each global batch from a sample on."""
+    recipe = plan.recipe
+    lengths = data.train.lengths if recipe.data.group_by_length else None
+    return TrainLoader(
+        data.train,
+        GlobalOrder(len(data.train), lengths, plan.batch.global_batch_size, recipe.training.seed),
+        plan.batch,
+        mesh.index("dp"),
+        data.preparation.batching,
+        plan.total_steps(len(data.train)),
+        start_sample=start_sample,
+        num_workers=recipe.data.num_workers,
+        pin_memory=mesh.device.type == "cuda",
+        masking=data.masking,
+    )
 
 
 def assemble(

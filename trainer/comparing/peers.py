@@ -1,0 +1,289 @@
+"""Peers: other loops that train the recipe's model on the same batches, for a comparison.
+
+Both have the recipe's optimizer, learning rates, clipping and precision, and torch's dropout. They neither check nor
+save.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.base.errors import ExitCode, UsageError
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.reading.loading import ResolvedRecipe
+from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.schema import Recipe, SequenceClassification
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from trainer.parallel.mesh import ParallelMesh
+    from trainer.parallel.microbatch import RankBatch
+    from trainer.training.prepared import PreparedData
+
+    Told = Callable[["RankBatch", float, float], None]
+    """A function that gets each batch after its step, with the loss of the global batch and the gradient norm."""
+
+NAMES = {"pytorch": "plain PyTorch", "transformers": "transformers' Trainer"}
+"""The names of the peers in a table."""
+
+
+@dataclass(frozen=True)
+class PeerTraining:
+    """The parts of a training that the loops share.
+
+    Args:
+        recipe: the recipe.
+        plan: its plan, with data-parallel ranks only.
+        model: a new model on the device of this rank, the same on all ranks.
+        num_steps: the steps to take.
+        total_steps: the steps of the schedule.
+    """
+
+    recipe: Recipe
+    plan: RunPlan
+    model: nn.Module
+    num_steps: int
+    total_steps: int
+
+    def optimizer(self) -> tuple[Optimizer, LRScheduler]:
+        """Return the recipe's optimizer and its learning rates."""
+        from torch.optim.lr_scheduler import LambdaLR
+
+        from trainer.engine.optimizer import build_optimizer, learning_rate_factor, no_decay_names
+
+        made = build_optimizer(self.recipe.optimizer, self.model.named_parameters(), no_decay_names(self.model))
+        for group in made.param_groups:
+            group["lr"] = self.recipe.optimizer.learning_rate
+        return made, LambdaLR(made, lambda step: learning_rate_factor(self.recipe.schedule, step, self.total_steps))
+
+
+def plain_pytorch(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
+    """Train with the shortest loop of PyTorch and DistributedDataParallel that takes the same steps."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.utils import clip_grad_norm_
+
+    recipe, ranks, model = training.recipe, training.plan.layout.world_size, training.model.train()
+    device = next(model.parameters()).device
+    optimizer, schedule = training.optimizer()
+    ddp: Any = model
+    if ranks > 1:
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    for batch in islice(batches, training.num_steps):
+        total = torch.zeros((), device=device)
+        for microbatch in batch.microbatches:
+            if ranks > 1:
+                ddp.require_backward_grad_sync = microbatch is batch.microbatches[-1]
+            rows = microbatch.to(device)
+            with torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext():
+                logits = ddp(**rows.inputs).logits
+            loss = F.cross_entropy(logits.float(), rows.labels, reduction="sum") / batch.num_rows
+            (loss * ranks).backward()  # type: ignore[no-untyped-call]  # DDP averages over the ranks
+            total += loss.detach()
+        norm = clip_grad_norm_(model.parameters(), recipe.training.max_grad_norm or math.inf)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if tell is not None:
+            if ranks > 1:
+                dist.all_reduce(total)
+            tell(batch, total.item(), norm.item())
+
+
+def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
+    """Train with transformers' Trainer. It neither evaluates nor saves, and logs each step if `tell` is given."""
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    taken: list[RankBatch] = []
+
+    class OnOurBatches(Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return _Flat(batches, taken)
+
+    class Tell(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if tell is not None and "loss" in logs:
+                tell(taken[state.global_step - 1], logs["loss"], logs["grad_norm"])
+
+    recipe, batch = training.recipe, training.plan.batch
+    on_cpu = next(training.model.parameters()).device.type == "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=training.num_steps,
+            per_device_train_batch_size=batch.micro_batch_size,
+            gradient_accumulation_steps=batch.num_microbatches,
+            max_grad_norm=recipe.training.max_grad_norm or math.inf,
+            bf16=recipe.precision == "bf16",
+            logging_strategy="no" if tell is None else "steps",
+            logging_steps=1,
+            save_strategy="no",
+            eval_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=on_cpu,
+            ddp_backend="gloo" if on_cpu else "nccl",
+            ddp_find_unused_parameters=False,
+            ddp_broadcast_buffers=False,
+        )
+        trainer = OnOurBatches(training.model, arguments, optimizers=training.optimizer(), callbacks=[Tell()])
+        # The losses of classifiers are means already. Trainer would multiply them by the ranks and microbatches.
+        trainer.model_accepts_loss_kwargs = False
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+PEERS: dict[str, Callable[[PeerTraining, Iterable[RankBatch], Told | None], None]] = {
+    "pytorch": plain_pytorch,
+    "transformers": transformers_trainer,
+}
+
+
+class _Flat:
+    """The microbatches of rank batches as dictionaries for transformers' Trainer, without a length."""
+
+    def __init__(self, batches: Iterable[RankBatch], taken: list[RankBatch]) -> None:
+        self._batches, self._taken = batches, taken
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for batch in self._batches:
+            self._taken.append(batch)
+            for microbatch in batch.microbatches:
+                yield {**microbatch.inputs, "labels": microbatch.labels}
+
+
+def name_ranks(environment: LaunchEnvironment) -> None:
+    """Set the variables by which accelerate, which transformers' Trainer uses, finds the existing process group."""
+    if environment.world_size > 1:
+        names = ("rank", "local_rank", "world_size", "local_world_size")
+        os.environ |= {name.upper(): str(getattr(environment, name)) for name in names}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def require_able(peer: str, recipe: Recipe, processes: int) -> None:
+    """Refuse a recipe that a peer cannot train.
+
+    Raises:
+        UsageError: a key has no counterpart in the loops of the peers.
+    """
+    task, parallel = recipe.task, recipe.parallel
+    wrong = {
+        "task.type": not isinstance(task, SequenceClassification),
+        "task.multi_label, class_weights and label_smoothing": isinstance(task, SequenceClassification)
+        and bool(task.multi_label or task.class_weights or task.label_smoothing),
+        "parallel.strategy": parallel.strategy != "ddp",
+        "parallel.tensor": parallel.tensor > 1,
+        "parallel.pipeline.stages": parallel.pipeline.stages > 1,
+        "activation_checkpointing": recipe.activation_checkpointing != "none",
+        "precision": recipe.precision == "fp16",
+        "model.adapter and freeze": recipe.model.is_partly_frozen,
+        "distillation": recipe.distillation is not None,
+        "training.global_batch_size": recipe.training.global_batch_size
+        % (processes * plan_run(recipe, processes).batch.micro_batch_size)
+        != 0,
+    }
+    if found := [key for key, is_wrong in wrong.items() if is_wrong]:
+        raise UsageError(
+            f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it classifies texts by one label,"
+            " with `parallel.strategy` ddp, in fp32 or bf16, without recomputation, and in equal microbatches"
+        )
+
+
+def redirect_output(place: Path) -> None:
+    """Append all output of this process to a file, that of libraries too."""
+    file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    sys.stdout.flush()
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)
+
+
+@dataclass(frozen=True)
+class PeerMeasurement:
+    """The work of a rank: the steps of a peer, with its output in a file and its records in `metrics.jsonl`."""
+
+    peer: str
+    output: Path
+
+    def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+        from trainer.training.checking import prepare_checked
+        from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
+
+        redirect_output(self.output)
+        require_able(self.peer, resolved.recipe, environment.world_size)
+        plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
+        meeting = meet_ranks(resolved, plan, environment)
+        data = together(meeting, resolved.recipe, lambda: prepare_checked(plan))
+        device = open_device(environment)
+        with process_group(plan, environment, device, meeting):
+            name_ranks(environment)
+            _train(self.peer, plan, data, open_mesh(plan.layout, device), environment)
+        return ExitCode.DONE
+
+
+def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, environment: LaunchEnvironment) -> None:
+    from trainer.engine.optimizer import learning_rate
+    from trainer.models.building import build_model
+    from trainer.observe.memory import peak_memory_bytes
+    from trainer.observe.metrics_file import MetricsFile
+    from trainer.observe.records import StepRecord
+    from trainer.parallel.placement import whole
+    from trainer.training.assembly import train_batches
+    from trainer.training.run_info import run_info
+
+    recipe, task = plan.recipe, data.task
+    keys = recipe.training.model_copy(update={"layout_invariant_dropout": False})
+    model = build_model(
+        recipe.model, keys, task.auto_class_name, task.model_options(), pad_token_id=data.preparation.padding_token
+    ).model.to(mesh.device)
+    total = plan.total_steps(len(data.train))
+    training = PeerTraining(recipe, plan, model, min(total, recipe.training.stop_at_step or total), total)
+    records: list[StepRecord] = []
+    last = time.perf_counter()
+
+    def tell(batch: RankBatch, loss: float, norm: float) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        seconds, last = now - last, now
+        before = records[-1] if records else None
+        tokens = (before.tokens or 0 if before else 0) + batch.num_tokens
+        records.append(
+            StepRecord(
+                step=len(records) + 1,
+                epoch=(len(records) + 1) / plan.steps_per_epoch(len(data.train)),
+                loss=loss,
+                grad_norm=norm,
+                learning_rate=learning_rate(recipe.optimizer, recipe.schedule, len(records), total),
+                samples=(before.samples if before else 0) + batch.num_rows,
+                tokens=tokens or None,
+                step_seconds=seconds,
+                samples_per_second=batch.num_rows / seconds,
+                tokens_per_second=batch.num_tokens / seconds if batch.num_tokens else None,
+                peak_memory_bytes=0,
+            )
+        )
+
+    PEERS[peer](training, train_batches(plan, mesh, data), tell)
+    memory = mesh.agree_each(peak_memory_bytes(mesh.device))
+    info = run_info(plan, environment, task, data.train, None, [model], whole(model), mesh, None)
+    if mesh.rank == 0:
+        file = MetricsFile()
+        file.start(info)
+        for record in records:
+            file.step(replace(record, peak_memory_bytes=max(memory), rank_memory_bytes=memory))
+        file.close()
