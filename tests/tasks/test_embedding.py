@@ -12,6 +12,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.recipe.schema import Embedding
 from trainer.tasks import embedding
 from trainer.tasks.registry import build_task
+from trainer.tasks.types import EvaluatedSplit
 
 WHERE = "`rows.jsonl`"
 SCORED = {"texts": ["a", "b"], "score": "score", "metrics": ["spearman"]}
@@ -141,6 +142,32 @@ def test_equal_embeddings_of_all_texts_find_nothing():
     found = task.metrics(task.predictions(torch.ones(20, 2, 8), torch.empty(20, 0)))
     assert found["recall_at_1"] == 0
     assert found["mrr"] == pytest.approx(1 / 10.5)
+
+
+def split_of(**columns):
+    return EvaluatedSplit(datasets.Dataset.from_dict(columns), [], None, WHERE)
+
+
+def test_the_nearest_text_is_pictured_beside_the_right_one():
+    task = task_of(texts=["a", "b", "c"], metrics=["mrr"])
+    split = split_of(**{name: [f"{name}{row}" for row in range(7)] for name in "abc"})
+    embeddings = torch.eye(21).view(7, 3, 21)
+    embeddings[:, 0] = embeddings[:, 1]  # the right one is nearest,
+    embeddings[2, 0] = embeddings[6, 2] + 0.5 * embeddings[2, 1]  # but a negative of another row in row 2
+    pictured = task.picture({"embeddings": embeddings}, split)["texts"]
+    assert [row["nearest"] for row in pictured] == ["b0", "b1", "c6", "b3", "b4"]
+    assert [row["right: b"] for row in pictured] == ["b0", "b1", "b2", "b3", "b4"]
+    assert [row["rank of the right one"] for row in pictured] == ["1", "1", "2", "1", "1"]
+    assert task.picture({"embeddings": embeddings}, None) is None
+
+
+def test_scores_are_pictured_beside_similarities():
+    split = split_of(a=["x", "y"], b=["z", "w"], score=[0.5, 1.0], other=[1, 2])
+    embeddings = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[3.0, 0.0], [1.0, 0.0]]])
+    assert task_of(**SCORED, loss="cosent").picture({"embeddings": embeddings}, split)["texts"] == [
+        {"a": "x", "b": "z", "score": 0.5, "similarity": "0.000"},
+        {"a": "y", "b": "w", "score": 1.0, "similarity": "1.000"},
+    ]
 
 
 def test_spearman_of_cosines_and_scores():

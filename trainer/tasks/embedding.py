@@ -22,7 +22,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import STRING_TYPES, cell, finite_number, require_columns, tokenise, type_name
 from trainer.tasks.metrics import METRICS
-from trainer.tasks.task import TaskDefaults
+from trainer.tasks.task import ROWS_PICTURED, TaskDefaults
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 Pooling = Literal["mean", "cls", "last"]
@@ -202,6 +202,27 @@ class EmbeddingTask(TaskDefaults):
             found = F.cosine_similarity(embeddings[:, 0], embeddings[:, 1], dim=-1).numpy()
         return computed | {name: METRICS[name].compute(found, labels.numpy()) for name in self.metric_names}
 
+    def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
+        """Return the nearest text of the split beside the right one for the first rows, or similarities and scores."""
+        if split is None:
+            return None
+        few = split.rows.select(range(min(len(split.rows), ROWS_PICTURED)))
+        unit = F.normalize(predictions["embeddings"], dim=-1)
+        anchors = unit[: len(few), 0]
+        first, second, *_ = self.text_columns
+        if self.score_column is not None:
+            cosines = (anchors * unit[: len(few), 1]).sum(-1)
+            names = (first, second, self.score_column)
+            rows = zip(few, cosines.tolist(), strict=True)
+            return {"texts": [{**{name: row[name] for name in names}, "similarity": f"{of:.3f}"} for row, of in rows]}
+        candidates = unit[:, 1:].flatten(0, 1)  # the positive and the negatives of a row side by side
+        nearest = [divmod(found, len(self.text_columns) - 1) for found in (anchors @ candidates.T).argmax(1).tolist()]
+        ranks = _ranks(predictions["embeddings"], ROWS_PICTURED).tolist()
+        found = [split.rows[row][self.text_columns[1 + text]] for row, text in nearest]
+        columns = (first, "nearest", f"right: {second}", "rank of the right one")
+        shown = zip(few[first], found, few[second], (f"{rank:g}" for rank in ranks), strict=True)
+        return {"texts": [dict(zip(columns, row, strict=True)) for row in shown]}
+
     def without_labels(self) -> EmbeddingTask:
         return replace(self, text_columns=self.text_columns[:1], score_column=None, mask_duplicates=False)
 
@@ -307,16 +328,18 @@ def _cosent(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.cat([logits[:1] * 0.0, lower - logits[has_lower]]).logsumexp(0)
 
 
-def _ranks(embeddings: Tensor) -> Tensor:
-    """Return the rank of each anchor's positive among all positives and negatives of the split, from 1, `[rows]`.
+def _ranks(embeddings: Tensor, num_anchors: int | None = None) -> Tensor:
+    """Return the rank of each anchor's positive among all positives and negatives of the split, from 1, `[anchors]`.
 
     Candidates of equal similarity share their mean rank, so equal embeddings of all texts have a poor rank.
 
     Args:
         embeddings: the embeddings of the split `[rows, texts, hidden]`.
+        num_anchors: the anchors from the first on; None: all.
     """
     unit = F.normalize(embeddings, dim=-1)
     candidates = unit[:, 1:].transpose(0, 1).flatten(0, 1)
+    anchors = unit[:num_anchors, 0]
 
     def ranks(anchors: Tensor, right: Tensor) -> Tensor:
         similarities = anchors @ candidates.T
@@ -324,4 +347,4 @@ def _ranks(embeddings: Tensor) -> Tensor:
         higher, equal = (similarities > own).sum(1), (similarities == own).sum(1)
         return higher + (equal + 1) / 2
 
-    return _in_blocks(ranks, unit[:, 0], torch.arange(len(unit)))
+    return _in_blocks(ranks, anchors, torch.arange(len(anchors)))
