@@ -1,19 +1,26 @@
-"""Pictures of the README, as SVG: `python -m docs.pictures`, in a clone after these two commands.
+"""Pictures of the README, as SVG: `python -m docs.pictures`, in a clone after these commands.
 
+    pip install pyte
     trainer compare bert_sample --processes 2 --steps 30
     trainer compare bert_sample --layouts docs/pictures/dropout.txt --steps 60 --output runs/dropout-compare
 
-The browser Chromium draws them, because Plotly's figures are drawn by a browser.
+The browser Chromium draws the figures, because Plotly's figures are drawn by a browser. The picture of the terminal is
+the screen of a run that starts here; the terminal emulator pyte reads it.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pty
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from html import unescape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -21,6 +28,9 @@ from urllib.parse import unquote
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
 
 from trainer.base.disk import replace_text
 from trainer.comparing.results import difference
@@ -82,8 +92,64 @@ def svg_of(figure: go.Figure, width: int, height: int) -> str:
     return unquote(unescape(found[1])) + "\n"
 
 
+def terminal_svg(command: list[str], size: tuple[int, int], *until: str) -> str:
+    """Return the screen of a command in an empty folder as SVG, as soon as it shows all texts.
+
+    Args:
+        command: the program and its arguments, which the title shows.
+        size: columns and lines of the terminal.
+        until: the texts; the command is then stopped.
+    """
+    import pyte
+
+    columns, lines = size
+    screen = pyte.Screen(columns, lines)
+    stream = pyte.ByteStream(screen)
+    with tempfile.TemporaryDirectory() as folder:
+        child, terminal = pty.fork()
+        if child == 0:
+            os.chdir(folder)
+            os.environ |= {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": str(lines)}
+            os.execvp(command[0], command)
+        while not all(any(text in line for line in screen.display) for text in until):
+            stream.feed(os.read(terminal, 1 << 16))
+        os.killpg(child, signal.SIGINT)
+        while _is_open(terminal):
+            pass
+        os.waitpid(child, 0)
+        os.close(terminal)
+    shown = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    for number in range(lines):
+        row = screen.buffer[number]
+        line = Text(overflow="crop", no_wrap=True)
+        characters = [row[column] for column in range(columns)]
+        for (colour, is_bold), alike in groupby(characters, lambda character: (character.fg, character.bold)):
+            line.append("".join(character.data for character in alike), Style(color=_colour(colour), bold=is_bold))
+        shown.print(line)
+    svg = shown.export_svg(title=" ".join(command))
+    # The format of rich fetches its font from the network.
+    return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+
+
+def _is_open(terminal: int) -> bool:
+    """Read what comes next; return whether the program still has the terminal."""
+    try:
+        return bool(os.read(terminal, 1 << 16))
+    except OSError:
+        return False
+
+
+def _colour(name: str) -> str | None:
+    if name == "default":
+        return None
+    return f"#{name}" if re.fullmatch(r"[0-9a-f]{6}", name) else {"brown": "yellow"}.get(name, name)
+
+
 def main() -> None:
-    """Draw the pictures from the results of the two comparisons."""
+    """Draw the pictures from the results of the two comparisons, and from a run that is killed in the middle."""
+    run = ["trainer", "run", "bert_sample", "--processes", "2"]
+    replace_text(PICTURES / "terminal.svg", terminal_svg(run, (112, 24), "step 450/", "━"))
+    print(PICTURES / "terminal.svg")  # noqa: T201
     for name, source, draw, size in (
         ("layouts", "bert_sample-compare", layouts_figure, (860, 330)),
         ("dropout", "dropout-compare", dropout_figure, (860, 260)),
