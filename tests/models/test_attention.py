@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 from trainer.base.errors import UsageError
 from trainer.models.attention import KEYED_ATTENTION, keyed_attention
 from trainer.models.dropout import key_dropout, set_probabilities
-from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+from trainer.parallel.dropout import DropoutKeys, DropoutSite, MicrobatchKey
 from trainer.parallel.random import quantised
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 4, 6, 8
@@ -79,7 +79,7 @@ class Fixed:
         assert training
         keys = DropoutKeys(7)
         with keys.use(MicrobatchKey(2, ROWS)):
-            mask = keys.mask("attention.attention", probabilities.shape, p)
+            mask = DropoutSite(keys, "attention.attention").mask(probabilities.shape, p)
         return probabilities * mask / (1 - quantised(p))
 
 

@@ -84,6 +84,20 @@ class TestMask:
         assert torch.equal(first, again[0])
         assert torch.equal(second, again[1])
 
+    def test_of_known_calls_is_that_of_new_ones(self):
+        """The first forward pass computes the key of each call by itself; later steps compute all at once."""
+        keys, x = DropoutKeys(1), torch.ones(2, 6, 8)
+
+        def masks(keys: DropoutKeys, step: int) -> list[torch.Tensor]:
+            sites = [DropoutSite(keys, "a"), DropoutSite(keys, "b", shared=True), DropoutSite(keys, "a")]
+            with keys.use(keyed(3, 5, step=step)):
+                return [here.drop(x, 0.5) for here in sites]
+
+        masks(keys, 0)
+        masks(keys, 1)
+        for known, new in zip(masks(keys, 2), masks(DropoutKeys(1), 2), strict=True):
+            assert torch.equal(known, new)
+
     def test_rows_that_are_not_first_are_refused(self):
         here = site("rel")
         words = r"dropout at rel works on \(9, 4\).*2 rows.*layout_invariant_dropout"

@@ -9,7 +9,16 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from trainer.parallel.random import derive_keys, element_keys, keep_mask, quantised, stream_key, uniforms
+from trainer.parallel.random import (
+    derive_keys,
+    element_keys,
+    keep_mask,
+    quantised,
+    row_keys,
+    stream_key,
+    stream_keys,
+    uniforms,
+)
 
 ROWS = torch.arange(64)
 
@@ -17,7 +26,7 @@ ROWS = torch.arange(64)
 def mask(
     probability: float = 0.1, seed: int = 1, step: int = 0, site: str = "a", rows: Tensor = ROWS, size: int = 4096
 ) -> Tensor:
-    return keep_mask(element_keys(stream_key(seed, step, site), rows, [], []), size, probability)
+    return keep_mask(row_keys(stream_key(seed, step, site), rows), size, probability)
 
 
 def correlation_z(one: Tensor, other: Tensor) -> float:
@@ -38,6 +47,10 @@ class TestStreamKey:
     def test_is_the_same_in_every_version(self, parts, key):
         """A changed value breaks every checkpoint: the resumed half would draw other masks."""
         assert stream_key(*parts) == key
+
+    def test_of_several_streams_is_that_of_each(self):
+        rest = [("a", 0), ("a", 1), ("b.c", 0), ()]
+        assert stream_keys((7, 3), rest) == [stream_key(7, 3, *parts) for parts in rest]
 
     def test_tells_parts_apart(self):
         parts = [(1, 23), (12, 3), ("1", 23), (123,), ("1", "23"), ("1\x0023",), (1, 2, 3), (-1, 23)]
@@ -118,7 +131,7 @@ class TestIndependence:
 
     @pytest.mark.parametrize("dim", [1, 2], ids=["heads", "positions"])
     def test_of_neighbours_in_a_tensor(self, dim):
-        keys = element_keys(stream_key(1, 0, "attention"), ROWS[:8], [12, 32], [0, 0])
+        keys = element_keys(row_keys(stream_key(1, 0, "attention"), ROWS[:8]), [12, 32], [0, 0])
         kept = keep_mask(keys, 64, 0.5)
         size = kept.shape[dim]
         z = correlation_z(kept.narrow(dim, 0, size - 1), kept.narrow(dim, 1, size - 1))
@@ -126,7 +139,7 @@ class TestIndependence:
 
     def test_a_head_is_not_a_position(self):
         """(head 1, position 0) and (head 0, position 1) have streams of their own."""
-        keys = element_keys(stream_key(1, 0, "attention"), ROWS, [8, 8], [0, 0])
+        keys = element_keys(row_keys(stream_key(1, 0, "attention"), ROWS), [8, 8], [0, 0])
         assert keys.unique().numel() == keys.numel()
 
     def test_no_pattern_in_which_streams_share_a_column(self):
@@ -142,19 +155,19 @@ class TestSlices:
 
     @pytest.mark.parametrize(("first", "size"), [(0, 64), (4, 8), (1, 5), (3, 1), (5, 30), (62, 2), (7, 57), (63, 1)])
     def test_of_columns(self, first, size):
-        keys = element_keys(stream_key(1, 0, "a"), ROWS, [3], [0])
+        keys = element_keys(row_keys(stream_key(1, 0, "a"), ROWS), [3], [0])
         whole = keep_mask(keys, 64, 0.3)
         assert torch.equal(keep_mask(keys, size, 0.3, first), whole[..., first : first + size])
 
     @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 7, 61])
     def test_of_widths_that_do_not_fill_a_word(self, size):
-        keys = element_keys(stream_key(1, 0, "a"), ROWS, [], [])
+        keys = row_keys(stream_key(1, 0, "a"), ROWS)
         assert torch.equal(keep_mask(keys, size, 0.3), keep_mask(keys, 64, 0.3)[..., :size])
 
     def test_of_heads_and_positions(self):
         key = stream_key(1, 0, "attention")
-        whole = keep_mask(element_keys(key, ROWS, [6, 10], [0, 0]), 12, 0.3)
-        part = keep_mask(element_keys(key, ROWS[5:9], [2, 3], [4, 7]), 12, 0.3)
+        whole = keep_mask(element_keys(row_keys(key, ROWS), [6, 10], [0, 0]), 12, 0.3)
+        part = keep_mask(element_keys(row_keys(key, ROWS[5:9]), [2, 3], [4, 7]), 12, 0.3)
         assert torch.equal(part, whole[5:9, 4:6, 7:10])
 
     def test_of_rows_in_any_order(self):
@@ -166,7 +179,8 @@ def test_keys_are_left_as_they_were():
     """The mixing works in place, on copies."""
     keys, rows = torch.tensor([1, 2]), torch.tensor([3, 4])
     derive_keys(keys, rows)
-    element_keys(5, rows, [2], [0])
+    row_keys(5, rows)
+    element_keys(keys, [2], [0])
     keep_mask(keys, 8, 0.1)
     assert keys.tolist() == [1, 2]
     assert rows.tolist() == [3, 4]
@@ -177,7 +191,7 @@ def test_a_mask_of_no_rows_has_no_rows():
 
 
 def test_uniforms_are_even_in_the_unit_interval():
-    numbers = uniforms(element_keys(stream_key(1), ROWS, [], []), torch.arange(4096))
+    numbers = uniforms(row_keys(stream_key(1), ROWS), torch.arange(4096))
     assert numbers.shape == (64, 4096)
     assert numbers.dtype == torch.float64
     assert 0 <= numbers.min() < 1e-4

@@ -3,16 +3,16 @@
 A site that runs several times in a forward pass (a layer that ALBERT shares, T5's one dropout for both ends of a
 stack) has a mask for each call.
 
-All dropout sites of a model refer to one `DropoutKeys`, which holds the key of the current microbatch. A recomputation
+All dropout sites of a model refer to one `DropoutKeys`, which holds the keys of the current microbatch. A recomputation
 in the backward pass may run after the forward pass of another microbatch. It must enter a context from `capture()`,
-called in the forward pass, to restore the key of its own microbatch.
+called in the forward pass, to restore the keys of its own microbatch.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.parallel.random import MAX_INDEX_DIMS, element_keys, keep_mask, quantised, stream_key
+from trainer.parallel.random import (
+    MAX_INDEX_DIMS,
+    element_keys,
+    keep_mask,
+    quantised,
+    row_keys,
+    stream_key,
+    stream_keys,
+)
 from trainer.parallel.sequence import SequenceCut
 
 REMEDY = "set `training.layout_invariant_dropout` to false, which uses torch's own dropout"
@@ -34,85 +42,126 @@ class MicrobatchKey:
     rows: Tensor
 
 
+_Call = tuple[str, int]
+"""The name of a site, and the number of its earlier calls in the forward pass."""
+
+
+class _Draws:
+    """The keys of a microbatch's rows, for each call of each site, computed at once before the forward pass.
+
+    A call that no forward pass has made before is computed when it is made.
+    """
+
+    def __init__(self, keys: DropoutKeys, key: MicrobatchKey) -> None:
+        self.key = key
+        self._keys = keys
+        self._rows = torch.cat([key.rows, key.rows.new_zeros(1)])  # the last is that of a mask that all rows share
+        calls, of_calls = keys.known(key.step, key.rows.device)
+        self._row_keys = dict(zip(calls, row_keys(of_calls, self._rows).unbind(), strict=True)) if calls else {}
+
+    def row_keys(self, call: _Call) -> Tensor:
+        """Return the keys for a call of a site, int64 `[batch + 1]`; the last is that of a mask that all rows share."""
+        found = self._row_keys.get(call)
+        if found is None:
+            found = self._row_keys[call] = row_keys(self._keys.learn(call, self.key.step), self._rows)
+        return found
+
+
 class _Moment(threading.local):
     """The position of a thread's forward pass; DataParallel runs one thread for each GPU, at the same time."""
 
-    key: MicrobatchKey | None = None
+    draws: _Draws | None = None
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()  # by site, since the microbatch entered the model
 
 
 class DropoutKeys:
-    """The seed of a model's dropout, and the key of the current microbatch."""
+    """The seed of a model's dropout, and the keys of the current microbatch.
+
+    The calls of sites in a forward pass are learned from the first one. Later, a step computes their keys at once.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._now = _Moment()
+        self._calls: dict[_Call, None] = {}  # all that were made so far, in order
+        self._of_step: dict[torch.device, tuple[int, list[_Call], Tensor]] = {}  # the result of `known`
 
     def __reduce__(self) -> tuple[type[DropoutKeys], tuple[int]]:
         """Copy the seed only, since a copied model is in no microbatch."""
         return DropoutKeys, (self.seed,)
 
+    def known(self, step: int, device: torch.device) -> tuple[list[_Call], Tensor]:
+        """Return all known calls, and their keys in a step, int64 `[calls, 1]`, on `device`."""
+        found = self._of_step.get(device)
+        if found is None or found[0] != step or len(found[1]) != len(self._calls):
+            calls = list(self._calls)
+            keys = torch.tensor(stream_keys((self.seed, step), calls), dtype=torch.int64).unsqueeze(-1)
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                keys = keys.pin_memory()  # the host need not wait for the copy
+            found = self._of_step[device] = (step, calls, keys.to(device, non_blocking=True))
+        return found[1:]
+
+    def learn(self, call: _Call, step: int) -> int:
+        """Add a call to the known ones, and return its key in a step."""
+        self._calls[call] = None
+        return stream_key(self.seed, step, *call)
+
     @contextmanager
-    def use(self, key: MicrobatchKey | None, calls: Mapping[str, int] | None = None) -> Iterator[None]:
-        """Draw the masks of a microbatch inside of this context; `calls` counts those drawn before, by site."""
-        previous = self._now.key, self._now.calls
-        self._now.key, self._now.calls = key, Counter(calls)
+    def use(self, key: MicrobatchKey | None) -> Iterator[None]:
+        """Draw the masks of a microbatch inside of this context."""
+        with self._resume(_Draws(self, key) if key else None, Counter()):
+            yield
+
+    @contextmanager
+    def _resume(self, draws: _Draws | None, calls: Counter[str]) -> Iterator[None]:
+        """Draw masks by `draws` inside of this context; `calls` counts those drawn before, by site."""
+        previous = self._now.draws, self._now.calls
+        self._now.draws, self._now.calls = draws, calls
         try:
             yield
         finally:
-            self._now.key, self._now.calls = previous
+            self._now.draws, self._now.calls = previous
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that opens a context with the current key and calls, for a recomputation from here on."""
-        key, calls = self._now.key, Counter(self._now.calls)
-        return lambda: self.use(key, calls)
+        draws, calls = self._now.draws, Counter(self._now.calls)
+        return lambda: self._resume(draws, Counter(calls))
 
-    def mask(
-        self,
-        site: str,
-        shape: Sequence[int],
-        probability: float,
-        offsets: Sequence[int] | None = None,
-        shared: bool = False,
-    ) -> Tensor:
-        """Return the keep mask of one call of a site for the current microbatch.
+    def row_keys(self, site: str, shape: Sequence[int], shared: bool = False) -> Tensor:
+        """Return the keys of the rows of the current microbatch for the next call of a site.
 
         Args:
             site: the name of the site in the model; each site has its own masks.
             shape: the shape of the activation, `[batch, ..., features]`; the dimensions between are positions, or heads
                 and positions.
-            probability: the share to drop.
-            offsets: the start of this rank's slice of each dimension after the batch; None for zeros.
             shared: whether all rows of the global batch share the activation and its mask, with a batch of one.
 
         Returns:
-            The mask, uint8 of `shape`.
+            The keys, int64 `[batch]`.
 
         Raises:
             UsageError: the first dimension is not the number of rows of the microbatch, or there are more than four
                 dimensions.
         """
-        key = self._now.key
-        assert key is not None, f"the dropout at {site} ran outside of a microbatch"
-        batch, *between, features = shape
-        rows = key.rows.new_zeros(1) if shared else key.rows
-        if batch != rows.numel():
+        draws = self._now.draws
+        assert draws is not None, f"the dropout at {site} ran outside of a microbatch"
+        call = self._now.calls[site]
+        self._now.calls[site] += 1
+        keys = draws.row_keys((site, call))
+        keys = keys[-1:] if shared else keys[:-1]
+        if shape[0] != len(keys):
             raise UsageError(
                 f"the model's dropout at {site} works on {tuple(shape)}, whose first dimension is not that of the"
-                f" {key.rows.numel()} rows of the microbatch, so its mask would depend on the layout; {REMEDY}"
+                f" {len(keys)} rows of the microbatch, so its mask would depend on the layout; {REMEDY}"
             )
-        if len(between) > MAX_INDEX_DIMS:
+        if len(shape) > MAX_INDEX_DIMS + 2:
             raise UsageError(
                 f"the model's dropout at {site} works on {tuple(shape)}, but masks have at most {MAX_INDEX_DIMS + 2}"
                 f" dimensions; {REMEDY}"
             )
-        *starts, first_feature = offsets or [0] * (len(shape) - 1)
-        call = self._now.calls[site]
-        self._now.calls[site] += 1
-        keys = element_keys(stream_key(self.seed, key.step, site, call), rows, between, starts)
-        return keep_mask(keys, features, probability, first_feature)
+        return keys
 
 
 class _MaskedScale(torch.autograd.Function):
@@ -161,15 +210,23 @@ class DropoutSite:
         """
         assert not (self.shared and self.cut_dim is not None), f"{self.name} is cut, and has no batch"
         shape = (1, *x.shape) if self.shared else tuple(x.shape)
+        return _scaled(x, self.mask(shape, probability).view(x.shape), probability)
+
+    def mask(self, shape: Sequence[int], probability: float) -> Tensor:
+        """Return the mask of kept elements for the next call, uint8 of `shape` `[batch, ..., features]`."""
+        keys, offsets = self.keys.row_keys(self.name, shape, self.shared), self.offsets(shape)
+        return keep_mask(element_keys(keys, shape[1:-1], offsets[1:-1]), shape[-1], probability, offsets[-1])
+
+    def offsets(self, shape: Sequence[int]) -> list[int]:
+        """Return the start of this rank's part of each dimension of activations of a local shape."""
         offsets = [0] * len(shape)
         if self.cut_dim is not None:
-            offsets[self.cut_dim] = self.sequence.start if self.sequence else self.part * x.shape[self.cut_dim]
-        mask = self.keys.mask(self.name, shape, probability, offsets[1:], self.shared).view(x.shape)
-        return _scaled(x, mask, probability)
+            offsets[self.cut_dim] = self.sequence.start if self.sequence else self.part * shape[self.cut_dim]
+        return offsets
 
     def drop_rows(self, x: Tensor, probability: float) -> Tensor:
         """Drop whole rows of `x` `[batch, ...]` and scale the kept ones by 1 / (share kept)."""
-        mask = self.keys.mask(self.name, (x.shape[0], 1), probability).view(-1, *[1] * (x.dim() - 1))
+        mask = self.mask((x.shape[0], 1), probability).view(-1, *[1] * (x.dim() - 1))
         return _scaled(x, mask, probability)
 
 

@@ -12,7 +12,7 @@ int64 and the shifts are masked. Each word serves four elements of 16 bits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,8 +50,23 @@ def _mix_(words: Tensor) -> Tensor:
 
 def stream_key(*parts: int | str) -> int:
     """Return a 64-bit key for a named stream, such as (seed, step, site), stable across processes and versions."""
-    text = "\x00".join(f"{type(part).__name__}:{part}" for part in parts)
-    return _signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+    return stream_keys(parts[:1], [parts[1:]])[0]
+
+
+def stream_keys(first: Sequence[int | str], rest: Iterable[Sequence[int | str]]) -> list[int]:
+    """Return `stream_key(*first, *parts)` for each `parts` of `rest`; the hash of `first` is computed once."""
+    begun = hashlib.blake2b(_text(first), digest_size=8)
+    keys = []
+    for parts in rest:
+        whole = begun.copy()
+        if parts:
+            whole.update(b"\x00" + _text(parts))
+        keys.append(int.from_bytes(whole.digest(), "little", signed=True))
+    return keys
+
+
+def _text(parts: Sequence[int | str]) -> bytes:
+    return "\x00".join([f"{type(part).__name__}:{part}" for part in parts]).encode()
 
 
 def seed_generator(device: torch.device, seed: int) -> None:
@@ -121,15 +136,27 @@ def _dropped_levels(probability: float) -> int:
     return min(round(probability * _LANE_LEVELS), _LANE_LEVELS - 1)
 
 
-def element_keys(key: int, rows: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
-    """Return the keys of the streams that draw a tensor `[batch, *shape, features]`, one for each row of features.
-
-    Only the keys of the rows of the batch are mixed. An index of a dimension of `shape` (below 2^21) takes 21 bits of
-    the counter, above those that count the words. No two elements of a batch row share a word.
+def row_keys(keys: Tensor | int, rows: Tensor) -> Tensor:
+    """Return the keys of the streams of the rows of a batch, as `derive_keys`.
 
     Args:
-        key: the key of the site, from `stream_key`.
+        keys: the key of one site, from `stream_key`, or those of several, int64 `[sites, 1]`.
         rows: the index of each row in its global batch, int64 `[batch]`.
+
+    Returns:
+        The keys, int64 `[batch]` or `[sites, batch]`.
+    """
+    return _mix_(rows * _GAMMA + keys)
+
+
+def element_keys(keys: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """Return the keys of the streams that draw a tensor `[batch, *shape, features]`, one for each row of features.
+
+    An index of a dimension of `shape` (below 2^21) takes 21 bits of the counter, above those that count the words. No
+    two elements of a batch row share a word.
+
+    Args:
+        keys: the keys of the rows of the batch, from `row_keys`, int64 `[batch]`.
         shape: the sizes of the dimensions between batch and features, at most two: positions, or heads and positions.
         offsets: the start of this rank's slice of each of these dimensions.
 
@@ -137,8 +164,7 @@ def element_keys(key: int, rows: Tensor, shape: Sequence[int], offsets: Sequence
         The keys, int64 `[batch, *shape]`.
     """
     assert len(shape) <= MAX_INDEX_DIMS, f"a counter has no room for the indices of {len(shape)} dimensions"
-    keys = _mix_(rows * _GAMMA + key)  # as `derive_keys`; with a key tensor, the host would wait for its copy
     for level, (size, offset) in enumerate(zip(shape, offsets, strict=True), start=1):
         stride = _signed(_GOLDEN_GAMMA << level * _INDEX_BITS)
-        keys = keys.unsqueeze(-1) + torch.arange(offset, offset + size, device=rows.device) * stride
+        keys = keys.unsqueeze(-1) + torch.arange(offset, offset + size, device=keys.device) * stride
     return keys

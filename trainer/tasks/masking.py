@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.parallel.random import element_keys, stream_key, uniforms
+from trainer.parallel.random import row_keys, stream_key, uniforms
 from trainer.tasks.types import Tokenizer
 
 _REPLACED, _DRAWN = 0.8, 0.1  # shares of chosen tokens that become the mask token and a random token
@@ -70,7 +70,7 @@ class Masking:
             chosen token, and `IGNORED_LABEL` elsewhere.
         """
         key = stream_key(self.seed, "masking", "evaluation" if epoch is None else epoch)
-        draws = uniforms(element_keys(key, rows, (), ()), torch.arange(2 * input_ids.shape[1]))
+        draws = uniforms(row_keys(key, rows), torch.arange(2 * input_ids.shape[1]))
         choice, token = draws.view(*input_ids.shape, 2).unbind(-1)
         chosen = (choice < self.probability) & ~torch.isin(input_ids, self.special_tokens)
         share = choice / self.probability  # uniform in [0, 1) for chosen tokens
