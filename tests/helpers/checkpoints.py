@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.files import MODEL_FOLDER, SUMS, Facts, share_name, write_bytes, write_share
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.store import CheckpointStore
-from trainer.models.building import save_configuration
+from trainer.models.saving import save_configuration
 from trainer.models.statistics import persistent_buffers
 from trainer.observe.records import BestMetric
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, BertForMaskedLM, BertModel
+from transformers import AutoConfig, AutoModel, BertForMaskedLM, BertModel
 
 from tests.helpers.families import CONFIGS
 from tests.helpers.ranks import RankPools
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
-from trainer.base.errors import TrainerError, UsageError
+from trainer.base.errors import UsageError
 from trainer.models.attention import KEYED_ATTENTION
-from trainer.models.building import build_model, checkpoint_labels, load_config, max_positions, save_model
+from trainer.models.building import build_model, checkpoint_labels, load_config, max_positions
+from trainer.models.saving import save_configuration
 from trainer.models.tokenizer import load_tokenizer
 from trainer.parallel.dropout import KeyedDropout
 from trainer.recipe.schema import Model, Training
@@ -158,7 +159,7 @@ class TestFromFolder:
         assert built.model.dropout.p == 0.25
         assert built.model.bert.embeddings.dropout.p == 0.5
         assert equal(dict(built.model.state_dict()), weights({"name_or_path": str(pretrained)}))
-        save_model(built.model, tmp_path, built.model.state_dict())
+        save_configuration(built.model, tmp_path)
         assert json.loads((tmp_path / "config.json").read_text()).items() >= keys.items()
 
     @pytest.mark.parametrize(
@@ -272,23 +273,6 @@ class TestTokenizer:
     def test_a_folder_without_one_is_refused(self, tmp_path, key):
         with pytest.raises(UsageError, match=rf"`model.{key}` is .* could not be opened"):
             load_tokenizer(Model.model_validate({key: str(tmp_path / "nowhere")}))
-
-
-class TestSave:
-    def test_a_folder_that_transformers_opens(self, tmp_path, capfd):
-        built = build({"config": TINY_BERT})
-        save_model(built.model, tmp_path / "model", built.model.state_dict())
-        assert capfd.readouterr() == ("", "")
-        opened = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
-        assert equal(dict(built.model.state_dict()), dict(opened.state_dict()))
-        saved = json.loads((tmp_path / "model" / "config.json").read_text())
-        assert KEYED_ATTENTION not in json.dumps(saved), "a plain folder knows nothing of us"
-
-    def test_a_place_that_cannot_be_written(self, tmp_path):
-        (tmp_path / "file").touch()
-        model = build({"config": TINY_BERT}).model
-        with pytest.raises(TrainerError, match=r"the model could not be written to"):
-            save_model(model, tmp_path / "file" / "model", model.state_dict())
 
 
 class TestKeysThatAClassTakesWithoutDeclaringThem:

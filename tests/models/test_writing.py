@@ -17,7 +17,7 @@ from tests.helpers.families import CONFIGS, SHIPPED, VARIANTS, has_head
 from tests.helpers.training import TINY_RESNET
 from trainer.base.errors import UsageError
 from trainer.models.statistics import persistent_buffers
-from trainer.models.writing import UnknownModelError, described_model, transformers_class, write_weights
+from trainer.models.writing import UnknownModelError, described_model, plan_files, transformers_class
 
 # Of which transformers keeps each expert apart in files and together in memory, under names that differ.
 EXPERTS = {**CONFIGS["llama"], "num_local_experts": 4}
@@ -56,7 +56,7 @@ def write(model: Any, folder: Path, tensors: dict[str, Tensor] | None = None, **
     folder.mkdir(exist_ok=True)
     tensors = tensors_of(model) if tensors is None else tensors
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return write_weights(described(model), shapes, tensors.__getitem__, folder, **options)
+    return plan_files(described(model), shapes, **options).write(tensors.__getitem__, folder)
 
 
 def loaded(folder: Path) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def test_a_tensor_is_read_for_its_file_and_not_before(tmp_path):
         return tensors[name]
 
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    files = write_weights(described(model), shapes, read, tmp_path, largest_file_bytes=20_000)
+    files = plan_files(described(model), shapes, largest_file_bytes=20_000).write(read, tmp_path)
     assert len(files_at) == len(tensors), "each is read once"
     assert set(files_at) == set(range(len(files)))
 

@@ -22,7 +22,7 @@ from tests.parity.cases import GLOBAL_BATCH_SIZE, TOLERANCES
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
-from trainer.models.building import save_configuration
+from trainer.models.saving import save_configuration
 from trainer.recipe.schema import Recipe
 from trainer.training.exporting import export
 

@@ -27,10 +27,9 @@ from tests.helpers.tiny_run import WORDS, write_tiny_image_run, write_tiny_run
 from tests.helpers.training import TINY_RESNET
 from trainer.base import disk
 from trainer.base.errors import ExitCode, TrainerError, UsageError
-from trainer.models.writing import write_weights
+from trainer.models.writing import WeightFiles
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.reading.loading import load_recipe
-from trainer.training import exporting
 from trainer.training.exporting import export
 from trainer.training.run import run
 
@@ -215,11 +214,13 @@ class TestWhere:
 
     @pytest.mark.parametrize("error", [OSError("no space left"), SafetensorError("no space left"), KeyboardInterrupt()])
     def test_a_disk_that_is_full_leaves_nothing(self, tmp_path, checkpoint, monkeypatch, error):
+        write = WeightFiles.write
+
         def fail(*args: Any) -> None:
-            write_weights(*args)
+            write(*args)
             raise error
 
-        monkeypatch.setattr(exporting, "write_weights", fail)
+        monkeypatch.setattr(WeightFiles, "write", fail)
         expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else TrainerError
         with pytest.raises(expected) as raised:
             export(checkpoint, tmp_path / "out")

@@ -6,18 +6,21 @@ It cannot be finer: a pipeline schedule runs the backward pass, and DeepSpeed ru
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from trainer.models.statistics import persistent_buffers
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.parts import TensorPart, whole_part
-from trainer.parallel.placement import Placements
+from trainer.parallel.placement import ParameterPlacement, Placements
+from trainer.parallel.whole import WholeTensors, join_whole
 
 MODEL_PREFIX, OPTIMIZER_PREFIX, BUFFER_PREFIX = "model.", "optimizer.", "buffer."
 """Prefixes of the names of parameters, optimizer tensors and buffers in `EngineState`."""
@@ -101,6 +104,39 @@ def buffer_parts(models: Iterable[nn.Module], mesh: ParallelMesh) -> list[Tensor
     ]
 
 
+def whole_tensors(
+    weights: Mapping[str, Callable[[], Tensor]],
+    models: Iterable[nn.Module],
+    placements: Placements,
+    mesh: ParallelMesh,
+) -> WholeTensors:
+    """Return the weights and saved buffers of a model for its export. All ranks must call it.
+
+    Args:
+        weights: for each parameter of this rank, by its key in `placements`, a function that returns it in fp32, whole
+            but for the split over tensor ranks. Copies of tied weights on other stages are left out.
+        models: the model, or this rank's stages of it.
+        placements: the placements of all parameters.
+        mesh: the ranks.
+    """
+    joins: dict[str, Callable[[], Tensor]] = {}
+    like: dict[str, Tensor] = {}
+    for label, read in weights.items():
+        placement = placements[label]
+        if not placement.is_copy:
+            joins[placement.name] = partial(_joined, read, placement, mesh)
+            like[placement.name] = torch.empty(placement.shape, device="meta")
+    for model in models:
+        for name, buffer in persistent_buffers(model).items():
+            joins[name] = partial(Tensor.detach, buffer)
+            like[name] = buffer.to("meta")
+    return WholeTensors(joins, like, mesh)
+
+
+def _joined(read: Callable[[], Tensor], placement: ParameterPlacement, mesh: ParallelMesh) -> Tensor:
+    return join_whole(read(), placement, mesh)
+
+
 class Engine(Protocol):
     """The model and the optimizer, distributed over the ranks."""
 
@@ -145,5 +181,5 @@ class Engine(Protocol):
         ...
 
     def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder on rank 0; a collective."""
+        """Write the model as a Hugging Face folder, which all ranks share; a collective."""
         ...

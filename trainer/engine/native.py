@@ -24,21 +24,22 @@ from trainer.engine.engine import (
     StepResult,
     buffer_parts,
     optimizer_keys,
+    whole_tensors,
 )
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.scaling import LossScaler, settle
 from trainer.engine.schedule import AccumulationSchedule, Schedule
 from trainer.engine.sharded import defer_all_reduce, shard
-from trainer.models.building import BuiltModel, save_model
-from trainer.models.statistics import persistent_buffers
+from trainer.models.building import BuiltModel
+from trainer.models.saving import save_model
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
 from trainer.parallel.partial import sum_partial_gradients_
 from trainer.parallel.parts import TensorPart, tensor_part
 from trainer.parallel.placement import TENSOR_AXIS, Placements, whole
-from trainer.parallel.whole import gather_on_rank_zero, local_part
+from trainer.parallel.whole import local_part
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
@@ -191,15 +192,9 @@ class NativeEngine:
             yield tensor_part(f"{OPTIMIZER_PREFIX}{placement.name}.{key}", value, placement, self._mesh)
 
     def export(self, folder: Path) -> None:
-        tensors = {
-            label: parameter.detach()
-            for label, parameter in self.parameters.items()
-            if not self.placements[label].is_copy
-        }
-        for model in self._models:
-            tensors |= persistent_buffers(model)
-        weights = gather_on_rank_zero(tensors, self.placements, self._mesh)
-        self._mesh.on_rank_zero(lambda: save_model(self._models[0], folder, weights, self._recipe.model.adapter))
+        weights = {label: parameter.detach for label, parameter in self.parameters.items()}
+        tensors = whole_tensors(weights, self._models, self.placements, self._mesh)
+        save_model(self._models[0], folder, tensors, self._mesh, self._recipe.model.adapter)
 
     def _refuse_unused_parameters(self) -> None:
         """Refuse unused parameters: DDP does not sum the gradients in their bucket, and fails one step too late."""

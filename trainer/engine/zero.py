@@ -8,7 +8,7 @@ DeepSpeed's.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -28,21 +28,21 @@ from trainer.engine.engine import (
     StepResult,
     buffer_parts,
     optimizer_keys,
+    whole_tensors,
 )
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast
 from trainer.engine.scaling import LossScaler, settle
-from trainer.models.building import BuiltModel, save_model
+from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import not_recorded
 from trainer.models.initialising import Gather, whole_already
-from trainer.models.statistics import persistent_buffers
+from trainer.models.saving import save_model
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.partial import is_partial, sum_while_backward
 from trainer.parallel.parts import TensorPart, flat_part, tensor_part, whole_part
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
-from trainer.parallel.whole import gather_on_rank_zero
 from trainer.ranks.environment import set_local_rank
 from trainer.recipe.deepspeed import deepspeed_config
 from trainer.recipe.plan import RunPlan
@@ -198,24 +198,24 @@ class ZeroEngine:
         self._step = step
 
     def export(self, folder: Path) -> None:
-        weights: dict[str, Tensor] = persistent_buffers(self._engine.module)
-        for name, parameter in self.parameters.items():
-            weights |= self._joined(name, {name: self._whole(parameter)})
-        self._mesh.on_rank_zero(lambda: save_model(self._engine.module, folder, weights, self._recipe.model.adapter))
+        weights = {name: partial(self._whole, name) for name in self.parameters}
+        tensors = whole_tensors(weights, [self._engine.module], self.placements, self._mesh)
+        save_model(self._engine.module, folder, tensors, self._mesh, self._recipe.model.adapter)
 
-    def _whole(self, parameter: Any) -> Tensor:
+    def _whole(self, name: str) -> Tensor:
         """Return the fp32 weights of a parameter without the split over the data ranks; a collective."""
         from deepspeed.utils import safe_get_full_fp32_param
 
+        parameter: Any = self.parameters[name]
         if parameter.requires_grad:
             weights: Tensor = safe_get_full_fp32_param(parameter)
-            return weights
+            return weights.reshape(self._shapes[name])
         # DeepSpeed keeps no master weights of a frozen parameter.
         import deepspeed
 
         with _unrounded(parameter), deepspeed.zero.GatheredParameters([parameter], enabled=self._is_partitioned):
             frozen: Tensor = parameter.detach().clone()
-            return frozen
+            return frozen.reshape(self._shapes[name])
 
     def _partition(self, parameter: Any) -> Tensor:
         """Return this rank's elements of a parameter of stage 3, without DeepSpeed's undefined padding."""
@@ -281,11 +281,6 @@ class ZeroEngine:
                 if parameter.requires_grad:
                     safe_set_local_fp32_param(parameter, own)
                 parameter.ds_tensor.copy_(own)
-
-    def _joined(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors of parameter `name` on rank 0's CPU; a collective."""
-        local = {label: tensor.reshape(self._shapes[name]).cpu() for label, tensor in tensors.items()}
-        return gather_on_rank_zero(local, dict.fromkeys(local, self.placements[name]), self._mesh)
 
     def _accumulate(self, batch: RankBatch) -> Tensor:
         """Run forward and backward of each microbatch, and return this rank's share of the loss."""

@@ -170,30 +170,39 @@ def _nothing(key: str, pattern: str, names: Sequence[str]) -> UsageError:
     )
 
 
-def without_adapters(
-    model: nn.Module, shapes: Mapping[str, Sequence[int]], read: Callable[[str], Tensor], scaling: float
-) -> tuple[dict[str, Sequence[int]], Callable[[str], Tensor]]:
-    """Return the shapes and the reader of the weights of a model with its products added to the weights.
+class MergedWeights:
+    """The weights of a model with its products added to the weights that they adapt.
 
     Args:
         model: the model without products, on `meta`.
-        shapes: the shapes of all tensors, by name.
-        read: the function that returns a tensor by its name.
+        shapes: the shapes of all tensors, by name; those of the factors of products included.
         scaling: alpha / rank.
     """
-    end = f".{ATTRIBUTE}.A"
-    adapted = {name.removesuffix(end) for name in shapes if name.endswith(end)}
 
-    def merged(name: str) -> Tensor:
-        layer = name.removesuffix(".weight")
-        if layer not in adapted or layer == name:
-            return read(name)
-        first, second = read(f"{layer}.{ATTRIBUTE}.A"), read(f"{layer}.{ATTRIBUTE}.B")
-        product = second.float() @ first.float() * scaling
-        if isinstance(model.get_submodule(layer), Conv1D):
+    def __init__(self, model: nn.Module, shapes: Mapping[str, Sequence[int]], scaling: float) -> None:
+        end = f".{ATTRIBUTE}.A"
+        self._model = model
+        self._scaling = scaling
+        self._adapted = {f"{name.removesuffix(end)}.weight" for name in shapes if name.endswith(end)}
+        factors = {factor for name in self._adapted for factor in _factors(name)}
+        self.shapes: dict[str, Sequence[int]] = {name: shape for name, shape in shapes.items() if name not in factors}
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """Return the names of the tensors from which a weight is made: its own, and its factors."""
+        return (name, *_factors(name)) if name in self._adapted else (name,)
+
+    def merged(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        """Return a weight, from tensors that `read` returns by their names."""
+        weight, *factors = map(read, self.sources(name))
+        if not factors:
+            return weight
+        first, second = factors
+        product = second.float() @ first.float() * self._scaling
+        if isinstance(self._model.get_submodule(name.rpartition(".")[0]), Conv1D):
             product = product.t()
-        weight = read(name)
         return (weight.float() + product).to(weight.dtype)
 
-    factors = {f"{layer}.{ATTRIBUTE}.{factor}" for layer in adapted for factor in "AB"}
-    return {name: shape for name, shape in shapes.items() if name not in factors}, merged
+
+def _factors(weight: str) -> tuple[str, str]:
+    layer = weight.removesuffix(".weight")
+    return f"{layer}.{ATTRIBUTE}.A", f"{layer}.{ATTRIBUTE}.B"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,14 +18,13 @@ import transformers
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.models.auto.auto_factory import _get_model_class
-from transformers.utils import CONFIG_NAME
 
 from trainer.base.errors import TrainerError, UsageError, causes, storage_error
-from trainer.models.adapters import adapt, without_adapters
+from trainer.models.adapters import adapt
 from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.cutting import ModelCut
 from trainer.models.dropout import key_dropout, set_probabilities
@@ -39,12 +37,11 @@ from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
 from trainer.models.stages import StagePart
 from trainer.models.statistics import fix_statistics
 from trainer.models.teacher import Teacher
-from trainer.models.writing import described_model, transformers_class, write_weights
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.linear import ColumnParallelLinear
 from trainer.parallel.placement import Placements
-from trainer.recipe.schema import Adapter, Model, Training
+from trainer.recipe.schema import Model, Training
 
 
 @dataclass(frozen=True)
@@ -604,45 +601,3 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
     for name, module in base.named_children():
         if name in names:
             module.requires_grad_(False)
-
-
-def save_configuration(model: nn.Module, folder: Path) -> None:
-    """Write the files, except the weights, from which transformers rebuilds the model.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    described: Any = model
-    config = copy.deepcopy(described.config)
-    config.architectures = [transformers_class(model).__name__]
-    config.dtype = torch.float32
-    config.save_pretrained(folder)
-    if described.can_generate():
-        described.generation_config.save_pretrained(folder)
-
-
-def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor], adapter: Adapter | None = None) -> None:
-    """Write a Hugging Face folder with safetensors and configuration.
-
-    Args:
-        model: the trained model, or this rank's part of it.
-        folder: the folder to write to; it is created if it does not exist.
-        weights: all tensors of the whole model, by name; tied tensors appear once.
-        adapter: the recipe's adapter, which is merged into the weights; None without one.
-
-    Raises:
-        TrainerError: a file cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_configuration(model, folder)
-        described = described_model(json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")))
-        shapes, read = without_adapters(
-            described,
-            {name: tuple(tensor.shape) for name, tensor in weights.items()},
-            weights.__getitem__,
-            adapter.alpha / adapter.rank if adapter else 1.0,
-        )
-        write_weights(described, shapes, read, folder)
-    except (OSError, SafetensorError) as error:
-        raise TrainerError(f"the model could not be written to {folder}: {error}") from error

@@ -1,4 +1,4 @@
-"""Write the weights of a Hugging Face folder; each tensor is read when its file is written.
+"""The files of weights of a Hugging Face folder; each tensor is read when its file is written.
 
 A model of transformers on the `meta` device, where tensors have shapes and no memory, gives their names, types and
 files. A run, which has the model, and a checkpoint, which has only tensors, therefore give the same folder.
@@ -78,35 +78,75 @@ def _is_model(found: Any) -> bool:
 class _Group:
     """Tensors of the model that are converted to tensors of a file together; usually one to one."""
 
-    names: list[str]
+    sources: Mapping[str, str]  # name that transformers writes: name of the tensor to read
     written: Collection[str]
 
 
-def write_weights(
+@dataclass(frozen=True)
+class WeightFile:
+    """A file of weights that is not written yet.
+
+    `sources` are the names of the tensors that it needs, of which some belong to other files too.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    _model: Any
+    _keys: frozenset[str]
+    _groups: tuple[_Group, ...]
+    _types: Mapping[str, torch.dtype]
+
+    def write(self, read: Callable[[str], Tensor], folder: Path) -> Path:
+        """Write the file to an existing folder, from tensors that `read` returns by their names, and return its path.
+
+        Raises:
+            UsageError: a value is too large for its type.
+            OSError, SafetensorError: the file cannot be written.
+        """
+        tensors: dict[str, Tensor] = {}
+        for group in self._groups:
+            whole = {name: _cast(name, read(source), self._types[name]) for name, source in group.sources.items()}
+            made = revert_weight_conversion(self._model, whole)
+            tensors |= {key: _alone(made[key]) for key in self._keys.intersection(group.written)}
+        save_tensors(tensors, folder / self.name, metadata={"format": "pt"})
+        return folder / self.name
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The files of a model's weights, and the text of their index if there are several."""
+
+    files: tuple[WeightFile, ...]
+    index: str | None
+
+    def write(self, read: Callable[[str], Tensor], folder: Path) -> list[Path]:
+        """Write all files to an existing folder, one after the other, and return those of weights; see `WeightFile`."""
+        written = [file.write(read, folder) for file in self.files]
+        self.write_index(folder)
+        return written
+
+    def write_index(self, folder: Path) -> None:
+        """Write the index, if there is one."""
+        if self.index is not None:
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(self.index, encoding="utf-8")
+
+
+def plan_files(
     model: Any,
     shapes: Mapping[str, Sequence[int]],
-    read: Callable[[str], Tensor],
-    folder: Path,
     dtype: torch.dtype = torch.float32,
     largest_file_bytes: int = LARGEST_FILE_BYTES,
-) -> list[Path]:
-    """Write safetensors files, and an index if there are several; only the tensors of one file are in memory.
+) -> WeightFiles:
+    """Divide the weights of a model among safetensors files, as transformers does.
 
     Args:
         model: the model on `meta`, from `described_model`.
         shapes: the shapes of the available tensors, by their names in the model; tied tensors appear once.
-        read: the function that returns a tensor by its name.
-        folder: the existing folder to write to.
         dtype: the type of floating tensors, except for those that transformers keeps in fp32.
         largest_file_bytes: the maximum size of the tensors of a file; a larger tensor gets its own file.
 
-    Returns:
-        The weight files.
-
     Raises:
         UnknownModelError: the tensors do not belong to the model.
-        UsageError: a value is too large for `dtype`.
-        OSError, SafetensorError: a file cannot be written.
     """
     sources = _sources(model, shapes)
     _refuse_other_shapes(model, {name: shapes[source] for name, source in sources.items()})
@@ -120,27 +160,24 @@ def write_weights(
     for names in _together(sources, model._weight_conversions):
         empty = {name: torch.empty(shapes[sources[name]], dtype=types[name], device="meta") for name in names}
         made = revert_weight_conversion(model, empty)
-        groups.append(_Group(names, made.keys()))
+        groups.append(_Group({name: sources[name] for name in names}, made.keys()))
         # New tensors, because the storage size of a slice is that of the whole tensor.
         written |= {key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in made.items()}
 
     split = split_torch_state_dict_into_shards(
         written, filename_pattern="model{suffix}.safetensors", max_shard_size=largest_file_bytes
     )
-    for file, keys in split.filename_to_tensors.items():
-        tensors: dict[str, Tensor] = {}
-        for group in groups:
-            if wanted := set(keys).intersection(group.written):
-                whole = {name: _cast(name, read(sources[name]), types[name]) for name in group.names}
-                made = revert_weight_conversion(model, whole)
-                tensors |= {key: _alone(made[key]) for key in wanted}
-        save_tensors(tensors, folder / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
-    return [folder / file for file in split.filename_to_tensors]
+    files = []
+    for file, listed_keys in split.filename_to_tensors.items():
+        keys = frozenset(listed_keys)
+        own = tuple(group for group in groups if keys.intersection(group.written))
+        needed = tuple(dict.fromkeys(source for group in own for source in group.sources.values()))
+        files.append(WeightFile(file, needed, model, keys, own, types))
+    if not split.is_sharded:
+        return WeightFiles(tuple(files), None)
+    metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+    index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+    return WeightFiles(tuple(files), json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _sources(model: Any, available: Collection[str]) -> dict[str, str]:

@@ -96,26 +96,26 @@ class ParallelMesh:
                 mine = group
         return mine
 
-    def to_rank_zero(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of the first replicas of all pipeline stages, on rank 0 and its CPU; a collective.
+    def send(self, tensor: Tensor | None, source: int, target: int, like: Tensor) -> Tensor | None:
+        """Return the tensor of rank `source` on rank `target`, on its CPU if that is another rank; None elsewhere.
 
-        Tensors are sent one after the other, so no rank holds more than rank 0 at the end.
+        All ranks must call it.
+
+        Args:
+            tensor: the tensor, on `source`.
+            source: the rank that has it.
+            target: the rank that needs it.
+            like: a tensor of the same shape and type, perhaps on `meta`.
         """
-        if self.size("pp") == 1:
-            return tensors
-        described = self.gather({name: (tuple(t.shape), _name(t.dtype)) for name, t in tensors.items()})
-        if not self.is_first_replica:
-            return tensors
-        if self.rank != 0:
-            for tensor in tensors.values():
-                dist.send(tensor.cpu().contiguous(), dst=0, group=self._control)
-            return {}
-        collected = dict(tensors)
-        for rank, names in enumerate(described or []):
-            for name, (shape, dtype) in names.items() if rank else ():
-                collected[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-                dist.recv(collected[name], src=rank, group=self._control)
-        return collected
+        if source == target or self.rank not in (source, target):
+            return tensor if self.rank == target else None
+        if self.rank == source:
+            assert tensor is not None
+            dist.send(tensor.cpu().contiguous(), dst=target, group=self._control)
+            return None
+        received = torch.empty_like(like, device="cpu")
+        dist.recv(received, src=source, group=self._control)
+        return received
 
     def sum_(self, tensor: Tensor, axis: str) -> Tensor:
         """Sum `tensor` over `axis`, in place."""
@@ -206,10 +206,6 @@ def _as_tensor(message: bytes) -> Tensor:
 
 def _decoded(message: Tensor) -> Any:
     return decode(message.numpy().tobytes())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _begin_all_reduce(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Split
+from trainer.parallel.placement import PIPELINE_AXIS, TENSOR_AXIS, ParameterPlacement, Split
 from trainer.parallel.slicing import join_parts
 
 
@@ -29,29 +29,58 @@ def tensor_splits(placement: ParameterPlacement, mesh: ParallelMesh) -> list[Spl
     return [split for split in placement.splits if split.axis == TENSOR_AXIS and mesh.size(split.axis) > 1]
 
 
-def gather_on_rank_zero(
-    tensors: Mapping[str, Tensor], placements: Mapping[str, ParameterPlacement], mesh: ParallelMesh
-) -> dict[str, Tensor]:
-    """Return all whole tensors on rank 0 and nothing on the others; a collective.
-
-    Each gathered tensor moves to the CPU before the next, so a device holds at most one whole tensor.
+def join_whole(tensor: Tensor, placement: ParameterPlacement | None, mesh: ParallelMesh) -> Tensor:
+    """Return a whole tensor on every rank of its pipeline stage; a collective of these ranks.
 
     Args:
-        tensors: this rank's tensors.
-        placements: placements by the names of `tensors`. A tensor without one, or with fewer dimensions (a count of
-            steps), is not split over the tensor axis.
+        tensor: this rank's part. A tensor without a placement, or with fewer dimensions (a count of steps), is not
+            split over the tensor axis.
+        placement: the placement of the tensor; None for a buffer.
         mesh: the ranks.
     """
-    gathered = {}
-    for name, tensor in tensors.items():
-        whole = gather_whole(tensor)
-        placement = placements.get(name)
-        if placement is not None and whole.dim() == len(placement.shape):
-            for split in tensor_splits(placement, mesh):
-                whole = _join(whole, split, placement.shape, mesh)
-        if mesh.is_first_replica:
-            gathered[name] = whole.cpu() if whole is not tensor else tensor
-    return mesh.to_rank_zero(gathered)
+    whole = gather_whole(tensor)
+    if placement is not None and whole.dim() == len(placement.shape):
+        for split in tensor_splits(placement, mesh):
+            whole = _join(whole, split, placement.shape, mesh)
+    return whole
+
+
+class WholeTensors:
+    """The tensors of a model in parts, each of which one rank can collect whole. All ranks must create it.
+
+    Args:
+        joins: for each tensor of this rank's stages, by name, a function that returns it whole on every rank of the
+            stage, in a collective of these ranks.
+        like: tensors of the same shapes and types as the whole ones, on `meta`.
+        mesh: the ranks.
+    """
+
+    def __init__(
+        self, joins: Mapping[str, Callable[[], Tensor]], like: Mapping[str, Tensor], mesh: ParallelMesh
+    ) -> None:
+        self._joins = joins
+        self._mesh = mesh
+        self._like = dict(like)
+        self._holders = dict.fromkeys(like, mesh.rank)
+        if mesh.size(PIPELINE_AXIS) > 1:
+            own = {name: (mesh.rank, *_described(one)) for name, one in like.items()} if mesh.is_first_replica else {}
+            for part in mesh.share(mesh.gather(own)):
+                for name, (holder, shape, dtype) in part.items():
+                    self._holders[name] = holder
+                    self._like[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        self.shapes: dict[str, Sequence[int]] = {name: tuple(one.shape) for name, one in self._like.items()}
+        """The shapes of all tensors of the model, by name."""
+
+    def collect(self, name: str, rank: int) -> Tensor | None:
+        """Return a whole tensor on the CPU of one rank, and None on the others; all ranks must call it."""
+        whole = self._joins[name]() if name in self._joins else None
+        if self._mesh.size(PIPELINE_AXIS) > 1:
+            whole = self._mesh.send(whole, self._holders[name], rank, self._like[name])
+        return whole.cpu() if whole is not None and self._mesh.rank == rank else None
+
+
+def _described(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 def _join(part: Tensor, split: Split, shape: tuple[int, ...], mesh: ParallelMesh) -> Tensor:

@@ -23,8 +23,9 @@ from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
-from trainer.models.building import BuiltModel, build_model, save_configuration
+from trainer.models.building import BuiltModel, build_model
 from trainer.models.generating import set_generation
+from trainer.models.saving import save_configuration
 from trainer.models.statistics import buffers_hash
 from trainer.observe.observer import Observer
 from trainer.observe.records import Idling, RunInfo

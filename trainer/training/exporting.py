@@ -25,10 +25,10 @@ from trainer.checkpoint.saving import FROZEN_WEIGHTS
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
-from trainer.models.adapters import without_adapters
+from trainer.models.adapters import MergedWeights
 from trainer.models.building import build_base
 from trainer.models.peft_folder import write_adapter
-from trainer.models.writing import LARGEST_FILE_BYTES, UnknownModelError, described_model, write_weights
+from trainer.models.writing import LARGEST_FILE_BYTES, UnknownModelError, described_model, plan_files
 from trainer.parallel.digest import joined, own_digest
 from trainer.parallel.parts import Box, TensorPart
 from trainer.recipe.schema import Model
@@ -99,20 +99,19 @@ def export(
         described = described_model(config)
         base, drawn = _base_weights(described, state, shapes)
         available = shapes | {name: tuple(tensor.shape) for name, tensor in base.items()}
-        merged, read = without_adapters(
-            described,
-            available,
-            lambda name: base[name] if name in base else _read(state, keys[name]),
-            _scaling(state),
-        )
+        merged = MergedWeights(described, available, _scaling(state))
+
+        def read(name: str) -> Tensor:
+            return merged.merged(name, lambda one: base[one] if one in base else _read(state, keys[one]))
+
         if adapter:
             task_type = PEFT_TASK_TYPES.get(state.facts.identity["task"]["type"])
-            own = {name for name in merged if name not in base} | drawn
+            own = {name for name in merged.shapes if name not in base} | drawn
             weights = [
                 write_adapter(described, _origin_model(state), task_type, available, own, read, temporary, type_)
             ]
         else:
-            weights = write_weights(described, merged, read, temporary, type_, largest_file_bytes)
+            weights = plan_files(described, merged.shapes, type_, largest_file_bytes).write(read, temporary)
         complete_folder(temporary, place, state.facts.origin, state.facts.progress)
     except UnknownModelError as error:
         raise UsageError(

@@ -1,0 +1,123 @@
+"""Write a trained model as a Hugging Face folder, by all ranks at once; no rank ever holds the whole model."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers.utils import CONFIG_NAME
+
+from trainer.base.errors import TrainerError
+from trainer.models.adapters import MergedWeights
+from trainer.models.writing import WeightFile, described_model, plan_files, transformers_class
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.whole import WholeTensors
+from trainer.recipe.schema import Adapter
+
+
+def save_configuration(model: nn.Module, folder: Path) -> None:
+    """Write the files, except the weights, from which transformers rebuilds the model.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    described: Any = model
+    config = copy.deepcopy(described.config)
+    config.architectures = [transformers_class(model).__name__]
+    config.dtype = torch.float32
+    config.save_pretrained(folder)
+    if described.can_generate():
+        described.generation_config.save_pretrained(folder)
+
+
+def save_model(
+    model: nn.Module,
+    folder: Path,
+    tensors: WholeTensors,
+    mesh: ParallelMesh,
+    adapter: Adapter | None = None,
+) -> None:
+    """Write a Hugging Face folder with safetensors and configuration; all ranks must call it.
+
+    The ranks take turns with the files. Each collects the tensors of one file, and writes it while the others collect
+    theirs.
+
+    Args:
+        model: the trained model, or this rank's part of it.
+        folder: the folder to write to, which all ranks share; it is created if it does not exist.
+        tensors: all tensors of the whole model; tied tensors appear once.
+        mesh: the ranks.
+        adapter: the recipe's adapter, which is merged into the weights; None without one.
+
+    Raises:
+        TrainerError: a file cannot be written; on every rank.
+    """
+
+    def begin() -> dict[str, Any]:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_configuration(model, folder)
+            described: dict[str, Any] = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise _cannot_write(folder, error) from error
+        return described
+
+    described = described_model(mesh.on_rank_zero(begin))
+    merged = MergedWeights(described, tensors.shapes, adapter.alpha / adapter.rank if adapter else 1.0)
+    planned = plan_files(described, merged.shapes)
+    writing: _Writing | None = None
+    error: Exception | None = None
+    for number, file in enumerate(planned.files):
+        writer = number % mesh.world_size
+        if writer == mesh.rank and writing is not None:
+            error = error or writing.end()  # before the tensors of the next file take memory
+        needed = dict.fromkeys(source for name in file.sources for source in merged.sources(name))
+        collected = {name: tensors.collect(name, writer) for name in needed}
+        if writer == mesh.rank:
+            writing = _Writing(file, merged, {name: t for name, t in collected.items() if t is not None}, folder)
+    error = (writing.end() if writing else None) or error
+    if error is None and mesh.rank == 0:
+        try:
+            planned.write_index(folder)
+        except OSError as raised:
+            error = raised
+    failures = [text for text in mesh.share(mesh.gather(str(error) if error else None)) if text]
+    if failures:
+        raise _cannot_write(folder, failures[0]) from error
+
+
+class _Writing(Thread):
+    """The writing of one file, beside the collectives of the next ones."""
+
+    def __init__(self, file: WeightFile, merged: MergedWeights, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        super().__init__(name=f"write {file.name}")
+        self._file = file
+        self._merged = merged
+        self._tensors = tensors
+        self._folder = folder
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)  # another machine may not see it yet
+            self._file.write(lambda name: self._merged.merged(name, self._tensors.__getitem__), self._folder)
+        except (OSError, SafetensorError) as error:
+            self._error = error
+
+    def end(self) -> Exception | None:
+        """Wait for the file, and return the error that prevented it."""
+        self.join()
+        self._tensors = {}
+        return self._error
+
+
+def _cannot_write(folder: Path, reason: object) -> TrainerError:
+    return TrainerError(f"the model could not be written to {folder}: {reason}")
