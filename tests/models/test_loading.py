@@ -27,7 +27,7 @@ from tests.helpers.families import CONFIGS, HEADS, LABELS, build, has_head
 from tests.helpers.ranks import RankPools
 from trainer.base.errors import UsageError
 from trainer.models.building import BuiltModel, build_model, load_config
-from trainer.models.cutting import ModelCut
+from trainer.models.cutting import ModelCut, ShardChoice
 from trainer.models.loading import _weight_files
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.slicing import part_of
@@ -44,13 +44,15 @@ IDS = [f"{model_type}-{head.removeprefix('AutoModelFor')}" for model_type, head 
 MAYBE_LABELS = {CLASSIFICATION: {"num_labels": LABELS}, "AutoModelForImageClassification": {"num_labels": LABELS}}
 
 
-def built(recipe: Mapping[str, Any], head: str, cut: bool, **training: Any) -> BuiltModel:
+def built(
+    recipe: Mapping[str, Any], head: str, cut: bool, shard: ShardChoice | None = None, **training: Any
+) -> BuiltModel:
     return build_model(
         Model.model_validate(recipe),
         Training.model_validate(training),
         head,
         MAYBE_LABELS.get(head, {}),
-        cut=ModelCut(dist.group.WORLD) if cut else None,
+        cut=ModelCut(dist.group.WORLD, shard=shard) if cut else None,
     )
 
 
@@ -86,7 +88,15 @@ def differences(recipe: Mapping[str, Any], head: str, ignored_notes: int = 0) ->
         found.append("hardly anything is cut")
     if parts.notes != whole.notes:
         found.append(f"notes {parts.notes}, not {whole.notes}")
-    return found
+    return found + [f"shard of {name}" for name in other_shards(recipe, head, held)]
+
+
+def other_shards(recipe: Mapping[str, Any], head: str, held: Mapping[str, Tensor]) -> list[str]:
+    """On one rank: the shards over three data ranks that are no rows of its parts; torch's `chunk` is the reference."""
+    index = dist.get_rank() + 1
+    shards = built(recipe, head, cut=True, shard=ShardChoice(index, 3)).shards or {}
+    rows = {name: dict(enumerate(part.detach().chunk(3))).get(index, part[:0]) for name, part in held.items()}
+    return [name for name in held if name not in shards or not torch.equal(shards[name], rows[name])]
 
 
 def save(folder: Path, model: nn.Module, **options: Any) -> dict[str, Any]:

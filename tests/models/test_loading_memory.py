@@ -16,7 +16,7 @@ from tests.helpers.memory import LARGE_BERT, LARGEST_BYTES, needs_peak, peak_gro
 from tests.helpers.ranks import RankPools
 from trainer.models import loading
 from trainer.models.building import build_model
-from trainer.models.cutting import ModelCut
+from trainer.models.cutting import ModelCut, ShardChoice
 from trainer.recipe.schema import Model, Training
 
 WHOLE_BYTES = 47_218_700
@@ -29,6 +29,9 @@ class Reading:
     read: int
     loaded_parts: int
     drawn_parts: int
+    read_shards: int
+    loaded_shards: int
+    drawn_shards: int
     loaded_whole: int
     drawn_whole: int
     held: int
@@ -93,13 +96,19 @@ def read_by_rank(folder: str) -> Reading:
     loading.safe_open = CountedFile
     try:
         parts = build(saved, cut)
+        read, CountedFile.total = CountedFile.total, 0
+        shards = ModelCut(None, shard=ShardChoice(dist.get_rank(), 4))
+        build(saved, shards)
     finally:
         loading.safe_open = SAFE_OPEN
     assert not parts.notes
     held = sum(parameter.numel() * parameter.element_size() for parameter in parts.model.parameters())
     del parts
     return Reading(
-        read=CountedFile.total,
+        read=read,
+        read_shards=CountedFile.total,
+        loaded_shards=peak_growth(lambda: build(saved, shards)),
+        drawn_shards=peak_growth(lambda: build(described, shards)),
         loaded_parts=peak_growth(lambda: build(saved, cut)),
         drawn_parts=peak_growth(lambda: build(described, cut)),
         # From a file in fp32, transformers maps the weights: cutting them is what first reads them.
@@ -125,5 +134,9 @@ def test_a_rank_of_four_never_holds_the_whole_model(ranks: RankPools, tmp_path):
         assert reading.held - padding <= reading.read <= reading.held, "it reads its parts, each once"
         assert reading.loaded_parts < reading.held + LARGEST_BYTES + slack < WHOLE_BYTES / 1.8
         assert reading.drawn_parts < reading.held + 2 * LARGEST_BYTES + slack
+        quarter = WHOLE_BYTES / 4
+        assert 0.98 * quarter < reading.read_shards < 1.01 * quarter, "under FSDP it reads its rows, each once"
+        assert reading.loaded_shards < quarter + LARGEST_BYTES + slack
+        assert reading.drawn_shards < quarter + 2 * LARGEST_BYTES + slack
         # Of mapped files, what lies between the slices of rows is not always read; hence not quite the whole.
         assert min(reading.loaded_whole, reading.drawn_whole) > 0.75 * WHOLE_BYTES, "or nothing is measured"

@@ -11,7 +11,7 @@ from trainer.engine.pipelined import build_pipelined
 from trainer.engine.replicated import build_replicated
 from trainer.engine.zero import build_zero, partitioned_loading
 from trainer.models.building import BuiltModel
-from trainer.models.cutting import ModelCut, model_cuts
+from trainer.models.cutting import ModelCut, ShardChoice, model_cuts
 from trainer.models.heads import chunk_head
 from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import ParallelMesh
@@ -63,13 +63,21 @@ def build_engine(
     return BUILDERS[plan.recipe.parallel.strategy](whole, task, mesh, plan, total_steps)
 
 
-def planned_cuts(plan: RunPlan, mesh: ParallelMesh) -> list[ModelCut | None]:
-    """Return the cut of each of this rank's models: one for each of its pipeline stages, or one for the whole."""
+def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -> list[ModelCut | None]:
+    """Return the cut of each of this rank's models: one for each of its pipeline stages, or one for the whole.
+
+    Args:
+        plan: the plan of the run.
+        mesh: the ranks.
+        loads_shards: whether a rank loads only its shards of the parameters under FSDP.
+    """
     parallel, pipeline = plan.recipe.parallel, plan.pipeline
     stages = pipeline.stages_of(mesh.index(PIPELINE_AXIS)) if pipeline else (0,)
     num_stages = pipeline.num_stages if pipeline else 1
     keys = parallel.pipeline
-    return model_cuts(mesh, parallel.sequence, stages, num_stages, keys.split, keys.schedule)
+    is_sharded = loads_shards and plan.strategy.cuts_parameters and not plan.strategy.zero_stage
+    shard = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard")) if is_sharded else None
+    return model_cuts(mesh, parallel.sequence, stages, num_stages, keys.split, keys.schedule, shard)
 
 
 __all__ = ["BUILDERS", "build_engine", "partitioned_loading", "planned_cuts"]

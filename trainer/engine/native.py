@@ -216,13 +216,13 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
     """Return the engine of `ddp`, `fsdp` and `hsdp`; one data rank under `ddp` runs the model without a wrapper."""
     model, parallel = built.model, plan.recipe.parallel
     # The model is cut when it is built, so autocast and recomputation wrap the parts.
-    assert (built.placements is None) == (mesh.size(TENSOR_AXIS) == 1), "the model is built in the parts of its mesh"
+    assert built.placements is not None or mesh.size(TENSOR_AXIS) == 1, "the model is built in the parts of its mesh"
     placements = whole(model) if built.placements is None else built.placements
     prepare_model(built, mesh, plan)
     call: nn.Module = model
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     if plan.strategy.cuts_parameters:
-        if parallel.offload == "none":
+        if parallel.offload == "none" and built.shards is None:
             model.to(mesh.device)
         placements = shard(
             model,
@@ -231,6 +231,7 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
             plan.recipe.precision,
             parallel.reshard_after_forward,
             parallel.offload == "parameters",
+            built.shards,
         )
         no_sync = partial(defer_all_reduce, model)
     else:

@@ -286,7 +286,8 @@ def build_pipelined(
         assert stage.placements is not None
         placed = stage.placements
         prepare_model(stage, mesh, plan)
-        stage.model.to(mesh.device)
+        if stage.shards is None:
+            stage.model.to(mesh.device)
         if cuts:
             placed = shard(
                 stage.model,
@@ -295,6 +296,7 @@ def build_pipelined(
                 plan.recipe.precision,
                 parallel.reshard_after_forward,
                 offload_parameters=False,
+                shards=stage.shards,
             )
         assert not placements.keys() & placed.keys(), "two stages of a rank have parameters of one name"
         placements |= placed

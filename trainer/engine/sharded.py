@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -42,18 +42,20 @@ def shard(
     precision: PrecisionName,
     reshard_after_forward: bool,
     offload_parameters: bool,
+    shards: dict[str, Tensor] | None = None,
 ) -> Placements:
     """Shard each layer of the model's family, then the rest as one group, over the mesh axis `dp_shard`.
 
     Gradients are summed, never averaged: each rank's loss is already its share of the global mean.
 
     Args:
-        model: the model on its device. Parts of tensor ranks are sharded further.
+        model: the model on its device, or on `meta` with `shards`. Parts of tensor ranks are sharded further.
         placements: the placements of its parameters.
         mesh: the ranks.
         precision: the type of matrix products, in which their weights are gathered.
         reshard_after_forward: whether to free gathered parameters between forward and backward.
         offload_parameters: whether to keep parameters, gradients and optimizer state in CPU memory.
+        shards: this rank's rows of each parameter, by name, which are removed; None: those of the model's parameters.
 
     Returns:
         The placements of the sharded parameters.
@@ -83,12 +85,35 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "a parameter was left whole"
+    if shards is not None:
+        _fill(model, shards, torch.device("cpu") if offload_parameters else mesh.device)
     if rounded:
         _gather_rounded(model, rounded, COMPUTE_DTYPES[precision])
     return {
         name: replace(placement, splits=(*placement.splits, Split(dim=0, axis="dp_shard")))
         for name, placement in placements.items()
     }
+
+
+def _fill(model: nn.Module, shards: dict[str, Tensor], device: torch.device) -> None:
+    """Move the rows of `shards` to the sharded parameters of a model on `meta`, and its buffers to `device`."""
+    filled: dict[nn.Parameter, nn.Parameter] = {}  # tied names share one
+    state = {}
+    for name, empty in model.named_parameters(remove_duplicate=False):
+        if empty not in filled:
+            assert isinstance(empty, DTensor)
+            rows = shards[name].to(device)
+            assert rows.shape == empty.to_local().shape, f"{name} has {rows.shape[0]} rows"
+            whole = DTensor.from_local(
+                rows, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
+            )
+            filled[empty] = nn.Parameter(whole, requires_grad=empty.requires_grad)
+        state[name] = filled[empty]
+    model.load_state_dict(state, strict=False, assign=True)
+    shards.clear()  # where rows are padded, the parameter has a copy
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _gather_rounded(model: nn.Module, names: set[str], dtype: torch.dtype) -> None:

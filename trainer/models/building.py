@@ -18,7 +18,7 @@ import transformers
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.models.auto.auto_factory import _get_model_class
@@ -55,6 +55,8 @@ class BuiltModel:
     that the model is whole. `part` describes its pipeline stage; None means that there is no pipeline.
     `head` is its output head if that works in chunks of tokens. `lacking` are the parameters that the pretrained model
     does not have. `teacher` is the model that it learns from, if there is one.
+    `shards` are this rank's rows of each parameter if data ranks shard them; the parameters of `model` are then on
+    `meta`.
     """
 
     model: nn.Module
@@ -65,6 +67,7 @@ class BuiltModel:
     head: ChunkedHead | None = None
     lacking: Sequence[str] = ()
     teacher: Teacher | None = None
+    shards: dict[str, Tensor] | None = None
 
     @property
     def vocabulary(self) -> VocabularyCut | None:
@@ -472,7 +475,9 @@ def build_model(
             parts = load_parts(auto_class, recipe, config, attention, training.seed, prepare, cut)
             notes = parts.notes if in_table else [*parts.notes, *check_sample()]
             cuts = parts.cut.placements, parts.cut.part
-            return BuiltModel(parts.model, keys, [*notes, *trained, *fixed], *cuts, lacking=lacking)
+            return BuiltModel(
+                parts.model, keys, [*notes, *trained, *fixed], *cuts, lacking=lacking, shards=parts.shards
+            )
         except CannotLoadPartsError as reason:
             model, notes = build_whole()
             notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")

@@ -14,7 +14,7 @@ from trainer.models.tensor import split_model
 from trainer.parallel.communication import Group, group_size, index_in_group
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, whole
-from trainer.parallel.slicing import part_of
+from trainer.parallel.slicing import bounds_of_part, part_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,18 @@ class StageChoice:
     num_stages: int
     starts: tuple[str, ...] | None = None
     schedule: str = "1f1b"
+
+
+@dataclass(frozen=True)
+class ShardChoice:
+    """The share of one data rank in every parameter: rows `index * ceil(rows / size)` and the next ones, as in FSDP."""
+
+    index: int
+    size: int
+
+    def bounds(self, num_rows: int) -> tuple[int, int]:
+        """Return the first row of the share, and the row after its last one."""
+        return bounds_of_part(num_rows, self.index, self.size)
 
 
 @dataclass(frozen=True)
@@ -40,12 +52,13 @@ class ModelCut:
     """The cut of a model to a pipeline stage and over the ranks of the tensor axis.
 
     `group` is None without tensor ranks. `sequence` shards the sequences over the tensor ranks, too. `choice` is None
-    without a pipeline.
+    without a pipeline. `shard` is the share of these parts that this rank loads, before FSDP shards them; None: all.
     """
 
     group: Group | None
     sequence: bool = False
     choice: StageChoice | None = None
+    shard: ShardChoice | None = None
 
     def __call__(self, model: nn.Module) -> CutModel:
         """Cut `model` in place.
@@ -102,6 +115,7 @@ def model_cuts(
     num_stages: int,
     starts: Sequence[str] | None,
     schedule: str = "1f1b",
+    shard: ShardChoice | None = None,
 ) -> list[ModelCut | None]:
     """Return the cut of each of a rank's stages, or of the whole model; None if nothing is cut.
 
@@ -112,9 +126,10 @@ def model_cuts(
         num_stages: the number of stages of the whole pipeline; 1 without a pipeline.
         starts: the first layers of the stages, as in `StageChoice`.
         schedule: the name of the pipeline's schedule.
+        shard: the share of the parts that this rank loads; None: all.
     """
     group = mesh.group(TENSOR_AXIS)
     if num_stages == 1:
-        return [ModelCut(group, sequence) if group is not None else None]
+        return [ModelCut(group, sequence, shard=shard) if group is not None or shard is not None else None]
     names = None if starts is None else tuple(starts)
-    return [ModelCut(group, sequence, StageChoice(stage, num_stages, names, schedule)) for stage in stages]
+    return [ModelCut(group, sequence, StageChoice(stage, num_stages, names, schedule), shard) for stage in stages]

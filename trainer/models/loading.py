@@ -2,7 +2,7 @@
 
 The model is made and cut on the `meta` device, where tensors have shapes and no memory. Its parameters are then filled
 one by one. Each comes from the slices that this rank reads from the files, or from a module that is drawn whole for a
-moment.
+moment. If data ranks shard the parameters, the model stays on `meta`, and this rank's shards lie beside it.
 
 transformers loads the checkpoint into the model once with tensors on `meta`. This load maps tensors of the files to
 parameters, and finds missing and unexpected ones.
@@ -66,11 +66,15 @@ def sizes_differ(which: str) -> UsageError:
 
 @dataclass(frozen=True)
 class PartedModel:
-    """A model in fp32 on the CPU with this rank's parts, the result of its cut, and notes for the user."""
+    """A model in fp32 on the CPU with this rank's parts, the result of its cut, and notes for the user.
+
+    With `ModelCut.shard`, the parameters are on `meta`, and `shards` has this rank's rows of each, by name.
+    """
 
     model: nn.Module
     cut: CutModel
     notes: list[str]
+    shards: dict[str, Tensor] | None = None
 
 
 class Checkpoint:
@@ -99,21 +103,33 @@ class Checkpoint:
             return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else tensor.clone()
 
     def read_part(self, key: str, placement: ParameterPlacement, cut: ModelCut) -> Tensor:
-        """Read only this rank's part of a tensor, in fp32, equal to that of `ModelCut.part`."""
-        if not placement.splits:
-            return self.read(key)
-        assert cut.group is not None
-        (split,) = placement.splits
-        dim, size, index = split.dim or 0, group_size(cut.group), index_in_group(cut.group)
+        """Read only this rank's part of a tensor, in fp32, equal to that of `ModelCut.part`; of it, the own shard."""
         shape = self.shapes[key]
-        width, ranges = ranges_of_part(shape[dim], split, index, size)
-        part = torch.zeros((*shape[:dim], split.blocks * width, *shape[dim + 1 :]))
+        if not shape or (not placement.splits and cut.shard is None):
+            return self.read(key)
+        if placement.splits:
+            assert cut.group is not None
+            (split,) = placement.splits
+            dim, blocks = split.dim or 0, split.blocks
+            width, ranges = ranges_of_part(shape[dim], split, index_in_group(cut.group), group_size(cut.group))
+        else:
+            dim, blocks, width, ranges = 0, 1, shape[0], [(0, shape[0])]
+        num_rows = blocks * width if dim == 0 else shape[0]
+        first, last = cut.shard.bounds(num_rows) if cut.shard is not None else (0, num_rows)
+        extent = [*shape[:dim], blocks * width, *shape[dim + 1 :]]
+        extent[0] = last - first
+        part = torch.zeros(extent)
         with safe_open(self._files[key], framework="pt") as opened:
             stored = opened.get_slice(key)
             for block, (start, stop) in enumerate(ranges):
-                if start < stop:
-                    piece = stored[tuple([slice(None)] * dim + [slice(start, stop)])]
-                    part.narrow(dim, block * width, stop - start).copy_(piece)
+                place = block * width  # of the block in the part
+                if dim == 0:  # only the rows of the shard
+                    start, stop = max(start, start + first - place), min(stop, start + last - place)
+                    place = max(place - first, 0)
+                if start < stop and first < last:
+                    before = [slice(first, last), *[slice(None)] * (dim - 1)] if dim else []
+                    index = (*before, slice(start, stop))
+                    part.narrow(dim, place, stop - start).copy_(stored[index])
         return part
 
     def equal(self, key: str, other: str) -> bool:
@@ -194,7 +210,7 @@ def load_parts(
             if parts.holds(name):  # other factors are not drawn
                 parts.fill_whole(name, drawn_factor(name, shape, seed))
     parts.check_filled()
-    return PartedModel(model, made, sources.notes)
+    return PartedModel(model, made, sources.notes, parts.shards)
 
 
 def _weight_files(recipe: Model, config: Any) -> list[str]:
@@ -383,6 +399,7 @@ class _Parts:
         self.model = model
         self._placements = made.placements
         self._cut = cut
+        self.shards: dict[str, Tensor] | None = {} if cut.shard is not None else None
         first = {name: names[0] for names in tied for name in names}  # in the whole model
         origins = made.part.origins if made.part else {}
         own: dict[str, list[str]] = {}  # names in this model, by the first name in the whole model
@@ -438,7 +455,7 @@ class _Parts:
     def check_filled(self) -> None:
         """Refuse a model that still has tensors on meta."""
         for name, parameter in self.model.named_parameters():
-            if parameter.is_meta:
+            if parameter.is_meta if self.shards is None else name not in self.shards:
                 raise CannotLoadPartsError(f"it is not clear where {name} comes from")
         for path, module in self.model.named_modules():
             for attribute, value in vars(module).items():
@@ -451,10 +468,18 @@ class _Parts:
     def fill_whole(self, name: str, whole: Tensor) -> None:
         """Fill the parameter `name` of the whole model with this rank's part of `whole`, if this model has it."""
         if self.holds(name):
-            self._fill(name, self._cut.part(whole, self._placement(name)))
+            part, shard = self._cut.part(whole, self._placement(name)), self._cut.shard
+            if shard is not None and part.dim():
+                first, last = shard.bounds(part.shape[0])
+                part = part[first:last].clone()  # the other rows can go
+            self._fill(name, part)
 
     def _fill(self, name: str, part: Tensor) -> None:
         empty = self.model.get_parameter(self._own[name][0])
+        if self.shards is not None:
+            assert part.shape[1:] == empty.shape[1:], f"{name} is {tuple(part.shape)}, of {tuple(empty.shape)}"
+            self.shards |= dict.fromkeys(self._own[name], part)
+            return
         assert part.shape == empty.shape, f"{name} is {tuple(part.shape)}, but its place is {tuple(empty.shape)}"
         parameter = nn.Parameter(part, requires_grad=empty.requires_grad)
         for own in self._own[name]:

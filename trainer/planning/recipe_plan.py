@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from trainer.base.errors import TrainerError, UsageError
+from trainer.models.writing import LARGEST_FILE_BYTES
 from trainer.planning.hardware import Devices
 from trainer.planning.stages import plan_steps
 from trainer.planning.step import StepPlan
@@ -46,6 +47,11 @@ class RecipePlan:
     def needed(self) -> int:
         """The bytes that the device of the heaviest rank needs."""
         return self.heaviest.peak.num_bytes + RESERVED
+
+    @property
+    def export_bytes(self) -> int:
+        """Bytes of weights that a rank collects on its host for one file of the exported model, at most."""
+        return min(sum(step.saved for step in self.steps), LARGEST_FILE_BYTES)
 
     @cached_property
     def time(self) -> StepTime | None:
@@ -221,7 +227,7 @@ def as_object(made: RecipePlan, changes: list[Change]) -> Mapping[str, Any]:
         "fits": made.fits,
         "needed_bytes": made.needed,
         "memory_bytes": made.devices.memory_bytes,
-        "host_bytes_to_export": sum(step.saved for step in made.steps),
+        "host_bytes_to_export": made.export_bytes,
         "time": _time_as_object(made.time),
         "ranks": [
             {

@@ -49,8 +49,8 @@ def lines(made: RecipePlan, changes: Sequence[Change] | None) -> Iterator[str]:
         yield f"  arithmetic     {flops or 'none'} of matrix products a step"
     yield ""
     loaded = max(step.loaded for step in made.steps)
-    saved = sum(step.saved for step in made.steps)
-    yield f"host      {size(loaded)} of weights on each rank at the start; {size(saved)} on rank 0 to export the model"
+    saved = made.export_bytes
+    yield f"host      {size(loaded)} of weights on each rank at the start; {size(saved)} at most to export the model"
     yield from _time(made)
     yield _verdict(made)
     if not made.fits and changes is not None:

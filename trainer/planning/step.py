@@ -61,7 +61,7 @@ class StepPlan:
         axes: the axis of each process group, by the group's name.
         host: the bytes of the host's peak in the step, by component; empty without `parallel.offload`.
         loaded: the bytes of the fp32 weights that the rank builds on the host at the start.
-        saved: the bytes of the fp32 weights of its stage, which rank 0 gathers on the host for an exported model.
+        saved: the bytes of the fp32 weights of its stage in an exported model.
     """
 
     rank: int
@@ -150,10 +150,11 @@ def _teacher(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> T
 
 
 def _loaded(plan: RunPlan, built: Sequence[BuiltModel]) -> int:
-    """Return the bytes of the weights that a rank builds on the host; stage 3 of ZeRO builds its partition only."""
+    """Return the bytes of the weights that a rank builds on the host: its shard, but not if ZeRO-3 has tensor ranks."""
     whole = sum(parameter.numel() for part in built for parameter in part.model.parameters()) * _FP32_BYTES
-    is_partitioned = plan.strategy.zero_stage == 3 and plan.layout.tp == 1
-    return -(-whole // plan.layout.data_parallel_size) if is_partitioned else whole
+    if not plan.strategy.cuts_parameters or (plan.strategy.zero_stage and plan.layout.tp > 1):
+        return whole
+    return -(-whole // plan.layout.dp_shard)
 
 
 def _saved(built: BuiltModel) -> int:

@@ -257,7 +257,7 @@ def assemble(
                 data.preparation.padding_token,
                 task.unused_modules,
             )
-            for cut in planned_cuts(plan, mesh)
+            for cut in planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
         ]
     placed = load_teacher(plan, mesh, task, data.preparation.padding_token)
     models = [part.model for part in built]
