@@ -110,6 +110,17 @@ def test_metrics_over_pieces_equal_sklearn_over_the_whole():
     }
 
 
+def test_labels_may_have_thresholds_of_their_own():
+    task = resolved(["a", "b", "c"], threshold={"b": 0.9, "c": 0.1})
+    logits = torch.tensor([[0.1, 0.1, -2.0], [-0.1, 3.0, -3.0]])
+    predicted = task.predictions(logits, torch.zeros(2, 3))["predictions"]
+    assert predicted.tolist() == [[1, 0, 1], [0, 1, 0]]
+    rows = task.without_labels().readable(task.answers(logits, {}), None)
+    assert [row["prediction"] for row in rows] == [["a", "c"], ["b"]]
+    with pytest.raises(UsageError, match=r"`task.threshold` must name labels, but names 'd'; the labels are a, b"):
+        resolved(["a", "b"], threshold={"d": 0.9})
+
+
 def test_predictions_are_the_labels_above_the_threshold():
     task = resolved(["a", "b"], threshold=0.6).without_labels()
     answers = task.answers(torch.tensor([[0.0, 3.0], [0.0, 0.0], [0.5, 0.5]]), {})

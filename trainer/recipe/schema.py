@@ -104,6 +104,9 @@ RunPathField = Annotated[str, Field(min_length=1, json_schema_extra={"format": "
 Revision = Annotated[str | None, Field(description="Branch, tag or commit of the hub repository.")]
 
 
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
 class Section(BaseModel):
     """A group of keys. Unknown keys are errors, and values are not converted to other types."""
 
@@ -174,8 +177,10 @@ class SequenceClassification(ClassificationKeys, TextKeys):
         description="Each row has any number of labels: `label` holds lists of names, or lists of 0 and 1, one for each"
         " of `labels`. `accuracy` is the share of rows with all labels right.",
     )
-    threshold: float = Field(
-        0.5, gt=0, lt=1, description="With `multi_label`: a label is predicted if its probability is above this."
+    threshold: Share | dict[str, Share] = Field(
+        0.5,
+        description="With `multi_label`: a label is predicted if its probability is above this; an object sets it for"
+        " labels by name, and others keep 0.5.",
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.tasks.classes import NamedClasses, holds_names
+from trainer.tasks.classes import NamedClasses, holds_names, shown
 from trainer.tasks.columns import cell, require_columns, require_text, tokenise, type_name
 from trainer.tasks.metrics import METRICS
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
@@ -26,7 +26,8 @@ from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 class MultiLabelTask(NamedClasses):
     """Classification of texts or pairs of texts; each label of a row holds or not.
 
-    `labels_are_names` is false for lists of 0 and 1. `threshold` is the probability above which a label is predicted.
+    `labels_are_names` is false for lists of 0 and 1. `threshold` is the probability above which a label is predicted;
+    a mapping holds those of labels by name, and other labels have 0.5.
     """
 
     text_columns: tuple[str, ...]
@@ -34,7 +35,7 @@ class MultiLabelTask(NamedClasses):
     metric_names: tuple[str, ...]
     class_names: tuple[str, ...] | None = None
     labels_are_names: bool | None = None
-    threshold: float = 0.5
+    threshold: float | Mapping[str, float] = 0.5
     labelled: bool = True
 
     auto_class_name = "AutoModelForSequenceClassification"
@@ -67,7 +68,12 @@ class MultiLabelTask(NamedClasses):
                 " lists of 0 and 1; add it"
             )
         found = set(chain.from_iterable(labels or () for labels in train[self.label_column]))
-        return self.with_classes(self.class_names or self.find_names(feature, found, where), are_names)
+        names = self.class_names or self.find_names(feature, found, where)
+        if isinstance(self.threshold, Mapping) and (unknown := [name for name in self.threshold if name not in names]):
+            raise UsageError(
+                f"`task.threshold` must name labels, but names {unknown[0]!r}; the labels are {shown(names)}"
+            )
+        return self.with_classes(names, are_names)
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, self.text_columns, where)
@@ -103,7 +109,7 @@ class MultiLabelTask(NamedClasses):
         return total / scores.shape[-1]
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        predicted = at_least_fp32(logits).sigmoid() > self.threshold
+        predicted = at_least_fp32(logits).sigmoid() > self._thresholds.to(logits.device)
         return {"predictions": predicted.long().cpu(), "labels": labels.long().cpu()}
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
@@ -121,8 +127,15 @@ class MultiLabelTask(NamedClasses):
                 "prediction": [name for name, holds in zip(names, held, strict=True) if holds],
                 "probabilities": self.named_probabilities(row),
             }
-            for row, held in zip(probabilities.tolist(), (probabilities > self.threshold).tolist(), strict=True)
+            for row, held in zip(probabilities.tolist(), (probabilities > self._thresholds).tolist(), strict=True)
         ]
+
+    @property
+    def _thresholds(self) -> Tensor:
+        """The threshold of each label, of shape `[num_labels]`."""
+        given, names = self.threshold, self._known_class_names
+        values = [given.get(name, 0.5) if isinstance(given, Mapping) else given for name in names]
+        return torch.tensor(values, dtype=torch.float32)
 
     def _labels(self, rows: Dataset, where: str, first_row: int) -> list[NDArray[np.float32]]:
         """Return 0 or 1 for each label of each row, as arrays `[num_labels]`.
