@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +64,24 @@ def test_a_model_with_attention_functions_of_its_own_masks_its_padding(model_typ
     plain = AutoModelForSequenceClassification.from_config(model.config, attn_implementation="eager").eval()
     plain.load_state_dict(model.state_dict())
     torch.testing.assert_close(logits(model, slice(None)), logits(plain, slice(None)))
+
+
+DECODERS = {
+    "gpt_neox": LAYERS,
+    "gemma": {**LAYERS, "num_key_value_heads": 1, "head_dim": 8},
+    "bloom": {**DECODER, "n_layer": 2, "n_head": 2},  # has no positions
+}
+
+
+@pytest.mark.parametrize(("model_type", "refused"), [("gpt_neox", ""), ("gemma", ""), ("bloom", "change its logits")])
+def test_a_decoder_that_keeps_packed_documents_apart_is_found(model_type, refused):
+    recipe = Model.model_validate({"config": {"model_type": model_type, **DECODERS[model_type]}})
+    build = partial(build_model, recipe, Training(), "AutoModelForCausalLM", {}, packed=True)
+    if not refused:
+        assert build().model.training
+        return
+    with pytest.raises(UsageError, match=rf'`task.packing` is "documents", .*\'{model_type}\' .* {refused}'):
+        build()
 
 
 def test_an_image_model_with_attention_classes_of_its_own_can_be_built():

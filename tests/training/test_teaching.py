@@ -195,10 +195,10 @@ def test_a_decoder_that_packs_documents_needs_such_a_teacher(tmp_path: Path, cap
         task={"type": "causal_lm", "packing": "documents", "metrics": ["perplexity"]},
         model={"config": sizes},
     )
-    config = {"model_type": "gpt_neox", "vocab_size": 211, "hidden_size": 32, "num_hidden_layers": 1}
-    config |= {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 32}
+    config = {"model_type": "bloom", "vocab_size": 211, "hidden_size": 32, "n_layer": 1, "n_head": 4}
     save_teacher(tmp_path / "teacher", config, "AutoModelForCausalLM", ())
-    assert "`distillation.teacher`: `task.packing` is" in problems(capsys, recipe)
+    assert main(["run", str(recipe)]) == ExitCode.USER
+    assert "`distillation.teacher`: `task.packing` is" in capsys.readouterr().err
 
 
 def test_a_plan_has_the_teacher_at_the_last_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -411,6 +411,7 @@ def build_model(
     cut: ModelCut | None = None,
     pad_token_id: int | None = None,
     unused: Sequence[str] = (),
+    packed: bool = False,
 ) -> BuiltModel:
     """Build the model, with the same weights on every rank and under every layout.
 
@@ -424,10 +425,11 @@ def build_model(
             loaded in parts, the rank holds the whole model during the build.
         pad_token_id: the tokenizer's padding token, for a model without one; None if there is no tokenizer.
         unused: modules of the base model to freeze, because the task does not use them.
+        packed: whether rows hold several documents, which the model must keep apart.
 
     Raises:
-        UsageError: the model cannot be loaded, has no safetensors, has a dropout that cannot be keyed, or cannot be
-            cut.
+        UsageError: the model cannot be loaded, has no safetensors, has a dropout that cannot be keyed, cannot be cut,
+            or does not keep documents apart.
     """
     assert cut is None or gather is whole_already, "parameters are either partitioned while they are built, or cut"
     config = load_config(recipe, options)
@@ -458,13 +460,13 @@ def build_model(
         model, drawn, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
         prepare(model, () if recipe.is_random else drawn)  # before the cut, which changes the dropout sites
         if not in_table and gather is whole_already:
-            notes += check_invariance(model, keys)
+            notes += check_invariance(model, keys, packed)
         return model, notes
 
     def check_sample() -> list[str]:
         sample = sample_of(model_class, config, attention)
         prepare_sample(sample)
-        return check_invariance(sample, keys)
+        return check_invariance(sample, keys, packed)
 
     try:
         if cut is None:

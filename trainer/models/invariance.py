@@ -1,7 +1,8 @@
 """Check that a row's logits depend neither on its padding nor on the other rows of its microbatch.
 
 The tests check the families of the table. Any other model is checked before training: two short rows in one forward
-pass, then the shorter row alone. Dropout masks are keyed by row, so the check also covers training mode.
+pass, then the shorter row alone. Dropout masks are keyed by row, so the check also covers training mode. If rows are
+packed, the second of two documents of a row must have the logits that it has alone.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from trainer.base.errors import UsageError
 from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.parallel.dropout import REMEDY, DropoutKeys, MicrobatchKey
 
-_LENGTHS = (16, 9)  # tokens of the two rows
+_LENGTHS = (16, 9)  # tokens of the two rows, or documents
 _TOLERANCE = 1e-4  # relative to the largest logit; rounding gives 1e-6
 _MOST_LAYERS = 8  # of a sample; includes every kind of layer in a model that alternates them
 _DEFAULT_IMAGE = 224  # pixels, if the configuration has no image size
 
 
-def check_invariance(model: nn.Module, keys: DropoutKeys | None) -> list[str]:
-    """Compare the logits of a row alone with those of the same row in a padded batch.
+def check_invariance(model: nn.Module, keys: DropoutKeys | None, packed: bool = False) -> list[str]:
+    """Compare the logits of a row alone with those of the same row in a padded batch, and perhaps in a packed row.
 
     Args:
         model: a whole model of transformers on the CPU, in fp32, with dropout keyed by `keys`.
         keys: the keys of the dropout; None with torch's dropout, and the comparison then runs without dropout.
+        packed: whether the task packs several documents into a row.
 
     Returns:
         Notes for the user. With torch's dropout, a dependence gives a note instead of an error.
 
     Raises:
-        UsageError: the logits depend on the layout, or the forward pass failed.
+        UsageError: the logits depend on the layout or on other documents of a packed row, or the forward pass failed.
     """
     described: Any = model
     name = f"model type {described.config.model_type!r}"
@@ -44,6 +46,8 @@ def check_invariance(model: nn.Module, keys: DropoutKeys | None) -> list[str]:
         model.train(keys is not None)
         with _padding_decided(described):
             problem = _dependence(model, keys, name)
+            if packed and (problem is None or keys is None):
+                _require_documents_apart(model.eval(), name)
     finally:
         model.train(training)
     if problem is None:
@@ -101,10 +105,36 @@ def _dependence(model: nn.Module, keys: DropoutKeys | None, name: str) -> str | 
     row = together[1]
     if alone.dim() > 2:  # [rows, tokens, vocabulary]: the logits of padding are not used
         row = row[: alone.shape[1]]
-    difference = (row - alone[0]).abs().max() / alone.abs().max().clamp(min=torch.finfo(alone.dtype).tiny)
+    difference = _difference(row, alone[0])
     if difference <= _TOLERANCE:
         return None
     return f"the logits of a row change by {difference:.1e} when a longer row stands beside it"
+
+
+@torch.no_grad()
+def _require_documents_apart(model: Any, name: str) -> None:
+    """Compare the logits of a document alone with those behind another one, of which only the positions tell."""
+    ids = _inputs(model, _LENGTHS)["input_ids"]
+    first, second = ids[:1], ids[1:, : _LENGTHS[1]]
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
+    try:
+        together = model(input_ids=torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
+        alone = model(input_ids=second, position_ids=positions[:, _LENGTHS[0] :], use_cache=False).logits
+        difference = _difference(together[0, _LENGTHS[0] :], alone[0])
+        problem = None if difference <= _TOLERANCE else f"change its logits by {difference:.1e}"
+    except Exception as error:  # a model may raise any error for unexpected inputs
+        problem = f"cannot be marked by positions ({type(error).__name__}: {error})"
+    if problem:
+        raise UsageError(
+            f'`task.packing` is "documents", but in {name} other documents of a row {problem}; use "none", or "joined",'
+            " which lets documents see each other"
+        )
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of two tensors, relative to the largest expected value."""
+    largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
+    return float((found - expected).abs().max() / largest)
 
 
 def _logits(

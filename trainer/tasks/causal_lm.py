@@ -27,7 +27,7 @@ Packing = Literal["none", "documents", "joined"]
 Turns = Literal["all", "last", "each"]
 
 DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""The model types of the table that predict the next token, and whose attention the tests check in packed rows."""
+"""The model types of the table that predict the next token."""
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -110,6 +110,10 @@ class CausalLMTask(TokenLabels):
         return (self.settings.max_new_tokens, self.num_positions) if self.continues else ()
 
     @property
+    def packs_documents(self) -> bool:  # type: ignore[override]
+        return self.packing == "documents"
+
+    @property
     def generates(self) -> bool:
         return self.continues
 
@@ -128,17 +132,17 @@ class CausalLMTask(TokenLabels):
         return self
 
     def for_configuration(self, config: Any) -> CausalLMTask:
-        """Return the task; refuse a model that sees later tokens, or whose packed rows are not tested."""
+        """Return the task; refuse a model that sees later tokens."""
         kind = config.model_type
         if kind in _ENCODERS:
             raise UsageError(
                 f"`task.type` causal_lm needs a model that predicts the next token, but {kind} sees all tokens of a"
                 f" text; use one such as {', '.join(DECODERS)}, or `task.type` masked_lm"
             )
-        if self.packing == "documents" and kind not in DECODERS:
+        if self.packs_documents and config.is_encoder_decoder:
             raise UsageError(
-                f'`task.packing` is "documents", which is tested for {", ".join(DECODERS)}, but not for the model type'
-                f' {kind}; use "none", or "joined", which lets documents see each other'
+                f'`task.packing` is "documents", but decoders of the type {kind} take no positions, which mark the'
+                ' documents; use "none", or "joined", which lets documents see each other'
             )
         positions = getattr(config, "max_position_embeddings", None)
         if self.continues and positions is not None and self.settings.max_new_tokens >= positions:

@@ -136,6 +136,11 @@ class Task(Protocol):
         """Modules of the base model that do not take part in the loss; they are frozen if the model has them."""
         ...
 
+    @property
+    def packs_documents(self) -> bool:
+        """Whether rows hold several documents, which the model must keep apart by their positions."""
+        ...
+
     def joint_losses(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Return the losses of all rows of a global batch `[rows]`, for tasks with `rows_depend`.
 
@@ -259,6 +264,7 @@ class TaskDefaults:
     own_lengths: tuple[str, ...] = ()
     labels_are_tokens = False
     unused_modules: tuple[str, ...] = ()
+    packs_documents = False
 
     @property
     def rows_depend(self) -> bool:

@@ -256,6 +256,7 @@ def assemble(
                 cut,
                 data.preparation.padding_token,
                 task.unused_modules,
+                task.packs_documents,
             )
             for cut in planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
         ]

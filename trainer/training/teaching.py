@@ -122,6 +122,7 @@ def load_teacher(plan: RunPlan, mesh: ParallelMesh, task: Task, padding_token: i
                 {},
                 cut=teacher_cut(plan, mesh),
                 pad_token_id=padding_token,
+                packed=task.packs_documents,
             )
             _require_all(recipe, built.lacking)
             teacher, placements = place_teacher(built, plan, mesh, task)
