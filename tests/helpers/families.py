@@ -46,6 +46,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "pad_token_id": 0,
         "eos_token_id": 1, "decoder_start_token_id": 0,
     },
+    "bart": {
+        "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+        "scale_embedding": True, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 1,
+        "forced_eos_token_id": None,
+    },
     "vit": {**_COMMON, "intermediate_size": 64, "image_size": 16, "patch_size": 8},
 }  # fmt: skip
 # Families without a table in trainer, for which transformers ships a tensor-parallel plan.
@@ -110,8 +116,8 @@ def inputs_of(model_type: str, head: str = "") -> dict[str, Tensor]:
     ids = torch.randint(5, VOCABULARY, (ROWS, LENGTH), generator=random)
     ids[0, 4:] = 0
     inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
-    if model_type == "t5":
-        ids[:, 3] = 1  # end of sequence: T5 classifies from its hidden state
+    if model_type in ("t5", "bart"):
+        ids[:, 3] = 1  # end of sequence: encoder-decoders classify from its hidden state
     if head == "AutoModelForMultipleChoice":
         return {name: tensor.unsqueeze(1) for name, tensor in inputs.items()}
     return inputs | ({"decoder_input_ids": ids.flip(0)} if head == "AutoModelForSeq2SeqLM" else {})

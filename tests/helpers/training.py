@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.helpers.families import CONFIGS
 from trainer.checkpoint.progress import Progress
 from trainer.data.collate import Batching, Normalisation, Padding
 from trainer.data.loader import TrainLoader
@@ -78,6 +79,8 @@ TINY_T5 = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 12,
 }
+
+TINY_BART = {"model_type": "bart", **CONFIGS["bart"], "init_std": 0.2}
 
 _LLAMA_SIZES = {
     "vocab_size": VOCABULARY,
@@ -311,6 +314,9 @@ TINY_TASKS = {
         Padding(0),
     ),
     "seq2seq_lm": TinyTask({"type": "seq2seq_lm"}, {"config": TINY_T5, "tokenizer": "none"}, tiny_targets, Padding(0)),
+    "seq2seq_lm_bart": TinyTask(
+        {"type": "seq2seq_lm"}, {"config": TINY_BART, "tokenizer": "none"}, tiny_targets, Padding(0)
+    ),
     "token_classification": TinyTask(
         {"type": "token_classification", "words": "words", "tags": "tags"},
         {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
@@ -509,7 +515,8 @@ def build_tiny(
     mesh = _mesh(plan.layout, torch.device(device))
     tiny, task = _tiny_of(recipe), tiny_task(recipe)
     split = tiny.split(num_rows)
-    if recipe.model.config and recipe.model.config["model_type"] == "t5":  # T5 classifies at the end of a sequence
+    # Encoder-decoders classify at the end of a sequence.
+    if recipe.model.config and recipe.model.config["model_type"] in ("t5", "bart"):
         split.tokens["input_ids"][split.offsets[1:] - 1] = T5_END
     data = PreparedData(task, tiny_masking(recipe), TinyPreparation(tiny.batching), split, None)
     adapt = None if dtype == torch.float32 else partial(_compute_in, dtype=dtype)

@@ -130,7 +130,7 @@ class TestRefuseUnkeyedDropout:
     def test_a_model_that_calls_torchs_function(self):
         keys = DropoutKeys(0)
         sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-        model = tiny("bart", d_model=16, encoder_attention_heads=2, decoder_attention_heads=2, **sizes)
+        model = tiny("mbart", d_model=16, encoder_attention_heads=2, decoder_attention_heads=2, **sizes)
         key_dropout(model, keys)
         with pytest.raises(UsageError, match=r"torch's dropout directly.*layout_invariant_dropout"):
             logits(model, keys)

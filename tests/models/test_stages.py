@@ -42,7 +42,7 @@ def inputs_of(model: Any) -> dict[str, Tensor]:
         return {"pixel_values": torch.randn(2, model.config.num_channels, size, size)}
     ids, mask = torch.randint(5, 100, (2, 7)), torch.ones(2, 7, dtype=torch.int64)
     mask[0, 5:] = 0
-    if model.config.model_type == "t5":
+    if model.config.is_encoder_decoder:
         ids[:, 4] = model.config.eos_token_id
     return {"input_ids": ids, "attention_mask": mask, "use_cache": False} if takes_cache(model) else {
         "input_ids": ids, "attention_mask": mask
@@ -50,7 +50,7 @@ def inputs_of(model: Any) -> dict[str, Tensor]:
 
 
 def takes_cache(model: nn.Module) -> bool:
-    return model.config.model_type in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")  # type: ignore[union-attr]
+    return model.config.model_type in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5", "bart")  # type: ignore[union-attr]
 
 
 def in_stages(model: nn.Module, split: StageSplit) -> tuple[Tensor, list[nn.Module]]:
@@ -79,7 +79,7 @@ class TestStages:
             whole = {name for name, _ in model.named_parameters()}
             assert whole <= {*names, *(name for name, _ in model.named_parameters(remove_duplicate=False))}
             copies = len(names) - len(whole)
-            assert copies == 0 or model_type == "t5"
+            assert copies == 0 or model_type in ("t5", "bart")  # an encoder and a decoder share their embedding
 
     @pytest.mark.parametrize(
         ("model_type", "head"), [("bert", "AutoModelForMaskedLM"), ("gpt2", "AutoModelForCausalLM")]

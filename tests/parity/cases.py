@@ -31,7 +31,7 @@ GLOBAL_BATCH_SIZE = 12
 SHORT = 6  # steps; an epoch has five
 # Without T5, which needs end-of-sequence tokens (its cases are in `pipeline_matrix`), and without image models.
 TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "bart", "vit", "resnet")]
-DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "t5", "vit")
+DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "t5", "bart", "vit")
 # Also compared after one step of gradient descent: the model that runs with all strategies, and convolutions.
 SGD_FAMILIES = ("bert", "resnet")
 IMAGE_FAMILIES = {"vit": TINY_VIT, "resnet": TINY_RESNET}

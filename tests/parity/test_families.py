@@ -29,11 +29,7 @@ QUICK = "albert"
 
 @pytest.mark.parametrize(
     "model_type",
-    [
-        pytest.param(model_type, marks=() if model_type == QUICK else pytest.mark.slow)
-        for model_type in FAMILIES
-        if model_type != "bart"  # has neither keyed dropout nor tensor ranks nor stages
-    ],
+    [pytest.param(model_type, marks=() if model_type == QUICK else pytest.mark.slow) for model_type in FAMILIES],
 )
 def test_what_check_accepts_is_one_process(ranks: RankPools, model_type: str):
     trained = 0

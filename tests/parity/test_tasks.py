@@ -23,6 +23,7 @@ TASKS = (
     "embedding",
     "embedding_duplicates",
     "seq2seq_lm",
+    "seq2seq_lm_bart",
     "token_classification",
     "question_answering",
     "multiple_choice",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TINY_T5, VOCABULARY, TinyTraining, tiny_recipe, tiny_targets, tiny_training
+from tests.helpers.training import TINY_BART, TINY_T5, TinyTraining, tiny_recipe, tiny_targets, tiny_training
 from trainer.base.errors import UsageError
 from trainer.data.collate import Padding
 from trainer.data.loader import EvalLoader
@@ -19,19 +19,6 @@ from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
 NUM_ROWS, MOST_TOKENS, END = 11, 9, 126
 GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 3, "length_penalty": 0.5}
 MODEL = {"config": {**TINY_T5, "eos_token_id": END, "initializer_factor": 3.0}}  # a token that it generates
-TINY_BART = {
-    "model_type": "bart",
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 64,
-    "init_std": 0.5,
-}
 Texts = dict[int, list[int]]
 
 
@@ -124,21 +111,22 @@ def test_ranks_change_no_text(ranks: RankPools, world_size, parallel, beams):
             assert all(texts == expected for texts in found)
 
 
-def bart(strategy: str) -> tuple[list[float], list[Texts]]:
+def bart(**parallel: Any) -> tuple[list[float], list[Texts]]:
     """Return the losses of two steps, and the texts of this rank's rows after them."""
-    recipe = recipe_of(BEAMS, parallel={"strategy": strategy})
+    recipe = recipe_of(BEAMS, parallel=parallel)
     recipe = recipe.model_copy(
-        update={"model": recipe.model.model_copy(update={"config": TINY_BART, "dropout": 0.0})},
+        update={"model": recipe.model.model_copy(update={"config": {**TINY_BART, "init_std": 0.5}})},
     )
     with tiny_training(recipe) as training:
         losses = [result.loss for result in training.steps(2)]
         return losses, [evaluate(training, 3)]
 
 
-def test_bart_is_the_same_in_shards(ranks: RankPools):
-    losses, (texts,) = bart("ddp")
+@pytest.mark.parametrize("parallel", [{"strategy": "fsdp"}, {"strategy": "ddp", "tensor": 2, "sequence": True}])
+def test_bart_is_the_same_in_parts(ranks: RankPools, parallel):
+    losses, (texts,) = bart(strategy="ddp")
     assert len({tuple(text) for text in texts.values()}) > 1
-    answers = ranks(2).run(bart, "fsdp")
+    answers = ranks(2).run(bart, **parallel)
     assert all(found == pytest.approx(losses, rel=1e-5) for found, _ in answers)
     assert {row: text for _, (found,) in answers for row, text in found.items()} == texts
 

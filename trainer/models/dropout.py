@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from trainer.base.errors import UsageError
-from trainer.models.families.table import is_shared_dropout
+from trainer.models.families.table import called_dropouts, is_shared_dropout
+from trainer.models.within import run_within
 from trainer.parallel.dropout import REMEDY, DropoutKeys, DropoutSite, KeyedDropout, KeyedDropPath
 
 _SITE = "keyed_dropout_site"
@@ -23,6 +25,8 @@ _DEPTH_MARKS = ("drop_path", "layerdrop")
 
 def key_dropout(model: nn.Module, keys: DropoutKeys) -> int:
     """Replace every dropout of `model` by its keyed form, with masks from `keys`, and set every module's dropout site.
+
+    A dropout that a module calls as a function is replaced if the family names it.
 
     Returns:
         The number of replaced dropouts, including stochastic depth.
@@ -41,10 +45,50 @@ def key_dropout(model: nn.Module, keys: DropoutKeys) -> int:
                 raise UsageError(f"{name}.{child_name} is a {type(child).__name__}, which has no keyed form; {REMEDY}")
         if getattr(module, "layerdrop", 0):
             raise UsageError(f"{name} drops whole layers (layerdrop), which has no keyed form; {REMEDY}")
+        if called := called_dropouts(model, name):
+            _key_called(module, name, called, keys)
+            replaced += len(called)
     # Any module may call the attention function, so each gets a site.
     for name, module in model.named_modules():
         setattr(module, _SITE, DropoutSite(keys, f"{name}.attention"))
     return replaced
+
+
+def _key_called(module: nn.Module, path: str, names: tuple[str, ...], keys: DropoutKeys) -> None:
+    """Replace the dropouts that `module` calls as functions by submodules with these names."""
+    for name in names:
+        module.add_module(name, KeyedDropout(DropoutSite(keys, f"{path}.{name}"), 0.0).train(module.training))
+
+    def context(module: nn.Module) -> AbstractContextManager[Any]:
+        # Without dropout there is nothing to replace, and a mode would take time at every function.
+        if not module.training:
+            return nullcontext()
+        return _ReplaceCalledDropout([module.get_submodule(name) for name in names])
+
+    run_within(module, context)
+
+
+class _ReplaceCalledDropout(TorchFunctionMode):
+    """Context that replaces the calls of `F.dropout` by keyed dropouts, in order.
+
+    Args:
+        dropouts: the keyed dropouts; the probability is that of each call.
+    """
+
+    def __init__(self, dropouts: list[Any]) -> None:
+        super().__init__()
+        self._dropouts = iter(dropouts)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.dropout:
+            return func(*args, **kwargs)
+        dropout: KeyedDropout = next(self._dropouts)
+        probability = _dropped_share(func, args, kwargs)
+        x: Tensor = args[0] if args else kwargs["input"]
+        return dropout.site.drop(x, probability) if probability > 0 else x
 
 
 def _keyed_form(module: nn.Module, site: DropoutSite, model: nn.Module) -> nn.Module | None:

@@ -129,16 +129,20 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
 @contextmanager
 def _whole_logits(model: nn.Module) -> Iterator[None]:
     """Gather logits that are sharded over the vocabulary, so that each tensor rank chooses the same token."""
-
-    def gather(head: nn.Module, args: Any, logits: Tensor) -> Tensor:
-        assert isinstance(head, ColumnParallelLinear)
-        padded = logits.shape[-1] * group_size(head.group)
-        return gather_sequence(logits, head.group, -1, padded)[..., : head.whole_out_features]
-
     heads = [module for module in model.modules() if isinstance(module, ColumnParallelLinear) and module.pads]
-    hooks = [head.register_forward_hook(gather) for head in heads]
+    if not heads:
+        yield
+        return
+    (head,) = heads
+
+    def gather(model: nn.Module, args: Any, output: Any) -> Any:
+        # At the output, because a model may change the head's logits, by a bias for example.
+        padded = output.logits.shape[-1] * group_size(head.group)
+        output.logits = gather_sequence(output.logits, head.group, -1, padded)[..., : head.whole_out_features]
+        return output
+
+    hook = model.register_forward_hook(gather)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()

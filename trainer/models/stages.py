@@ -22,6 +22,7 @@ from trainer.models.families.table import FAMILIES, family_of, layers_of
 from trainer.models.names import tied_names
 from trainer.models.sequence import change_inputs
 from trainer.models.shapes import Crossing, CrossingShapes, multiplications
+from trainer.models.statistics import persistent_buffers
 from trainer.parallel.stage import Absent, Later, Passing, Received, StageLeft, StageTraffic, on_meta
 from trainer.recipe.schedules import SCHEDULES
 
@@ -130,12 +131,14 @@ def split_stages(
             support the schedule.
     """
     plan = plan_of(model)
-    # Layers share the first layer's position bias, and torch's split backward would go through it twice.
-    if SCHEDULES[schedule].splits_backward and any(stack.first_layer for stack in plan.stacks):
+    # Layers share the first layer's position bias or the encoder's output. Torch's split backward would go through it
+    # twice.
+    if SCHEDULES[schedule].splits_backward and any(stack.first_layer or stack.result for stack in plan.stacks):
         able = ", ".join(name for name, row in SCHEDULES.items() if not row.splits_backward)
         raise UsageError(
             f"`parallel.pipeline.schedule` is {schedule}, which the family {family_of(model).model_type} does not"
-            f" support: its layers share one position bias, and the backward pass cannot be split there; use {able}"
+            f" support: its layers share a position bias or the output of an encoder, where the backward pass cannot be"
+            f" split; use {able}"
         )
     layers = tuple(layers_of(model))
     if len(layers) < num_stages:
@@ -336,6 +339,9 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
                 setattr(owner, attribute, stand_in(name, child, stages))
 
     prune(model, "")
+    if stage < split.num_stages - 1:  # like a head, such a buffer belongs to the last stage
+        for name in [name for name in persistent_buffers(model) if "." not in name]:
+            model._buffers[name] = None
     receives, sends = _crossing(plan, stack_of, first), _crossing(plan, stack_of, following)
     base: Any = model.base_model
     if receives.hidden:

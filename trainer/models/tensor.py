@@ -6,7 +6,8 @@ parameter keeps its name in the unsharded model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -20,13 +21,15 @@ from trainer.models.families.family import ModelFamily, TensorPlan, matches, rel
 from trainer.models.families.table import family_of, layers_of
 from trainer.models.names import tied_names
 from trainer.models.sequence import HIDDEN_STATES, Stacks, change_inputs
+from trainer.models.within import run_within
 from trainer.parallel.communication import Group, copy_to_group, group_size, index_in_group
 from trainer.parallel.dropout import DropoutSite, KeyedDropout
 from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.low_rank import LowRank
-from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.sequence import SEQUENCE_DIM, SequenceCut
+from trainer.parallel.slicing import part_of
 from trainer.parallel.stage import Absent
 
 _INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # named arguments that are inputs
@@ -160,6 +163,8 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Place
             placements |= _partial(place)
     if stacks:
         stacks.cut_ends()
+    if buffers := [name for name in plan.vocabulary_buffers if model._buffers.get(name) is not None]:
+        run_within(model, lambda model: _own_columns(model, buffers, group))
     _tie_again(model, tied)
     for names in tied:  # a tied parameter has one placement, under its first name
         placed = next((placements[name] for name in names if name in placements), None)
@@ -237,13 +242,21 @@ def _part(
         )
     if _any(plan.embeddings, place):
         assert isinstance(module, nn.Embedding)
-        return VocabParallelEmbedding.from_whole(module, group)
+        return VocabParallelEmbedding.from_whole(module, group, scale=_scale(module))
     if _any(plan.head_embeddings, place):
         assert isinstance(module, nn.Embedding)
         return FeatureParallelEmbedding.from_whole(module, group)
     if _any(plan.vocabulary_heads, place):
         return ColumnParallelLinear.from_whole(module, group, copies_input=True, pads=True)
     return None
+
+
+def _scale(embedding: nn.Embedding) -> float | None:
+    """Return the factor of an embedding that multiplies its vectors; transformers has such a class for each model."""
+    scale = getattr(embedding, "embed_scale", None)
+    return (
+        scale if type(embedding).__name__.endswith("ScaledWordEmbedding") and isinstance(scale, int | float) else None
+    )
 
 
 def _sum_input_gradients(module: nn.Module, group: Group, cut: SequenceCut | None) -> None:
@@ -276,6 +289,19 @@ def _cut_dropout(place: _Place, plan: TensorPlan, group: Group, cut: SequenceCut
         place.module.site = on_heads(site)
     elif cut:
         place.module.site = replace(site, cut_dim=SEQUENCE_DIM, sequence=cut)
+
+
+@contextmanager
+def _own_columns(model: nn.Module, names: Iterable[str], group: Group) -> Iterator[None]:
+    """Show the model this rank's columns of buffers `[1, vocabulary]`, which stay whole for checkpoints and exports."""
+    whole = {name: model._buffers[name] for name in names}
+    for name, buffer in whole.items():
+        assert buffer is not None, "the buffer was listed"
+        model._buffers[name] = part_of(buffer, Split(1, TENSOR_AXIS), index_in_group(group), group_size(group))
+    try:
+        yield
+    finally:
+        model._buffers.update(whole)
 
 
 def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:

@@ -32,6 +32,7 @@ class VocabParallelEmbedding(nn.Module):
         embedding_dim: the size of a vector.
         group: the tensor axis.
         padding_idx: the id with a vector that gets no gradient, as in `nn.Embedding`.
+        scale: the factor of the vectors.
         sequence_parallel: whether to return this rank's positions only.
         sequence_dim: the dimension of the positions in the output.
         device: the device of the weight; `meta` for a weight that is filled later.
@@ -45,6 +46,7 @@ class VocabParallelEmbedding(nn.Module):
         group: Group,
         *,
         padding_idx: int | None = None,
+        scale: float = 1.0,
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
         device: torch.device | str | None = None,
@@ -57,6 +59,7 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
+        self.scale = scale
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.sequence_dim = sequence_dim
@@ -65,19 +68,34 @@ class VocabParallelEmbedding(nn.Module):
 
     @classmethod
     def from_whole(
-        cls, embedding: nn.Embedding, group: Group, *, sequence_parallel: bool = False, sequence_dim: int = 1
+        cls,
+        embedding: nn.Embedding,
+        group: Group,
+        *,
+        scale: float | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
     ) -> VocabParallelEmbedding:
         """Return this rank's part of `embedding`, with a copy of the weight.
 
+        Args:
+            embedding: the whole embedding.
+            group: the tensor axis.
+            scale: the factor of the vectors, if the embedding's own `forward` multiplies them and does nothing else.
+            sequence_parallel: whether to return this rank's positions only.
+            sequence_dim: the dimension of the positions in the output.
+
         Raises:
-            UsageError: the embedding has `max_norm`, `scale_grad_by_freq`, `sparse` or its own `forward`.
+            UsageError: the embedding has `max_norm`, `scale_grad_by_freq`, `sparse`, or its own `forward` without a
+                `scale`.
         """
-        _refuse_unusual(embedding)
+        _refuse_unusual(embedding, own_forward=scale is not None)
         part = cls(
             embedding.num_embeddings,
             embedding.embedding_dim,
             group,
             padding_idx=embedding.padding_idx,
+            scale=1.0 if scale is None else scale,
             sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim,
             device="meta",
@@ -93,6 +111,10 @@ class VocabParallelEmbedding(nn.Module):
         Raises:
             IndexError: an id is outside of the vocabulary, on every rank (on a GPU: a device-side assertion).
         """
+        vectors = self._vectors(ids)
+        return vectors if self.scale == 1.0 else vectors * self.scale
+
+    def _vectors(self, ids: Tensor) -> Tensor:
         if group_size(self.group) == 1:
             return F.embedding(ids, self.weight, self.padding_idx)
         rows = self.weight.shape[0]
@@ -167,9 +189,9 @@ class FeatureParallelEmbedding(nn.Module):
         return f"{rows}, {features}, local_features={self.weight.shape[1]}"
 
 
-def _refuse_unusual(embedding: nn.Embedding) -> None:
+def _refuse_unusual(embedding: nn.Embedding, own_forward: bool = False) -> None:
     unusual = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(embedding, name)]
-    if type(embedding).forward is not nn.Embedding.forward:
+    if not own_forward and type(embedding).forward is not nn.Embedding.forward:
         unusual.append(f"the forward of {type(embedding).__name__}")
     if unusual:
         raise UsageError(

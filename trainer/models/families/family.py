@@ -28,6 +28,7 @@ class TensorPlan:
     embeddings: tuple[str, ...] = ()  # sharded over the vocabulary
     head_embeddings: tuple[str, ...] = ()  # vectors with one element per attention head, sharded by heads
     vocabulary_heads: tuple[str, ...] = ()  # logits sharded over the vocabulary, for `vocab_parallel_cross_entropy`
+    vocabulary_buffers: tuple[str, ...] = ()  # buffers `[1, vocabulary]` of the whole model, added to its logits
     whole: tuple[str, ...] = ()  # replicated: small, or without a matching column or row
     # Replicated, but applied to this rank's heads or features only; each rank has a partial gradient.
     partial: tuple[str, ...] = ()
@@ -81,6 +82,9 @@ class ModelFamily:
     tensor: TensorPlan | None  # None: no tensor parallelism
     stages: StagePlan | None = None  # None: no pipeline stages
     shared_dropouts: tuple[str, ...] = ()  # dropouts of a tensor that all rows of a batch share
+    # Names for the dropouts that modules call as functions, in the order of the calls in a forward pass. Each becomes a
+    # submodule, which `TensorPlan` may name.
+    called_dropouts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     starts_with_padding: bool = False  # whether a decoder starts with the padding token if no start token is set
     undeclared_keys: tuple[str, ...] = ()  # configuration keys that the model reads and transformers does not declare
 

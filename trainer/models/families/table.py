@@ -91,6 +91,13 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
+def called_dropouts(model: nn.Module, name: str) -> tuple[str, ...]:
+    """Return names for the dropouts that the module `name` calls as functions, by the model's family, in order."""
+    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    called = family.called_dropouts if family else {}
+    return next((names for pattern, names in called.items() if matches(pattern, relative_name(model, name))), ())
+
+
 def is_shared_dropout(model: nn.Module, name: str) -> bool:
     """Return whether the dropout `name` works on a tensor without a batch dimension, by the model's family."""
     family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
