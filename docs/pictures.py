@@ -1,11 +1,8 @@
-"""Pictures of the README, as SVG: `python -m docs.pictures`, in a clone after these commands.
+"""Pictures of the README, as SVG: `python -m docs.pictures`, in a clone.
 
-    pip install pyte
-    trainer compare bert_sample --processes 2 --steps 30
-    trainer compare bert_sample --layouts docs/pictures/dropout.txt --steps 60 --output runs/dropout-compare
-
-The browser Chromium draws the figures, because Plotly's figures are drawn by a browser. The picture of the terminal is
-the screen of a run that starts here; the terminal emulator pyte reads it.
+It makes the two comparisons, in some minutes, unless they are in `runs/` already. The browser Chromium draws their
+figures, because Plotly's figures are drawn by a browser. The picture of the terminal is the screen of a run that starts
+here; the terminal emulator pyte of the extra `docs` reads it.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from rich.style import Style
 from rich.text import Text
 
 from trainer.base.disk import replace_text
+from trainer.comparing.page import EQUAL
 from trainer.comparing.results import difference
 from trainer.reporting.figures import COLOURS, ranges
 
@@ -52,7 +50,7 @@ def layouts_figure(results: list[dict[str, Any]]) -> go.Figure:
     (bars_of_times,) = ranges("", list(zip(names, times, strict=True)), "ms").data
     figure.add_trace(bars_of_times, row=1, col=1)
     planned = [one["plan"]["peak_bytes"] / 2**20 if one["plan"] else 0 for one in found]
-    figure.add_bar(y=names, x=planned, orientation="h", marker_color=COLOURS[2], row=1, col=2)
+    figure.add_bar(y=bars_of_times.y, x=planned, orientation="h", marker_color=COLOURS[2], row=1, col=2)
     figure.update_yaxes(autorange="reversed", automargin=True)
     return figure
 
@@ -63,7 +61,7 @@ def dropout_figure(results: list[dict[str, Any]]) -> go.Figure:
     ours, ours_cut, torchs, torchs_cut = losses.values()
     figure = go.Figure()
     for number, (name, whole, cut) in enumerate((("trainer", ours, ours_cut), ("torch's dropout", torchs, torchs_cut))):
-        apart = [max(difference(cut[step], whole[step]), 1e-9) for step in whole]
+        apart = [max(difference(cut[step], whole[step]), EQUAL) for step in whole]
         figure.add_scatter(x=list(whole), y=apart, name=name, mode="lines", line_color=COLOURS[number])
     figure.update_yaxes(type="log", exponentformat="power", title="relative difference of the loss")
     figure.update_xaxes(title="step")
@@ -83,7 +81,8 @@ def svg_of(figure: go.Figure, width: int, height: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         page.write_text(f"<body></body><script>{get_plotlyjs()}</script><script>{script}</script>", encoding="utf-8")
-        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+        command += ["--disable-background-networking", "--virtual-time-budget=20000"]
         options = [f"--user-data-dir={folder}/browser", "--dump-dom", page.as_uri()]
         done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=_SECONDS, check=True)
     found = re.search(r"<body[^>]*>data:image/svg\+xml,(.*?)</body>", done.stdout, re.DOTALL)
@@ -146,7 +145,12 @@ def _colour(name: str) -> str | None:
 
 
 def main() -> None:
-    """Draw the pictures from the results of the two comparisons, and from a run that is killed in the middle."""
+    """Draw the pictures from the results of two comparisons, and from a run that is stopped in the middle."""
+    for words in (
+        ["--processes", "2", "--steps", "30"],
+        ["--layouts", "docs/pictures/dropout.txt", "--steps", "60", "--output", "runs/dropout-compare"],
+    ):
+        subprocess.run(["trainer", "compare", "bert_sample", *words], cwd=ROOT, check=True)
     run = ["trainer", "run", "bert_sample", "--processes", "2"]
     replace_text(PICTURES / "terminal.svg", terminal_svg(run, (112, 24), "step 450/", "━"))
     print(PICTURES / "terminal.svg")  # noqa: T201

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.helpers import warm
+from tests.helpers.browser import CURVE, needs_browser, open_page
 from tests.helpers.figures import figures_of
 from tests.helpers.processes import finish
 from tests.helpers.tiny_run import write_tiny_run
@@ -22,6 +23,7 @@ from trainer.base.errors import ExitCode, RecipeError, TrainerError, UsageError
 from trainer.cli import main
 from trainer.comparing import turns
 from trainer.comparing.contestants import contestants, kind_of
+from trainer.comparing.page import write_page
 from trainer.comparing.peers import NAMES, require_able
 from trainer.comparing.results import TOLERANCES, results, warm_up
 from trainer.comparing.showing import table
@@ -169,7 +171,7 @@ class TestTurns:
         assert trained == ["ddp fp32", "ddp bf16", "ddp fp32"]
         found = results(one.trials)
         assert [result.is_complete for result in found] == [True, False]
-        shown = "\n".join(table(found, is_cpu=True))
+        shown = "\n".join(table(found, is_cpu=True, width=1000))
         assert "failed    precision=bf16: the device lacks bf16" in shown
 
     def test_keys_that_only_other_runs_need_are_left_out(self, trained: list[str], tmp_path: Path):
@@ -218,8 +220,16 @@ class TestResults:
         assert (fsdp.likeness.loss, fsdp.likeness.leaves) == (0.0, None)
         assert zero.likeness is not None
         assert (zero.likeness.loss, zero.likeness.leaves) == (pytest.approx(3e-5), 8)
-        shown = "\n".join(table([ddp, fsdp, zero], is_cpu=True))
+        shown = "\n".join(table([ddp, fsdp, zero], is_cpu=True, width=1000))
         assert "beyond the tolerance from step 8" in shown
+        assert "1 of 2 learn the same" in shown
+        assert "strategy=ddp is the fastest" in shown
+        narrow = list(table([ddp, fsdp, zero], is_cpu=True, width=60))
+        parts = [line for line in narrow if line.startswith("strategy=fsdp ")]
+        assert max(map(len, parts)) <= 60
+        assert sorted(" ".join(parts).replace("strategy=fsdp", "").split()) == sorted(
+            next(line for line in shown.splitlines() if line.startswith("strategy=fsdp ")).split()[1:]
+        )
 
     def test_another_training_is_shown_by_its_losses(self, trained: list[str], tmp_path: Path):
         one = comparison(tmp_path, ["optimizer.learning_rate=1e-5,2e-5"])
@@ -227,10 +237,22 @@ class TestResults:
         found = results(one.trials)
         assert [result.kind for result in found] == ["layout", "training"]
         assert found[1].likeness is None
-        assert "loss 2 to 2" in "\n".join(table(found, is_cpu=True))
+        assert "loss 2 to 2" in "\n".join(table(found, is_cpu=True, width=1000))
 
     def test_the_tolerances_are_those_of_the_parity_tests(self):
         assert {name: (limit.loss, limit.grad_norm) for name, limit in cases.TOLERANCES.items()} == TOLERANCES
+
+
+@needs_browser
+def test_a_browser_draws_the_page_without_errors_and_requests(trained: list[str], tmp_path: Path):
+    one = comparison(tmp_path, ["parallel.strategy=ddp,fsdp,zero1", "model.dropout=0.1"])
+    one.run(str)
+    write_page(results(one.trials), tmp_path, {"recipe": "<b>"}, is_cpu=True)
+    opened = open_page(tmp_path / "compare.html", tmp_path)
+    assert (opened.console, opened.requests) == ([], [])
+    assert len(CURVE.findall(opened.dom)) == 3 + 3 + 2 + 2
+    assert opened.dom.count('data-unformatted="strategy=zero1"') >= 2 + 4, "beside bars and in legends"
+    assert "Comparison of &lt;b&gt;" in opened.dom
 
 
 @pytest.mark.parametrize(

@@ -13,4 +13,4 @@ _FIGURE = re.compile(r'Plotly\.newPlot\(\s*"figure-\d+",\s*(\[.*?\]),\s*(\{.*?\}
 def figures_of(page: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the traces of each figure by its title."""
     found = _FIGURE.findall(page.read_text(encoding="utf-8"))
-    return {json.loads(layout)["title"]["text"]: json.loads(traces) for traces, layout in found}
+    return {json.loads(layout)["meta"]["title"]: json.loads(traces) for traces, layout in found}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.browser import CURVE, needs_browser, open_page
 from tests.helpers.figures import figures_of
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.cli import main
@@ -34,6 +33,11 @@ def steps(*losses: float | str, first: int = 1, **more: Any) -> list[dict[str, A
     return [{"step": first + number, "loss": loss, **STEP, **more} for number, loss in enumerate(losses)]
 
 
+def html(file: Path) -> str:
+    """Return a page without the classes of its elements."""
+    return re.sub(r' class="[a-z ]*"', "", file.read_text(encoding="utf-8"))
+
+
 def page(*words: str | Path) -> Path:
     output = Path(words[0]) / "page.html"
     assert main(["report", *map(str, words), "-o", str(output)]) == 0
@@ -48,7 +52,7 @@ def test_the_page_of_a_run_shows_its_metrics(tmp_path: Path):
     assert drawn["loss"][0]["y"] == [line["loss"] for line in lines if "loss" in line]
     assert drawn["validation accuracy"][0]["y"] == [line["eval"]["accuracy"] for line in lines if "eval" in line]
     assert drawn["validation accuracy"][1]["name"] == "best"
-    (matrix,) = drawn["validation rows at step 3: true class, predicted class"]
+    (matrix,) = drawn["validation rows at step 3"]
     counts = lines[-2]["picture"]["confusion"]
     assert matrix["text"] == [list(map(str, row)) for row in counts]
     rows, right = sum(map(sum, counts)), sum(row[index] for index, row in enumerate(counts))
@@ -86,10 +90,8 @@ def test_runs_are_overlaid_with_the_differences_of_their_recipes(tmp_path: Path)
     file = page(run("one", 0.1), run("two", 0.2))
     drawn = figures_of(file)
     assert [trace["name"] for trace in drawn["learning rate"]] == ["one/run", "two/run"]
-    assert drawn["peak memory by rank"][0]["y"] == [1024.0, 512.0]
-    rows = re.findall(
-        r'<tr><th scope="row">([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td></tr>', file.read_text(encoding="utf-8")
-    )
+    assert drawn["peak memory by rank"][0]["x"] == [1024.0, 512.0]
+    rows = re.findall(r'<tr><th scope="row">([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td></tr>', html(file))
     assert rows == [("optimizer.learning_rate", "0.1", "0.2")]
 
 
@@ -103,10 +105,9 @@ def test_shares_texts_and_ranks_of_a_run_are_shown(tmp_path: Path):
         {"step": 1, "end": {"outcome": "failed", "exit_code": 1, "message": "rank 1 <died>", "idle": [0.5, 0.25]}},
     )
     file = page(run)
-    assert figures_of(file)["idle time of the ranks of the pipeline axis"][0]["y"] == [50.0, 25.0]
-    text = file.read_text(encoding="utf-8")
+    assert figures_of(file)["idle time of the ranks of the pipeline axis"][0]["x"] == [50.0, 25.0]
+    text = html(file)
     assert '<tr><th scope="row">1</th><td>long &lt;b&gt;</td><td>short</td></tr>' in text
-    assert '<tr><th scope="row">1</th><td>1</td></tr>' in text
     assert "run failed: rank 1 &lt;died&gt;" in text
 
 
@@ -115,13 +116,31 @@ def test_the_order_of_work_in_a_pipeline_is_drawn(tmp_path: Path):
     info = {"recipe": load_recipe("bert_sample", keys).recipe.model_dump(mode="json"), "world_size": 2}
     drawn = figures_of(page(write_lines(tmp_path / "<b>", {"run": info}, *steps(1.0))))
     (title,) = (name for name in drawn if "gpipe" in name)
-    assert title.startswith("&lt;b&gt;: gpipe")
+    assert title.startswith("<b>: gpipe")
     forward, backward = drawn[title]
     assert (forward["name"], backward["name"]) == ("forward", "backward")
     assert (forward["y"], forward["base"]) == (["rank 0", "rank 0", "rank 1", "rank 1"], [0, 1, 1, 2])
     assert (backward["base"], backward["x"]) == ([5, 7, 3, 5], [2, 2, 2, 2])
     older = {**info, "recipe": {"parallel": {"pipeline": {"stages": 2}}, "of": "another version"}}
     assert not any("gpipe" in name for name in figures_of(page(write_lines(tmp_path / "old", {"run": older}))))
+
+
+def test_ranks_of_one_colour_hold_the_same_parameters(tmp_path: Path):
+    mesh = [["rank", "stage", "replica", "shard"]]
+    mesh += [[str(rank), str(rank // 4), str(rank // 2 % 2), str(rank % 2)] for rank in range(8)]
+    drawn = figures_of(page(write_lines(tmp_path / "run", {"run": {"ranks": mesh}}, *steps(1.0))))
+    (cells,) = drawn["ranks: equal colours hold the same parameters"]
+    assert cells["x"] == ["stage 0", "stage 1"]
+    assert cells["y"] == [f"replica {replica}, shard {shard}" for replica in "01" for shard in "01"]
+    assert cells["text"] == [[f"rank {row}", f"rank {row + 4}"] for row in range(4)]
+    assert cells["z"] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_a_single_evaluation_is_a_table(tmp_path: Path):
+    run = write_lines(tmp_path / "run", {"run": {}}, *steps(1.0), {"step": 1, "eval": {"f1": 0.5, "f1/<b>": 0.25}})
+    file = page(run)
+    assert not any("validation" in name for name in figures_of(file))
+    assert '<th scope="row">f1/&lt;b&gt;</th><td>0.2500</td>' in html(file)
 
 
 def test_a_page_follows_the_run(tmp_path: Path):
@@ -135,7 +154,7 @@ def test_a_page_follows_the_run(tmp_path: Path):
     assert main(words) == 0
     drawn = tmp_path / "run" / "report.html"
     assert figures_of(drawn)["loss"][0]["x"] == [1, 2, 3]
-    assert "<td>finished</td>" in drawn.read_text(encoding="utf-8")
+    assert "<td>finished</td>" in html(drawn)
 
 
 def test_curves_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -149,6 +168,7 @@ def test_curves_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert re.search(r"^ *4\.00┤", shown, re.MULTILINE)
     assert re.search(r"^ *1\.00┤", shown, re.MULTILINE)
     assert "validation accuracy" in shown
+    assert re.search(r"^ *1 +2 +3 +4 *$", shown, re.MULTILINE), "steps are whole numbers"
     assert "\x1b" not in shown
 
 
@@ -180,20 +200,26 @@ def test_a_moving_average_ignores_gaps():
     assert figure.data[1].y == pytest.approx((4.0, None, 4.0))
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+@needs_browser
 def test_a_browser_draws_the_page_without_errors_and_requests(tmp_path: Path):
     info = {"classes": [[HOSTILE, 3]], "recipe": {"name": HOSTILE}, "versions": {"trainer": HOSTILE}}
-    evaluations = [{"step": 2, "eval": {"accuracy": 0.5, HOSTILE: 0.5}}]
-    run = write_lines(tmp_path / "<b>run", {"run": info}, *steps(1.0, 0.5), *evaluations)
-    page(run)
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    options = [f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=10000"]
-    done = subprocess.run(
-        [*command, *options, (run / "page.html").as_uri()], capture_output=True, text=True, timeout=240
-    )
-    assert "CONSOLE" not in done.stderr, done.stderr
-    drawn = done.stdout.partition('class="blocks"')[2]
-    assert drawn.count('class="scatterlayer') == 7
-    assert re.search(r'<path class="js-line"[^>]* d="M', drawn)
-    assert f"<title>{'&lt;b&gt;run'}</title>" in done.stdout
-    assert "<b>" not in re.sub(r"<script.*?</script>", "", drawn, flags=re.DOTALL)
+    evaluations = [{"step": step, "eval": {"accuracy": 0.5, HOSTILE: 0.5}} for step in (1, 2)]
+    first = write_lines(tmp_path / "<b>run", {"run": info}, *steps(1.0, 0.5), *evaluations)
+    second = write_lines(tmp_path / "second", {"run": info}, *steps(2.0, 1.5))
+    press = 'for (const one of document.querySelectorAll("figcaption button")) one.click();'
+    opened = open_page(page(first, second), tmp_path, press)
+    assert (opened.console, opened.requests) == ([], [])
+    assert opened.policy.startswith("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';")
+    assert "form-action 'none'" in opened.policy
+    figures = re.findall(r"<figure>(.*?)</figure>", opened.dom, re.DOTALL)
+    assert len(figures) == 7
+    for figure in figures:
+        assert CURVE.search(figure)
+        legend = re.search(r'class="legend".*?height="(\d+)"', figure, re.DOTALL)
+        assert legend is not None
+        assert f"height: {280 + int(legend[1])}px; width: 100%" in figure, "the page is as high as figure and legend"
+    assert opened.dom.count('aria-pressed="true">smooth') == 3
+    assert "Download plot" in "".join(figures)
+    assert "Share chart" not in "".join(figures), "this button uploads the figure"
+    assert "<title>&lt;b&gt;run and second</title>" in opened.dom
+    assert "<b>" not in re.sub(r"<script.*?</script>", "", "".join(figures), flags=re.DOTALL)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from trainer.base.errors import ExitCode, UsageError
@@ -19,6 +23,7 @@ from trainer.ranks.environment import detect
 from trainer.reading.loading import load_recipe
 
 _INTERRUPTED = 130  # 128 + SIGINT
+_WIDE = 1000  # characters of a line where the output is no terminal
 
 
 def compare(
@@ -50,6 +55,8 @@ def compare(
     """
     import torch
 
+    from trainer.training.versions import versions
+
     if detect().has_ranks:
         raise UsageError("`trainer compare` starts its own ranks; run it without a launcher")
     if hardware is not None:
@@ -77,13 +84,15 @@ def compare(
         show("interrupted; these are the complete turns, and the same command goes on")
     made = results(comparison.trials)
     if not is_interrupted:
+        show("planning the layouts")
         with suppress(KeyboardInterrupt):
             made = [with_plan(result, trial, hardware) for result, trial in zip(made, comparison.trials, strict=True)]
-    facts = {"recipe": recipe, "overrides": common, "steps": steps, "device": _device(gpus)}
+    facts = {"recipe": recipe, "overrides": common, "processes": ranks, "steps": steps, "device": _device(gpus)}
+    facts |= {"versions": versions(), "written": datetime.now().astimezone().isoformat(" ", "minutes")}
     write(made, folder, facts)
     write_page(made, folder, facts, is_cpu=gpus == 0)
     show("")
-    for line in table(made, is_cpu=gpus == 0):
+    for line in table(made, gpus == 0, shutil.get_terminal_size((_WIDE, 0)).columns):
         show(line)
     show(f"wrote     {folder / 'compare.html'}, compare.json and compare.csv")
     return _INTERRUPTED if is_interrupted else _code(made)
@@ -92,7 +101,7 @@ def compare(
 def _device(gpus: int) -> str:
     import torch
 
-    return torch.cuda.get_device_name(0) if gpus else "cpu"
+    return torch.cuda.get_device_name(0) if gpus else f"cpu, {platform.machine()}, {os.cpu_count()} cores"
 
 
 def _code(made: Sequence[Result]) -> int:

@@ -16,6 +16,9 @@ from trainer.comparing.showing import HEADER, cells, remarks
 from trainer.reporting.figures import Curve, bars, curves, ranges
 from trainer.reporting.page import Section, Table, render
 
+EQUAL = 1e-9
+"""The place of equal values on a logarithmic axis."""
+
 
 def write_page(results: Sequence[Result], folder: Path, facts: Mapping[str, Any], is_cpu: bool) -> None:
     """Write `compare.html` into a folder.
@@ -32,9 +35,15 @@ def write_page(results: Sequence[Result], folder: Path, facts: Mapping[str, Any]
     if trained:
         sections.append(Section("Costs", list(_costs(trained, is_cpu))))
         sections.append(Section("Learning", list(_learning(trained))))
-    shown = [(name, " ".join(value) if isinstance(value, list) else str(value)) for name, value in facts.items()]
+    shown = [(name, _text(value)) for name, value in facts.items() if value]
     sections.append(Section("Facts", [Table(("", ""), shown)]))
     replace_text(folder / "compare.html", render(f"Comparison of {facts['recipe']}", sections))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    return " ".join(value) if isinstance(value, list) else str(value)
 
 
 def _costs(trained: Sequence[Result], is_cpu: bool) -> Iterator[go.Figure]:
@@ -51,21 +60,22 @@ def _costs(trained: Sequence[Result], is_cpu: bool) -> Iterator[go.Figure]:
             (title, [0 if one.shares is None else 100 * getattr(one.shares, name) for one in trained])
             for title, name in zip(("compute", "communication, waiting for ranks", "rest"), PARTS, strict=True)
         ]
-        yield bars("shares of a step, mean of the ranks", names, found, "%").update_layout(barmode="stack")
-        sent = [0 if one.shares is None else one.shares.sent_bytes / 2**20 for one in trained]
-        yield bars(
-            "bytes that a rank sends in a step, heaviest rank",
-            names,
-            [("measured", sent), *_planned(trained, "sent_bytes")],
-            "MiB",
-        )
+        yield bars("shares of a step, mean of the ranks", names, found, "%", is_stacked=True)
+    if planned := _planned(trained, "peak_bytes"):
+        yield bars("planned peak of tensors of the heaviest rank", names, planned, "MiB")
     by_rank = zip_longest(*(result.rank_memory_bytes for result in trained), fillvalue=0)
     memory = [(f"rank {rank}", [count / 2**20 for count in counts]) for rank, counts in enumerate(by_rank)]
     if memory:
         what = "process" if is_cpu else "device"
         yield bars(f"peak memory of the {what} of each rank", names, memory, "MiB")
-    if planned := _planned(trained, "peak_bytes"):
-        yield bars("planned peak of tensors, heaviest rank", names, planned, "MiB")
+    if any(result.shares for result in trained):
+        sent = [0 if one.shares is None else one.shares.sent_bytes / 2**20 for one in trained]
+        yield bars(
+            "bytes sent in a step by the heaviest rank; planned at data.max_length",
+            names,
+            [("measured", sent), *_planned(trained, "sent_bytes")],
+            "MiB",
+        )
 
 
 def _planned(trained: Sequence[Result], name: str) -> list[tuple[str, list[float]]]:
@@ -82,15 +92,21 @@ def _learning(trained: Sequence[Result]) -> Iterator[go.Figure]:
         ]
         yield curves(title, found)
     first = next((one for one in trained if one.is_reference), trained[0])
-    expected = {record.step: record.loss for record in first.records}
-    apart = [
-        Curve(
-            one.name,
-            [record.step for record in one.records],
-            [difference(record.loss, expected[record.step]) for record in one.records],
-        )
-        for one in trained
-        if one.likeness is not None
-    ]
-    if apart:
-        yield curves("relative difference of the loss from the reference", apart)
+    expected = {record.step: record for record in first.records}
+    for title, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
+        apart = [
+            Curve(
+                one.name,
+                [record.step for record in one.records],
+                [
+                    max(EQUAL, difference(getattr(record, name), getattr(expected[record.step], name)))
+                    for record in one.records
+                ],
+            )
+            for one in trained
+            if one.likeness is not None
+        ]
+        if apart:
+            yield curves(
+                f"relative difference of the {title} from the reference; {EQUAL:g} if equal", apart, is_log=True
+            )

@@ -56,23 +56,40 @@ _COLUMNS = (
 )
 
 
-def table(results: Sequence[Result], is_cpu: bool) -> Iterator[str]:
-    """Yield the lines of a table, then the remarks.
+def table(results: Sequence[Result], is_cpu: bool, width: int) -> Iterator[str]:
+    """Yield the lines of a table, in parts if it is too wide, then the remarks.
 
     Args:
         results: the results.
         is_cpu: whether the ranks ran on a CPU, where memory is that of the whole process.
+        width: the width of the terminal in characters.
     """
     rows = [HEADER, *(cells(result) for result in results if result.records)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows if len(rows) > 1 else ():
-        first, *between, last = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join([first, *(cell.strip().rjust(len(cell)) for cell in between), last]).rstrip()
+    for columns in _fitting(widths, width) if len(rows) > 1 else ():
+        for row in rows:
+            name, *others = (row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in columns))
+            if columns[-1] == len(HEADER) - 1:
+                others[-1] = row[-1]
+            yield "  ".join([name, *others]).rstrip()
+        yield ""
     yield from remarks(results, is_cpu)
 
 
+def _fitting(widths: Sequence[int], width: int) -> Iterator[list[int]]:
+    """Yield the columns of each part of a table that is too wide; each part also has the first column."""
+    part: list[int] = []
+    for column in range(1, len(widths)):
+        taken = [0, *part, column]
+        if part and sum(widths[one] for one in taken) + 2 * (len(taken) - 1) > width:
+            yield part
+            part = []
+        part.append(column)
+    yield part
+
+
 def remarks(results: Sequence[Result], is_cpu: bool) -> Iterator[str]:
-    """Yield the reasons of failures, then a note on the columns of memory."""
+    """Yield the reasons of failures, the layouts that cost least, and a note on the columns of memory."""
     for result in results:
         if result.reason is not None:
             yield f"failed    {result.name}: {first_line(result.reason)}"
@@ -83,6 +100,16 @@ def remarks(results: Sequence[Result], is_cpu: bool) -> Iterator[str]:
         if result.peer is not None and result.samples_per_second and reference and reference.samples_per_second:
             ratio = result.samples_per_second / reference.samples_per_second
             yield f"{result.name} trains {ratio:.2f} times as many samples/s as {reference.name}, with torch's dropout"
+    trained = [result for result in results if result.peer is None and result.step_seconds and result.rank_memory_bytes]
+    if len(trained) > 1:
+        fastest = min(trained, key=lambda one: one.step_seconds[1] if one.step_seconds else math.inf)
+        smallest = min(trained, key=lambda one: max(one.rank_memory_bytes))
+        yield f"{fastest.name} is the fastest, with {cells(fastest)[1]} a step"
+        least = format_bytes(max(smallest.rank_memory_bytes))
+        yield f"{smallest.name} needs the least memory, {least} on its fullest rank"
+    if compared := [result.likeness for result in results if result.likeness is not None]:
+        alike = sum(likeness.leaves is None for likeness in compared)
+        yield f"{alike} of {len(compared)} learn the same as the reference, within the tolerances"
     if any(result.records for result in results):
         of_process = " of the whole process" if is_cpu else ""
         yield f"memory is the peak{of_process}; planned is that of the tensors of the heaviest rank, at data.max_length"
@@ -125,7 +152,7 @@ def verdict(result: Result) -> str:
         return f"loss {result.records[0].loss:.4g} to {result.records[-1].loss:.4g}"
     largest = f"{_power(result.likeness.loss)}, {_power(result.likeness.grad_norm)}"
     if result.likeness.leaves is None:
-        return f"equal within {largest}"
+        return "equal" if result.likeness.loss == result.likeness.grad_norm == 0 else f"equal within {largest}"
     return f"beyond the tolerance from step {result.likeness.leaves}: {largest}"
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import plotly.graph_objects as go
@@ -12,8 +13,12 @@ from trainer.engine.timeline import ACTION_COLOURS, ACTION_NAMES, Timeline
 from trainer.reporting.page import label
 
 COLOURS = ("#3b7dd8", "#d8662a", "#2f9e6e", "#b5488f", "#8f7a1e", "#6a5fc1", "#c23b4b", "#2b97a6")
+_DASHES = ("solid", "dash", "dot", "dashdot")  # of curves beyond the colours
 _SMOOTHING = 0.9  # the weight of the past in the moving average
-_HEIGHT = 340
+_HEIGHT = 280
+_LEAST_HEIGHT = 150
+_BAR = 24  # pixels of a bar and its gap
+_LABEL = 18  # characters of a line of a bar's name
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,14 @@ class Curve:
     marks: Sequence[Mark] = field(default=())
 
 
-def curves(title: str, found: Sequence[Curve], unit: str = "", smooths: bool = False) -> go.Figure:
+def curves(
+    title: str,
+    found: Sequence[Curve],
+    unit: str = "",
+    smooths: bool = False,
+    from_zero: bool = False,
+    is_log: bool = False,
+) -> go.Figure:
     """Draw the curves of several runs, a colour each, with buttons for a logarithmic axis and for a moving average.
 
     Args:
@@ -43,21 +55,26 @@ def curves(title: str, found: Sequence[Curve], unit: str = "", smooths: bool = F
         found: a curve for each run, in the order of their colours.
         unit: the unit of the values.
         smooths: whether the curve is noisy enough for a moving average.
+        from_zero: whether the axis starts at zero.
+        is_log: whether the axis is always logarithmic.
     """
     figure = go.Figure()
-    is_smooth: list[bool | None] = []  # None: always visible
+    named: set[str] = set()
     for number, curve in enumerate(found):
         colour = COLOURS[number % len(COLOURS)]
         values = [value if math.isfinite(value) else None for value in curve.values]
         mode = "lines+markers" if len(values) <= 30 else "lines"
-        common = {"x": list(curve.steps), "legendgroup": str(number), "name": label(curve.run), "mode": mode}
-        line = {"color": colour, "width": 2}
-        figure.add_scatter(**common, y=values, line=line)
-        is_smooth.append(False if smooths else None)
+        common = {"x": list(curve.steps), "legendgroup": str(number), "mode": mode, "marker": {"size": 5}}
+        line = {"color": colour, "width": 2, "dash": _DASHES[number // len(COLOURS) % len(_DASHES)]}
+        is_named = len(found) > 1
+        name = label(curve.run)
+        figure.add_scatter(
+            **common, y=values, line=line, name=name, showlegend=is_named, meta="raw" if smooths else None
+        )
         if smooths:
             smooth = list(_smoothed(curve.values))
-            figure.add_scatter(**common, y=smooth, line=line, visible=False)
-            is_smooth.append(True)
+            name += ", smooth"
+            figure.add_scatter(**common, y=smooth, line=line, name=name, meta="smooth", visible=False, showlegend=False)
         at = dict(zip(curve.steps, values, strict=True))
         for mark in curve.marks:
             steps = mark.steps if curve.steps else ()
@@ -67,51 +84,97 @@ def curves(title: str, found: Sequence[Curve], unit: str = "", smooths: bool = F
                 mode="markers",
                 name=label(mark.name),
                 legendgroup=str(number),
-                showlegend=len(steps) > 0,
+                showlegend=len(steps) > 0 and mark.name not in named,
                 marker={"symbol": mark.symbol, "size": 10, "color": colour, "line": {"width": 1}},
             )
-            is_smooth.append(None)
-    _lay_out(figure, title, "step", unit)
-    figure.update_layout(updatemenus=_menus(is_smooth if smooths else []))
+            named |= {mark.name} if steps else set()
+    _lay_out(figure, title, "step", unit, [*(["log"] if not is_log else []), *(["smooth"] if smooths else [])])
+    if is_log:
+        figure.update_yaxes(type="log", exponentformat="power")
+    if from_zero:
+        figure.update_yaxes(rangemode="tozero")
     return figure
 
 
-def bars(title: str, groups: Sequence[str], found: Sequence[tuple[str, Sequence[float]]], unit: str) -> go.Figure:
-    """Draw groups of bars, a colour for each name.
+def bars(
+    title: str, groups: Sequence[str], found: Sequence[tuple[str, Sequence[float]]], unit: str, is_stacked: bool = False
+) -> go.Figure:
+    """Draw groups of horizontal bars, a colour for each name; the first group is on top.
 
     Args:
         title: the quantity.
         groups: the names of the groups.
         found: a name, and its value in each group; values of the last groups may be missing.
         unit: the unit of the values.
+        is_stacked: whether the bars of a group are one bar of several parts.
     """
     figure = go.Figure()
+    labels = list(map(_folded, groups))
     for number, (name, values) in enumerate(found):
         colour = COLOURS[number % len(COLOURS)]
-        labels = [label(group) for group in groups]
-        figure.add_bar(x=labels, y=list(values), name=label(name), marker_color=colour, showlegend=True)
-    _lay_out(figure, title, "", unit)
+        figure.add_bar(
+            y=labels, x=list(values), orientation="h", name=label(name), marker_color=colour, showlegend=len(found) > 1
+        )
+    _lay_out_bars(figure, title, len(groups) * (1 if is_stacked or len(found) == 1 else 1.4), unit)
+    figure.update_layout(barmode="stack" if is_stacked else "group", legend_traceorder="normal")
     return figure
 
 
 def ranges(title: str, found: Sequence[tuple[str, tuple[float, float, float]]], unit: str) -> go.Figure:
     """Draw a bar for each name, with a line from the first to the last of its quartiles; the first name is on top."""
-    figure = go.Figure()
     middle = [values[1] for _, values in found]
-    figure.add_bar(
-        y=[label(name) for name, _ in found],
-        x=middle,
-        orientation="h",
-        marker_color=COLOURS[0],
-        error_x={
-            "array": [high - value for (_, (_, _, high)), value in zip(found, middle, strict=True)],
-            "arrayminus": [value - low for (_, (low, _, _)), value in zip(found, middle, strict=True)],
-            "color": COLOURS[1],
-        },
+    figure = bars(title, [name for name, _ in found], [("median", middle)], unit)
+    figure.data[0].error_x = {
+        "array": [high - value for (_, (_, _, high)), value in zip(found, middle, strict=True)],
+        "arrayminus": [value - low for (_, (low, _, _)), value in zip(found, middle, strict=True)],
+        "color": COLOURS[1],
+    }
+    return figure
+
+
+def ranks(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> go.Figure:
+    """Draw the ranks of a mesh: stages and tensor ranks from left to right, replicas and shards from top to bottom.
+
+    Ranks of one colour hold the same parameters: only those of the other replicas do.
+
+    Args:
+        title: the quantity.
+        header: `rank` or `ranks`, then the axes of the mesh.
+        rows: the cells of each rank.
+    """
+
+    def place(row: Sequence[str], *axes: str) -> str:
+        return ", ".join(f"{name} {cell}" for name, cell in zip(header, row, strict=True) if name in axes)
+
+    columns = [place(row, "stage", "stages", "tensor") for row in rows]
+    lines = [place(row, "replica", "shard") for row in rows]
+    parts = [place(row, "stage", "stages", "tensor", "shard") for row in rows]
+    numbers = list(dict.fromkeys(parts))
+    found = {(line, column): row for line, column, row in zip(lines, columns, range(len(rows)), strict=True)}
+    x, y = list(dict.fromkeys(columns)), list(dict.fromkeys(lines))
+
+    def cells(value: Callable[[int], object]) -> list[list[object]]:
+        return [[value(found[line, column]) if (line, column) in found else None for column in x] for line in y]
+
+    scale = [[number / max(1, len(numbers) - 1), COLOURS[number % len(COLOURS)]] for number in range(len(numbers))]
+    figure = go.Figure(
+        go.Heatmap(
+            x=x,
+            y=y,
+            z=cells(lambda row: numbers.index(parts[row])),
+            text=cells(lambda row: f"{header[0]} {rows[row][0]}"),
+            texttemplate="%{text}",
+            textfont={"color": "white"},
+            hovertemplate="%{text}: %{x} %{y}<extra></extra>",
+            colorscale=scale if len(scale) > 1 else [[0, COLOURS[0]], [1, COLOURS[0]]],
+            showscale=False,
+            xgap=3,
+            ygap=3,
+        )
     )
-    _lay_out(figure, title, unit, "")
-    figure.update_layout(hovermode="closest", height=_HEIGHT + 22 * max(0, len(found) - 8))
-    figure.update_yaxes(autorange="reversed", automargin=True)
+    _lay_out_bars(figure, title, 1.6 * len(y), "")
+    figure.update_xaxes(type="category", side="top", automargin=True, showgrid=False, ticks="")
+    figure.update_yaxes(type="category", ticks="")
     return figure
 
 
@@ -140,10 +203,9 @@ def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]
             showscale=False,
         )
     )
-    _lay_out(figure, title, "predicted", "")
-    figure.update_layout(hovermode="closest", height=_HEIGHT + 18 * max(0, len(names) - 8))
+    _lay_out_bars(figure, title, len(names), "predicted")
     figure.update_xaxes(type="category", automargin=True)
-    figure.update_yaxes(type="category", autorange="reversed", automargin=True)
+    figure.update_yaxes(type="category", title="true")
     return figure
 
 
@@ -165,9 +227,9 @@ def timeline(title: str, found: Timeline) -> go.Figure:
                 marker={"color": ACTION_COLOURS[kind], "line": {"width": 1, "color": "white"}},
                 textposition="inside",
             )
-    _lay_out(figure, title, "forward passes of one microbatch", "")
-    figure.update_layout(barmode="overlay", hovermode="closest", height=240 + 34 * len(found.ranks))
-    figure.update_yaxes(type="category", autorange="reversed", automargin=True)
+    _lay_out_bars(figure, title, 1.5 * len(found.ranks), "forward passes of one microbatch")
+    figure.update_layout(barmode="overlay")
+    figure.update_yaxes(type="category")
     return figure
 
 
@@ -188,43 +250,37 @@ def _smoothed(values: Iterable[float]) -> Iterable[float | None]:
         yield mean / weight
 
 
-def _lay_out(figure: go.Figure, title: str, x_title: str, unit: str) -> None:
+def _folded(name: str) -> str:
+    """Return the label of a group, in lines that leave room for bars on a narrow page."""
+    return "<br>".join(map(label, textwrap.wrap(name, _LABEL, break_long_words=False) or [""]))
+
+
+def _lay_out(figure: go.Figure, title: str, x_title: str, unit: str, buttons: Sequence[str] = ()) -> None:
+    """Set the look of a figure. The page shows its title and buttons above it, and adds the height of its legend."""
     clear = "rgba(0,0,0,0)"
     figure.update_layout(
-        title={"text": label(title), "x": 0.01, "font": {"size": 15}},
+        meta={"title": title, "buttons": list(buttons)},
         height=_HEIGHT,
-        margin={"l": 60, "r": 12, "t": 76, "b": 56},
+        margin={"l": 60, "r": 12, "t": 12, "b": 44},
         paper_bgcolor=clear,
         plot_bgcolor=clear,
         hovermode="x unified",
-        legend={"orientation": "h", "y": -0.3},
-        xaxis_title=x_title,
+        legend={
+            "orientation": "h", "y": 0, "yref": "container", "yanchor": "bottom", "x": 0, "xref": "container",
+            "traceorder": "normal", "maxheight": 1000,
+        },
+        xaxis_title={"text": x_title, "standoff": 6},
         yaxis_title=unit,
         font={"color": "#6e7781"},
         template="none",
         modebar={"bgcolor": clear, "color": "#8a939c", "activecolor": "#3b7dd8", "remove": ["select2d", "lasso2d"]},
-    )
-    figure.update_xaxes(gridcolor="rgba(128,128,128,.25)")
-    figure.update_yaxes(gridcolor="rgba(128,128,128,.25)")
+    )  # fmt: skip
+    figure.update_xaxes(gridcolor="rgba(128,128,128,.25)", zeroline=False)
+    figure.update_yaxes(gridcolor="rgba(128,128,128,.25)", zeroline=False)
 
 
-def _menus(is_smooth: Sequence[bool | None]) -> list[dict[str, object]]:
-    def menu(side: str, *buttons: dict[str, object]) -> dict[str, object]:
-        x = 0.0 if side == "left" else 1.0
-        return {
-            "type": "buttons", "direction": "left", "x": x, "xanchor": side, "y": 1.0, "yanchor": "bottom",
-            "buttons": list(buttons), "showactive": True, "font": {"size": 11, "color": "#6e7781"},
-            "pad": {"t": 0, "b": 4}, "bgcolor": "rgba(128,128,128,.12)", "borderwidth": 0,
-        }  # fmt: skip
-
-    def axis(kind: str) -> dict[str, object]:
-        return {"label": kind, "method": "relayout", "args": [{"yaxis.type": kind}]}
-
-    def shown(smooth: bool) -> dict[str, object]:
-        visible = [one is None or one == smooth for one in is_smooth]
-        return {"label": "smooth" if smooth else "raw", "method": "restyle", "args": [{"visible": visible}]}
-
-    menus = [menu("right", axis("linear"), axis("log"))]
-    if is_smooth:
-        menus.append(menu("left", shown(False), shown(True)))
-    return menus
+def _lay_out_bars(figure: go.Figure, title: str, lines: float, x_title: str) -> None:
+    """Set the look of a figure with rows from top to bottom, so high that each line has room for its name."""
+    _lay_out(figure, title, x_title, "")
+    figure.update_layout(hovermode="closest", height=max(_LEAST_HEIGHT, round(70 + _BAR * lines)))
+    figure.update_yaxes(autorange="reversed", automargin=True, showgrid=False)

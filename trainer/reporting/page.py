@@ -6,6 +6,7 @@ because the library is part of it, which makes each page 4.8 MB large. A content
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,6 +16,18 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+MISSING = "-"
+"""The cell of a value that a run has not."""
+
+_NUMBER = re.compile(r"[\d.,+-]+(e-?\d+)?( ?[a-zA-Z%]+)?")
+_SHORT = 36  # characters of a cell that stays on one line
+_NARROW = 4  # columns of a table beside others
+
+
+def is_short(cell: str) -> bool:
+    """Return whether a cell of a table stays on one line."""
+    return len(cell) <= _SHORT
+
 
 @dataclass(frozen=True)
 class Table:
@@ -23,6 +36,19 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
+
+    @property
+    def are_numbers(self) -> list[bool]:
+        """Whether each column holds numbers only, perhaps with units."""
+        return [
+            any(column) and all(not cell or cell == MISSING or _NUMBER.fullmatch(cell) for cell in column)
+            for column in zip(*self.rows, strict=True)
+        ]
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the table needs the width of the page."""
+        return len(self.header) > _NARROW or any(not is_short(cell) for row in self.rows for cell in row)
 
 
 @dataclass(frozen=True)
@@ -39,6 +65,11 @@ class Section:
 
     title: str
     blocks: Sequence[Table | Text | go.Figure | str]  # a plain string is a paragraph
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """Whether two figures in a line look better than three: the last line is full."""
+        return sum(_kind(block) == "figure" for block in self.blocks) in (2, 4)
 
 
 def label(text: str) -> str:
@@ -60,12 +91,16 @@ def render(title: str, sections: Sequence[Section]) -> str:
     def drawn(figure: go.Figure) -> str:
         nonlocal number
         number += 1
-        config = {"responsive": True, "displaylogo": False}
+        # Plotly's own bar of buttons has one that uploads the figure to its company, unless it is switched off.
+        config = {"responsive": True, "displaylogo": False, "showSendToCloud": False, "plotlyServerURL": ""}
+        # Plotly writes this configuration into the script as it is, so no text of the user may be in it.
+        image = {"filename": re.sub(r"\W+", "_", figure.layout.meta["title"]), "scale": 2}
         div = f"figure-{number}"
+        config |= {"displayModeBar": "hover", "toImageButtonOptions": image}
         return str(figure.to_html(config=config, include_plotlyjs=False, full_html=False, div_id=div))
 
     return environment.get_template("page.html.jinja").render(
-        title=title, sections=sections, plotly=get_plotlyjs(), drawn=drawn, kind=_kind
+        title=title, sections=sections, plotly=get_plotlyjs(), drawn=drawn, kind=_kind, is_short=is_short
     )
 
 

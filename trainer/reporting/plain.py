@@ -11,6 +11,7 @@ from trainer.base.text import for_terminal
 from trainer.reporting.report import Run, best_metric, best_text
 
 _HEIGHT = 15
+_TICKS = 4
 
 
 def plain_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
@@ -46,6 +47,8 @@ def _curves(title: str, found: Sequence[tuple[str, Sequence[tuple[int, float]]]]
     plotext.plotsize(width, _HEIGHT)
     plotext.title(for_terminal(title))
     plotext.xlabel("step")
+    first, last = min(points[0][0] for _, points in drawn), max(points[-1][0] for _, points in drawn)
+    plotext.xticks(sorted({round(first + (last - first) * part / _TICKS) for part in range(_TICKS + 1)}))
     for name, points in drawn:
         steps, values = zip(*points, strict=True)
         label = for_terminal(name) if len(drawn) > 1 else None

@@ -26,11 +26,9 @@ from trainer.observe.records import StepRecord
 from trainer.observe.summary import format_bytes, format_decimal, format_rate, format_seconds
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
-from trainer.reporting.figures import Curve, Mark, bars, confusion, curves, timeline
-from trainer.reporting.page import Section, Table, Text, render
+from trainer.reporting.figures import Curve, Mark, bars, confusion, curves, ranks, timeline
+from trainer.reporting.page import MISSING, Section, Table, Text, render
 from trainer.tasks import greater_is_better
-
-_MISSING = "-"
 
 
 @dataclass(frozen=True)
@@ -157,14 +155,14 @@ def _cells(run: Run) -> Iterator[str]:
     last = steps[-1] if steps else None
     yield run.state
     yield f"{run.last_step} of {info.get('total_steps', '?')}"
-    yield f"{last.epoch:.2f}" if last else _MISSING
-    yield format_decimal(last.loss) if last else _MISSING
+    yield f"{last.epoch:.2f}" if last else MISSING
+    yield format_decimal(last.loss) if last else MISSING
     yield best_text(run)
-    yield f"{_median([one.step_seconds for one in steps]):.3g} s" if last else _MISSING
-    yield format_rate(_median([one.samples_per_second for one in steps])) if last else _MISSING
-    yield format_bytes(max(one.peak_memory_bytes for one in steps)) if last else _MISSING
+    yield f"{_median([one.step_seconds for one in steps]):.3g} s" if last else MISSING
+    yield format_rate(_median([one.samples_per_second for one in steps])) if last else MISSING
+    yield format_bytes(max(one.peak_memory_bytes for one in steps)) if last else MISSING
     for name in ("world_size", "layout", "precision"):
-        yield str(info.get(name, _MISSING))
+        yield str(info.get(name, MISSING))
 
 
 def _median(values: Sequence[float]) -> float:
@@ -197,7 +195,7 @@ def best_text(run: Run) -> str:
     """Return the best evaluation by `best_metric`."""
     name = best_metric(run)
     found = _best(run, name)
-    return f"{name} {format_decimal(found[1])} at step {found[0]}" if found else _MISSING
+    return f"{name} {format_decimal(found[1])} at step {found[0]}" if found else MISSING
 
 
 def _differences(runs: Sequence[Run]) -> Table | str:
@@ -206,7 +204,7 @@ def _differences(runs: Sequence[Run]) -> Table | str:
     rows = [
         (name, *cells)
         for name in names
-        if len(set(cells := [values.get(name, _MISSING) for values in flat])) > 1 and name != "checkpoint.folder"
+        if len(set(cells := [values.get(name, MISSING) for values in flat])) > 1 and name != "checkpoint.folder"
     ]
     return Table(("key", *(run.name for run in runs)), rows) if rows else "The recipes are equal."
 
@@ -228,23 +226,35 @@ def _training(runs: Sequence[Run]) -> Section:
         curves("loss", of(lambda one: one.loss, True), smooths=True),
         curves("gradient norm before clipping", of(lambda one: one.grad_norm), smooths=True),
         curves("learning rate", of(lambda one: one.learning_rate)),
-        curves("loss scale", of(lambda one: one.loss_scale)),
+        curves("loss scale", of(lambda one: one.loss_scale), from_zero=True),
     ]
     return Section("Training", [figure for figure in blocks if _has_points(figure)])
 
 
 def _evaluation(runs: Sequence[Run]) -> Section:
     names = dict.fromkeys(name for run in runs for one in run.metrics.evaluations for name in one.metrics)
-    figures = []
-    for name in names:
-        found = []
-        for run in runs:
-            points = [(one.step, one.metrics[name]) for one in run.metrics.evaluations if name in one.metrics]
-            best = _best(run, name)
-            marks = [Mark("best", [best[0]], "star")] if best else []
-            found.append(Curve(run.name, [step for step, _ in points], [value for _, value in points], marks))
-        figures.append(curves(f"validation {name}", found))
-    return Section("Evaluation", [*figures, *(block for run in runs for block in _pictures(run, len(runs) > 1))])
+    blocks: list[Any] = []
+    if max((len(run.metrics.evaluations) for run in runs), default=0) < 2:
+        rows = [(name, *(_last(run, name) for run in runs)) for name in names]
+        blocks += [Table(("metric", *(run.name for run in runs)), rows)] if rows else []
+    else:
+        blocks += [_metric(runs, name) for name in names]
+    return Section("Evaluation", [*blocks, *(block for run in runs for block in _pictures(run, len(runs) > 1))])
+
+
+def _last(run: Run, name: str) -> str:
+    values = [one.metrics[name] for one in run.metrics.evaluations if name in one.metrics]
+    return format_decimal(values[-1]) if values else MISSING
+
+
+def _metric(runs: Sequence[Run], name: str) -> go.Figure:
+    found = []
+    for run in runs:
+        points = [(one.step, one.metrics[name]) for one in run.metrics.evaluations if name in one.metrics]
+        best = _best(run, name)
+        marks = [Mark("best", [best[0]], "star")] if best else []
+        found.append(Curve(run.name, [step for step, _ in points], [value for _, value in points], marks))
+    return curves(f"validation {name}", found)
 
 
 def _pictures(run: Run, is_named: bool) -> Iterator[Table | go.Figure]:
@@ -253,7 +263,7 @@ def _pictures(run: Run, is_named: bool) -> Iterator[Table | go.Figure]:
     picture = (last and last.picture) or {}
     of_run = f" of {run.name}" if is_named else ""
     if last is not None and "confusion" in picture:
-        title = f"validation rows{of_run} at step {last.step}: true class, predicted class"
+        title = f"validation rows{of_run} at step {last.step}"
         yield confusion(title, picture["classes"], picture["confusion"])
     if last is not None and (texts := picture.get("texts")):
         rows = [[str(number), *map(str, row.values())] for number, row in enumerate(texts, start=1)]
@@ -262,11 +272,11 @@ def _pictures(run: Run, is_named: bool) -> Iterator[Table | go.Figure]:
 
 def _costs(runs: Sequence[Run]) -> Section:
     blocks = [
-        curves(title, [_curve(run, value) for run in runs], unit, smooths)
+        curves(title, [_curve(run, value) for run in runs], unit, smooths, from_zero=True)
         for title, value, unit, smooths in (
             ("throughput", lambda one: one.samples_per_second, "samples/s", True),
             ("throughput in tokens", lambda one: one.tokens_per_second, "tokens/s", True),
-            ("peak memory of the rank that uses the most", lambda one: one.peak_memory_bytes / 2**20, "MiB", False),
+            ("peak memory of the fullest rank", lambda one: one.peak_memory_bytes / 2**20, "MiB", False),
         )
     ]
     by_rank = [
@@ -340,15 +350,16 @@ def _facts(run: Run, title: str) -> Section:
     }
     facts = [
         ("folder", str(run.folder)),
-        *((name, str(info.get(key) or _MISSING)) for name, key in known.items()),
-        *(("stage", line) for line in info.get("stages", ())),
+        *((name, str(info.get(key) or MISSING)) for name, key in known.items()),
+        *(("" if number else "pipeline", line) for number, line in enumerate(info.get("stages", ()))),
         ("starts", str(len(run.metrics.runs))),
         ("time of the logged steps", format_seconds(seconds_of(run))),
         ("versions", ", ".join(f"{name} {version}" for name, version in info.get("versions", {}).items())),
     ]
     blocks: list[Any] = [Table(("", ""), facts)]
-    if ranks := info.get("ranks"):
-        blocks.append(Table(ranks[0], ranks[1:], "Ranks"))
+    if mesh := info.get("ranks"):
+        shown = [row for row in mesh[1:] if row[0] != "..."]
+        blocks.append(ranks("ranks: equal colours hold the same parameters", mesh[0], shown))
     if groups := info.get("parameters"):
         held = ("placement", "tensors", "parameters", "bytes of the rank that holds most")
         rows = [
