@@ -25,7 +25,7 @@ from tests.helpers.families import (
     inputs_of,
 )
 from tests.helpers.ranks import RankError, RankPools
-from tests.helpers.training import TINY_BERT, tiny_recipe
+from tests.helpers.training import TINY_BART, TINY_BERT, tiny_recipe
 from trainer.base.errors import UsageError
 from trainer.models.cutting import ModelCut, StageChoice
 from trainer.models.families.table import FAMILIES
@@ -193,6 +193,11 @@ class TestRefusals:
                 {"pipeline": {"stages": 2, "schedule": "zero_bubble"}},
                 "is zero_bubble, which the family t5 does not support",
             ),
+            (
+                TINY_BART,
+                {"pipeline": {"stages": 2, "schedule": "zero_bubble"}},
+                "is zero_bubble, which the family bart does not support",
+            ),
         ],
     )
     def test_what_cannot_be_cut(self, config, parallel, words):
@@ -205,6 +210,8 @@ class TestRefusals:
 
     def test_a_model_that_can_be_cut(self):
         assert check_model(plan_run(tiny_recipe(parallel={"tensor": 2}), 2)) is None
+        bart = {"task": {"type": "seq2seq_lm"}, "model": {"config": TINY_BART}}
+        assert check_model(plan_run(tiny_recipe(**bart, parallel={"tensor": 2}), 2)) is None
 
 
 def test_every_family_has_a_case():

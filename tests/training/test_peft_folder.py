@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoConfig
 
 from tests.helpers.families import CONFIGS
+from tests.helpers.seq2seq import tiny_tokenizer
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
 from trainer.base.errors import ExitCode, UsageError
@@ -23,6 +24,7 @@ from trainer.training.exporting import export
 from trainer.training.run import run
 
 LORA = {"type": "lora", "rank": 4, "alpha": 64.0}
+SUMMARY = {"type": "seq2seq_lm", "source": "text", "target": "label", "max_target_length": 4, "metrics": ["perplexity"]}
 CAUSAL = {"type": "causal_lm", "text": "text", "metrics": ["perplexity"]}
 
 
@@ -82,6 +84,14 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
         {"task": CAUSAL, "optimizer": {"learning_rate": 0.01}},
         {"task_type": "CAUSAL_LM", "modules_to_save": ["model.norm"]},
     ),
+    # has a buffer, which the base holds
+    "bart": (
+        "bart",
+        "AutoModelForSeq2SeqLM",
+        "AutoModelForSeq2SeqLM",
+        {"task": SUMMARY, "optimizer": {"learning_rate": 0.01}},
+        {"task_type": "SEQ_2_SEQ_LM", "modules_to_save": None},
+    ),
 }
 
 
@@ -91,7 +101,11 @@ def test_peft_opens_the_folder_with_the_logits_of_the_merged_model(tmp_path: Pat
     base = base_folder(tmp_path / "base", family, base_head)
     adapter = {**LORA, "modules_to_save": ["model.norm"]} if name == "llama" else LORA
     model = {"config": None, "name_or_path": str(base), "adapter": adapter}
-    train(write_tiny_run(tmp_path / "tuned", model=model, **sections))
+    recipe = write_tiny_run(tmp_path / "tuned", model=model)
+    recipe.write_text(json.dumps(json.loads(recipe.read_text()) | sections))
+    if name == "bart":  # needs an end token
+        tiny_tokenizer().save_pretrained(tmp_path / "tuned" / "tokenizer")
+    train(recipe)
     export(tmp_path / "tuned" / "run", tmp_path / "adapter", adapter=True)
 
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

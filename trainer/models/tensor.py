@@ -6,7 +6,7 @@ parameter keeps its name in the unsharded model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
@@ -200,6 +200,9 @@ def _any(patterns: Iterable[str], place: _Place) -> bool:
 
 def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place]) -> None:
     plan, model_type = _plan_of(family), family.model_type
+    called = {name for names in family.called_dropouts.values() for name in names}
+    if not any(place.attribute in called for place in places):
+        plan = _without(plan, called)  # the dropout is not keyed yet, as in a check without weights
     for pattern in (
         *plan.columns, *plan.rows, *plan.shared_inputs, *plan.attention, *plan.divided, *plan.partial,
         *plan.split_dropouts, *plan.head_dropouts,
@@ -220,6 +223,11 @@ def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place])
                 f"{place.name}.{matrices[0]} of this {type(model).__name__} is neither cut nor said to be whole by the"
                 f" family {model_type}; add it in `trainer/models/families/`, or use `parallel.tensor` 1"
             )
+
+
+def _without(plan: TensorPlan, dropouts: Collection[str]) -> TensorPlan:
+    kept = tuple(pattern for pattern in plan.split_dropouts if pattern.rpartition(".")[2] not in dropouts)
+    return replace(plan, split_dropouts=kept)
 
 
 def _part(

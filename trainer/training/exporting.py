@@ -106,7 +106,8 @@ def export(
 
         if adapter:
             task_type = PEFT_TASK_TYPES.get(state.facts.identity["task"]["type"])
-            own = {name for name in merged.shapes if name not in base} | drawn
+            buffers = {name for name, key in keys.items() if key.startswith(BUFFER_PREFIX)}  # those of the base
+            own = {name for name in merged.shapes if name not in base} - buffers | drawn
             weights = [
                 write_adapter(described, _origin_model(state), task_type, available, own, read, temporary, type_)
             ]
@@ -139,11 +140,6 @@ def _require_adapter(state: SavedState) -> None:
         raise UsageError(
             "`--adapter` needs a run with `model.name_or_path`, because the folder names its base, but the run has"
             " `model.config`; leave it out, which writes the merged model"
-        )
-    if buffer := next((key for key in state.shapes if key.startswith(BUFFER_PREFIX)), None):
-        raise UsageError(
-            f"`--adapter` needs a model without statistics, which PEFT does not save, but {state.folder} has"
-            f" {buffer.removeprefix(BUFFER_PREFIX)}; leave it out, which writes the merged model"
         )
 
 
