@@ -368,7 +368,7 @@ _PARALLEL = [
         "mask_of_a_slice_starts_at_its_word",
         "A dropout mask of columns in the middle begins at the word that holds them.",
         "parallel/random.py",
-        "start = first_column - first_word * _LANES",
+        "start = first_column - first_word * LANES",
         "start = 0",
         ("parallel/test_random.py",),
     ),

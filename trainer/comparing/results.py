@@ -196,6 +196,7 @@ def with_plan(result: Result, trial: Trial, hardware: str | None) -> Result:
     """
     import torch
 
+    from trainer.parallel.fused_attention import obstacle
     from trainer.planning.hardware import parse_devices
     from trainer.planning.recipe_plan import plan_recipe, traffic_by_axis
     from trainer.planning.stages import plan_steps
@@ -207,7 +208,9 @@ def with_plan(result: Result, trial: Trial, hardware: str | None) -> Result:
     try:
         if hardware is None:
             length = getattr(recipe.data, "max_length", None) or 1
-            steps = plan_steps(plan_run(recipe, result.processes), length, torch.cuda.is_available())
+            cuda = torch.cuda.is_available()
+            fused = cuda and obstacle(torch.device("cuda")) is None
+            steps = plan_steps(plan_run(recipe, result.processes), length, cuda, fused)
         else:
             made = plan_recipe(trial.resolved, parse_devices(f"{result.processes}x{hardware}"))
             steps = made.steps

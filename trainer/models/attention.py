@@ -1,12 +1,14 @@
 """Attention function of transformers' models under layout-invariant dropout.
 
 It is registered with transformers under `KEYED_ATTENTION`. Without dropout (evaluation, or probability 0), it calls
-transformers' SDPA. With dropout, it materialises the probabilities and applies the keyed mask to them.
+transformers' SDPA. With dropout, it calls the fused kernel on a GPU. Elsewhere, and for arguments that the kernel does
+not take, it materialises the probabilities and applies the keyed mask to them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.base.errors import UsageError
 from trainer.models.dropout import site_of
+from trainer.parallel import fused_attention
 from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32
+from trainer.parallel.random import LANES
 
 KEYED_ATTENTION = "trainer_keyed"
 _VARIANTS = ("softcap", "s_aux", "cache")  # arguments that change the formula
@@ -68,7 +72,8 @@ def keyed_attention(
         position_bias: the bias that is added to the scores (T5), or None.
 
     Returns:
-        The output `[batch, queries, heads, head_dim]`, and the probabilities before dropout (None from SDPA).
+        The output `[batch, queries, heads, head_dim]`, and the probabilities before dropout: None from SDPA and from
+        the fused kernel.
 
     Raises:
         UsageError: the model needs a variant of attention that has no keyed form.
@@ -81,14 +86,98 @@ def keyed_attention(
         return output
     if variant := next((name for name in _VARIANTS if kwargs.get(name) is not None), None):
         raise UsageError(f"this model's attention uses {variant}, which has no keyed form; {REMEDY}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if fused_attention.obstacle(query.device) is None:
+        inputs = _Inputs(_autocast(query), _autocast(key), _autocast(value), attention_mask, position_bias)
+        obstacle = _obstacle(module, inputs)
+        if obstacle is None:
+            return _fused(module, inputs, dropout, scale, causal), None
+        warnings.warn(f"attention with dropout stores its probabilities, because {obstacle}", stacklevel=2)
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
     scores = _masked_scores(at_least_fp32(scores), attention_mask, position_bias, causal)
     probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
     dropped = site_of(module).drop(probabilities, dropout)
     return torch.matmul(dropped, value).transpose(1, 2).contiguous(), probabilities
+
+
+class _Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the scores."""
+        return (*self.query.shape[:3], self.key.shape[2])
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """Return `tensor` in the type in which autocast computes matrix products."""
+    device = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
+
+
+def _obstacle(module: nn.Module, inputs: _Inputs) -> str | None:
+    """Return the reason why the fused kernel does not take the arguments of a call; None if it takes them."""
+    query, key, value, mask, bias = inputs
+    if query.dtype not in fused_attention.DTYPES or not query.dtype == key.dtype == value.dtype:
+        return f"the fused kernel does not compute in {query.dtype}"
+    if max(query.shape[-1], value.shape[-1]) > fused_attention.MAX_HEAD_DIM:
+        return f"heads of the fused kernel have at most {fused_attention.MAX_HEAD_DIM} dimensions"
+    for name, added in (("mask", mask), ("position bias", bias)):
+        if added is not None and not _broadcasts(added, inputs.shape):
+            return f"the fused kernel does not take a {name} {list(added.shape)} for scores {list(inputs.shape)}"
+    if site_of(module).offsets(inputs.shape)[3] % LANES:
+        return f"the first key of this rank is no multiple of {LANES}"
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        return "the model returns its attentions"
+    return None
+
+
+def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    sizes = (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
+    return len(sizes) == len(shape) and all(own in (1, size) for own, size in zip(sizes, shape, strict=True))
+
+
+def _fused(module: nn.Module, inputs: _Inputs, dropout: float, scale: float, causal: bool) -> Tensor:
+    """Return the output `[batch, queries, heads, head_dim]` of the fused kernel."""
+    query, key, value, mask, bias = inputs
+    shape, site = inputs.shape, site_of(module)
+    is_causal = causal and mask is None and query.shape[2] > 1
+    if mask is not None and mask.requires_grad:  # the kernel computes the gradient of a bias only
+        bias = mask if bias is None else bias + mask
+        mask = None
+    mask, bias = _expanded(mask, shape), _expanded(bias, shape)
+    tiles = fused_attention.visible_tiles(mask, query, key, value) or (None, None)
+    row_keys, offsets = site.keys.row_keys(site.name, shape), site.offsets(shape)[1:]
+    output: Tensor = fused_attention.fused_attention(
+        query, key, value, row_keys, mask, bias, *tiles, scale, dropout, is_causal, offsets
+    )[0]
+    return output
+
+
+def _expanded(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """Return `tensor` with the last two sizes of `shape`, without a copy."""
+    if tensor is None:
+        return None
+    tensor = tensor[(None,) * (len(shape) - tensor.dim())]
+    return tensor.expand(*tensor.shape[:2], *shape[2:])
+
+
+def attention_notes(model: nn.Module, device: torch.device) -> list[str]:
+    """Return a note on the function that computes attention with dropout on a GPU; none for other models."""
+    config = getattr(model, "config", None)
+    if device.type != "cuda" or getattr(config, "_attn_implementation", None) != KEYED_ATTENTION:
+        return []
+    obstacle = fused_attention.obstacle(device)
+    if obstacle is None:
+        return ["attention with dropout runs in the fused kernel"]
+    return [f"attention with dropout stores its probabilities, because {obstacle}"]
 
 
 ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, keyed_attention)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from trainer.parallel import fused_attention  # noqa: F401  # registers the operation
 from trainer.parallel.dropout import DropoutKeys
 
 CheckpointingName = Literal["none", "selective", "full"]
@@ -39,6 +40,7 @@ _KEPT = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.trainer.keyed_attention.default,
 }
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 MAX_INDEX_DIMS = 2
 """The largest number of dimensions of a mask between its batch and the elements of a row."""
 
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_INDEX_BITS = 21  # bits of a counter for each index of an element: its word in the row, and the dimensions before
-_LANES = 4  # elements served by one 64-bit word
-_LANE_LEVELS = 1 << 16
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+INDEX_BITS = 21  # bits of a counter for each index of an element: its word in the row, and the dimensions before
+LANES = 4  # elements served by one 64-bit word
+LANE_LEVELS = 1 << 16
 _FLOAT64_BITS = 53  # bits of the integers that float64 holds exactly
 
 
@@ -32,15 +32,15 @@ def _signed(word: int) -> int:
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-_GAMMA = _signed(_GOLDEN_GAMMA)
+_GAMMA = _signed(GOLDEN_GAMMA)
 # shift and multiplier of each round of the finalizer (variant 13 of Stafford's mixers, as SplitMix64 uses it)
-_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, None))
+ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, None))
 
 
 def _mix_(words: Tensor) -> Tensor:
     """Apply SplitMix64's finalizer to int64 `words` of any shape, in place."""
     shifted = torch.empty_like(words)
-    for shift, multiplier in _ROUNDS:
+    for shift, multiplier in ROUNDS:
         torch.bitwise_right_shift(words, shift, out=shifted)
         words.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
         if multiplier is not None:
@@ -117,23 +117,23 @@ def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: 
         The mask from column `first_column` of the whole row on, uint8 `[..., num_columns]`. Torch's CPU kernels compare
         into uint8, and multiply by it, several times faster than with bool.
     """
-    first_word, last_word = first_column // _LANES, (first_column + num_columns + _LANES - 1) // _LANES
+    first_word, last_word = first_column // LANES, (first_column + num_columns + LANES - 1) // LANES
     words = derive_keys(keys, torch.arange(first_word, last_word, device=keys.device))
     lanes = words.view(torch.int16)
-    threshold = _dropped_levels(probability) - _LANE_LEVELS // 2
-    start = first_column - first_word * _LANES
+    threshold = dropped_levels(probability) - LANE_LEVELS // 2
+    start = first_column - first_word * LANES
     lanes = lanes[..., start : start + num_columns]
     return torch.ge(lanes, threshold, out=torch.empty(lanes.shape, dtype=torch.uint8, device=keys.device))
 
 
 def quantised(probability: float) -> float:
     """Return the share that `keep_mask` drops: `probability` rounded to the nearest 1/65536, always below 1."""
-    return _dropped_levels(probability) / _LANE_LEVELS
+    return dropped_levels(probability) / LANE_LEVELS
 
 
-def _dropped_levels(probability: float) -> int:
+def dropped_levels(probability: float) -> int:
     """Return the number of the 65536 values of a lane that drop its element."""
-    return min(round(probability * _LANE_LEVELS), _LANE_LEVELS - 1)
+    return min(round(probability * LANE_LEVELS), LANE_LEVELS - 1)
 
 
 def row_keys(keys: Tensor | int, rows: Tensor) -> Tensor:
@@ -165,6 +165,6 @@ def element_keys(keys: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> 
     """
     assert len(shape) <= MAX_INDEX_DIMS, f"a counter has no room for the indices of {len(shape)} dimensions"
     for level, (size, offset) in enumerate(zip(shape, offsets, strict=True), start=1):
-        stride = _signed(_GOLDEN_GAMMA << level * _INDEX_BITS)
+        stride = _signed(GOLDEN_GAMMA << level * INDEX_BITS)
         keys = keys.unsqueeze(-1) + torch.arange(offset, offset + size, device=keys.device) * stride
     return keys

@@ -106,6 +106,11 @@ class Machine:
         return self.figures.get("device") == "cpu"
 
     @property
+    def runs_fused_attention(self) -> bool:
+        """Whether the fused attention kernel runs: from compute capability 8.0 on, which began to compute in bf16."""
+        return not self.is_cpu and "bf16" in self.figures["teraflops"]
+
+    @property
     def _measured(self) -> Mapping[str, Any]:
         """The measurements of as many ranks as a machine has, or of the nearest smaller number; empty for others."""
         found = self.figures.get("measured", {})

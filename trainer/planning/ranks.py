@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from trainer.base.errors import UsageError
-from trainer.parallel import norms
+from trainer.parallel import fused_attention, norms
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import Layout
 
@@ -96,8 +96,12 @@ _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 
 
 @contextmanager
-def shapes_only(cuda: bool) -> Iterator[None]:
-    """Make every new tensor a fake one; `cuda` chooses the types that autocast has on CUDA.
+def shapes_only(cuda: bool, fused: bool = True) -> Iterator[None]:
+    """Make every new tensor a fake one.
+
+    Args:
+        cuda: whether to choose the types that autocast has on CUDA.
+        fused: whether attention with dropout is the fused kernel, as on newer GPUs; ignored without `cuda`.
 
     Raises:
         UsageError: an operation needs the values of a tensor, or has no rule for shapes.
@@ -116,6 +120,8 @@ def shapes_only(cuda: bool) -> Iterator[None]:
         if cuda:
             # On a GPU, the norm of a tensor is one operation.
             stack.enter_context(mock.patch.object(norms, "_PIECE", torch.iinfo(torch.int64).max))
+            if fused:
+                stack.enter_context(mock.patch.object(fused_attention, "obstacle", return_value=None))
             stack.enter_context(_AutocastOfCuda())
             stack.enter_context(_autocast_of_recomputation())
         try:

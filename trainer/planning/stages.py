@@ -19,7 +19,7 @@ _ONE_BY_ONE = "gpipe"  # the schedule in which a single microbatch runs
 _REPEATED = ("gpipe", "1f1b")
 
 
-def plan_steps(plan: RunPlan, length: int, cuda: bool = True) -> tuple[StepPlan, ...]:
+def plan_steps(plan: RunPlan, length: int, cuda: bool = True, fused: bool = True) -> tuple[StepPlan, ...]:
     """Plan one rank of each pipeline stage; the others are like one of them.
 
     A stage is planned with one microbatch, and stages with equally many layers between the first and the last one are
@@ -30,6 +30,7 @@ def plan_steps(plan: RunPlan, length: int, cuda: bool = True) -> tuple[StepPlan,
         plan: the recipe and its layout.
         length: the tokens of each text.
         cuda: whether the device is a GPU.
+        fused: whether that GPU runs the fused attention kernel.
 
     Raises:
         UsageError: see `plan_step`.
@@ -38,13 +39,13 @@ def plan_steps(plan: RunPlan, length: int, cuda: bool = True) -> tuple[StepPlan,
     ranks = [stage * size for stage in range(plan.layout.pp)]
     pipeline = plan.pipeline
     if pipeline is None or pipeline.schedule.name not in _REPEATED or plan.strategy.cuts_parameters:
-        return tuple(step_plan(plan, rank, simulate(plan, rank, length, cuda)) for rank in ranks)
+        return tuple(step_plan(plan, rank, simulate(plan, rank, length, cuda, fused)) for rank in ranks)
     single = _with_one_microbatch(plan, pipeline)
     known: dict[tuple[bool, bool, int], Found] = {}
     steps: list[StepPlan] = []
     for rank, kind in zip(ranks, _kinds(plan, planned_task(plan)), strict=True):
         if kind not in known:
-            known[kind] = simulate(single, rank, length, cuda)
+            known[kind] = simulate(single, rank, length, cuda, fused)
         steps.append(step_plan(plan, rank, _repeated(known[kind], plan, pipeline, len(steps))))
     return tuple(steps)
 

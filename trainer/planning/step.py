@@ -84,7 +84,7 @@ def planned_task(plan: RunPlan) -> Task:
     return task
 
 
-def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True) -> StepPlan:
+def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True) -> StepPlan:
     """Run two steps of `rank` on fake tensors, and return the plan of the second.
 
     The first step makes the state of the optimizer. No weights are read: the configuration of the model is enough.
@@ -94,12 +94,13 @@ def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True) -> StepP
         rank: the rank to simulate.
         length: the tokens of each text.
         cuda: whether the device is a GPU; autocast has other types there than on a CPU.
+        fused: whether that GPU runs the fused attention kernel.
 
     Raises:
         UsageError: the model's configuration cannot be read, the model cannot be cut like this, or the recipe has a
             part that cannot be simulated.
     """
-    return step_plan(plan, rank, simulate(plan, rank, length, cuda))
+    return step_plan(plan, rank, simulate(plan, rank, length, cuda, fused))
 
 
 def step_plan(plan: RunPlan, rank: int, found: Found) -> StepPlan:
@@ -109,7 +110,7 @@ def step_plan(plan: RunPlan, rank: int, found: Found) -> StepPlan:
     return StepPlan(rank, stage, found.resident, peak, found.totals, found.axes, found.host, found.loaded, found.saved)
 
 
-def simulate(plan: RunPlan, rank: int, length: int, cuda: bool) -> Found:
+def simulate(plan: RunPlan, rank: int, length: int, cuda: bool, fused: bool = True) -> Found:
     """Run two steps of a rank, and return the result of the second; see `plan_step`."""
     task = planned_task(plan)
     with without_collector(), simulated_mesh(plan.layout, rank) as mesh, simulated_deepspeed(plan):
@@ -117,10 +118,10 @@ def simulate(plan: RunPlan, rank: int, length: int, cuda: bool) -> Found:
         # DeepSpeed fills buckets of a fixed size, so that its memory is not linear in the number of layers.
         stacks = [[] if plan.strategy.zero_stage else stacks_of(part.model) for part in built]
         loaded, saved = _loaded(plan, built), sum(map(_saved, built))
-        found = _simulate(plan, task, mesh, length, cuda, built, stacks)
+        found = _simulate(plan, task, mesh, length, cuda, fused, built, stacks)
         if numbers := {stack.number for part in stacks for stack in part}:
             longer = {
-                number: _simulate(plan, task, mesh, length, cuda, _build(plan, task, mesh), stacks, number)
+                number: _simulate(plan, task, mesh, length, cuda, fused, _build(plan, task, mesh), stacks, number)
                 for number in numbers
             }
             found = lengthen(found, longer, [stack for part in stacks for stack in part])
@@ -170,6 +171,7 @@ def _simulate(
     mesh: ParallelMesh,
     length: int,
     cuda: bool,
+    fused: bool,
     built: Sequence[BuiltModel],
     stacks: Sequence[Sequence[Stack]],
     longer: int | None = None,
@@ -178,7 +180,7 @@ def _simulate(
     offload = plan.recipe.parallel.offload if cuda else "none"  # on a CPU, the device is the host
     splits = offload != "none"
     with (
-        shapes_only(cuda),
+        shapes_only(cuda, fused),
         Ledger(answers=True, splits=splits) as ledger,
         labelled_deepspeed(ledger, plan),
         copies_between_host_and_device(ledger, plan) if splits else nullcontext(),

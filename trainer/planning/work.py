@@ -5,18 +5,43 @@ Source: Williams et al. 2009, "Roofline: an insightful visual performance model 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from trainer.parallel import fused_attention  # noqa: F401  # registers its operations
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP = "forward", "backward", "recomputed", "optimizer"
 PHASES = (FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP)
 MATMUL, ATTENTION, SPECIAL, INTEGER, OTHER, VIEW = (
     "matrix products", "attention", "special functions", "integers", "other", "views",
 )  # fmt: skip
+
+
+def _product_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> tuple[int, int]:
+    """Return the FLOPs of products of all queries and keys over the head's size, and over that of the values."""
+    pairs = 2 * query[0] * query[1] * query[2] * key[2]
+    return pairs * query[3], pairs * value[3]
+
+
+@register_flop_formula(torch.ops.trainer.keyed_attention)
+def _forward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    return sum(_product_flops(query, key, value))
+
+
+@register_flop_formula(torch.ops.trainer.keyed_attention_backward)
+def _backward_flops(
+    output_gradient: Any, output: Any, sums: Any, query: Sequence[int], key: Sequence[int], value: Sequence[int],
+    *_: Any, out_shape: Sequence[Any], **__: Any,
+) -> int:  # fmt: skip
+    """Return the FLOPs of the products that the kernels compute; each of them computes the scores again."""
+    over_head, over_value = _product_flops(query, key, value)
+    of_bias = int(len(out_shape) == 4)  # a fourth gradient
+    return (4 + of_bias) * over_head + (3 + of_bias) * over_value
+
 
 _aten = torch.ops.aten
 FLOPS = {

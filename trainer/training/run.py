@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer.checkpoint.owner import FolderOwner
+from trainer.models.attention import attention_notes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord
@@ -101,6 +102,7 @@ def _train(
         *resumed,
         *_passed_stop(recipe, saver.progress.step),
         *forecast.notes(),
+        *attention_notes(parts.models[0], device),
     ]
 
     info = parts.info(environment)

@@ -1,0 +1,400 @@
+"""The fused attention kernel in Triton's interpreter against the eager function; `test_fused_attention.py` runs it.
+
+Triton chooses its interpreter when it is imported, so these tests need a process of their own:
+
+    TRITON_INTERPRET=1 python -m pytest tests/models/interpreted_attention.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+import triton  # noqa: F401  # the kernels run where it is imported as an interpreter
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.gpu import test_attention_gpu
+from tests.helpers.families import CONFIGS, build, inputs_of
+from trainer.models.attention import keyed_attention
+from trainer.models.checkpointing import checkpoint_layers
+from trainer.models.dropout import key_dropout, move_site, site_of
+from trainer.models.families.table import layers_of
+from trainer.parallel import fused_attention
+from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+from trainer.parallel.random import element_keys, keep_mask
+from trainer.planning.work import FLOPS
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the lowest score, scaled
+
+KEY = MicrobatchKey(2, torch.tensor([5, 3]))
+BATCH = KEY.rows.numel()
+LOWEST = torch.finfo(torch.float32).min
+
+
+def test_the_interpreter_is_on():
+    assert fused_attention.is_interpreted()
+    assert fused_attention.obstacle(torch.device("cpu")) is None
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    with mock.patch.object(fused_attention, "obstacle", return_value="the test wants the eager function"):
+        yield
+
+
+@contextmanager
+def fused() -> Iterator[None]:
+    """Fail where the eager function runs."""
+    with mock.patch("trainer.models.attention.torch.softmax", side_effect=AssertionError("not fused")):
+        yield
+
+
+@contextmanager
+def listed_tiles() -> Iterator[None]:
+    """List visible tiles of masks that are too short for it."""
+    with mock.patch.object(fused_attention, "_LISTED_TILES", 1):
+        yield
+
+
+class Attention(nn.Module):
+    is_causal = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of a call; see `keyed_attention`. `tensors` make masks and biases from a generator."""
+
+    dtype: torch.dtype = torch.float32
+    heads: tuple[int, int] = (1, 1)
+    lengths: tuple[int, int] = (11, 20)
+    dims: tuple[int, int] = (16, 16)
+    mask: str = ""
+    bias: tuple[int, ...] | None = None
+    dropout: float = 0.3
+    causal: bool = False
+    lists: bool = False
+    part: int = 0
+
+    def tensors(self) -> list[Tensor]:
+        """Query, key, value, and the bias if there is one, as projections make them."""
+        random = torch.Generator().manual_seed(0)
+        shapes = [
+            (self.heads[0], self.lengths[0], self.dims[0]),
+            *[(self.heads[1], self.lengths[1], d) for d in self.dims],
+        ]
+        found = [
+            torch.randn(BATCH, length, heads, dim, generator=random).to(self.dtype).transpose(1, 2)
+            for heads, length, dim in shapes
+        ]
+        if self.bias is not None:
+            found.append(torch.randn(self.bias, generator=random))
+        return found
+
+    def masked(self) -> Tensor | None:
+        queries, keys = self.lengths
+        visible = torch.ones(BATCH, 1, 1, keys, dtype=torch.bool)
+        visible[1, ..., keys // 2 :] = False
+        if self.mask == "padding":
+            return visible.expand(BATCH, 1, queries, keys)
+        if self.mask == "window":
+            near = (torch.arange(queries)[:, None] - torch.arange(keys)).abs() < 4
+            visible = visible & near
+            assert not visible.any(-1).all(), "some queries see nothing"
+            return visible
+        if self.mask == "documents":
+            document = torch.arange(keys) // 13
+            return (document[:queries, None] == document)[None, None]
+        if self.mask == "keys":
+            return visible[:1, 0, 0]
+        if self.mask == "additive":
+            return torch.zeros(visible.shape, dtype=self.dtype).masked_fill(~visible, torch.finfo(self.dtype).min)
+        if self.mask == "infinite":
+            return torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+        return None
+
+
+def keyed_module() -> tuple[DropoutKeys, nn.Module]:
+    keys = DropoutKeys(7)
+    model = nn.ModuleDict({"attention": Attention()})
+    key_dropout(model, keys)
+    return keys, model["attention"]
+
+
+def call(case: Case, tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
+    """The output and the gradients of query, key, value and bias."""
+    keys, module = keyed_module()
+    move_site(module, lambda site: replace(site, cut_dim=1, part=case.part))
+    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+    query, key, value, *bias = tensors
+    with keys.use(KEY):
+        output, _ = keyed_attention(
+            module, query, key, value, mask, dropout=case.dropout, scaling=0.4, is_causal=case.causal,
+            position_bias=bias[0] if bias else None,
+        )  # fmt: skip
+    weights = torch.linspace(-1, 1, output.numel()).to(output.dtype).view_as(output)
+    return [output, *torch.autograd.grad((output * weights).sum(), tensors)]
+
+
+CASES = {
+    "plain": Case(lengths=(35, 19)),
+    "causal": Case(lengths=(35, 35), causal=True),
+    "causal, more queries": Case(lengths=(37, 18), causal=True),
+    "grouped heads of a tensor rank": Case(heads=(4, 2), part=1),
+    "one query": Case(lengths=(1, 9), causal=True),
+    "padding": Case(mask="padding"),
+    "window, queries that see nothing": Case(mask="window", lengths=(40, 40)),
+    "window, listed": Case(mask="window", lengths=(40, 70), lists=True),
+    "documents, listed": Case(mask="documents", lengths=(40, 70), lists=True),
+    "mask of keys": Case(mask="keys"),
+    "additive mask": Case(mask="additive"),
+    "infinite mask": Case(mask="infinite"),
+    "bias of T5": Case(bias=(1, 2, 19, 37), mask="padding", heads=(2, 2), lengths=(19, 37)),
+    "bias of T5, causal": Case(bias=(1, 1, 35, 35), lengths=(35, 35), causal=True),
+    "bias of each row": Case(bias=(BATCH, 1, 1, 20)),
+    "bias of keys": Case(bias=(20,), heads=(2, 1)),
+    "other size of values": Case(dims=(24, 40)),
+    "size 256": Case(dims=(256, 256), lengths=(5, 9)),
+    "bf16, size 80": Case(torch.bfloat16, dims=(80, 80), mask="padding"),
+    "bf16, bias": Case(torch.bfloat16, bias=(1, 1, 11, 20)),
+    "fp16, size 96": Case(torch.float16, dims=(96, 96), mask="additive"),
+    "no dropout but a rounding of it": Case(dropout=1e-9),
+    "nearly all dropped": Case(dropout=0.9),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_are_those_of_the_eager_function(name: str):
+    """The reference computes in fp64 from the same inputs. In 16 bits, the kernel errs as the eager function does."""
+    case = CASES[name]
+    tensors, mask = case.tensors(), case.masked()
+    with fused(), listed_tiles() if case.lists else mock.MagicMock():
+        found = call(case, tensors, mask)
+    with eager():
+        exact = call(case, [tensor.double() for tensor in tensors], mask)
+        own = call(case, tensors, mask)
+    for result, reference, rounded in zip(found, exact, own, strict=True):
+        assert result.dtype == rounded.dtype
+        size = reference.abs().max()
+        error, eager_error = ((x.double() - reference).abs().max() / size for x in (result, rounded))
+        # The interpreter cuts off the digits that bf16 lacks, where torch and GPUs round.
+        allowed = 3 if case.dtype == torch.bfloat16 else 1.5
+        assert error < max(4e-6, allowed * eager_error), (error, eager_error)
+
+
+def test_the_mask_is_that_of_the_definition_bit_for_bit():
+    """Equal scores and values of an identity show the mask in the output; gradients of an identity show it again."""
+    size, heads, probability = 36, 2, 0.4
+    query, key = torch.zeros(BATCH, heads, size, 16), torch.zeros(BATCH, heads, size, 16)
+    value = torch.eye(size).expand(BATCH, heads, size, size)
+    keys, module = keyed_module()
+    move_site(module, lambda site: replace(site, cut_dim=1, part=3))
+    with keys.use(KEY):
+        expected = site_of(module).mask((BATCH, heads, size, size), probability).bool()
+    tensors = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    with fused(), keys.use(KEY):
+        output, _ = keyed_attention(module, *tensors, None, dropout=probability)
+    (of_values,) = torch.autograd.grad(output, tensors[2:], torch.eye(size)[None, :, None].expand_as(output))
+    assert torch.equal(output.transpose(1, 2) > 0, expected)
+    assert torch.equal(of_values.transpose(2, 3) > 0, expected)
+
+
+@pytest.mark.parametrize("offsets", [[4, 3, 0], [0, 5, 8]], ids=["heads and queries", "queries and keys"])
+def test_parts_of_a_sequence_have_their_part_of_the_mask(offsets: list[int]):
+    random = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(BATCH, 2, 24, 16, generator=random) for _ in range(3))
+    keys = DropoutKeys(7)
+    shape = (BATCH, 2, 24, 24)
+    with keys.use(KEY):
+        row_keys = keys.row_keys("a", shape)
+    mask = keep_mask(element_keys(row_keys, shape[1:3], offsets[:2]), 24, 0.3, offsets[2])
+    output, _ = fused_attention.fused_attention(
+        query, key, value, row_keys, None, None, None, None, 1.0, 0.3, False, offsets
+    )
+    probabilities = torch.softmax(query @ key.mT, -1) * mask / 0.7
+    torch.testing.assert_close(output, (probabilities @ value).transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_a_query_that_sees_nothing_sees_all_keys_alike():
+    case = Case(lengths=(3, 40), dropout=1e-9)
+    query, key, value = case.tensors()
+    nowhere = torch.zeros(BATCH, 1, 3, 40, dtype=torch.bool)
+    with fused(), listed_tiles():
+        output = call(case, [query, key, value], nowhere)[0]
+    torch.testing.assert_close(output, value.mean(2, keepdim=True).expand(-1, -1, 3, -1).transpose(1, 2))
+
+
+def test_autocast_chooses_the_type():
+    case = Case(mask="padding")
+    with torch.autocast("cpu", torch.bfloat16):
+        with fused():
+            found = call(case, case.tensors(), case.masked())
+        with eager():
+            expected = call(case, case.tensors(), case.masked())
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, atol=3e-2, rtol=3e-2)
+
+
+def test_an_additive_mask_with_a_gradient_is_a_bias():
+    case = Case(bias=(1, 1, 11, 20))
+    query, key, value, bias = case.tensors()
+    keys, module = keyed_module()
+    gradients = []
+    for how in (fused, eager):
+        mask = bias.detach().requires_grad_()
+        with how(), keys.use(KEY):
+            output, _ = keyed_attention(module, query, key, value, mask, dropout=0.3, position_bias=bias)
+            gradients.append(torch.autograd.grad(output.square().sum(), mask)[0])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("what", ["fp64", "size", "attentions", "keys"])
+def test_what_the_kernel_does_not_take_is_named(what: str):
+    case = Case(dims=(272, 16) if what == "size" else (16, 16), lengths=(11, 18))
+    query, key, value = (x.double() if what == "fp64" else x for x in case.tensors())
+    keys, module = keyed_module()
+    if what == "attentions":
+        module.config = mock.Mock(output_attentions=True)
+    if what == "keys":
+        move_site(module, lambda site: replace(site, cut_dim=3, part=1))
+    message = {
+        "fp64": r"in torch\.float64", "size": "at most 256", "attentions": "returns its attentions",
+        "keys": "no multiple of 4",
+    }[what]  # fmt: skip
+    with keys.use(KEY), pytest.warns(UserWarning, match=f"stores its probabilities, because .*{message}"):
+        _, probabilities = keyed_attention(module, query, key, value, None, dropout=0.3)
+    assert probabilities is not None
+
+
+def test_a_batch_without_rows():
+    keys = torch.zeros(0, dtype=torch.int64)
+    tensors = [torch.zeros(0, 2, 8, 16, requires_grad=True) for _ in range(3)]
+    output, _ = fused_attention.fused_attention(*tensors, keys, None, None, None, None, 1.0, 0.1, False, [0, 0, 0])
+    assert output.shape == (0, 8, 2, 16)
+    assert all(gradient.shape == (0, 2, 8, 16) for gradient in torch.autograd.grad(output.sum(), tensors))
+
+
+class TestMemory:
+    """A mask of padding has one number for each key, so nothing of size queries x keys is needed."""
+
+    LENGTH = 96
+
+    def step(self) -> tuple[int, int]:
+        """The bytes that the forward pass leaves for the backward pass, and those of the largest allocation of both."""
+        case = Case(lengths=(self.LENGTH, self.LENGTH), heads=(1, 1), mask="padding", lists=True)
+        tensors = case.tensors()
+        keys, module = keyed_module()
+        query, key, value = (tensor.detach().requires_grad_() for tensor in tensors)
+        mask = case.masked()
+        with listed_tiles(), keys.use(KEY), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as forward:
+            output, _ = keyed_attention(module, query, key, value, mask, dropout=0.3)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as backward:
+            output.sum().backward()
+        kept = sum(event.self_cpu_memory_usage for event in forward.events())
+        events = [*forward.events(), *backward.events()]
+        return kept, max(event.self_cpu_memory_usage for event in events)
+
+    def test_nothing_of_size_queries_x_keys_is_allocated(self):
+        pairs = BATCH * self.LENGTH**2
+        with eager():
+            kept, largest = self.step()
+        assert kept > 9 * pairs, "the eager function stores probabilities twice, and the mask"
+        assert largest >= 4 * pairs
+        with fused():
+            kept, largest = self.step()
+        output, sums = BATCH * self.LENGTH * 16 * 4, 2 * BATCH * self.LENGTH * 4
+        assert output + sums <= kept < output + sums + 4096, kept  # and the lists of visible tiles
+        assert largest <= output
+        assert largest < pairs, "not even a byte for each pair"
+
+
+def test_torch_sees_one_operation():
+    """Its schema, shapes and strides are right, and a compiled graph has no break."""
+    case = Case(lengths=(3, 5), bias=(1, 1, 3, 5), mask="padding")
+    query, key, value, bias = (tensor.requires_grad_() for tensor in case.tensors())
+    arguments = (query, key, value, torch.tensor([1, 2]), case.masked(), bias, None, None, 0.4, 0.3, False, [0, 0, 0])
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(fused_attention.fused_attention, arguments, test_utils=checks)
+
+    def loss(*tensors: Tensor) -> Tensor:
+        return fused_attention.fused_attention(*tensors, *arguments[len(tensors) :])[0].square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(loss(query, key, value), (query, key, value, bias))
+    found = torch.autograd.grad(compiled(query, key, value), (query, key, value, bias))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_its_products_are_counted():
+    assert torch.ops.trainer.keyed_attention in FLOPS
+    case = Case(heads=(2, 1), lengths=(9, 15), bias=(1, 2, 9, 15), dims=(16, 24))
+    tensors = [tensor.requires_grad_() for tensor in case.tensors()]
+    with FlopCounterMode(display=False) as counter:
+        output, _ = fused_attention.fused_attention(
+            *tensors[:3], torch.tensor([1, 2]), None, tensors[3], None, None, 0.4, 0.3, False, [0, 0, 0]
+        )
+        pairs = 2 * BATCH * 2 * 9 * 15
+        assert counter.get_total_flops() == pairs * (16 + 24)
+        output.sum().backward()
+    assert counter.get_total_flops() == pairs * (16 + 24) + pairs * (5 * 16 + 4 * 24)
+
+
+HEADS = {"bert": "AutoModelForSequenceClassification", "t5": "AutoModelForSeq2SeqLM",
+         "modernbert": "AutoModelForMaskedLM", "llama": "AutoModelForCausalLM"}  # fmt: skip
+
+
+def logits_and_gradients(model_type: str, checkpointing: str = "none") -> tuple[Tensor, dict[str, Tensor]]:
+    keys = DropoutKeys(0)
+    with mock.patch.dict(CONFIGS[model_type], {"num_layers" if model_type == "t5" else "num_hidden_layers": 1}):
+        model = build(model_type, HEADS[model_type], 0.2, keys)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
+            module.attention_dropout = 0.2
+    checkpoint_layers(layers_of(model).values(), checkpointing, keys)
+    inputs = {name: tensor[:BATCH] for name, tensor in inputs_of(model_type, HEADS[model_type]).items()}
+    with keys.use(KEY):
+        logits = model(**inputs).logits
+        logits.square().mean().backward()
+    return logits, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("model_type", HEADS)
+def test_models_train_as_with_the_eager_function(model_type: str):
+    with fused_in_models():
+        found = logits_and_gradients(model_type)
+    with eager():
+        expected = logits_and_gradients(model_type)
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
+
+
+@contextmanager
+def fused_in_models() -> Iterator[None]:
+    with mock.patch("trainer.models.attention.repeat_kv", side_effect=AssertionError("not fused")):
+        yield
+
+
+def test_selective_checkpointing_keeps_its_output():
+    """The kernel of the forward pass runs once for the one layer, and never in its recomputation."""
+    kernel = fused_attention._kernels().forward_kernel
+    with mock.patch.object(type(kernel), "__getitem__", autospec=True, side_effect=type(kernel).__getitem__) as launch:
+        found = logits_and_gradients("bert", "selective")
+    assert [call.args[0] for call in launch.call_args_list].count(kernel) == 1
+    with eager():
+        expected = logits_and_gradients("bert")
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
+
+
+def test_the_measurements_on_a_gpu_run():
+    """With small sizes, so that a machine with a GPU need not find their mistakes."""
+    cpu = torch.device("cpu")
+    sizes = test_attention_gpu.Sizes(20, heads=1, key_heads=1, dim=16, mask="window")
+    test_attention_gpu.assert_as_exact(replace(sizes, bias=True), torch.float16, cpu)
+    assert torch.equal(*test_attention_gpu.mask_in_output(16, cpu, torch.float32))
+    steps: list[object] = []
+    assert len(test_attention_gpu.speeds(sizes, cpu, lambda step: steps.append(step()) or 1.0)) == len(steps) == 5

@@ -1,0 +1,106 @@
+"""The fused attention kernel: where it runs, its plan, and all its tests in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from tests.planning.measured import SMALL_BERT, recipe_of
+from trainer.models.attention import KEYED_ATTENTION, attention_notes
+from trainer.parallel import fused_attention
+from trainer.planning.hardware import parse_devices
+from trainer.planning.ledger import ACTIVATIONS
+from trainer.planning.step import plan_step
+from trainer.recipe.plan import plan_run
+
+INTERPRETED = Path(__file__).with_name("interpreted_attention.py")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_in_tritons_interpreter():
+    """Triton chooses its interpreter when it is imported, hence another process."""
+    command = [sys.executable, "-m", "pytest", str(INTERPRETED), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+
+
+def test_without_a_gpu_the_eager_function_runs():
+    assert fused_attention.obstacle(torch.device("cpu")) == "the device is a cpu, and the kernel needs an NVIDIA GPU"
+
+
+class TestNotes:
+    """A run on a GPU names the function that computes its attention."""
+
+    GPU = torch.device("cuda", 0)
+
+    def model(self, implementation: str):
+        config = AutoConfig.for_model("bert", hidden_size=8, num_attention_heads=1, num_hidden_layers=1, vocab_size=9)
+        with torch.device("meta"):
+            return AutoModelForSequenceClassification.from_config(config, attn_implementation=implementation)
+
+    def notes(self, monkeypatch, *, installed: bool = True, capability=(9, 0), implementation: str = KEYED_ATTENTION):
+        monkeypatch.setattr(fused_attention, "find_spec", lambda name: object() if installed else None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+        return attention_notes(self.model(implementation), self.GPU)
+
+    def test_the_kernel(self, monkeypatch):
+        assert self.notes(monkeypatch) == ["attention with dropout runs in the fused kernel"]
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [({"installed": False}, "Triton is not installed"), ({"capability": (7, 5)}, "Tesla T4 is older than")],
+    )
+    def test_the_eager_function(self, monkeypatch, options, reason):
+        (note,) = self.notes(monkeypatch, **options)
+        assert note.startswith("attention with dropout stores its probabilities, because ")
+        assert reason in note
+
+    def test_of_other_attention_and_devices_there_are_none(self, monkeypatch):
+        assert self.notes(monkeypatch, implementation="sdpa") == []
+        assert attention_notes(self.model(KEYED_ATTENTION), torch.device("cpu")) == []
+
+
+class TestPlans:
+    LENGTH = 256
+    RECIPE = recipe_of({"model": {"config": {**SMALL_BERT, "max_position_embeddings": LENGTH}, "tokenizer": "none"}})
+
+    def step(self, cuda: bool, fused: bool = True):
+        return plan_step(plan_run(self.RECIPE, 1), 0, self.LENGTH, cuda, fused)
+
+    @property
+    def pairs(self) -> int:
+        """Queries times keys of all layers, heads and rows of a microbatch."""
+        layers, heads = SMALL_BERT["num_hidden_layers"], SMALL_BERT["num_attention_heads"]
+        return self.RECIPE.training.micro_batch_size * layers * heads * self.LENGTH**2
+
+    def test_of_a_gpu_store_no_probabilities(self):
+        """The eager function keeps 9 bytes for each query, key and head of all layers, and computes with more."""
+        fused, eager, on_cpu = (
+            self.step(*how).peak.by_component[ACTIVATIONS] for how in ((True, True), (True, False), (False, True))
+        )
+        assert 9 * self.pairs <= eager - fused < 1.5 * 9 * self.pairs
+        assert on_cpu == pytest.approx(eager, rel=0.01)
+
+    def test_count_the_products_of_the_kernels(self):
+        """The kernels compute nine products, where the eager function computes six."""
+        fused, eager = (sum(self.step(True, how).totals.flops.values()) for how in (True, False))
+        head_dim = SMALL_BERT["hidden_size"] // SMALL_BERT["num_attention_heads"]
+        microbatches = 4
+        assert fused - eager == microbatches * 3 * 2 * self.pairs * head_dim
+
+    @pytest.mark.parametrize(("name", "runs"), [("A100-80", True), ("H100", True), ("T4", False), ("V100-32", False)])
+    def test_know_the_gpus_that_run_it(self, name, runs):
+        machine = parse_devices(name).machine
+        assert machine is not None
+        assert machine.runs_fused_attention == runs

@@ -1,0 +1,412 @@
+"""Attention with layout-invariant dropout as one operation of torch, computed by Triton kernels.
+
+The mask is that of `trainer.parallel.random`. Forward and backward passes draw it again from one key for each row, so
+nothing of size queries x keys is kept. Beside the output, two numbers in fp32 are kept for each query and head.
+
+Triton comes with torch's builds for CUDA. This module imports it at the first call, so that a plan knows the operation
+on a machine without Triton.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from trainer.parallel.random import LANE_LEVELS, LANES, dropped_levels
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+_LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs, for which Triton is built and tested
+_LEAST_DIM = 16  # of a matrix product in Triton
+_LISTED_TILES = 4  # tiles of keys from which on it pays to list the visible ones
+
+
+class _Block(NamedTuple):
+    """The queries and keys of one step of a kernel, and its warps and stages."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class _Tiling(NamedTuple):
+    """The tiles in which visible keys are listed, and the blocks of the kernels, which divide them."""
+
+    queries: int
+    keys: int
+    forward: _Block
+    of_queries: _Block
+    of_keys: _Block
+
+
+# No GPU has measured these. They fit the shared memory of all GPUs of compute capability 8.0 and newer (99 KiB). For
+# capability 9.0 and without a bias, ptxas spills no more than 48 bytes a thread in 16 bits, and up to 400 in fp32. A
+# search by timing could choose other blocks after a restart; they change the order of sums, and a resumed run would
+# differ.
+_TILINGS_16_BIT = {
+    64: _Tiling(128, 64, _Block(128, 64, 8, 3), _Block(128, 64, 8, 2), _Block(32, 64, 4, 2)),
+    128: _Tiling(128, 64, _Block(128, 32, 8, 2), _Block(64, 32, 4, 2), _Block(32, 32, 4, 2)),
+    256: _Tiling(128, 64, _Block(64, 32, 8, 2), _Block(32, 32, 8, 1), _Block(32, 32, 8, 1)),
+}
+_TILINGS_32_BIT = {
+    64: _Tiling(128, 64, _Block(64, 32, 8, 1), _Block(32, 32, 8, 1), _Block(32, 32, 8, 1)),
+    128: _Tiling(128, 64, _Block(32, 32, 8, 1), _Block(32, 32, 8, 1), _Block(16, 32, 8, 1)),
+    256: _Tiling(128, 64, _Block(16, 32, 8, 1), _Block(16, 32, 8, 1), _Block(16, 16, 8, 1)),
+}
+_TILING_OF_INTERPRETER = _Tiling(32, 32, _Block(32, 16, 1, 1), _Block(32, 32, 1, 1), _Block(16, 32, 1, 1))
+
+
+def _kernels() -> Any:
+    from trainer.parallel import attention_kernels
+
+    return attention_kernels
+
+
+def is_interpreted() -> bool:
+    """Return whether Triton interprets its kernels, on any device: it was imported with `TRITON_INTERPRET=1`."""
+    triton = sys.modules.get("triton")
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Return the reason why the kernels do not run on a device; None if they run."""
+    if is_interpreted():
+        return None
+    if device.type != "cuda":
+        return f"the device is a {device.type}, and the kernel needs an NVIDIA GPU"
+    if find_spec("triton") is None:
+        return "Triton is not installed (`pip install triton`)"
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return f"the GPU {torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    return None
+
+
+def _tiling(dtype: torch.dtype, dim: int) -> _Tiling:
+    if is_interpreted():
+        return _TILING_OF_INTERPRETER
+    tilings = _TILINGS_32_BIT if dtype == torch.float32 else _TILINGS_16_BIT
+    return tilings[max(64, _padded(dim))]
+
+
+def _padded(dim: int) -> int:
+    """Return the size of a head in the kernels: a power of two."""
+    return max(_LEAST_DIM, 1 << (dim - 1).bit_length())
+
+
+def visible_tiles(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the lists of the tiles that a boolean mask leaves visible, for `fused_attention`; None for all tiles.
+
+    Args:
+        mask: the mask `[1 or batch, 1 or heads, queries, keys]`, or None.
+        query: the queries `[batch, heads, queries, head_dim]`.
+        key: the keys `[batch, key_value_heads, keys, head_dim]`.
+        value: the values `[batch, key_value_heads, keys, value_dim]`.
+    """
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    tiling = _tiling(query.dtype, max(query.shape[-1], value.shape[-1]))
+    if key.shape[2] < _LISTED_TILES * tiling.keys:
+        return None
+    key_tiles, query_tiles = _list_tiles(mask, tiling.queries, tiling.keys)
+    return key_tiles, query_tiles
+
+
+@custom_op("trainer::visible_tiles", mutates_args=())
+def _list_tiles(mask: Tensor, tile_queries: int, tile_keys: int) -> tuple[Tensor, Tensor]:
+    key_tiles, query_tiles = _empty_lists(mask, tile_queries, tile_keys)
+    batch, heads, num_queries, num_keys = mask.shape
+    rows, columns = key_tiles.shape[2], query_tiles.shape[2]
+    kinds = mask.new_empty((batch, heads, rows, columns), dtype=torch.int32)
+    kernels = _kernels()
+    kernels.key_tiles_kernel[(batch * heads * rows,)](
+        mask, kinds, key_tiles, mask.stride(), heads, num_queries, num_keys, rows, columns, tile_queries, tile_keys
+    )
+    kernels.query_tiles_kernel[(batch * heads * columns,)](kinds, query_tiles, rows, columns)
+    return key_tiles, query_tiles
+
+
+@_list_tiles.register_fake
+def _empty_lists(mask: Tensor, tile_queries: int, tile_keys: int) -> tuple[Tensor, Tensor]:
+    batch, heads, num_queries, num_keys = mask.shape
+    rows, columns = -(-num_queries // tile_queries), -(-num_keys // tile_keys)
+    return (
+        mask.new_empty((batch, heads, rows, 2 + columns), dtype=torch.int32),
+        mask.new_empty((batch, heads, columns, 2 + rows), dtype=torch.int32),
+    )
+
+
+@custom_op("trainer::keyed_attention", mutates_args=())
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row_keys: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_tiles: Tensor | None,
+    query_tiles: Tensor | None,
+    scale: float,
+    probability: float,
+    is_causal: bool,
+    offsets: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Compute scaled dot-product attention with a keyed dropout mask.
+
+    Args:
+        query: the queries `[batch, heads, queries, head_dim]`, of a type in `DTYPES`.
+        key: the keys `[batch, key_value_heads, keys, head_dim]`.
+        value: the values `[batch, key_value_heads, keys, value_dim]`.
+        row_keys: the keys of the rows for this call of the site, int64 `[batch]`.
+        mask: a boolean mask (True: visible) or a mask that is added to the scores, `[1 or batch, 1 or heads, queries,
+            keys]`; it has no gradient. Strides may be 0.
+        bias: is added to the scores; `[1 or batch, 1 or heads, queries, keys]`; it may have a gradient.
+        key_tiles: the first list of `visible_tiles`.
+        query_tiles: the second one.
+        scale: the factor of the products of queries and keys.
+        probability: the share of the probabilities to drop, in [0, 1).
+        is_causal: whether a query sees no key at a later position; it excludes `mask`.
+        offsets: the indices of the first head, query and key of these tensors in those of one process. The key's is a
+            multiple of 4.
+
+    Returns:
+        The output `[batch, queries, heads, value_dim]`, and the maximum and the binary logarithm of the sum of each
+        query's exponentials, fp32 `[2, batch, heads, queries]`.
+    """
+    query, key, value = map(_with_rows, (query, key, value))
+    output, sums = _empty_results(
+        query, key, value, row_keys, mask, bias, key_tiles, query_tiles, scale, probability, is_causal, offsets
+    )
+    if output.numel() == 0:
+        return output, sums
+    call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets)
+    block = call.tiling.forward
+    by_head = output.transpose(1, 2)
+    num_blocks = -(-query.shape[2] // block.queries)
+    _kernels().forward_kernel[(num_blocks * query.shape[0] * query.shape[1],)](
+        query, key, value, by_head, sums, row_keys, *call.added, key_tiles, None, *call.factors,
+        call.strides(query), call.strides(key), call.strides(value), call.strides(by_head), call.strides(sums),
+        *call.added_strides, call.strides(key_tiles),
+        query.shape[1], call.group, query.shape[2], key.shape[2], num_blocks, *offsets,
+        **call.options(block, key_tiles is not None),
+    )  # fmt: skip
+    return output, sums
+
+
+@fused_attention.register_fake
+def _empty_results(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row_keys: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_tiles: Tensor | None,
+    query_tiles: Tensor | None,
+    scale: float,
+    probability: float,
+    is_causal: bool,
+    offsets: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    batch, heads, queries = query.shape[:3]
+    output = query.new_empty((batch, queries, heads, value.shape[-1]))
+    return output, query.new_empty((2, batch, heads, queries), dtype=torch.float32)
+
+
+@custom_op("trainer::keyed_attention_backward", mutates_args=())
+def _backward_of(
+    output_gradient: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row_keys: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_tiles: Tensor | None,
+    query_tiles: Tensor | None,
+    scale: float,
+    probability: float,
+    is_causal: bool,
+    offsets: Sequence[int],
+    with_bias: bool,
+) -> list[Tensor]:
+    query, key, value, output_gradient = map(_with_rows, (query, key, value, output_gradient))
+    gradients: list[Tensor] = _empty_gradients(
+        output_gradient, output, sums, query, key, value, row_keys, mask, bias, key_tiles, query_tiles, scale,
+        probability, is_causal, offsets, with_bias,
+    )  # fmt: skip
+    if output.numel() == 0:
+        return [gradient.zero_() for gradient in gradients]
+    query_gradient, key_gradient, value_gradient = gradients[:3]
+    call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets)
+    by_head, gradient = output.transpose(1, 2), output_gradient.transpose(1, 2)
+    deltas = torch.empty_like(sums[0])
+    batch, heads, num_queries = query.shape[:3]
+    key_heads, num_keys = key.shape[1:3]
+    kernels, strides = _kernels(), call.strides
+    inputs = (strides(query), strides(key), strides(value))
+
+    block = call.tiling.of_queries
+    num_blocks = -(-num_queries // block.queries)
+    kernels.query_gradient_kernel[(num_blocks * batch * heads,)](
+        query, key, value, by_head, gradient, query_gradient, sums, deltas, row_keys, *call.added, key_tiles, None,
+        *call.factors, *inputs, strides(by_head), strides(gradient), strides(query_gradient), strides(sums),
+        *call.added_strides, strides(key_tiles),
+        heads, call.group, num_queries, num_keys, num_blocks, *offsets, **call.options(block, key_tiles is not None),
+    )  # fmt: skip
+
+    block = call.tiling.of_keys
+    num_blocks = -(-num_keys // block.keys)
+    kernels.key_gradient_kernel[(num_blocks * batch * key_heads,)](
+        query, key, value, gradient, key_gradient, value_gradient, sums, deltas, row_keys, *call.added, query_tiles,
+        None, *call.factors, *inputs, strides(gradient), strides(key_gradient), strides(value_gradient),
+        strides(sums), *call.added_strides, strides(query_tiles),
+        key_heads, call.group, num_queries, num_keys, num_blocks, *offsets,
+        **call.options(block, query_tiles is not None),
+    )  # fmt: skip
+
+    if with_bias:
+        assert bias is not None
+        block = call.tiling.of_queries
+        blocks = (-(-num_queries // block.queries), -(-num_keys // block.keys))
+        options = call.options(block, False)
+        for name in ("UNIT_M", "UNIT_N", "BIAS", "TILES"):
+            del options[name]
+        kernels.bias_gradient_kernel[(blocks[0] * blocks[1] * bias.shape[0] * bias.shape[1],)](
+            query, key, value, gradient, gradients[3], sums, deltas, row_keys, *call.added, None, *call.factors,
+            *inputs, strides(gradient), strides(gradients[3]), strides(sums), *call.added_strides,
+            batch, heads, *bias.shape[:2], call.group, num_queries, num_keys, *blocks, *offsets, **options,
+        )  # fmt: skip
+    return gradients
+
+
+@_backward_of.register_fake
+def _empty_gradients(
+    output_gradient: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row_keys: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_tiles: Tensor | None,
+    query_tiles: Tensor | None,
+    scale: float,
+    probability: float,
+    is_causal: bool,
+    offsets: Sequence[int],
+    with_bias: bool,
+) -> list[Tensor]:
+    # As projections make them, `[batch, positions, heads, head_dim]`, so that their gradients need no copy.
+    gradients = [
+        x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (query, key, value)
+    ]
+    if with_bias:
+        assert bias is not None
+        gradients.append(bias.new_empty(bias.shape))
+    return gradients
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, scale, probability, is_causal, offsets = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.mark_non_differentiable(output[1])
+    ctx.numbers = (scale, probability, is_causal, offsets)
+
+
+def _backward(ctx: Any, output_gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    with_bias = ctx.needs_input_grad[5]
+    gradients = _backward_of(output_gradient, *ctx.saved_tensors, *ctx.numbers, with_bias)
+    return *gradients[:3], None, None, gradients[3] if with_bias else None, *[None] * 6
+
+
+fused_attention.register_autograd(_backward, setup_context=_save)
+
+
+def _precision() -> str:
+    """Return the precision of products of fp32, as torch's own products have it."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """Return `tensor` with neighbouring elements in its last dimension, as the kernels read it."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+class _Call:
+    """The arguments that the kernels share."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        row_keys: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        scale: float,
+        probability: float,
+        is_causal: bool,
+        offsets: Sequence[int],
+    ) -> None:
+        assert query.dtype == key.dtype == value.dtype, "the kernels compute products of equal types"
+        assert row_keys.shape == query.shape[:1], "one key for each row"
+        assert offsets[2] % LANES == 0, "a word of the dropout mask begins at the first key"
+        assert not (is_causal and mask is not None), "a mask takes the place of the causal one"
+        self._dims = (query.shape[-1], value.shape[-1])
+        self.tiling = _tiling(query.dtype, max(self._dims))
+        self.group = query.shape[1] // key.shape[1]
+        levels = dropped_levels(probability)
+        # the lowest 16 bits that keep an element, as signed numbers in the upper half of a word
+        threshold = (levels - LANE_LEVELS // 2) << 16
+        self.factors = (scale, threshold, LANE_LEVELS / (LANE_LEVELS - levels))
+        self.added = (mask, bias)
+        self._adds_floats = bias is not None or (mask is not None and mask.dtype != torch.bool)
+        self.added_strides = (self.strides(mask), self.strides(bias))
+        kernels = _kernels()
+        kind = kernels.NO_MASK if mask is None else kernels.BOOLEAN if mask.dtype == torch.bool else kernels.ADDITIVE
+        self._options = {
+            "HEAD_DIM": self._dims[0],
+            "VALUE_DIM": self._dims[1],
+            "BLOCK_D": _padded(self._dims[0]),
+            "BLOCK_V": _padded(self._dims[1]),
+            "UNIT_M": self.tiling.queries,
+            "UNIT_N": self.tiling.keys,
+            "MASK": kind,
+            "BIAS": bias is not None,
+            "CAUSAL": is_causal,
+            "DROPOUT": levels > 0,
+            "PACKED": False,
+            "PRECISION": kernels.INTERPRETED if is_interpreted() else _precision(),
+        }
+
+    def options(self, block: _Block, with_tiles: bool) -> dict[str, Any]:
+        """Return the constants of a kernel."""
+        return {
+            **self._options,
+            "BLOCK_M": block.queries,
+            "BLOCK_N": block.keys,
+            "TILES": with_tiles,
+            **(
+                {}
+                if is_interpreted()
+                else {"num_warps": block.warps, "num_stages": block.stages, "enable_fp_fusion": True}
+            ),
+        }
+
+    @staticmethod
+    def strides(tensor: Tensor | None) -> tuple[int, ...]:
+        """Return the strides of a tensor, with 0 for dimensions of size 1, which broadcast."""
+        if tensor is None:
+            return (0, 0, 0, 0)
+        return tuple(stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
