@@ -175,7 +175,7 @@ def assemble(
     plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
     meeting = process_group.meet_ranks(resolved, plan, environment)
     data = process_group.together(meeting, resolved.recipe, lambda: checking.prepare_checked(plan))
-    device = process_group.open_device(environment)
+    device = process_group.open_device(environment, resolved.recipe.tf32)
     with process_group.process_group(plan, environment, device, meeting):
         parts = assembly.assemble(plan, process_group.open_mesh(plan.layout, device), data, adapt)
         try:

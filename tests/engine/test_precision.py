@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.base.errors import UsageError
-from trainer.engine.precision import cast_forward
+from trainer.engine.precision import allow_tf32, cast_forward
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,19 @@ def test_a_gpu_without_bf16_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(UsageError, match="`precision` is bf16, which Tesla T4 does not compute in; use fp16 or fp32"):
         cast_forward(torch.nn.Linear(4, 4), "bf16", torch.device("cuda"))
+
+
+def test_tf32_is_off_unless_the_recipe_allows_it(monkeypatch):
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    try:
+        for allowed in (True, False):
+            allow_tf32(allowed, torch.device("cuda"))
+            assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    with pytest.raises(UsageError, match="`tf32` is true, but cpu has no TF32; set it to false"):
+        allow_tf32(True, torch.device("cpu"))
 
 
 def test_a_device_without_autocast_is_refused():

@@ -81,12 +81,14 @@ class Case:
     task: str = "sequence_classification"
     num_layers: int | None = None  # None: the number in the family's tiny configuration
     is_extra: bool = False  # not part of the covering array of `matrix`
+    gradients: str = "fp32"  # the type in which they are sent
 
     def __str__(self) -> str:
         words = [self.strategy, f"{self.world_size}ranks", self.precision]
         words += [f"tensor{self.tensor}"] * (self.tensor > 1) + ["sequence"] * self.sequence
         words += [f"pipeline{self.stages}", self.schedule] * (self.stages > 1)
         words += [self.model_type] * (self.model_type != "bert") + [self.task] * (self.task == "masked_lm")
+        words += [f"gradients_{self.gradients}"] * (self.gradients != "fp32")
         words += ["accumulated"] * self.accumulates + [f"recompute_{self.checkpointing}"] * (
             self.checkpointing != "none"
         )
@@ -96,6 +98,11 @@ class Case:
     def is_fast(self) -> bool:
         """Whether `make test` runs the case, which is true for two ranks."""
         return self.world_size == 2
+
+    @property
+    def tolerance(self) -> str:
+        """The name of the case's tolerance: that of the fewest bits."""
+        return self.precision if self.gradients == "fp32" else self.gradients
 
     @property
     def num_steps(self) -> int:
@@ -134,7 +141,8 @@ class Case:
                 else share
             },
             parallel=parallel_keys(self.strategy, data_ranks)
-            | {"tensor": self.tensor, "sequence": self.sequence, "pipeline": pipeline},
+            | {"tensor": self.tensor, "sequence": self.sequence, "pipeline": pipeline}
+            | {"communication": {"gradients": self.gradients}},
             precision=self.precision,
             activation_checkpointing=self.checkpointing,
         )
@@ -218,6 +226,23 @@ def pipeline_matrix() -> Iterator[Case]:
             yield case("ddp", 2, 2, model_type=model_type, dropout=0.1 if model_type in DROPOUT_FAMILIES else 0.0)
 
 
+def communication_matrix() -> Iterator[Case]:
+    """Iterate over cases with gradients that are sent in 16 bits, for each place in which they are sent."""
+    case = partial(Case, accumulates=True, checkpointing="none", dropout=0.1, num_layers=4)
+    for index, strategy in enumerate(RANK_STRATEGIES):
+        precision = ("bf16", "fp32")[index % 2]
+        yield case(strategy, 4 if STRATEGIES[strategy].groups else 2, precision=precision, gradients="bf16")
+    yield case("ddp", 2, precision="fp16", gradients="fp16")
+    yield from (
+        case("ddp", 2, tensor=2, sequence=True, precision="bf16", gradients="bf16"),
+        case("zero2", 4, tensor=2, sequence=True, precision="fp32", gradients="bf16"),
+        case("fsdp", 4, tensor=2, sequence=True, precision="bf16", gradients="bf16"),
+    )
+    yield case("ddp", 2, stages=2, task="masked_lm", precision="bf16", gradients="bf16")
+    yield case("ddp", 4, stages=2, precision="fp32", gradients="bf16")
+    yield case("fsdp", 4, stages=2, precision="fp16", gradients="fp16")
+
+
 def image_cases() -> Iterator[Case]:
     """Iterate over cases of a ViT (every kind of engine, tensor ranks) and of a ResNet (FSDP, stages)."""
     for strategy, accumulates, checkpointing in (
@@ -249,7 +274,7 @@ def train(case: Case) -> Outcome:
     if case.model_type not in SGD_FAMILIES:
         return Outcome(train_tiny(case.recipe(), num_steps=case.num_steps), None, None)
     # Not with ZeRO, whose master weights are fp32, and not on four ranks, which take long on few cores.
-    in_fp64 = case.precision == "fp32" and not STRATEGIES[case.strategy].zero_stage and case.world_size < 4
+    in_fp64 = case.tolerance == "fp32" and not STRATEGIES[case.strategy].zero_stage and case.world_size < 4
     return Outcome(
         train_tiny(case.recipe(), num_steps=case.num_steps),
         train_tiny(case.recipe(sgd=True)),
@@ -291,7 +316,8 @@ def assert_parity(outcomes: list[Outcome], case: Case) -> None:
         case: The case that they trained.
     """
     same = {"task": case.task, "num_layers": case.num_layers}
-    expected, tolerance = reference(case.precision, case.dropout, case.model_type, **same), TOLERANCES[case.precision]
+    same |= {"gradients": case.gradients} if case.gradients != "fp32" else {}
+    expected, tolerance = reference(case.precision, case.dropout, case.model_type, **same), TOLERANCES[case.tolerance]
     digests: dict[str, str] = {}
     for outcome in outcomes:
         assert len(outcome.curve.losses) == case.num_steps

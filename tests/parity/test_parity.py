@@ -19,6 +19,7 @@ from tests.parity.cases import (
     Outcome,
     assert_parity,
     assert_same_curve,
+    communication_matrix,
     image_cases,
     largest_difference,
     matrix,
@@ -34,7 +35,7 @@ from trainer.models.families.table import FAMILIES
     "case",
     [
         pytest.param(case, id=str(case), marks=() if case.is_fast else pytest.mark.slow)
-        for case in (*matrix(), *tensor_matrix(), *pipeline_matrix(), *image_cases())
+        for case in (*matrix(), *tensor_matrix(), *pipeline_matrix(), *communication_matrix(), *image_cases())
     ],
 )
 def test_any_layout_is_one_process(ranks: RankPools, case: Case):

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import trainer
-from tests.planning.measured import LENGTH, recipe_of
+from tests.planning.measured import LENGTH, SMALL_BERT, planned, recipe_of
 from trainer.base.errors import UsageError
 from trainer.cli import main
 from trainer.planning.hardware import known_devices, parse_devices
@@ -171,6 +172,52 @@ def test_offload_moves_memory_to_the_host(strategy: str, offload: str, moved: Se
     # The host holds the sharded gradients too: all of them at the end of the backward pass.
     assert split.host[GRADIENTS] >= on_device.resident.get(MASTER, on_device.resident.get(PARAMETERS, 0)) * 0.99
     assert split.peak.num_bytes < on_device.peak.num_bytes
+
+
+def sent(operation: str, axis: str, world_size: int = 2, **keys: Any) -> int:
+    """Return the bytes of one kind of collective in a step of the first rank."""
+    return planned(keys, world_size, 0).traffic[operation, axis][1]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "operation", "axis"),
+    [
+        ({"strategy": "ddp"}, "allreduce", "dp"),
+        ({"strategy": "fsdp"}, "reduce_scatter_base", "dp"),
+        ({"strategy": "ddp", "pipeline": {"stages": 2}}, "allreduce", "dp"),
+    ],
+    ids=["ddp", "fsdp", "pipeline"],
+)
+def test_gradients_in_16_bits_take_half_of_the_bytes(parallel: dict[str, Any], operation: str, axis: str):
+    ranks = 4 if "pipeline" in parallel else 2
+    whole, halved = (
+        sent(operation, axis, ranks, parallel={**parallel, "communication": {"gradients": kind}})
+        for kind in ("fp32", "bf16")
+    )
+    assert halved == pytest.approx(whole / 2, rel=0.03)  # loss and norm are summed in fp64
+
+
+def test_partial_gradients_of_tensor_ranks_take_half_of_the_bytes():
+    whole, halved = (
+        sent("allreduce", "tp", parallel={"tensor": 2, "sequence": True, "communication": {"gradients": kind}})
+        for kind in ("fp32", "bf16")
+    )
+    # Each layer has two norms with weight and bias, and two biases of row-parallel layers.
+    number = SMALL_BERT["num_hidden_layers"] * 6 * SMALL_BERT["hidden_size"]
+    assert whole - halved == 2 * number
+
+
+@pytest.mark.parametrize(
+    ("parallel", "operation", "axis"),
+    [
+        ({"strategy": "ddp", "pipeline": {"stages": 2}}, "send", "pp"),
+        ({"strategy": "ddp", "tensor": 2, "sequence": True}, "reduce_scatter_base", "tp"),
+    ],
+    ids=["stages", "positions"],
+)
+def test_hidden_states_in_16_bits_take_half_of_the_bytes(parallel: dict[str, Any], operation: str, axis: str):
+    whole, halved = (sent(operation, axis, parallel=parallel, precision=kind) for kind in ("fp32", "bf16"))
+    assert halved * 2 == whole
 
 
 def test_python_gives_the_plan_of_the_command(recipe: Path, capsys: pytest.CaptureFixture[str]):

@@ -53,6 +53,8 @@ TWO: dict[str, dict[str, Any]] = {
     "tensor": {"parallel": {"strategy": "ddp", "tensor": 2}},
     "tensor sequence": {"parallel": {"strategy": "ddp", "tensor": 2, "sequence": True}},
     "pipeline": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}},
+    "pipeline bf16": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}, "precision": "bf16"},
+    "ddp, gradients in bf16": {"parallel": {"strategy": "ddp", "communication": {"gradients": "bf16"}}},
     "pipeline gpipe": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2, "schedule": "gpipe"}}},
 }
 DEEPSPEED: dict[str, dict[str, Any]] = {

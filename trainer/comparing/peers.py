@@ -229,7 +229,7 @@ class PeerMeasurement:
         plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
         meeting = meet_ranks(resolved, plan, environment)
         data = together(meeting, resolved.recipe, lambda: prepare_checked(plan))
-        device = open_device(environment)
+        device = open_device(environment, resolved.recipe.tf32)
         with process_group(plan, environment, device, meeting):
             name_ranks(environment)
             _train(self.peer, plan, data, open_mesh(plan.layout, device), environment)

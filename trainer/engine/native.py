@@ -28,11 +28,13 @@ from trainer.engine.engine import (
 )
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
+from trainer.engine.precision import sent_dtype
 from trainer.engine.scaling import LossScaler, settle
 from trainer.engine.schedule import AccumulationSchedule, Schedule
 from trainer.engine.sharded import defer_all_reduce, shard
 from trainer.models.building import BuiltModel
 from trainer.models.saving import save_model
+from trainer.parallel.gradients import round_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
@@ -44,16 +46,23 @@ from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
 
-def _sum_gradients(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
+def _sum_gradients(group: dist.ProcessGroup, sent_in: torch.dtype | None, bucket: Any) -> torch.futures.Future[Tensor]:
     """Sum a bucket over the ranks, as DDP's hook: each rank's loss is already its share of the global mean."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    buffer: Tensor = bucket.buffer()
+    sent = buffer.to(sent_in or buffer.dtype)
+    work = dist.all_reduce(sent, group=group, async_op=True)
     assert work is not None
-    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda _: bucket.buffer())
+    summed: torch.futures.Future[Tensor] = work.get_future().then(
+        lambda _: buffer if sent is buffer else buffer.copy_(sent)
+    )
     return summed
 
 
-def wrap_ddp(model: nn.Module, mesh: ParallelMesh) -> DistributedDataParallel:
-    """Return `model` in DDP, with gradients summed, not averaged, during the backward pass."""
+def wrap_ddp(model: nn.Module, mesh: ParallelMesh, sent_in: torch.dtype | None = None) -> DistributedDataParallel:
+    """Return `model` in DDP, with gradients summed, not averaged, during the backward pass.
+
+    Gradients are sent in the type `sent_in`; None: in their own.
+    """
     group = mesh.group("dp")
     # Buffers of transformers' models are constants, such as position ids; torch 2.13 renamed the option.
     options = inspect.signature(DistributedDataParallel).parameters
@@ -66,7 +75,7 @@ def wrap_ddp(model: nn.Module, mesh: ParallelMesh) -> DistributedDataParallel:
         **{sync_buffers: False},  # type: ignore[arg-type]
     )
     # A lambda, because DDP compares a hook's annotations with its own classes, and ours are strings.
-    wrapped.register_comm_hook(group, lambda group, bucket: _sum_gradients(group, bucket))  # noqa: PLW0108
+    wrapped.register_comm_hook(group, lambda group, bucket: _sum_gradients(group, sent_in, bucket))
     return wrapped
 
 
@@ -102,6 +111,7 @@ class NativeEngine:
         self._mesh = mesh
         self._recipe = plan.recipe
         self._total_steps = total_steps
+        self._sent_in = sent_dtype(plan.recipe.parallel.communication)
         self._step = 0
         self.parameters = {name: p for model in models for name, p in model.named_parameters()}
         no_decay = {name for model in models for name in no_decay_names(model)}
@@ -121,7 +131,7 @@ class NativeEngine:
         if self._needs_all_gradients:
             self._refuse_unused_parameters()
         placed = [(parameter, self.placements[name]) for name, parameter in self.parameters.items()]
-        sum_partial_gradients_(placed, self._mesh)
+        sum_partial_gradients_(placed, self._mesh, self._sent_in)
         if self._complete is not None:
             self._complete()
         norm = global_grad_norm(placed, self._mesh)
@@ -219,6 +229,8 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
     assert built.placements is not None or mesh.size(TENSOR_AXIS) == 1, "the model is built in the parts of its mesh"
     placements = whole(model) if built.placements is None else built.placements
     prepare_model(built, mesh, plan)
+    sent_in = sent_dtype(parallel.communication)
+    complete: Callable[[], None] | None = None
     call: nn.Module = model
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     if plan.strategy.cuts_parameters:
@@ -232,14 +244,17 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
             parallel.reshard_after_forward,
             parallel.offload == "parameters",
             built.shards,
+            sent_in,
         )
         no_sync = partial(defer_all_reduce, model)
     else:
         model.to(mesh.device)
         if mesh.size("dp") > 1:
-            call = wrapped = wrap_ddp(model, mesh)
+            call = wrapped = wrap_ddp(model, mesh, sent_in)
             no_sync = wrapped.no_sync
+        elif sent_in is not None:
+            complete = partial(round_gradients_, list(model.parameters()), sent_in)
     synced = plan.strategy.cuts_parameters
     forward = ModelForward(built, call, model, task, mesh, plan.recipe.training.seed, synced)
     schedule = AccumulationSchedule(forward.loss_sum, no_sync)
-    return NativeEngine(forward, [model], schedule, placements, mesh, plan, total_steps)
+    return NativeEngine(forward, [model], schedule, placements, mesh, plan, total_steps, complete)

@@ -21,11 +21,12 @@ from trainer.engine.engine import EvalResult
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.native import NativeEngine
+from trainer.engine.precision import COMPUTE_DTYPES, sent_dtype
 from trainer.engine.sharded import shard
 from trainer.models.building import BuiltModel
 from trainer.models.stages import StagePart
 from trainer.parallel.dropout import MicrobatchKey
-from trainer.parallel.gradients import TiedGradients, sum_gradients_
+from trainer.parallel.gradients import TiedGradients, round_gradients_, sum_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, text_rows
 from trainer.parallel.pipeline import BusyClock, LocalStage, PipelineDriver, Shapes
@@ -108,6 +109,10 @@ class PipelinedForward(ModelForward):
         self._built = built
         self._batch = plan.batch
         self._pipeline: PipelinePlan = plan.pipeline
+        self._own_type = next(
+            (p.dtype for p in first.model.parameters() if p.is_floating_point()), torch.get_default_dtype()
+        )
+        self._sent_in = COMPUTE_DTYPES.get(plan.recipe.precision)  # hidden states travel in the type of the products
         stages = plan.pipeline.stages_of(mesh.index(PIPELINE_AXIS))
         for stage in built:
             model: Any = stage.model
@@ -119,6 +124,7 @@ class PipelinedForward(ModelForward):
             plan.pipeline.num_microbatches,
             mesh.process_group(PIPELINE_AXIS),
             mesh.device,
+            self._sent_in or self._own_type,
         )
 
     @property
@@ -199,12 +205,14 @@ class PipelinedForward(ModelForward):
         keyed = keys.use(key) if keys and built.model.training else nullcontext()
         labelled = built.head.use(labels) if built.head and labels is not None else nullcontext()
         with self._watch if built.model.training else nullcontext(), keyed, labelled:
-            output = part.run(forward, received, {**self._task.model_inputs(inputs), **self._constants})
+            output = part.run(
+                forward,
+                tuple(t.to(self._own_type) for t in received),
+                {**self._task.model_inputs(inputs), **self._constants},
+            )
         if not isinstance(output, tuple):
             return self._task.scores(output, inputs)
-        # The next stage expects the type of the parameters, not that of autocast.
-        dtype = next(p.dtype for p in built.model.parameters() if p.is_floating_point())
-        return tuple(tensor.to(dtype) for tensor in output)
+        return tuple(tensor.to(self._sent_in or self._own_type) for tensor in output)
 
     def _inputs(self, rows: Pass) -> dict[str, Tensor]:
         tensors = {**rows.inputs, _ROWS: rows.rows}
@@ -282,6 +290,7 @@ def build_pipelined(
     models = [stage.model for stage in built]
     placements: Placements = {}
     parallel, cuts = plan.recipe.parallel, plan.strategy.cuts_parameters
+    sent_in = sent_dtype(parallel.communication)
     for stage in built:
         assert stage.placements is not None
         placed = stage.placements
@@ -297,6 +306,7 @@ def build_pipelined(
                 parallel.reshard_after_forward,
                 offload_parameters=False,
                 shards=stage.shards,
+                sent_in=sent_in,
             )
         assert not placements.keys() & placed.keys(), "two stages of a rank have parameters of one name"
         placements |= placed
@@ -304,10 +314,13 @@ def build_pipelined(
     schedule = PipelinedSchedule(forward, mesh, plan)
     tied = _tied_gradients(built, placements, mesh, plan)
     data_group = mesh.group("dp") if not cuts else None
+    parameters = [parameter for model in models for parameter in model.parameters()]
 
     def complete() -> None:
         if data_group is not None:
-            sum_gradients_((parameter for model in models for parameter in model.parameters()), data_group)
+            sum_gradients_(parameters, data_group, sent_in)
+        elif sent_in is not None and not cuts:
+            round_gradients_(parameters, sent_in)
         tied.sum_()
 
     return NativeEngine(forward, models, schedule, placements, mesh, plan, total_steps, complete)
@@ -327,4 +340,6 @@ def _tied_gradients(
         for label, parameter in stage.model.named_parameters():
             if placements[label].stages and parameter.requires_grad:
                 copies.setdefault(placements[label].name, []).append(parameter)
-    return TiedGradients(copies, {name: groups.get(ranks[name]) for name in copies})
+    return TiedGradients(
+        copies, {name: groups.get(ranks[name]) for name in copies}, sent_dtype(plan.recipe.parallel.communication)
+    )

@@ -13,11 +13,32 @@ from transformers.pytorch_utils import Conv1D
 from trainer.base.errors import UsageError
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.low_rank import LowRank
+from trainer.recipe.schema import Communication
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PRODUCTS = {nn.Linear, nn.Conv1d, nn.Conv2d, Conv1D, ColumnParallelLinear, RowParallelLinear, LowRank}
 """Modules of matrix products. Autocast rounds all their parameters; a subclass may use them in other ways."""
+
+
+def sent_dtype(communication: Communication) -> torch.dtype | None:
+    """Return the type in which gradients are summed over ranks; None: their own, fp32."""
+    return COMPUTE_DTYPES.get(communication.gradients)
+
+
+def allow_tf32(allowed: bool, device: torch.device) -> None:
+    """Allow or forbid TF32 in fp32 matrix products and convolutions; torch allows it in convolutions by default.
+
+    Raises:
+        UsageError: TF32 is requested on a device without it.
+    """
+    if allowed and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        raise UsageError(
+            f"`tf32` is true, but {name} has no TF32; set it to false, or use an NVIDIA GPU from the"
+            " Ampere generation on"
+        )
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
 
 def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.device) -> None:

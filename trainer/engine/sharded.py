@@ -5,7 +5,7 @@ stage 2 if parameters stay whole between forward and backward. HSDP shards withi
 
 In bf16 and fp16, the weights of matrix products are gathered in 16 bits. Autocast rounds them to this type before each
 product anyway, so the rounding before the gather changes no result. Norms and embeddings compute in fp32, and are
-gathered in fp32. Gradients are summed in fp32.
+gathered in fp32. Gradients are summed in the type of `parallel.communication.gradients`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def shard(
     reshard_after_forward: bool,
     offload_parameters: bool,
     shards: dict[str, Tensor] | None = None,
+    sent_in: torch.dtype | None = None,
 ) -> Placements:
     """Shard each layer of the model's family, then the rest as one group, over the mesh axis `dp_shard`.
 
@@ -56,6 +57,7 @@ def shard(
         reshard_after_forward: whether to free gathered parameters between forward and backward.
         offload_parameters: whether to keep parameters, gradients and optimizer state in CPU memory.
         shards: this rank's rows of each parameter, by name, which are removed; None: those of the model's parameters.
+        sent_in: the type in which gradients are sent; None: their own.
 
     Returns:
         The placements of the sharded parameters.
@@ -69,7 +71,9 @@ def shard(
     axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
     policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload_parameters else OffloadPolicy()
     rounded = rounded_by_autocast(model) if precision != "fp32" else set()
-    types = MixedPrecisionPolicy(reduce_dtype=None if precision == "fp32" else torch.float32)
+    if precision != "fp32":
+        sent_in = sent_in or torch.float32  # the gradients of weights that are gathered in 16 bits, too
+    types = MixedPrecisionPolicy(reduce_dtype=sent_in)
     for part in (*layers_of(model).values(), model):
         fully_shard(
             part,
@@ -117,24 +121,24 @@ def _fill(model: nn.Module, shards: dict[str, Tensor], device: torch.device) -> 
 
 
 def _gather_rounded(model: nn.Module, names: set[str], dtype: torch.dtype) -> None:
-    """Gather parameters of a sharded model in `dtype`; their gradients stay fp32.
+    """Gather parameters of a sharded model in `dtype`; their gradients are added in fp32.
 
     Torch's policy has one type for all parameters of a module, norms included; here, each parameter has its own.
     """
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     chosen = {parameter for name, parameter in model.named_parameters() if name in names}
     for module in model.modules():
         group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for parameter in group.fsdp_params if group else ():
             if parameter.sharded_param in chosen:
-                parameter.init_dtype_attrs = partial(_of_policy, parameter.init_dtype_attrs, policy)
+                parameter.init_dtype_attrs = partial(_gathered_in, dtype, parameter, parameter.init_dtype_attrs)
                 parameter.init_unsharded_param = partial(_with_fp32_gradient, parameter, parameter.init_unsharded_param)
 
 
-def _of_policy(
-    set_types: Callable[[MixedPrecisionPolicy], None], own: MixedPrecisionPolicy, of_module: MixedPrecisionPolicy
+def _gathered_in(
+    dtype: torch.dtype, parameter: Any, set_types: Callable[[MixedPrecisionPolicy], None], policy: MixedPrecisionPolicy
 ) -> None:
-    set_types(own)
+    set_types(policy)
+    parameter.param_dtype = dtype
 
 
 def _with_fp32_gradient(parameter: Any, gather: Callable[[], None]) -> None:

@@ -32,7 +32,7 @@ from trainer.engine.engine import (
 )
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
-from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast
+from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast, sent_dtype
 from trainer.engine.scaling import LossScaler, settle
 from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import not_recorded
@@ -349,7 +349,7 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
         # DeepSpeed's norm counts sharded parameters on every tensor rank, replicated ones once.
         parameter.model_parallel = TENSOR_AXIS in placements[name].split_axes  # type: ignore[attr-defined]
         if parameter.requires_grad and is_partial(placements[name], mesh):
-            sum_while_backward(parameter, mesh)
+            sum_while_backward(parameter, mesh, sent_dtype(plan.recipe.parallel.communication))
     prepare_model(built, mesh, plan)
     if plan.strategy.cuts_parameters:
         partition = Split(dim=None, axis="dp_shard")

@@ -180,9 +180,11 @@ DEEPSPEED: dict[str, Counterpart] = {
     "gradient_predivide_factor": none(say.ONE_DENOMINATOR, 1.0),
     "gradient_allreduce_op": none(say.ONE_DENOMINATOR, "mean"),
     "aio": none(say.NO_NVME, None),
-    "data_types": none("gradients are reduced in fp32", None),
+    "data_types": none("gradients are accumulated in fp32", None),
     "disable_allgather": none("DeepSpeed ignores it", False),
-    "communication_data_type": none("gradients are reduced in fp32", None, "fp32"),
+    "communication_data_type": renamed(
+        "parallel.communication.gradients", None, "fp32", note="by default fp32, in every precision"
+    ),
     "seq_parallel_communication_data_type": none("DeepSpeed's sequence parallelism is not supported", "fp32"),
     "sequence_parallel_size": none(say.NO_CONTEXT_PARALLEL, 1),
     "disable_python_gc": none("Python's garbage collection stays on", False),

@@ -44,7 +44,7 @@ FIELDS: dict[str, Counterpart] = {
         "bf16_full_eval",
         "fp16_full_eval",
     ),
-    "tf32": none("fp32 never uses TF32", None, False),
+    "tf32": renamed("tf32", False, None),
     **alike(
         mapped("activation_checkpointing", None, False, note=say.RECOMPUTE),
         "activation_checkpointing",

@@ -22,7 +22,7 @@ from trainer.models.families.table import family_of, layers_of
 from trainer.models.names import tied_names
 from trainer.models.sequence import HIDDEN_STATES, Stacks, change_inputs
 from trainer.models.within import run_within
-from trainer.parallel.communication import Group, copy_to_group, group_size, index_in_group
+from trainer.parallel.communication import Group, copy_to_group, group_size, in_product_type, index_in_group
 from trainer.parallel.dropout import DropoutSite, KeyedDropout
 from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -275,7 +275,7 @@ def _sum_input_gradients(module: nn.Module, group: Group, cut: SequenceCut | Non
     """
 
     def copy(name: str, tensor: Tensor) -> Tensor:
-        return cut.gather(tensor) if cut and name == HIDDEN_STATES else copy_to_group(tensor, group)
+        return cut.gather(tensor) if cut and name == HIDDEN_STATES else copy_to_group(in_product_type(tensor), group)
 
     change_inputs(module, copy, _INPUTS)
 

@@ -136,6 +136,27 @@ class Idling:
 
 
 @dataclass(frozen=True)
+class Operation:
+    """An operation of a profile: its calls, its own time without that of operations inside it, and its share."""
+
+    name: str
+    calls: int
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """The profile of steps `first` to `last`: the folder with a trace of each rank, and the dearest operations."""
+
+    folder: Path
+    first: int
+    last: int
+    num_ranks: int
+    operations: tuple[Operation, ...]  # of rank 0, most time first
+
+
+@dataclass(frozen=True)
 class EndRecord:
     """The outcome of a run, and the command that resumes or restarts it."""
 
@@ -150,3 +171,4 @@ class EndRecord:
     message: str | None = None  # the reason, if the outcome needs one
     pipeline: Idling | None = None  # None: there are no stages, or nothing was trained
     has_checkpoint: bool = True  # else the command starts from the first step
+    profile: Profiling | None = None  # None: nothing was profiled

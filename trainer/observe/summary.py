@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from trainer.base.errors import ExitCode
 from trainer.base.text import listed
-from trainer.observe.records import EndRecord, EvaluationRecord, ParameterGroup, RunInfo, StepRecord
+from trainer.observe.records import EndRecord, EvaluationRecord, Operation, ParameterGroup, RunInfo, StepRecord
 
 _LABEL_WIDTH = 12
 _CLASSES_SHOWN = 20
@@ -184,6 +184,15 @@ def _curve_text(name: str, evaluations: Sequence[EvaluationRecord]) -> str:
     return f"{name} {format_decimal(values[-1])} at step {evaluations[-1].step}  {bars}"
 
 
+def operation_lines(operations: Sequence[Operation]) -> list[str]:
+    """Return a table of operations: own time, share, calls and name."""
+    rows = [(f"{one.seconds * 1000:,.1f} ms", f"{one.share:.1%}", f"{one.calls:,}", one.name) for one in operations]
+    table = [("own time", "share", "calls", "operation"), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    cells = (("  ".join(f"{row[c]:>{widths[c]}}" for c in range(3)), row[3]) for row in table)
+    return [f"{numbers}  {name}"[:_TEXT_WIDTH] for numbers, name in cells]
+
+
 def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[EvaluationRecord] = ()) -> list[str]:
     """Return the lines on the outcome of a run and its resumption.
 
@@ -203,6 +212,11 @@ def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[Ev
     if record.pipeline is not None:
         shares = ", ".join(f"{share:.0%}" for share in record.pipeline.measured)
         lines += _row("pipeline", f"idle {shares} of the steps on its ranks; bubble {record.pipeline.bubble:.0%}")
+    if (profile := record.profile) is not None:
+        steps = f"steps {profile.first} to {profile.last}"
+        traces = "1 trace" if profile.num_ranks == 1 else f"{profile.num_ranks} traces"
+        lines += _row("profile", f"{steps}: {traces} for https://ui.perfetto.dev in {profile.folder}")
+        lines += [f"  {line}" for line in operation_lines(profile.operations)]
     lines += _row("folder", str(record.folder))
     if run is not None:
         lines.append(f"  {'report':<{_LABEL_WIDTH}}trainer report {shlex.quote(str(record.folder))}")

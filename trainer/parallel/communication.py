@@ -16,8 +16,9 @@ the positions of rank r; `cat` joins those of all ranks.
 Each rank has `ceil(total / size)` positions of a sequence; the last ranks may have fewer or none (5 positions on 4
 ranks: 2, 2, 1, 0). Parts are padded with zeros only for the collective.
 
-Tensors keep their type, so autocast also decides the type of the sums. Inputs and gradients are never changed. Without
-a group, or with one rank, each function returns its input.
+Tensors keep their type, so autocast also decides the type of the sums. `in_product_type` rounds the inputs of matrix
+products before they are sent. Inputs and gradients are never changed. Without a group, or with one rank, each function
+returns its input.
 """
 
 from __future__ import annotations
@@ -43,6 +44,16 @@ def group_size(group: Group) -> int:
 def index_in_group(group: Group) -> int:
     """Return the index of this rank in `group`; 0 for None."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def in_product_type(x: Tensor) -> Tensor:
+    """Return `x` in autocast's type of matrix products, for products only; unchanged without autocast.
+
+    Autocast would round it just before each product. Rounded earlier, `x` and its gradient take half of the bytes when
+    they are sent.
+    """
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype == torch.float32 else x
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:

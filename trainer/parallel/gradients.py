@@ -15,14 +15,14 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 @torch.no_grad()
-def sum_gradients_(parameters: Iterable[nn.Parameter], group: Group) -> None:
+def sum_gradients_(parameters: Iterable[nn.Parameter], group: Group, sent_in: torch.dtype | None = None) -> None:
     """Sum the gradients over the ranks of `group`, in place, one bucket at a time.
 
-    The same parameters must have gradients on all ranks.
+    The same parameters must have gradients on all ranks. They are sent in the type `sent_in`; None: in their own.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for bucket in _buckets(gradients):
-        change_as_one_(bucket, lambda flat: dist.all_reduce(flat, group=group))
+        change_as_one_(bucket, lambda flat: dist.all_reduce(flat, group=group), sent_in)
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
@@ -38,9 +38,19 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
         yield bucket
 
 
-def change_as_one_(tensors: Sequence[Tensor], change_: Callable[[Tensor], object]) -> None:
-    """Apply `change_` to all tensors as one flat vector, in place."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+@torch.no_grad()
+def round_gradients_(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Round the gradients to `dtype`, in place, as if they were sent in this type; their own type stays."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.copy_(parameter.grad.to(dtype))
+
+
+def change_as_one_(
+    tensors: Sequence[Tensor], change_: Callable[[Tensor], object], dtype: torch.dtype | None = None
+) -> None:
+    """Apply `change_` to all tensors as one flat vector of type `dtype` (None: their own), in place."""
+    flat = torch.cat([tensor.reshape(-1).to(dtype or tensor.dtype) for tensor in tensors])
     change_(flat)
     for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
@@ -54,9 +64,16 @@ class TiedGradients:
     Args:
         copies: this rank's copies, by the name of the parameter in the whole model.
         groups: the ranks that hold copies, by that name; None for this rank alone.
+        sent_in: the type in which gradients are sent; None: their own.
     """
 
-    def __init__(self, copies: Mapping[str, Sequence[nn.Parameter]], groups: Mapping[str, Group]) -> None:
+    def __init__(
+        self,
+        copies: Mapping[str, Sequence[nn.Parameter]],
+        groups: Mapping[str, Group],
+        sent_in: torch.dtype | None = None,
+    ) -> None:
+        self._sent_in = sent_in
         self._copies = {name: list(copies[name]) for name in sorted(copies)}  # all ranks in the same order
         self._groups = dict(groups)
 
@@ -72,6 +89,7 @@ class TiedGradients:
             for part in parts[1:]:
                 total += part
             if (group := self._groups[name]) is not None:
+                total = total.to(self._sent_in or total.dtype)
                 dist.all_reduce(total, group=group)
             for part in parts:
                 part.copy_(total)

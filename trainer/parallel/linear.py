@@ -21,6 +21,7 @@ from trainer.parallel.communication import (
     Group,
     copy_to_group,
     group_size,
+    in_product_type,
     index_in_group,
     reduce_from_group,
     scatter_sum_sequence,
@@ -231,7 +232,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs `[..., out / tp]` for `x` `[..., in]`, which is equal on all ranks."""
-        return self._linear(copy_to_group(x, self.group) if self.copies_input else x, self.bias)
+        return self._linear(copy_to_group(in_product_type(x), self.group) if self.copies_input else x, self.bias)
 
     def placements(self, prefix: str = "") -> Placements:
         """Return the placements of the parameters by their names after `prefix`, which is empty or ends in a dot."""

@@ -109,6 +109,7 @@ class PipelineDriver:
         num_microbatches: the number of microbatches in one pass.
         group: the ranks of the pipeline.
         device: the device of this rank.
+        dtype: the type of the tensors between stages.
     """
 
     def __init__(
@@ -119,7 +120,9 @@ class PipelineDriver:
         num_microbatches: int,
         group: dist.ProcessGroup,
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
+        self._dtype = dtype
         self._stages = list(stages)
         self._num_stages = num_stages
         self._class = SCHEDULE_CLASSES[schedule]
@@ -189,11 +192,11 @@ class PipelineDriver:
         return self._loss(logits, number)
 
     def _stage(self, stage: LocalStage, shapes: Shapes, is_training: bool) -> _TimedStage:
-        dtype = next((p.dtype for p in stage.module.parameters() if p.is_floating_point()), torch.float32)
-
         def examples(sender: int) -> tuple[Tensor, ...]:
             sent = shapes[sender] if 0 <= sender < len(shapes) else ()
-            return tuple(torch.empty(shape, dtype=dtype, device="meta", requires_grad=is_training) for shape in sent)
+            return tuple(
+                torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=is_training) for shape in sent
+            )
 
         # The last stage sends nothing, so torch never reads this shape.
         sent = examples(stage.index) or (torch.empty(1, device="meta"),)

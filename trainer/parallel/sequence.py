@@ -11,6 +11,7 @@ from trainer.parallel.communication import (
     Group,
     gather_sequence,
     group_size,
+    in_product_type,
     index_in_group,
     join_sequence,
     split_sequence,
@@ -44,7 +45,7 @@ class SequenceCut:
 
     def gather(self, x: Tensor) -> Tensor:
         """Return all positions, before matrices that are cut over the ranks."""
-        return gather_sequence(x, self.group, SEQUENCE_DIM, self._total)
+        return gather_sequence(in_product_type(x), self.group, SEQUENCE_DIM, self._total)
 
     def join(self, x: Tensor) -> Tensor:
         """Return all positions, at the stack's exit."""

@@ -548,6 +548,20 @@ def _project(logging: Logging) -> Iterator[Contradiction]:
         )
 
 
+def _profiled_steps(logging: Logging, training: Training) -> Iterator[Contradiction]:
+    if logging.profile is None:
+        return
+    first, last = logging.profile.steps
+    if first > last:
+        yield _clash(
+            f"must be the first and the last step, but is [{first}, {last}]; use [{last}, {first}]",
+            "logging.profile.steps",
+        )
+    elif training.max_steps is not None and first > training.max_steps:
+        text = f"begins at step {first}, but `training.max_steps` is {training.max_steps}; use an earlier step"
+        yield _clash(text, "logging.profile.steps", "training.max_steps")
+
+
 RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...] = (
     (("task",), _columns),
     (("task",), _labels),
@@ -576,6 +590,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("data", "evaluation"), _nothing_evaluated),
     (("checkpoint",), _folder_name),
     (("logging",), _project),
+    (("logging", "training"), _profiled_steps),
 )
 """Rules, each with the sections that are its arguments."""
 

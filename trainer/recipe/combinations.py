@@ -172,6 +172,18 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         _is("parallel.reshard_after_forward", False),
         _strategies(lambda row: row.cuts_parameters and not row.zero_stage),
     ),
+    Exclusion(
+        _is("parallel.communication.gradients", "fp16"),
+        Condition("precision", 'not `"fp16"`', lambda value: value != "fp16"),
+        "small gradients become 0 without the loss scale of fp16",
+        "use bf16 or fp32",
+    ),
+    Exclusion(
+        _is("parallel.communication.gradients", "bf16", "fp16"),
+        _is(_STRATEGY, "dp"),
+        "one process sends no gradients",
+        "use fp32",
+    ),
     _of_others(Condition("parallel.deepspeed", "any keys", bool), _strategies(lambda row: bool(row.zero_stage))),
 )
 """Every pair that is refused for any model, data and number of ranks."""

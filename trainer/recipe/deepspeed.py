@@ -29,6 +29,7 @@ _OWNED: dict[tuple[str, ...], str | None] = {
     ("torch_autocast",): "precision",
     ("amp",): "precision",
     ("activation_checkpointing",): "activation_checkpointing",
+    ("communication_data_type",): "parallel.communication.gradients",
     ("prescale_gradients",): None,
     ("gradient_predivide_factor",): None,
     ("zero_allow_untested_optimizer",): None,
@@ -44,7 +45,6 @@ _OWNED: dict[tuple[str, ...], str | None] = {
 _UNREAD = "has no effect here: {}; remove it"
 # Other keys of DeepSpeed that are errors, each with the reason.
 _REFUSED: dict[tuple[str, ...], str] = {
-    ("communication_data_type",): "would change the training: gradients are reduced in fp32; remove it",
     ("data_types",): "would change the training: gradients are summed in fp32; remove it",
     ("aio",): _UNREAD.format("nothing is offloaded to NVMe"),
     ("disable_allgather",): _UNREAD.format("DeepSpeed ignores it"),
@@ -154,6 +154,7 @@ def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": plan.batch.rank_batch_size,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": plan.recipe.training.max_grad_norm or 0.0,
+        "communication_data_type": parallel.communication.gradients,
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         "fp16": {"enabled": False},

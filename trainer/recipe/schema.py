@@ -639,6 +639,16 @@ class Pipeline(Section):
     )
 
 
+class Communication(Section):
+    """Types of the numbers that ranks send each other."""
+
+    gradients: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32",
+        description="Type in which gradients are summed over ranks; 16 bits halve their traffic. One data-parallel rank"
+        " rounds its gradients to this type too. fp16 needs `precision` fp16, because of its loss scale.",
+    )
+
+
 class Parallel(Section):
     """Distribution of the training over ranks; does not change the result."""
 
@@ -669,6 +679,11 @@ class Parallel(Section):
     )
     offload: Literal["none", "optimizer", "parameters"] = Field(
         "none", description="Keep the optimizer state, or parameters and optimizer state, in CPU memory."
+    )
+    communication: Communication = Field(
+        Communication(),
+        description="Types of the numbers that ranks send each other. Weights and hidden states of matrix products"
+        " always travel in the type of `precision`.",
     )
     stall_timeout: DurationField = Field(
         Duration(10, "minute"),
@@ -800,6 +815,14 @@ class Checkpoint(Section):
     )
 
 
+class Profile(Section):
+    """Profile of some steps by torch's profiler: a trace of each rank, and the operations that take most time."""
+
+    steps: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)] = Field(
+        description="The first and the last step to profile, such as [10, 14]."
+    )
+
+
 class Logging(Section):
     """Output during training."""
 
@@ -807,6 +830,9 @@ class Logging(Section):
     to: list[Literal["console", "jsonl", "csv", "html", "tensorboard", "wandb", "mlflow"]] = Field(
         default=["console", "jsonl"],
         description="`metrics.jsonl` is always written. `html` keeps `report.html` up to date.",
+    )
+    profile: Profile | None = Field(
+        None, description="Steps to profile into the folder `profile` of the run; null: none."
     )
     project: (
         Annotated[
@@ -849,6 +875,11 @@ class Recipe(Section):
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
         description="bf16, fp16: matrix products in that type; master weights, loss, gradients and norms in fp32.",
+    )
+    tf32: bool = Field(
+        False,
+        description="Allow TF32 on GPUs: fp32 matrix products and convolutions with 10 bits of mantissa. It is refused"
+        " on devices without TF32.",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none",

@@ -48,7 +48,7 @@ class Evaluation:
         plan = plan_run(recipe, environment.world_size, environment.local_world_size)
         meeting = meet_ranks(resolved, plan, environment)
         data = together(meeting, recipe, lambda: prepare_data(with_class_names(recipe)))
-        device = open_device(environment)
+        device = open_device(environment, recipe.tf32)
         with process_group(plan, environment, device, meeting):
             metrics = _evaluate(plan, data, device, environment.rank == 0)
         if environment.rank == 0:

@@ -129,7 +129,7 @@ class Prediction:
                 "`parallel.pipeline.stages` must be 1 to generate texts, for which a rank needs the whole model, but is"
                 f" {recipe.parallel.pipeline.stages}; add parallel.pipeline.stages=1"
             )
-        device = open_device(environment)
+        device = open_device(environment, recipe.tf32)
         with process_group(plan, environment, device, meeting):
             _predict(self.request, plan, preparation, task, device)
         return ExitCode.DONE

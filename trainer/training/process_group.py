@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from trainer.base.errors import LostPeerError
 from trainer.engine.compiling import linear_restored, ready_deepspeed
+from trainer.engine.precision import allow_tf32
 from trainer.observe.heartbeat import killed_ranks
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.ranks.environment import LaunchEnvironment
@@ -64,12 +65,16 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def open_device(environment: LaunchEnvironment) -> torch.device:
-    """Return the device of this rank, and make it torch's current one."""
-    if device_type() == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", environment.local_rank)
-    torch.cuda.set_device(device)
+def open_device(environment: LaunchEnvironment, tf32: bool) -> torch.device:
+    """Return the device of this rank, and make it torch's current one, with or without TF32.
+
+    Raises:
+        UsageError: TF32 is requested on a device without it.
+    """
+    device = torch.device("cpu") if device_type() == "cpu" else torch.device("cuda", environment.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    allow_tf32(tf32, device)
     return device
 
 

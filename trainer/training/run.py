@@ -64,7 +64,7 @@ def train(
         meeting = meet_ranks(resolved, plan, environment)
         session.observers.preparing("checking the model")
         data = together(meeting, recipe, lambda: prepare_checked(plan, session.observers))
-        device = open_device(environment)
+        device = open_device(environment, recipe.tf32)
         if plan.strategy.zero_stage:
             session.observers.preparing("compiling operations of DeepSpeed")
         with process_group(plan, environment, device, meeting):

@@ -17,6 +17,7 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.build import build_observers
 from trainer.observe.heartbeat import Heartbeat, forget_statuses
 from trainer.observe.observer import Observer, Observers
+from trainer.observe.profiling import Profiler
 from trainer.observe.records import EndRecord, Idling, RunInfo
 from trainer.observe.watchdog import Watchdog
 from trainer.ranks.command import command_line
@@ -58,6 +59,7 @@ class Session:
     model_folder: Path | None = None
     idling: Idling | None = None
     saver: Saver | None = None
+    profiler: Profiler | None = None
 
     def start(self, info: RunInfo) -> None:
         """Tell the observers that the run is built."""
@@ -93,6 +95,8 @@ class Session:
 
     def end(self, code: ExitCode, message: str | None) -> EndRecord:
         """Tell the observers how the run ended, and return the record."""
+        if self.profiler is not None:
+            self.profiler.finish(self.progress.step)
         record = EndRecord(
             outcome=_OUTCOMES.get(code, "failed"),
             exit_code=int(code),
@@ -105,6 +109,7 @@ class Session:
             message=message,
             pipeline=self.idling,
             has_checkpoint=self._has_checkpoint(),
+            profile=self.profiler.found if self.profiler else None,
         )
         self.observers.end(record)
         return record
@@ -126,7 +131,14 @@ def open_session(recipe: Recipe, environment: LaunchEnvironment, observer: Obser
 
         shown.append(LiveReport())
     shown += [] if observer is None else [observer]
+    profiler: Profiler | None = None
+    if recipe.logging.profile is not None:
+        first, last = recipe.logging.profile.steps
+        folder = Path(recipe.checkpoint.folder) / "profile"
+        profiler = Profiler((first, last), environment.rank, folder, Observers(shown).note)
+        shown.insert(0, profiler)
     # The watchdog is closed first: the end of the others is no sign of progress.
     observers = Observers([*shown, heartbeat, watchdog])
     session = Session(Path(recipe.checkpoint.folder), observers, command_line(environment), heartbeat, watchdog)
+    session.profiler = profiler
     return session

@@ -1,0 +1,85 @@
+"""Profiles of some steps by torch's profiler: a trace of each rank, and the operations that take most time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from trainer.observe.observer import Observer
+from trainer.observe.records import Operation, Profiling, RunInfo
+from trainer.observe.summary import operation_lines
+
+_MOST_OPERATIONS = 10
+_MICROSECOND = 1e-6
+
+
+class Profiler(Observer):
+    """Observer of one rank that writes a trace for Perfetto; rank 0 also writes a table of operations.
+
+    Args:
+        steps: the first and the last step to profile, from 1.
+        rank: this rank.
+        folder: the folder of the traces.
+        note: a function that shows a message to the user.
+    """
+
+    def __init__(self, steps: tuple[int, int], rank: int, folder: Path, note: Callable[[str], None]) -> None:
+        self._first, self._last = steps
+        self._rank = rank
+        self._folder = folder
+        self._note = note
+        self._running: Any = None
+        self._world_size = 1
+        self.found: Profiling | None = None
+
+    def start(self, run: RunInfo) -> None:
+        self._world_size = run.world_size
+
+    def doing(self, step: int, what: str) -> None:
+        if self._running is None and self.found is None and self._first - 1 <= step < self._last:
+            kinds = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if torch.cuda.is_available() else set())
+            self._running = profile(activities=kinds)
+            self._running.start()
+        elif self._running is not None and step >= self._last:
+            self._write(step)
+
+    def finish(self, step: int) -> None:
+        """Write a profile that is still open at the end of the run, after `step` steps; note if there is none."""
+        if self._running is not None:
+            self._write(step)
+        elif self.found is None:
+            self._note(f"`logging.profile.steps` is {self._first} to {self._last}, but none of these steps ran")
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+
+    def _write(self, step: int) -> None:
+        """Write the trace and, on rank 0, the table; a full disk must not end the training."""
+        running, self._running = self._running, None
+        running.stop()
+        self.found = Profiling(self._folder, self._first, min(step, self._last), self._world_size, _dearest(running))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(self._folder / f"rank-{self._rank:05d}.json.gz"))
+            if self._rank == 0:
+                text = "\n".join(operation_lines(self.found.operations))
+                (self._folder / "operations.txt").write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
+            self._note(f"the profile cannot be written to {self._folder} ({error.strerror})")
+
+
+def _dearest(profiled: Any) -> tuple[Operation, ...]:
+    """Return the operations with most time of their own: on the GPU, or without one on the CPU."""
+    key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, key))
+    total = sum(getattr(event, key) for event in events) or 1
+    return tuple(
+        Operation(event.key, event.count, getattr(event, key) * _MICROSECOND, getattr(event, key) / total)
+        for event in events[:_MOST_OPERATIONS]
+    )
