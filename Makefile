@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 WORKERS := --numprocesses 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all plant check docs clean
+.PHONY: help train test test-all plant check docs bench gpu clean
 
 help:
 	@echo "make train      fine-tune the sample BERT, on the GPUs of this machine or on two CPU processes"
@@ -17,6 +17,8 @@ help:
 	@echo "make plant      plant defects into copies of the source, and show which test catches each"
 	@echo "make check      run ruff, mypy and the import contract (import-linter)"
 	@echo "make docs       build the documentation as a site, in site/"
+	@echo "make bench      compare the speed with a hand-written loop and transformers' Trainer, on CPUs"
+	@echo "make gpu        check and measure all that one GPU can, in nine minutes at most"
 	@echo "make clean      remove all built files; runs/ stays"
 
 # the largest power of two, because the sample's batch divides by it
@@ -39,6 +41,13 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small minilm base --precisions fp32 bf16 \
+	  --rounds 10 --steps 2 --json bench.json
+
+gpu: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.gpu --json gpu.json
 
 docs: $(INSTALLED)
 	$(BIN)/python -m mkdocs build --strict --quiet

@@ -25,11 +25,13 @@ from trainer.tasks.task import Task
 MODELS: dict[str, dict[str, int]] = {
     "small": {},  # the model of the sample
     "medium": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024},
+    "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
 }
 """BERTs with random weights, as changes of the sample's configuration. Dropout is BERT's default of 0.1."""
 
 
-def benchmark_recipe(model: str, total_steps: int, folder: Path) -> Recipe:
+def benchmark_recipe(model: str, total_steps: int, folder: Path, precision: str = "fp32") -> Recipe:
     """Return the sample's recipe with one of `MODELS`, for `total_steps` steps, which writes into `folder`."""
     overrides = [
         *(f"model.config.{key}={value}" for key, value in MODELS[model].items()),
@@ -37,6 +39,7 @@ def benchmark_recipe(model: str, total_steps: int, folder: Path) -> Recipe:
         f"data.cache={folder / 'cache'}",
         f"checkpoint.folder={folder / 'run'}",
         "checkpoint.every=null",
+        f"precision={precision}",
     ]
     return load_recipe("bert_sample", overrides).recipe
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from pathlib import Path
 
+import pytest
+
+from tests.benchmarks.throughput import regressions
 from tests.helpers import processes
 
 NUMBER = r"-?\d+\.\d+"
@@ -47,3 +52,24 @@ def test_startup():
     assert float(re.match(NUMBER, imports)[0]) > 0
     assert float(re.match(NUMBER, whole)[0]) > 0
     assert all(re.match(NUMBER, cell) for cell in added)
+
+
+@pytest.mark.slow
+def test_gpu_runs_in_small_on_a_cpu(tmp_path: Path):
+    file = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--tiny", "--models", "Llama 1B", "--json", str(file)]
+    assert processes.run(command, timeout_seconds=580).returncode == 0
+    found = json.loads(file.read_text())
+    (name,) = found["training"]
+    assert name == "Llama 1B, 2048 tokens, bf16, ddp, keyed dropout"
+    assert found["training"][name]["tokens_per_second"] > 0
+    assert found["training"][name]["planned_peak_bytes"] == found["plans"][name]["peak_bytes"] > 0
+    assert found["two_ranks"]["ddp"]["result"] == found["two_ranks"]["fsdp"]["result"]
+    assert found["tests"]["exit_code"] == 0
+
+
+def test_only_ratios_far_below_the_stored_ones_are_regressions():
+    stored = {"small": {"ours": {"cpu_ratio": 1.0}, "gone": {"cpu_ratio": 1.0}}}
+    assert not list(regressions({"small": {"ours": {"cpu_ratio": 0.96}}, "new": {"ours": {"cpu_ratio": 0.1}}}, stored))
+    (line,) = regressions({"small": {"ours": {"cpu_ratio": 0.94}}}, stored)
+    assert line == "slower than stored: small, ours: ratio 0.940, stored 1.000"

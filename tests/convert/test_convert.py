@@ -61,7 +61,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"fp16": True}, "precision", "fp16"),
     ({"optim": "adamw_torch"}, "optimizer.name", ...),
     ({"optim": "sgd"}, "optimizer.name", "sgd"),
-    ({"optim": "adafactor"}, "optimizer.name", "TODO: adafactor has no counterpart: adamw or sgd"),
+    ({"optim": "lomo"}, "optimizer.name", "TODO: lomo has no counterpart: adamw, sgd, muon or adafactor"),
     ({"adam_beta2": 0.98}, "optimizer.betas", [0.9, 0.98]),
     ({"lr_scheduler_type": "cosine"}, "schedule.name", "cosine"),
     ({"lr_scheduler_type": "constant", "warmup_steps": 10}, "schedule.warmup", ...),

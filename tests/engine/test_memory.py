@@ -126,7 +126,9 @@ def measure(strategy: str, world_size: int) -> Measured:
         return Measured(
             StateBytes(parameters, gradients, state),
             other,
-            planned_state_bytes(plan_run(recipe, world_size), training.engine.placements, training.mesh),
+            planned_state_bytes(
+                plan_run(recipe, world_size), training.parts.models, training.engine.placements, training.mesh
+            ),
         )
 
 

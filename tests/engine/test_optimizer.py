@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.helpers.training import TINY_BERT
 from trainer.engine.optimizer import build_optimizer, learning_rate_factor, no_decay_names
-from trainer.recipe.schema import SGD, AdamW, Schedule
+from trainer.engine.whole_matrices import matrix_names
+from trainer.recipe.schema import SGD, Adafactor, AdamW, Muon, Schedule
 
 SMALL = {"vocab_size": 50, "num_labels": 3, "pad_token_id": 0}
 
@@ -156,3 +157,53 @@ class TestLearningRate:
     def test_one_step_in_all(self):
         assert factors("linear", 0, 1) == [1.0]
         assert factors("cosine", 0.1, 1) == [1.0]
+
+
+class TestWholeMatrices:
+    """Muon and Adafactor against torch's own classes, on a BERT with random gradients."""
+
+    @staticmethod
+    def two_steps(make):
+        bert = model(**TINY_BERT)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in bert.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        optimizers = make(bert)
+        for _ in range(2):
+            for parameter in bert.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            for optimizer in optimizers:
+                optimizer.step()
+        return dict(bert.named_parameters())
+
+    def test_muon_updates_matrices_and_adamw_the_rest(self):
+        def ours(bert):
+            recipe = Muon(name="muon", learning_rate=0.01, weight_decay=0.1)
+            return [build_optimizer(recipe, bert.named_parameters(), no_decay_names(bert), matrix_names(bert))]
+
+        def torchs(bert):
+            plain = no_decay_names(bert)
+            layers = {n: p for n, p in bert.named_parameters() if n.startswith("bert.encoder.layer") and p.dim() == 2}
+            rest = [(n, p) for n, p in bert.named_parameters() if n not in layers]
+            groups = [
+                {"params": [p for n, p in rest if n not in plain], "weight_decay": 0.1},
+                {"params": [p for n, p in rest if n in plain], "weight_decay": 0.0},
+            ]
+            matrices = torch.optim.Muon(
+                list(layers.values()), lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+            )
+            return [matrices, torch.optim.AdamW(groups, lr=0.01)]
+
+        found, expected = self.two_steps(ours), self.two_steps(torchs)
+        for name, parameter in expected.items():
+            torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-7, msg=name)
+
+    def test_adafactor_is_that_of_torch(self):
+        def ours(bert):
+            return [build_optimizer(Adafactor(name="adafactor"), bert.named_parameters(), no_decay_names(bert))]
+
+        found = self.two_steps(ours)
+        expected = self.two_steps(lambda bert: [torch.optim.Adafactor(bert.parameters(), foreach=False)])
+        for name, parameter in expected.items():
+            torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-7, msg=name)

@@ -82,6 +82,7 @@ class Case:
     num_layers: int | None = None  # None: the number in the family's tiny configuration
     is_extra: bool = False  # not part of the covering array of `matrix`
     gradients: str = "fp32"  # the type in which they are sent
+    optimizer: str = "adamw"
 
     def __str__(self) -> str:
         words = [self.strategy, f"{self.world_size}ranks", self.precision]
@@ -89,6 +90,7 @@ class Case:
         words += [f"pipeline{self.stages}", self.schedule] * (self.stages > 1)
         words += [self.model_type] * (self.model_type != "bert") + [self.task] * (self.task == "masked_lm")
         words += [f"gradients_{self.gradients}"] * (self.gradients != "fp32")
+        words += [self.optimizer] * (self.optimizer != "adamw")
         words += ["accumulated"] * self.accumulates + [f"recompute_{self.checkpointing}"] * (
             self.checkpointing != "none"
         )
@@ -143,6 +145,7 @@ class Case:
             parallel=parallel_keys(self.strategy, data_ranks)
             | {"tensor": self.tensor, "sequence": self.sequence, "pipeline": pipeline}
             | {"communication": {"gradients": self.gradients}},
+            optimizer={"name": self.optimizer},
             precision=self.precision,
             activation_checkpointing=self.checkpointing,
         )
@@ -243,6 +246,18 @@ def communication_matrix() -> Iterator[Case]:
     yield case("fsdp", 4, stages=2, precision="fp16", gradients="fp16")
 
 
+def optimizer_matrix() -> Iterator[Case]:
+    """Iterate over cases of the optimizers that need whole matrices, for each way to cut them."""
+    for optimizer in ("muon", "adafactor"):
+        facts = {"accumulates": False, "precision": "fp32", "checkpointing": "none", "dropout": 0.1}
+        case = partial(Case, **facts, optimizer=optimizer)
+        yield case("ddp", 2)
+        yield case("fsdp", 3)  # which does not divide the matrices
+        yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2")  # blocks of q, k and v
+        yield case("ddp", 2, tensor=2, task="masked_lm")
+        yield case("ddp", 2, stages=2, task="masked_lm")
+
+
 def image_cases() -> Iterator[Case]:
     """Iterate over cases of a ViT (every kind of engine, tensor ranks) and of a ResNet (FSDP, stages)."""
     for strategy, accumulates, checkpointing in (
@@ -271,7 +286,7 @@ class Outcome:
 
 def train(case: Case) -> Outcome:
     """Train a case on this rank."""
-    if case.model_type not in SGD_FAMILIES:
+    if case.model_type not in SGD_FAMILIES or case.optimizer != "adamw":
         return Outcome(train_tiny(case.recipe(), num_steps=case.num_steps), None, None)
     # Not with ZeRO, whose master weights are fp32, and not on four ranks, which take long on few cores.
     in_fp64 = case.tolerance == "fp32" and not STRATEGIES[case.strategy].zero_stage and case.world_size < 4
@@ -317,6 +332,7 @@ def assert_parity(outcomes: list[Outcome], case: Case) -> None:
     """
     same = {"task": case.task, "num_layers": case.num_layers}
     same |= {"gradients": case.gradients} if case.gradients != "fp32" else {}
+    same |= {"optimizer": case.optimizer} if case.optimizer != "adamw" else {}
     expected, tolerance = reference(case.precision, case.dropout, case.model_type, **same), TOLERANCES[case.tolerance]
     digests: dict[str, str] = {}
     for outcome in outcomes:

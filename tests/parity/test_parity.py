@@ -23,6 +23,7 @@ from tests.parity.cases import (
     image_cases,
     largest_difference,
     matrix,
+    optimizer_matrix,
     pipeline_matrix,
     reference,
     tensor_matrix,
@@ -30,13 +31,19 @@ from tests.parity.cases import (
 )
 from trainer.models.families.table import FAMILIES
 
+ALL = (
+    *matrix(),
+    *tensor_matrix(),
+    *pipeline_matrix(),
+    *communication_matrix(),
+    *optimizer_matrix(),
+    *image_cases(),
+)
+
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=str(case), marks=() if case.is_fast else pytest.mark.slow)
-        for case in (*matrix(), *tensor_matrix(), *pipeline_matrix(), *communication_matrix(), *image_cases())
-    ],
+    [pytest.param(case, id=str(case), marks=() if case.is_fast else pytest.mark.slow) for case in ALL],
 )
 def test_any_layout_is_one_process(ranks: RankPools, case: Case):
     assert_parity(ranks(case.world_size).run(train, case), case)
@@ -155,7 +162,9 @@ def _doubled_buckets():
     return _replaced(
         native,
         "_sum_gradients",
-        lambda summed: lambda group, bucket: summed(group, bucket).then(lambda future: future.value() * 2),
+        lambda summed: (
+            lambda group, sent_in, bucket: summed(group, sent_in, bucket).then(lambda future: future.value() * 2)
+        ),
     )
 
 

@@ -163,3 +163,16 @@ def test_a_lost_moment_would_be_seen(lost):
         curve = curve_of(training, MORE_STEPS)
     with pytest.raises(AssertionError):
         assert_same_curve(curve, tail(reference("fp32", 0.1).curve))
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_whole_matrices_resume_in_another_layout(ranks: RankPools, tmp_path: Path, name: str):
+    optimizer = {"name": name, "learning_rate": 1e-3, "weight_decay": 0.01}
+    one, fsdp, tensor = (
+        tiny_recipe(model={"dropout": 0.1}, optimizer=optimizer, parallel=parallel)
+        for parallel in ({}, {"strategy": "fsdp"}, {"tensor": 2})
+    )
+    ranks(2).run(first_steps, fsdp, tmp_path)
+    expected = tail(all_steps(one))
+    for curve in ranks(2).run(last_steps, tensor, tmp_path):
+        assert_same_curve(curve, expected)

@@ -24,6 +24,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "recomputed": {"activation_checkpointing": "full"},
     "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1}},
+    "muon": {"optimizer": {"name": "muon", "learning_rate": 0.1}},
+    "adafactor": {"optimizer": {"name": "adafactor"}},
     "torch dropout": {"training": {"global_batch_size": 16, "micro_batch_size": 4, "layout_invariant_dropout": False}},
     "masked_lm": {"task": TINY_TASKS["masked_lm"].keys},
     # its peak is where the gradients of the tied embedding are added
@@ -53,6 +55,7 @@ TWO: dict[str, dict[str, Any]] = {
     "tensor": {"parallel": {"strategy": "ddp", "tensor": 2}},
     "tensor sequence": {"parallel": {"strategy": "ddp", "tensor": 2, "sequence": True}},
     "pipeline": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}},
+    "fsdp muon": {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "muon", "learning_rate": 0.1}},
     "pipeline bf16": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}, "precision": "bf16"},
     "ddp, gradients in bf16": {"parallel": {"strategy": "ddp", "communication": {"gradients": "bf16"}}},
     "pipeline gpipe": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2, "schedule": "gpipe"}}},

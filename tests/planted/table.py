@@ -728,8 +728,8 @@ _ENGINE = [
         "gradient_doubled",
         "The gradients of data-parallel ranks are summed and doubled.",
         "engine/native.py",
-        ".then(lambda _: bucket.buffer())",
-        ".then(lambda _: bucket.buffer() * 2)",
+        "lambda _: buffer if sent is buffer else buffer.copy_(sent)",
+        "lambda _: buffer.copy_(sent * 2)",
         _parity("ddp-2ranks-fp32-accumulated-dropout"),
     ),
     Defect(

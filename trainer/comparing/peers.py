@@ -63,8 +63,11 @@ class PeerTraining:
         from torch.optim.lr_scheduler import LambdaLR
 
         from trainer.engine.optimizer import build_optimizer, learning_rate_factor, no_decay_names
+        from trainer.engine.whole_matrices import matrix_names
 
-        made = build_optimizer(self.recipe.optimizer, self.model.named_parameters(), no_decay_names(self.model))
+        matrices = matrix_names(self.model) if self.recipe.optimizer.name == "muon" else set()
+        named = self.model.named_parameters()
+        made = build_optimizer(self.recipe.optimizer, named, no_decay_names(self.model), matrices)
         for group in made.param_groups:
             group["lr"] = self.recipe.optimizer.learning_rate
         return made, LambdaLR(made, lambda step: learning_rate_factor(self.recipe.schedule, step, self.total_steps))

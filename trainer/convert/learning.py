@@ -20,6 +20,8 @@ _RANKS = "the number of processes; give --processes N"
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw", "adam"), "adamw"),
     "sgd": "sgd",
+    "muon": "muon",
+    "adafactor": "adafactor",
 }
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 _DEEPSPEED_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -157,11 +159,11 @@ def optimizer(draft: Draft) -> None:
             )
     elif item is not None:
         _named(draft, item, draft.text(item))
-    is_sgd = draft.value("optimizer.name") == "sgd"
+    name = draft.value("optimizer.name")
     betas = [found for key in ("adam_beta1", "adam_beta2") if (found := sources.get(_TA, key))]
     epsilon = sources.get(_TA, "adam_epsilon")
-    if is_sgd:
-        draft.unread("the optimizer is sgd", *betas, epsilon)
+    if name in ("sgd", "adafactor"):
+        draft.unread(f"the optimizer is {name}", *betas, epsilon)
     else:
         if betas:
             draft.take("optimizer.betas", [draft.number(found, 0.9) for found in betas], *betas)
@@ -185,9 +187,11 @@ def optimizer(draft: Draft) -> None:
 
 def _named(draft: Draft, item: Item, name: str) -> None:
     if name in _OPTIMIZERS:
-        draft.take("optimizer.name", _OPTIMIZERS[name], item)
+        is_adafactor = name == "adafactor"
+        note = "steps are relative to the weights; those of transformers are absolute" if is_adafactor else ""
+        draft.take("optimizer.name", _OPTIMIZERS[name], item, note=note, differs=is_adafactor)
     else:
-        draft.refuse("optimizer.name", f"{name} has no counterpart: adamw or sgd", item)
+        draft.refuse("optimizer.name", f"{name} has no counterpart: adamw, sgd, muon or adafactor", item)
 
 
 def _clipping(draft: Draft) -> None:

@@ -32,6 +32,7 @@ from trainer.engine.precision import sent_dtype
 from trainer.engine.scaling import LossScaler, settle
 from trainer.engine.schedule import AccumulationSchedule, Schedule
 from trainer.engine.sharded import defer_all_reduce, shard
+from trainer.engine.whole_matrices import matrix_names, whole_access
 from trainer.models.building import BuiltModel
 from trainer.models.saving import save_model
 from trainer.parallel.gradients import round_gradients_
@@ -39,7 +40,7 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
 from trainer.parallel.partial import sum_partial_gradients_
-from trainer.parallel.parts import TensorPart, tensor_part
+from trainer.parallel.parts import TensorPart, tensor_part, whole_part
 from trainer.parallel.placement import TENSOR_AXIS, Placements, whole
 from trainer.parallel.whole import local_part
 from trainer.recipe.plan import RunPlan
@@ -115,7 +116,14 @@ class NativeEngine:
         self._step = 0
         self.parameters = {name: p for model in models for name, p in model.named_parameters()}
         no_decay = {name for model in models for name in no_decay_names(model)}
-        self.optimizer = build_optimizer(plan.recipe.optimizer, self.parameters.items(), no_decay)
+        is_muon = plan.recipe.optimizer.name == "muon"
+        self.optimizer = build_optimizer(
+            plan.recipe.optimizer,
+            self.parameters.items(),
+            no_decay,
+            {name for model in models for name in matrix_names(model)} if is_muon else set(),
+            whole_access(self.parameters.items(), placements, mesh),
+        )
         self._schedule = schedule
         self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
         # Without DDP, as with pipeline stages, no bucket waits for a missing gradient.
@@ -185,7 +193,7 @@ class NativeEngine:
                 shapes = {key: source.shapes[f"{OPTIMIZER_PREFIX}{name}.{key}"] for key in keys}
                 self.optimizer.state[parameter] = {
                     key: torch.zeros_like(parameter)
-                    if shape == self.placements[label].shape
+                    if shape == self.placements[label].shape and not self._keeps_whole_state
                     else torch.zeros(shape, dtype=torch.float32, device=local_part(parameter).device)
                     for key, shape in shapes.items()
                 }
@@ -194,12 +202,20 @@ class NativeEngine:
             self._scaler.load_state(source.scalars)
         self._step = step
 
+    @property
+    def _keeps_whole_state(self) -> bool:
+        return getattr(self.optimizer, "keeps_whole_state", False)
+
     def _parts(self, label: str) -> Iterator[TensorPart]:
         """Yield the parts of a parameter and of its optimizer state."""
         parameter, placement = self.parameters[label], self.placements[label]
         yield tensor_part(f"{MODEL_PREFIX}{placement.name}", parameter.detach(), placement, self._mesh)
         for key, value in self.optimizer.state.get(parameter, {}).items():
-            yield tensor_part(f"{OPTIMIZER_PREFIX}{placement.name}.{key}", value, placement, self._mesh)
+            name = f"{OPTIMIZER_PREFIX}{placement.name}.{key}"
+            if self._keeps_whole_state:
+                yield whole_part(name, value, self._mesh)
+            else:
+                yield tensor_part(name, value, placement, self._mesh)
 
     def export(self, folder: Path) -> None:
         weights = {label: parameter.detach for label, parameter in self.parameters.items()}

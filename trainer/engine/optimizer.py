@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.recipe.schema import SGD, AdamW, Schedule
+from trainer.engine.whole_matrices import Adafactor, Muon, WholeAccess
+from trainer.recipe import schema
+from trainer.recipe.schema import AdamW, OptimizerSection, Schedule
 
 NormTypes = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.RMSNorm)
 
@@ -29,24 +32,54 @@ def no_decay_names(model: nn.Module) -> set[str]:
 
 
 def build_optimizer(
-    recipe: AdamW | SGD, parameters: Iterable[tuple[str, nn.Parameter]], no_decay: set[str]
+    recipe: OptimizerSection,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    no_decay: set[str],
+    matrices: set[str] = frozenset(),  # type: ignore[assignment]
+    whole: WholeAccess | None = None,
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer with two groups: with and without weight decay.
 
     On CPU and CUDA, fused kernels update all parameters in one pass over memory.
+
+    Args:
+        recipe: the section of the recipe.
+        parameters: the parameters, by name.
+        no_decay: the names of those without weight decay.
+        matrices: the names of those that Muon updates.
+        whole: the access to whole tensors; None if no parameter is sharded.
     """
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for n, p in trainable if n not in no_decay], "weight_decay": recipe.weight_decay},
         {"params": [p for n, p in trainable if n in no_decay], "weight_decay": 0.0},
     ]
+    if isinstance(recipe, schema.Muon):
+        groups[0]["params"] = [p for n, p in trainable if n not in no_decay and n not in matrices]
+        of_muon = {"momentum": recipe.momentum, "iterations": recipe.iterations, "weight_decay": recipe.weight_decay}
+        groups.append({"params": [p for n, p in trainable if n in matrices], **of_muon})
     groups = [group for group in groups if group["params"]]
-    fused = all(parameter.device.type in ("cpu", "cuda") for _, parameter in trainable)
-    if isinstance(recipe, AdamW):
-        first, second = recipe.betas
-        return torch.optim.AdamW(
-            groups, lr=recipe.learning_rate, betas=(first, second), eps=recipe.epsilon, fused=fused or None
+    if isinstance(recipe, schema.Adafactor):
+        return Adafactor(
+            groups,
+            whole or WholeAccess({}),
+            lr=recipe.learning_rate,
+            beta2_decay=recipe.beta2_decay,
+            d=recipe.clip_threshold,
+            eps2=recipe.minimum_scale,
         )
+    fused = all(parameter.device.type in ("cpu", "cuda") for _, parameter in trainable)
+    if isinstance(recipe, AdamW | schema.Muon):
+        first, second = recipe.betas
+        options: dict[str, Any] = {
+            "lr": recipe.learning_rate,
+            "betas": (first, second),
+            "eps": recipe.epsilon,
+            "fused": fused or None,
+        }
+        if isinstance(recipe, schema.Muon):
+            return Muon(groups, whole or WholeAccess({}), **options)
+        return torch.optim.AdamW(groups, **options)
     fused = fused and not any(isinstance(p, DTensor) for _, p in trainable)  # torch fuses DTensors for Adam only
     return torch.optim.SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum, fused=fused or None)
 
@@ -66,6 +99,6 @@ def learning_rate_factor(recipe: Schedule, step: int, total_steps: int) -> float
     return 1.0 - done if recipe.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def learning_rate(optimizer: AdamW | SGD, schedule: Schedule, step: int, total_steps: int) -> float:
+def learning_rate(optimizer: OptimizerSection, schedule: Schedule, step: int, total_steps: int) -> float:
     """Return the learning rate of the step after `step` steps."""
     return optimizer.learning_rate * learning_rate_factor(schedule, step, total_steps)

@@ -28,7 +28,7 @@ FIELDS: dict[str, Counterpart] = {
     "lr_scheduler_type": mapped("schedule.name", "linear"),
     "lr_scheduler_kwargs": none("linear and cosine reach 0; constant does not decay", None, {}),
     "warmup_steps": mapped("schedule.warmup", 0, note=say.WHOLE_STEPS),
-    "optim": mapped("optimizer.name", "adamw_torch_fused", "adamw_torch", note="adamw or sgd, fused if supported"),
+    "optim": mapped("optimizer.name", "adamw_torch_fused", "adamw_torch", note="adamw, sgd, muon or adafactor"),
     "optim_args": none("optimizers have no further arguments", None),
     "weight_decay": renamed("optimizer.weight_decay", 0.0, note="both exclude biases and norm weights"),
     "adam_beta1": mapped("optimizer.betas", 0.9, note=say.BOTH_BETAS),
@@ -44,7 +44,7 @@ FIELDS: dict[str, Counterpart] = {
         "bf16_full_eval",
         "fp16_full_eval",
     ),
-    "tf32": renamed("tf32", False, None),
+    "tf32": renamed("tf32", None, False),
     **alike(
         mapped("activation_checkpointing", None, False, note=say.RECOMPUTE),
         "activation_checkpointing",

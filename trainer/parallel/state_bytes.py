@@ -6,13 +6,13 @@ have 4 bytes per element. Each of the three is whole or sharded over the shard g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer.parallel.placement import Placements
+    from trainer.parallel.placement import ParameterPlacement, Placements
 
 _FP32_BYTES = 4
 
@@ -36,7 +36,7 @@ def state_bytes(
     *,
     cut_gradients: bool,
     cut_optimizer: bool,
-    optimizer_tensors: int,
+    optimizer_tensors: Callable[[str], int],
 ) -> StateBytes:
     """Return the bytes on the rank that holds the most.
 
@@ -45,20 +45,24 @@ def state_bytes(
         sizes: the size of each mesh axis.
         cut_gradients: whether gradients are sharded over the shard group.
         cut_optimizer: whether the optimizer state is sharded over the shard group.
-        optimizer_tensors: the number of optimizer tensors of the size of each parameter: 2 for AdamW, 3 with a master
-            copy of the sharded parameter, as in DeepSpeed.
+        optimizer_tensors: the number of optimizer tensors of the size of a parameter, by its name in `placements`: 2
+            for AdamW, 3 with a master copy of the sharded parameter, as in DeepSpeed.
     """
     trainable = [placement for placement in placements.values() if placement.trainable]
     held = sum(placement.num_elements(sizes) for placement in placements.values())
     whole = sum(placement.num_elements(sizes) for placement in trainable)  # the part of a tensor rank
-    part = sum(
-        placement.num_elements(sizes)
-        if "dp_shard" in placement.split_axes
-        else ceil(placement.num_elements(sizes) / sizes["dp_shard"])
-        for placement in trainable
+
+    def sharded(placement: ParameterPlacement) -> int:
+        number = placement.num_elements(sizes)
+        return number if "dp_shard" in placement.split_axes else ceil(number / sizes["dp_shard"])
+
+    optimizer = sum(
+        (sharded(placement) if cut_optimizer else placement.num_elements(sizes)) * optimizer_tensors(name)
+        for name, placement in placements.items()
+        if placement.trainable
     )
     return StateBytes(
         parameters=held * _FP32_BYTES,
-        gradients=(part if cut_gradients else whole) * _FP32_BYTES,
-        optimizer=(part if cut_optimizer else whole) * optimizer_tensors * _FP32_BYTES,
+        gradients=(sum(map(sharded, trainable)) if cut_gradients else whole) * _FP32_BYTES,
+        optimizer=optimizer * _FP32_BYTES,
     )

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import PIPELINE_AXIS, TENSOR_AXIS, ParameterPlacement, Split
-from trainer.parallel.slicing import join_parts
+from trainer.parallel.slicing import join_parts, part_of
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -27,6 +27,30 @@ def gather_whole(tensor: Tensor) -> Tensor:
 def tensor_splits(placement: ParameterPlacement, mesh: ParallelMesh) -> list[Split]:
     """Return the splits over the tensor axis, which precede sharding over data ranks."""
     return [split for split in placement.splits if split.axis == TENSOR_AXIS and mesh.size(split.axis) > 1]
+
+
+def gather_on_all(part: Tensor, parameter: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> Tensor:
+    """Return the whole tensor on every rank with a part; without shards, `part` itself.
+
+    Args:
+        part: a plain tensor, laid out as this rank's part of `parameter`.
+        parameter: the parameter, perhaps a DTensor.
+        placement: the placement of the parameter.
+        mesh: the ranks.
+    """
+    if isinstance(parameter, DTensor):
+        kind, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+        part = DTensor.from_local(part, kind, parameter.placements, run_check=False, shape=shape, stride=stride)
+    return join_whole(part, placement, mesh)
+
+
+def part_like(whole: Tensor, parameter: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> Tensor:
+    """Return this rank's part of a whole tensor, laid out as `parameter`, without communication."""
+    for split in tensor_splits(placement, mesh):
+        whole = part_of(whole, split, mesh.index(split.axis), mesh.size(split.axis))
+    if not isinstance(parameter, DTensor):
+        return whole
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
 
 
 def join_whole(tensor: Tensor, placement: ParameterPlacement | None, mesh: ParallelMesh) -> Tensor:

@@ -172,9 +172,24 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         _is("parallel.reshard_after_forward", False),
         _strategies(lambda row: row.cuts_parameters and not row.zero_stage),
     ),
+    *(
+        Exclusion(_is("optimizer.name", "muon", "adafactor"), second, reason, remedy)
+        for second, reason, remedy in (
+            (
+                _is(_STRATEGY, *_strategies(lambda row: bool(row.zero_stage))),
+                "DeepSpeed flattens and cuts weights, but the update of a matrix needs all of it",
+                "use adamw or sgd, or fsdp",
+            ),
+            (
+                Condition("parallel.offload", '`"parameters"`', lambda value: value == "parameters"),
+                "matrices cannot be gathered from CPU memory",
+                'use adamw or sgd, or "none"',
+            ),
+        )
+    ),
     Exclusion(
         _is("parallel.communication.gradients", "fp16"),
-        Condition("precision", 'not `"fp16"`', lambda value: value != "fp16"),
+        _is("precision", "fp32", "bf16"),
         "small gradients become 0 without the loss scale of fp16",
         "use bf16 or fp32",
     ),

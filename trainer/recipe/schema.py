@@ -761,6 +761,41 @@ class SGD(Section):
     momentum: float = Field(0.0, ge=0, lt=1, description="0: no momentum.")
 
 
+class Muon(Section):
+    """Muon (Jordan et al. 2024) for the matrices of the repeated layers; AdamW for all other parameters.
+
+    Updates of matrices have the size of AdamW's (Liu et al. 2025), so both share learning rate and weight decay.
+    """
+
+    name: Literal["muon"]
+    learning_rate: float = Field(gt=0, description="Peak learning rate of the schedule.")
+    weight_decay: float = Field(0.1, ge=0, description="Not applied to biases and norm weights.")
+    momentum: float = Field(0.95, ge=0, lt=1, description="Decay rate of the running mean of a matrix's gradient.")
+    iterations: int = Field(5, ge=1, le=99, description="Newton-Schulz iterations, in bf16.")
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
+        default=[0.9, 0.999], description="Decay rates of AdamW's running means."
+    )
+    epsilon: float = Field(1e-8, gt=0, description="Added by AdamW to the square root of the second mean.")
+
+
+class Adafactor(Section):
+    """Adafactor (Shazeer & Stern 2018): the second moments of a matrix are a row and a column."""
+
+    name: Literal["adafactor"]
+    learning_rate: float = Field(
+        0.01,
+        gt=0,
+        description="Peak learning rate of the schedule, relative to the size of each weight; at most 1 / sqrt(step).",
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Not applied to biases and norm weights.")
+    beta2_decay: float = Field(-0.8, le=0, description="Exponent of the step in the decay rate of second moments.")
+    clip_threshold: float = Field(1.0, ge=1, description="Maximum root mean square of an update.")
+    minimum_scale: float = Field(1e-3, ge=0, description="Minimum size of a weight, which scales its update.")
+
+
+OptimizerSection = AdamW | SGD | Muon | Adafactor
+
+
 class Schedule(Section):
     """Learning rate over the steps: linear warmup, then decay."""
 
@@ -887,7 +922,7 @@ class Recipe(Section):
         " products.",
     )
     training: Training = Training()
-    optimizer: Annotated[AdamW | SGD, Field(discriminator="name")] = AdamW()
+    optimizer: Annotated[OptimizerSection, Field(discriminator="name")] = AdamW()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()

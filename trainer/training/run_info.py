@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +17,7 @@ from torch import nn
 
 from trainer.base.text import listed
 from trainer.data.split import EncodedSplit
+from trainer.engine.whole_matrices import matrix_names
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
 from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
@@ -27,7 +28,7 @@ from trainer.parallel.state_bytes import StateBytes, state_bytes
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.drawing import layout_table
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.schema import AdamW, Recipe
+from trainer.recipe.schema import SGD, Adafactor, Muon, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.task import Task
 from trainer.training.versions import versions
@@ -85,20 +86,35 @@ def _parameter_groups(own: tuple[ParameterGroup, ...], mesh: ParallelMesh) -> tu
     )
 
 
-def planned_state_bytes(plan: RunPlan, placements: Placements, mesh: ParallelMesh) -> StateBytes:
+def planned_state_bytes(
+    plan: RunPlan, models: Iterable[nn.Module], placements: Placements, mesh: ParallelMesh
+) -> StateBytes:
     """Return the bytes of the training state on the rank that holds the most, by formula. All ranks must call it."""
     optimizer, strategy = plan.recipe.optimizer, plan.strategy
-    tensors = 2 if isinstance(optimizer, AdamW) else int(optimizer.momentum > 0)
+    matrices = {name for model in models for name in matrix_names(model)} if isinstance(optimizer, Muon) else set()
+
+    def tensors(name: str) -> int:
+        if isinstance(optimizer, SGD):
+            return int(optimizer.momentum > 0)
+        return 0 if isinstance(optimizer, Adafactor) else 1 if name in matrices else 2
+
     master_copies = int(strategy.zero_stage > 0)  # DeepSpeed keeps one beside the parameters, in fp32 too
     own = state_bytes(
         placements,
         {axis: mesh.size(axis) for axis in AXES},
         cut_gradients=strategy.cuts_gradients,
         cut_optimizer=strategy.cuts_optimizer,
-        optimizer_tensors=tensors + master_copies,
+        optimizer_tensors=lambda name: tensors(name) + master_copies,
     )
+    if isinstance(optimizer, Adafactor):  # whole rows and columns on every rank
+        own = replace(own, optimizer=4 * sum(_factored(p.shape) for p in placements.values() if p.trainable))
     gathered = mesh.gather(asdict(own)) if mesh.size("pp") > 1 else None
     return max((StateBytes(**values) for values in gathered), key=lambda stage: stage.total) if gathered else own
+
+
+def _factored(shape: tuple[int, ...]) -> int:
+    """Return the number of second moments that Adafactor keeps for a parameter."""
+    return prod(shape) if len(shape) < 2 else prod(shape[:-1]) + prod((*shape[:-2], shape[-1]))
 
 
 def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:
@@ -163,6 +179,8 @@ def model_size(models: Sequence[nn.Module], placements: Placements, mesh: Parall
 
 def total_peak_flops(recipe: Recipe, mesh: ParallelMesh) -> float | None:
     """Return the dense peak of all ranks together in FLOP/s; None if it is unknown."""
+    if recipe.tf32 and recipe.precision == "fp32":
+        return None  # the table has peaks without TF32
     peak = peak_flops(device_name(mesh.device), recipe.precision)
     return None if peak is None else peak * mesh.world_size
 
@@ -193,7 +211,7 @@ def run_info(
         batch=str(plan.batch),
         strategy=recipe.parallel.strategy,
         precision=recipe.precision,
-        state_bytes=planned_state_bytes(plan, placements, mesh),
+        state_bytes=planned_state_bytes(plan, models, placements, mesh),
         parameters=_parameter_groups(
             _own_parameter_groups(models, placements, mesh, bytes_per_element=4),
             mesh,  # fp32 master weights

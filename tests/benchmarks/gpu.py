@@ -1,0 +1,314 @@
+"""Checks and figures of one GPU, in one command and with a limit of time; results are written as JSON.
+
+    python -m tests.benchmarks.gpu --json gpu.json
+
+The parts: the tests of `tests/gpu`; training speed, share of the peak (MFU) and peak memory of several models, beside
+the plan's prediction and transformers' `Trainer`; every strategy on one rank; two ranks on one device over gloo. The
+error of a part is in the results, and the others run. Rows for which no time is left are named too.
+
+`--tiny` runs everything with tiny models, on the CPU if there is no GPU: it checks this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers.ranks import RankPool
+from trainer.comparing.peers import PeerTraining, transformers_trainer
+from trainer.engine.building import build_engine, partitioned_loading
+from trainer.models.building import build_model, freeze
+from trainer.observe.meter import peak_flops
+from trainer.parallel.mesh import ParallelMesh, init_process_group
+from trainer.parallel.microbatch import RankBatch
+from trainer.planning.batch import blank_batch
+from trainer.planning.step import StepPlan, plan_step, planned_task
+from trainer.recipe.plan import plan_run
+from trainer.recipe.schema import Recipe
+from trainer.recipe.strategies import STRATEGIES
+
+WARM_UP, STEPS = 3, 10
+CLASSIFICATION = {"type": "sequence_classification", "text": "text"}
+BASE = {"model_type": "bert", "vocab_size": 30522}
+LARGE = {**BASE, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+MODERN = {"model_type": "modernbert", "max_position_embeddings": 8192}
+LLAMA = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192, "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 211,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "keyed dropout": {},
+    "torch's dropout": {"training": {"layout_invariant_dropout": False}},
+    "no dropout": {"model": {"dropout": 0.0}},
+    "compiled": {"compile": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training that is measured."""
+
+    model: str
+    config: Mapping[str, Any]
+    length: int
+    rows: int
+    variant: str = "keyed dropout"
+    strategy: str = "ddp"
+    precision: str = "bf16"
+    task: Mapping[str, Any] = field(default_factory=lambda: CLASSIFICATION)
+    beside_trainer: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.length} tokens, {self.precision}, {self.strategy}, {self.variant}"
+
+    def recipe(self) -> Recipe:
+        keys: dict[str, Any] = {
+            "name": "gpu",
+            "task": self.task,
+            "model": {"config": self.config, "tokenizer": "none"},
+            "data": {"source": "files", "train": "none", "max_length": self.length},
+            "training": {"max_steps": 1000, "global_batch_size": self.rows, "micro_batch_size": self.rows},
+            "precision": self.precision,
+            "parallel": {"strategy": self.strategy},
+        }
+        for section, values in VARIANTS[self.variant].items():
+            keys[section] = {**keys.get(section, {}), **values} if isinstance(values, Mapping) else values
+        return Recipe.model_validate(keys)
+
+
+def cases() -> Iterator[Case]:
+    """Iterate over all measured trainings, the most important first."""
+    able = [name for name, keys in VARIANTS.items() if keys.keys() <= Recipe.model_fields.keys()]
+    for name, config, lengths in (("BERT-base", BASE, (128, 384, 512)), ("BERT-large", LARGE, (128, 384, 512))):
+        for length in lengths:
+            rows = 16384 // length // (1 if config is BASE else 2)
+            for variant in able if length == 384 else able[:1]:
+                yield Case(name, config, length, rows, variant, beside_trainer=variant == able[0])
+    language = {"type": "causal_lm", "text": "text", "loss_chunk_tokens": 2048}
+    yield Case("ModernBERT-base", MODERN, 1024, 16)
+    yield Case("ModernBERT-base", MODERN, 8192, 2)
+    yield Case("Llama 1B", LLAMA, 2048, 2, task=language)
+    for strategy, row in STRATEGIES.items():
+        if not row.single_process and strategy not in ("ddp", "hsdp"):  # on one rank, hsdp is fsdp
+            yield Case("BERT-base", BASE, 128, 128, strategy=strategy)
+
+
+def shrunk(case: Case) -> Case:
+    """Return the case with a tiny model, few rows and few tokens."""
+    config = {**case.config, **SMALL} | ({"num_key_value_heads": 2} if case.model == "Llama 1B" else {})
+    if case.model == "ModernBERT-base":
+        config |= dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id"), 0)
+        config |= dict.fromkeys(("eos_token_id", "sep_token_id"), 1)
+    return replace(case, config=config, length=min(16, case.length), rows=4)
+
+
+def random_batches(recipe: Recipe, task: Any, config: Any, length: int, number: int) -> list[RankBatch]:
+    """Return batches of random tokens, which read the whole embedding."""
+    generator, batches = torch.Generator().manual_seed(0), []
+    for _ in range(number):
+        batch = blank_batch(recipe, task, config, plan_run(recipe, 1).batch, length)
+        for microbatch in batch.microbatches:
+            ids = microbatch.inputs["input_ids"]
+            ids.copy_(torch.randint(5, config.vocab_size, ids.shape, generator=generator))
+        batches.append(batch)
+    return batches
+
+
+class Device:
+    """The measured device, with its clock and memory; a CPU has no memory figure."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.is_gpu = self.device.type == "cuda"
+        self.name = torch.cuda.get_device_name(self.device) if self.is_gpu else "cpu"
+
+    def now(self) -> float:
+        """Return the time after all queued work."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def clear(self) -> None:
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated() if self.is_gpu else None
+
+
+def train(case: Case, device: Device, planned: StepPlan | None) -> dict[str, Any]:
+    """Train a case with the engine, and return its figures."""
+    recipe = case.recipe()
+    plan, task = plan_run(recipe, 1), planned_task(plan_run(recipe, 1))
+    mesh = ParallelMesh(device.device)
+    device.clear()
+    with partitioned_loading(plan, device.device) as gather:
+        built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather)
+    freeze(built.model, task.unused_modules)
+    config: Any = built.model.config
+    engine: Any = build_engine([built], task, mesh, plan, 1000)
+    seconds, losses = [], []
+    for batch in random_batches(recipe, task, config, case.length, WARM_UP + STEPS):
+        started = device.now()
+        losses.append(engine.train_step(batch).loss)
+        seconds.append(device.now() - started)
+    if hasattr(engine, "_engine"):
+        engine._engine.destroy()
+    step = statistics.median(seconds[WARM_UP:])
+    found = {
+        "rows": case.rows,
+        "step_seconds": step,
+        "first_step_seconds": seconds[0],
+        "tokens_per_second": case.rows * case.length / step,
+        "rows_per_second": case.rows / step,
+        "peak_bytes": device.peak_bytes(),
+        "last_loss": losses[-1],
+    }
+    if planned is not None:
+        flops, peak = sum(planned.totals.flops.values()), peak_flops(device.name, case.precision)
+        found |= {"planned_peak_bytes": planned.peak.num_bytes, "flops_of_step": flops}
+        found["mfu"] = None if peak is None else flops / step / peak
+    return found
+
+
+def train_by_transformers(case: Case, device: Device) -> dict[str, Any]:
+    """Train a case with transformers' Trainer on the same batches, and return its figures."""
+    recipe = case.recipe()
+    plan, task = plan_run(recipe, 1), planned_task(plan_run(recipe, 1))
+    device.clear()
+    torchs = recipe.training.model_copy(update={"layout_invariant_dropout": False})
+    model = build_model(recipe.model, torchs, task.auto_class_name, task.model_options()).model.to(device.device)
+    batches = random_batches(recipe, task, model.config, case.length, WARM_UP + STEPS)
+    times: list[float] = []
+
+    def timed() -> Iterator[RankBatch]:
+        for batch in batches:
+            times.append(device.now())
+            yield batch
+        times.append(device.now())
+
+    transformers_trainer(PeerTraining(recipe, plan, model, len(batches), len(batches)), timed())
+    step = statistics.median(
+        after - before for before, after in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)
+    )
+    return {"step_seconds": step, "rows_per_second": case.rows / step, "peak_bytes": device.peak_bytes()}
+
+
+def two_ranks(case: Case) -> list[float]:
+    """Train a case on two ranks of one device, as one of them, and return its losses. Gloo sends the tensors."""
+    device = Device()
+    recipe = case.recipe()
+    plan, task = plan_run(recipe, 2), planned_task(plan_run(recipe, 2))
+    layout = plan.layout
+    axes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard}
+    mesh = ParallelMesh(device.device, **axes)
+    built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options())
+    engine: Any = build_engine([built], task, mesh, plan, 1000)
+    batch = blank_batch(recipe, task, built.model.config, plan.batch, case.length)
+    return [engine.train_step(batch).loss for _ in range(3)]
+
+
+def gpu_tests() -> dict[str, Any]:
+    """Run the tests that need a GPU; without one, pytest skips them."""
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rP", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return {"exit_code": done.returncode, "output": done.stdout[-4000:]}
+
+
+def attempt(results: dict[str, Any], name: str, until: float, work: Callable[[], Any]) -> None:
+    """Add the result of `work` under `name`, or the reason why there is none."""
+    if time.monotonic() > until:
+        results[name] = {"not_run": "no time was left"}
+        return
+    started = time.monotonic()
+    try:
+        found = work()
+        results[name] = found if isinstance(found, dict) else {"result": found}
+    except Exception as error:  # the other parts are worth running
+        results[name] = {"error": f"{type(error).__name__}: {str(error)[-600:]}"}
+    results[name]["seconds"] = round(time.monotonic() - started, 1)
+    print(f"{name}: {json.dumps(results[name])[:160]}", flush=True)
+
+
+def run(models: Sequence[str], tiny: bool, until: float, out: Path) -> dict[str, Any]:
+    """Run all parts until the deadline; `out` is written after each, so that an interrupted run keeps the others."""
+    device = Device()
+    chosen = {case.name: shrunk(case) if tiny else case for case in cases() if case.model in models}
+    results: dict[str, Any] = {"device": device.name, "torch": torch.__version__, "tiny": tiny}
+    parts = ("plans", "training", "transformers", "two_ranks")
+    results |= {part: {} for part in parts}
+    steps: dict[str, StepPlan] = {}
+
+    def planned(name: str, case: Case) -> dict[str, Any]:
+        steps[name] = plan_step(plan_run(case.recipe(), 1), 0, case.length, cuda=device.is_gpu)
+        return {"peak_bytes": steps[name].peak.num_bytes}
+
+    def save() -> None:
+        out.write_text(json.dumps(results, indent=2) + "\n")
+
+    for name, case in chosen.items():  # before the process group, because a plan makes its own
+        if case.strategy == "ddp":  # no plan shards over one rank
+            attempt(results["plans"], name, until, partial(planned, name, case))
+    save()
+    pool = RankPool(2)
+    try:
+        for strategy in ("ddp", "fsdp"):
+            case = replace(shrunk(next(cases())), strategy=strategy)
+            work = partial(pool.run, two_ranks, case, timeout_seconds=60)
+            attempt(results["two_ranks"], strategy, until, work)
+    finally:
+        pool.close()
+    save()
+    init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
+    for name, case in chosen.items():
+        attempt(results["training"], name, until, partial(train, case, device, steps.get(name)))
+        if case.beside_trainer:
+            attempt(results["transformers"], name, until, partial(train_by_transformers, case, device))
+        save()
+    dist.destroy_process_group()
+    attempt(results, "tests", until, gpu_tests)
+    save()
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="the file of the results")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to check this script; works without a GPU")
+    parser.add_argument("--seconds", type=float, default=500, help="no part begins after so many seconds")
+    names = list(dict.fromkeys(case.model for case in cases()))
+    parser.add_argument("--models", choices=names, nargs="+", default=names, help="the models to measure")
+    options = parser.parse_args(arguments)
+    if not options.tiny and not torch.cuda.is_available():
+        parser.error("this machine has no GPU; --tiny checks the script without one")
+    run(options.models, options.tiny, time.monotonic() + options.seconds, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
