@@ -39,6 +39,8 @@ ELSEWHERE = {
     "make test": 'Makefile::pytest $(WORKERS) -m "not slow"',
     "make test-all": ".ci/run::make test-all",
     "make check": ".ci/run::make check",
+    "make bench": "tests/benchmarks/test_benchmarks.py::def test_throughput",
+    "make gpu": "tests/benchmarks/test_benchmarks.py::def test_gpu_runs_in_small_on_a_cpu",
     "make docs": "tests/test_site.py::def test_the_site_builds",
     "python -m docs.generate": "tests/test_readme.py::test_generated_blocks_are_up_to_date",
     "trainer run bert_sample --processes 2": 'tests/launch/test_launchers.py::"trainer": Case',
