@@ -35,7 +35,7 @@ def test_shipped_files_and_what_they_resolve_to_are_valid(name: str) -> None:
         {"training": {"epochs": 0}},
         {"evaluation": {"every": "5 stps"}},
         {"data": {"source": "hub", "path": "x"}},
-        {"optimizer": {"momentum": 0.9, "betas": [0.9, 0.999]}},
+        {"optimizer": {"momentum": 0.9, "beta2_decay": -0.8}},
         {"extends": 3},
         {"name": "a b"},
     ],

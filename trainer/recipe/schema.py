@@ -650,7 +650,7 @@ class Communication(Section):
 
 
 class Parallel(Section):
-    """Distribution of the training over ranks; does not change the result."""
+    """Distribution of the training over ranks; does not change the result beyond rounding."""
 
     strategy: Literal[STRATEGY_NAMES] = Field(  # type: ignore[valid-type]  # from the table
         "ddp", description="Placement of parameters, gradients and optimizer state over the data-parallel ranks."
