@@ -150,10 +150,12 @@ class Comparison:
             return None
         except OSError as error:
             raise storage_error(f"`--output` is {self.folder}, which cannot be written: {error}", error) from error
-        metrics = self._metrics(trial, folder)
-        reached = metrics.steps[-1].step if metrics.steps else 0
-        if code == ExitCode.STOPPED and reached < self._last_step(trial):
+        written = read_metrics(folder / METRICS_FILE_NAME).steps
+        if code == ExitCode.STOPPED and (written[-1].step if written else 0) < self._last_step(trial) + (
+            0 if probed is None else STEPS
+        ):
             raise KeyboardInterrupt
+        metrics = self._metrics(trial, folder)
         replace_text(folder / _COMPLETE, json.dumps({"overrides": self._words(trial)}) + "\n")
         return metrics
 
