@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ADAPTER_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **LAYOUTS,
+    "zero3": (2, {"parallel": {"strategy": "zero3"}}),
     "zero1": (2, {"parallel": {"strategy": "zero1"}}),
     "zero2-accumulated": (2, {"parallel": {"strategy": "zero2"}, "training": {"micro_batch_size": 2}}),
     "fsdp-offload-recomputed": (
@@ -68,7 +69,6 @@ ADAPTER_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2, "schedule": "zero_bubble", "stages_per_rank": 1}}},
     ),
     "interleaved": (2, {"parallel": {"pipeline": {"stages": 2, "schedule": "interleaved_1f1b", "microbatches": 4}}}),
-    "zero3-tensor": (4, {"parallel": {"strategy": "zero3", "tensor": 2}}),
 }
 
 

@@ -33,7 +33,7 @@ TASKS = (
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"parallel": {"strategy": "ddp"}}),
     "fsdp-accumulated": (3, {"parallel": {"strategy": "fsdp"}, "training": {"micro_batch_size": 1}}),
-    "zero3": (2, {"parallel": {"strategy": "zero3"}}),
+    "zero3-tensor": (4, {"parallel": {"strategy": "zero3", "tensor": 2}}),
     "tensor-sequence-accumulated": (
         2,
         {
