@@ -207,6 +207,9 @@ def plan(
     network: Annotated[
         str | None, typer.Option(metavar="100Gb", help="Network of each machine, such as 100Gb or 8x400Gb.")
     ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="512GiB", help="Memory of each machine, for a verdict on it.")
+    ] = None,
     rows: Annotated[int | None, typer.Option(min=1, metavar="N", help="Rows of an epoch, for its hours.")] = None,
     price: Annotated[
         float | None, typer.Option("--price-per-gpu-hour", min=0, metavar="PRICE", help="Price of a GPU for an hour.")
@@ -249,7 +252,7 @@ def plan(
     from trainer.reading.loading import load_recipe
 
     is_auto = gpus.startswith("autox")
-    devices = parse_devices(gpus.removeprefix("autox"), link, network)
+    devices = parse_devices(gpus.removeprefix("autox"), link, network, host_memory)
     words = tuple(overrides or ())
     if write is not None and not (search or largest or is_auto):
         raise UsageError("`--write` writes a layout that was found; add --search, --largest or --gpus autoxMEMORY")

@@ -103,6 +103,7 @@ def plan(
     length: int | None = None,
     link: str | None = None,
     network: str | None = None,
+    host_memory: str | None = None,
 ) -> RecipePlan:
     """Plan a training step on GPUs that need not exist, as `trainer plan` does.
 
@@ -113,6 +114,7 @@ def plan(
         length: The tokens of each text; None: `data.max_length`.
         link: The link between the GPUs of a machine, such as "pcie"; None: the usual one of the device.
         network: The network of each machine, such as "8x400Gb"; None: the usual one of the device.
+        host_memory: The memory of each machine, such as "512GiB"; None: it gives no verdict.
 
     Raises:
         TrainerError: The recipe cannot be laid out over the GPUs, or its step cannot be planned.
@@ -124,7 +126,7 @@ def plan(
     if _is_rank():
         raise LaunchError("`plan` needs a process of its own, but this one is a rank; plan before the ranks start")
     resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
-    return plan_recipe(resolved, parse_devices(gpus, link, network), nodes, length)
+    return plan_recipe(resolved, parse_devices(gpus, link, network, host_memory), nodes, length)
 
 
 def _result(folder: Path, code: int) -> RunResult:

@@ -19,9 +19,11 @@ import trainer
 from tests.planning.measured import LENGTH, SMALL_BERT, planned, recipe_of
 from trainer.base.errors import UsageError
 from trainer.cli import main
+from trainer.planning import hardware
 from trainer.planning.hardware import known_devices, parse_devices
 from trainer.planning.ledger import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS
 from trainer.planning.ranks import shapes_only
+from trainer.planning.recipe_plan import HOST_RESERVED
 from trainer.planning.step import plan_step
 from trainer.recipe.plan import plan_run
 
@@ -81,6 +83,28 @@ def test_it_fits(recipe: Path, capsys: pytest.CaptureFixture[str]):
     assert not found["changes"]
     assert rank["resident"][OPTIMIZER] == pytest.approx(2 * rank["resident"][PARAMETERS], rel=1e-3)
     assert rank["peak_module"].startswith("bert.encoder.layer.2")
+
+
+def test_the_host_has_a_verdict(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["plan", str(recipe), "--gpus", "2x12GB", "--host-memory"]
+    assert main([*words, "5GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (rank,) = found["ranks"]
+    assert found["host_needed_bytes"] == 2 * (rank["host_bytes_at_start"] + HOST_RESERVED)
+    assert found["fits"]
+    assert main([*words, "4GiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "start fewer ranks on each machine" in shown
+    assert "too much" in shown
+    assert main([*words, "5"]) == 2
+    assert "`--host-memory` is '5'" in capsys.readouterr().err
+
+
+def test_the_ranks_of_a_measured_machine_share_its_memory(tmp_path: Path):
+    file = tmp_path / "here.json"
+    figures = json.loads((Path(hardware.__file__).parent / "hardware" / "CPU.json").read_text())
+    file.write_text(json.dumps(figures | {"measured": {}}))
+    assert parse_devices(f"4x{file}").memory_bytes * 4 == parse_devices(f"1x{file}").memory_bytes
 
 
 def test_changes_that_fit_are_shown(recipe: Path, capsys: pytest.CaptureFixture[str]):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,12 +22,13 @@ from trainer.planning import searching
 from trainer.planning.hardware import parse_devices
 from trainer.planning.ledger import PARAMETERS
 from trainer.planning.recipe_plan import plan_recipe, traffic_by_axis
-from trainer.planning.searching import Search, write_recipe
+from trainer.planning.searching import Choice, Search, Tried, write_recipe
 from trainer.planning.stages import plan_steps
 from trainer.planning.step import plan_step
-from trainer.planning.timing import COPIES
+from trainer.planning.timing import BUBBLE, COMMUNICATION, COPIES, OPTIMIZER
 from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import plan_run
+from trainer.recipe.schedules import SCHEDULES
 
 
 @pytest.fixture
@@ -110,6 +113,63 @@ def test_several_processes_find_what_one_finds(recipe: Path, monkeypatch: pytest
     ]
     assert found.failures == alone.failures
     assert found.left_out == alone.left_out > 0
+
+
+def choice_of(search: Search, layout: tuple[str, ...], seconds: float) -> Choice:
+    """Return a layout with a plan of these seconds: a tenth each for the optimizer and for exposed communication."""
+    recipe = load_recipe(search._recipe, [*search._overrides, *layout]).recipe
+    plan = plan_run(recipe, search._devices.number * search._nodes, search._devices.number)
+    parts = {OPTIMIZER: seconds / 10, COMMUNICATION: seconds / 10, BUBBLE: 0.0}
+    made: Any = SimpleNamespace(plan=plan, time=SimpleNamespace(likely=seconds, parts=parts))
+    return Choice(layout, made)
+
+
+class TestVariants:
+    def test_they_are_all_that_combines(self, recipe: Path):
+        search = Search(str(recipe), [], parse_devices("4xA100-40"), nodes=2)
+        found = {(v.row.name, v.schedule) for v in search._variants()}
+        assert {name for name, schedule in found if not schedule} == {"zero1", "zero2", "zero3"}
+        assert {name for name, schedule in found if schedule} == {"ddp", "fsdp", "hsdp"}
+        assert {schedule for _, schedule in found} == {"", *SCHEDULES} - {"gpipe"}
+        given = Search(str(recipe), ["parallel.strategy=zero2", "parallel.tensor=1"], parse_devices("4xA100-40"))
+        assert {v.row.name for v in given._variants()} <= {"zero2"}
+        assert not any("tensor" in word for v in given._variants() for word in v.overrides)
+
+    def test_bounds_come_from_plans_with_the_same_cuts(self, recipe: Path):
+        search = Search(str(recipe), [], parse_devices("4xA100-40"))
+        choices = [choice_of(search, (), 1.0), choice_of(search, ("parallel.pipeline.stages=2",), 1.0)]
+        found = {(v.row.name, v.schedule, v.cuts): search._bound(v, choices) for v in search._variants()}
+        assert found["zero1", "", ()] == pytest.approx(0.9)  # it waits for the collectives of ddp
+        assert found["zero3", "", ()] == pytest.approx(0.8)  # it may send less than ddp
+        two = ("parallel.pipeline.stages=2",)
+        bubble = SCHEDULES["interleaved_1f1b"].bubble(2, 2, 4)
+        assert found["ddp", "interleaved_1f1b", two] == pytest.approx(0.8 / (1 - bubble))
+        assert found["zero1", "", ("parallel.tensor=2",)] == 0.0
+
+    def test_those_that_cannot_be_among_the_fastest_are_not_planned(self, recipe: Path):
+        search = Search(str(recipe), [], parse_devices("8xA100-40"), most_plans=1000)
+        tried: list[tuple[str, ...]] = []
+
+        def attempt(layout: tuple[str, ...]) -> Tried:
+            tried.append(layout)
+            cut = sum(map(int, re.findall(r"(?:tensor|stages)=(\d)", " ".join(layout))))
+            try:
+                return Tried([choice_of(search, layout, 1.0 + cut)], "", 1)
+            except TrainerError:  # too few rows for the stages
+                return Tried([], "it has too few rows", 0)
+
+        with (
+            mock.patch.object(search, "_try", attempt),
+            mock.patch.object(searching, "available_cores", return_value=1),
+        ):
+            found = search.fastest()
+        limit = found.choices[9].seconds
+        assert 0 < found.too_slow < len(search._variants())
+        assert found.left_out == 0
+        assert any("zero1" in " ".join(layout) for layout in tried)
+        skipped = [v for v in search._variants() if v.overrides not in tried]
+        assert len(skipped) == found.too_slow
+        assert all(search._bound(v, found.choices) >= limit for v in skipped)
 
 
 class _Dying(ProcessPoolExecutor):

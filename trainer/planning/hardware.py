@@ -166,12 +166,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of one machine: their number, their name, the bytes of memory of each, and speeds if known."""
+    """The devices of one machine: their number, their name, the bytes of memory of each, and speeds if known.
+
+    `host_bytes` is the memory of the machine beside its devices; None if it is unknown.
+    """
 
     number: int
     name: str
     memory_bytes: int
     machine: Machine | None = None
+    host_bytes: int | None = None
 
 
 def known_devices() -> list[str]:
@@ -179,7 +183,9 @@ def known_devices() -> list[str]:
     return sorted(file.stem for file in _FILES.glob("*.json"))
 
 
-def parse_devices(text: str, link: str | None = None, network: str | None = None) -> Devices:
+def parse_devices(
+    text: str, link: str | None = None, network: str | None = None, host_memory: str | None = None
+) -> Devices:
     """Return the devices of a text `NUMBERxMEMORY`, `NUMBERxNAME` or `NUMBERxFILE.json`; the number is 1 by default.
 
     Data sheets count memory in GB of 10**9 bytes; a device has at least these.
@@ -188,6 +194,7 @@ def parse_devices(text: str, link: str | None = None, network: str | None = None
         text: the devices of each machine.
         link: the link between them; None: the first one of the hardware file.
         network: the network of each machine, such as `100Gb` or `8x400Gb`; None: that of the hardware file.
+        host_memory: the memory of each machine, such as `512GiB`; None: unknown.
 
     Raises:
         UsageError: the text has another form, no file describes the name, or a file is not a hardware file.
@@ -196,11 +203,12 @@ def parse_devices(text: str, link: str | None = None, network: str | None = None
     number, kind = (int(match[1] or 1), match[2]) if match else (0, "")
     if number < 1:
         raise UsageError(f"`--gpus` is {text!r}; write a number and a memory or a name, such as 8x80GiB or 8xA100-80")
+    host_bytes = None if host_memory is None else _host_bytes(host_memory)
     if size := _SIZE.fullmatch(kind):
         for option, value in (("--link", link), ("--network", network)):
             if value is not None:
                 raise UsageError(f"`{option}` is {value}, but `--gpus` gives no device; use a name, such as 8xA100-80")
-        return Devices(number, kind, int(float(size[1]) * _UNITS[size[2]]))
+        return Devices(number, kind, int(float(size[1]) * _UNITS[size[2]]), host_bytes=host_bytes)
     file = Path(kind) if kind.endswith(".json") else _known(text, kind)
     figures = _figures(file)
     machine = Machine(
@@ -210,7 +218,17 @@ def parse_devices(text: str, link: str | None = None, network: str | None = None
         _network_bytes(network or figures["network"]),
         figures,
     )
-    return Devices(number, file.stem, int(figures["memory_gb"] * 10**9), machine)
+    memory = int(figures["memory_gb"] * 10**9)
+    if machine.is_cpu and "measured" in figures:
+        memory //= number  # the ranks of a measured machine share its memory
+    return Devices(number, file.stem, memory, machine, host_bytes)
+
+
+def _host_bytes(text: str) -> int:
+    size = _SIZE.fullmatch(text.strip())
+    if size is None:
+        raise UsageError(f"`--host-memory` is {text!r}; write the memory of each machine with a unit, such as 512GiB")
+    return int(float(size[1]) * _UNITS[size[2]])
 
 
 def _known(text: str, kind: str) -> Path:

@@ -21,6 +21,9 @@ from trainer.recipe.plan import RunPlan, plan_run
 RESERVED = 2**30
 """Bytes of a GPU that tensors cannot have: the context of CUDA, its kernels, NCCL. An allowance, not a measurement."""
 
+HOST_RESERVED = 2 * 2**30
+"""Bytes of the host that each rank needs beside tensors: Python, PyTorch, data. An allowance, not a measurement."""
+
 
 @dataclass(frozen=True)
 class RecipePlan:
@@ -45,8 +48,31 @@ class RecipePlan:
 
     @property
     def needed(self) -> int:
-        """The bytes that the device of the heaviest rank needs."""
-        return self.heaviest.peak.num_bytes + RESERVED
+        """The bytes that the device of the heaviest rank needs; a CPU keeps nothing for itself."""
+        return self.heaviest.peak.num_bytes + self.reserved
+
+    @property
+    def reserved(self) -> int:
+        """The bytes of the device that tensors cannot have."""
+        machine = self.devices.machine
+        return 0 if machine is not None and machine.is_cpu else RESERVED
+
+    @cached_property
+    def host_needed(self) -> int:
+        """The bytes that the host of the fullest machine needs: at the start, in a step, or to export the model.
+
+        At the start, each rank builds its weights; in a step, it holds its offloaded state. To export the model, a rank
+        collects the weights of one file.
+        """
+        layout, local = self.plan.layout, self.devices.number
+        ranks = [self.steps[rank * layout.pp // layout.world_size] for rank in range(layout.world_size)]
+        most = 0
+        for first in range(0, len(ranks), local):
+            own = ranks[first : first + local]
+            stepping = sum(sum(step.host.values()) for step in own)
+            saving = stepping + min(sum(step.saved for step in self.steps), len(own) * LARGEST_FILE_BYTES)
+            most = max(most, max(saving, sum(step.loaded for step in own)) + HOST_RESERVED * len(own))
+        return most
 
     @property
     def export_bytes(self) -> int:
@@ -61,7 +87,12 @@ class RecipePlan:
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.devices.memory_bytes
+        """Whether it fits the devices and, if its memory is known, the host."""
+        return self.needed <= self.devices.memory_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        return self.devices.host_bytes is None or self.host_needed <= self.devices.host_bytes
 
 
 @dataclass(frozen=True)
@@ -228,6 +259,8 @@ def as_object(made: RecipePlan, changes: list[Change]) -> Mapping[str, Any]:
         "fits": made.fits,
         "needed_bytes": made.needed,
         "memory_bytes": made.devices.memory_bytes,
+        "host_needed_bytes": made.host_needed,
+        "host_memory_bytes": made.devices.host_bytes,
         "host_bytes_to_export": made.export_bytes,
         "time": _time_as_object(made.time),
         "ranks": [

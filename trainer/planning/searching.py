@@ -20,16 +20,24 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.models.building import load_config, max_positions
 from trainer.planning.hardware import Devices
 from trainer.planning.recipe_plan import RecipePlan, plan_recipe
+from trainer.planning.timing import BUBBLE, COMMUNICATION, OPTIMIZER
 from trainer.ranks.environment import available_cores
 from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import plan_run
+from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tasks.registry import build_task
 
 MOST_PLANS = 60
 """Plans of one search, if the caller gives no number."""
 
-_TENSOR, _STAGES = (1, 2, 4, 8), (1, 2, 4)
+MOST_SHOWN = 10
+"""Layouts that a search shows; one that cannot be among them need not be planned."""
+
+_TENSOR, _STAGES = (1, 2, 4, 8), (1, 2, 4, 8)
+# gpipe has the bubble of 1f1b, and keeps more activations.
+_SCHEDULES = tuple(sorted(set(SCHEDULES) - {"gpipe"}, key=lambda name: (name != "1f1b", name)))
+_VARIANTS_AT_ONCE = 4
 _ROUNDS = 4  # microbatches for each stage of a pipeline; fewer make the bubble long
 _RECOMPUTED = "activation_checkpointing=full"
 _NUMBERS = (1, 2, 4, 8)  # of devices on one machine; then whole machines of the last number
@@ -64,11 +72,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: layouts that fit, the fastest first; those that do not; the number not planned."""
+    """The result of a search: layouts that fit, the fastest first; those that do not; the number not planned.
+
+    `too_slow` is the number of layouts that cannot be among the fastest, by a bound from plans of their neighbours.
+    """
 
     choices: Sequence[Choice]
     failures: Sequence[Failure]
     left_out: int
+    too_slow: int = 0
 
 
 def layouts(local: int, world: int) -> Iterator[tuple[Strategy, int, int, tuple[str, ...]]]:
@@ -115,6 +127,22 @@ def changes(words: Iterable[str], own: Mapping[str, Any], given: Container[str])
     return tuple(word for word, key, text in pairs if key not in given and not holds(key, text))
 
 
+class Variant(NamedTuple):
+    """A layout with a strategy or a schedule that has a faster-planned neighbour with the same cuts.
+
+    Args:
+        row: its strategy.
+        schedule: its pipeline schedule; empty without a pipeline.
+        cuts: the overrides of tensor, sequence and stages, which neighbours share.
+        overrides: all its overrides.
+    """
+
+    row: Strategy
+    schedule: str
+    cuts: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+
 class Tried(NamedTuple):
     """The result of one layout: its plans that fit; the problem if none does, else empty; the number of plans made."""
 
@@ -157,12 +185,12 @@ class Search:
         self._own = load_recipe(recipe, self._overrides).recipe.model_dump(mode="json")
 
     def fastest(self) -> Found:
-        """Plan layouts; those that cut the model over few ranks come first.
+        """Plan layouts: DDP, FSDP and HSDP with tensor ranks, DDP with stages; then their variants within bounds.
 
         A layout is planned with the largest microbatches that fit. If these have one row, or none fits, it is planned
         with recomputation, too; if none fits then, with offload. Of the keys that change the training, only precision
-        is tried, on demand. ZeRO shards as FSDP does, and its plans take long, so that it is planned only if the user's
-        overrides name it. The same holds for FSDP in a pipeline.
+        is tried, on demand. The variants are ZeRO, other pipeline schedules, and sharded parameters in a pipeline. One
+        is planned only if its bound is below the time of the tenth fastest layout, the lowest bounds first.
 
         Raises:
             UsageError: the devices have no known speed.
@@ -174,21 +202,87 @@ class Search:
             )
         choices: list[Choice] = []
         failures: list[Failure] = []
-        layouts = list(dict.fromkeys(self._layouts()))
+        layouts = self._with_precisions(self._layouts())
+        if rest := self._plan_all(layouts, choices, failures):
+            return _sorted(choices, failures, rest + len(self._variants()), 0)
+        variants = sorted(((self._bound(v, choices), i, v) for i, v in enumerate(self._variants())))
+        for begin in range(0, len(variants), _VARIANTS_AT_ONCE):
+            limit = sorted(choice.seconds for choice in choices)[MOST_SHOWN - 1 : MOST_SHOWN]
+            batch = variants[begin : begin + _VARIANTS_AT_ONCE]
+            some = [v.overrides for bound, _, v in batch if not limit or bound < limit[0]]
+            rest = self._plan_all(self._with_precisions(some), choices, failures)
+            others = len(variants) - begin - len(some)
+            if rest:
+                return _sorted(choices, failures, rest + others, 0)
+            if len(some) < len(batch):  # bounds ascend
+                return _sorted(choices, failures, 0, others)
+        return _sorted(choices, failures, 0, 0)
+
+    def _with_precisions(self, layouts: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        found = list(layouts)
         if self._any_precision and self._own["precision"] == "fp32":
-            layouts = [(*layout, *more) for layout in layouts for more in ((), self._free("precision=bf16"))]
-            layouts = list(dict.fromkeys(layouts))
+            found = [(*layout, *more) for layout in found for more in ((), self._free("precision=bf16"))]
+        return list(dict.fromkeys(found))
+
+    def _plan_all(self, layouts: Sequence[tuple[str, ...]], choices: list[Choice], failures: list[Failure]) -> int:
+        """Plan layouts, add the results to the lists, and return the number that was left out."""
         # Results are taken in the order of the layouts, so that the number of workers does not change them.
         with closing(self._tried(layouts)) as results:
             for index, layout in enumerate(layouts):
                 if self._left <= 0:
-                    return _sorted(choices, failures, len(layouts) - index)
+                    return len(layouts) - index
                 fitting, problem, made = next(results)
                 self._left -= made
                 choices += fitting
                 if problem:
                     failures.append(Failure(layout, problem))
-        return _sorted(choices, failures, 0)
+        return 0
+
+    def _variants(self) -> list[Variant]:
+        """Return the layouts that `_layouts` leaves to bounds; none of a strategy or a schedule that the user gave."""
+        local, world = self._devices.number, self._devices.number * self._nodes
+        found: dict[tuple[str, ...], Variant] = {}
+        planned, own = set(self._layouts()), self._own["parallel"]
+        fixed = {"parallel.tensor": own["tensor"], "parallel.pipeline.stages": own["pipeline"]["stages"]}
+        for row, tensor, stages, words in layouts(local, world):
+            cuts = {"parallel.tensor": tensor, "parallel.pipeline.stages": stages}
+            if any(key in self._given and cuts[key] != value for key, value in fixed.items()):
+                continue
+            data_ranks = world // (tensor * stages)
+            no_ranks = row.single_process or (row.cuts_anything and data_ranks == 1)
+            if no_ranks or (row.no_pipeline and stages > 1) or (row.groups and self._nodes == 1):
+                continue
+            if "parallel.strategy" in self._given and row.name != own["strategy"]:
+                continue
+            for schedule in _SCHEDULES if stages > 1 else ("",):
+                if schedule and "parallel.pipeline.schedule" in self._given:
+                    continue
+                overrides = self._free(*words, *([f"parallel.pipeline.schedule={schedule}"] if schedule else []))
+                if overrides not in planned:
+                    found.setdefault(overrides, Variant(row, schedule, _cuts(overrides), overrides))
+        return list(found.values())
+
+    def _bound(self, variant: Variant, choices: Iterable[Choice]) -> float:
+        """Return seconds that a variant cannot beat, from the plans of layouts with the same cuts; 0 without any.
+
+        Ranks with the same cuts compute the same. ZeRO waits for the collectives that DDP and FSDP hide, and shards the
+        optimizer at best. Another schedule changes the bubble alone.
+        """
+        bounds = []
+        for choice in choices:
+            if _cuts(choice.overrides) != variant.cuts:
+                continue
+            assert choice.made.time is not None
+            plan, parts = choice.made.plan, choice.made.time.parts
+            seconds = choice.seconds - parts[OPTIMIZER]
+            if not variant.row.zero_stage or plan.strategy.cuts_parameters != variant.row.cuts_parameters:
+                seconds -= parts[COMMUNICATION]
+            if (own := plan.pipeline) is not None and variant.schedule:
+                row = SCHEDULES[variant.schedule]
+                bubble = row.bubble(own.num_ranks, row.stages_per_rank, own.num_microbatches)
+                seconds = (seconds - parts[BUBBLE]) / (1 - bubble)
+            bounds.append(seconds)
+        return min(bounds, default=0.0)
 
     def _tried(self, layouts: Sequence[tuple[str, ...]]) -> Generator[Tried, None, None]:
         """Yield the result of each layout, from several processes if there are many layouts."""
@@ -395,8 +489,13 @@ def _lean(world: int) -> Iterator[tuple[str, ...]]:
         yield (strategy, f"parallel.tensor={tensor}", "parallel.sequence=true", _RECOMPUTED)
 
 
-def _sorted(choices: Iterable[Choice], failures: Sequence[Failure], left_out: int) -> Found:
-    return Found(sorted(choices, key=lambda choice: choice.seconds), failures, left_out)
+def _cuts(overrides: Iterable[str]) -> tuple[str, ...]:
+    keys = ("parallel.tensor", "parallel.sequence", "parallel.pipeline.stages")
+    return tuple(sorted(word for word in overrides if word.partition("=")[0] in keys))
+
+
+def _sorted(choices: Iterable[Choice], failures: Sequence[Failure], left_out: int, too_slow: int) -> Found:
+    return Found(sorted(choices, key=lambda choice: choice.seconds), failures, left_out, too_slow)
 
 
 def write_recipe(file: Path, recipe: str, overrides: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from trainer.base.errors import UsageError
 from trainer.engine.timeline import as_svg, as_text
 from trainer.planning.ledger import COMPONENTS
 from trainer.planning.recipe_plan import (
-    RESERVED,
+    HOST_RESERVED,
     Change,
     RecipePlan,
     TrainingCost,
@@ -21,7 +21,7 @@ from trainer.planning.recipe_plan import (
     traffic_by_axis,
     traffic_by_module,
 )
-from trainer.planning.searching import Found
+from trainer.planning.searching import MOST_SHOWN, Found
 from trainer.planning.step import StepPlan
 
 
@@ -52,7 +52,7 @@ def lines(made: RecipePlan, changes: Sequence[Change] | None) -> Iterator[str]:
     saved = made.export_bytes
     yield f"host      {size(loaded)} of weights on each rank at the start; {size(saved)} at most to export the model"
     yield from _time(made)
-    yield _verdict(made)
+    yield from _verdict(made)
     if not made.fits and changes is not None:
         yield from _advice(changes)
 
@@ -127,12 +127,20 @@ def draw_timeline(made: RecipePlan, file: Path) -> str:
     return f"wrote     {file}\n"
 
 
-def _verdict(made: RecipePlan) -> str:
-    memory, needed = made.devices.memory_bytes, made.needed
-    margin = f"{size(RESERVED)} for CUDA and NCCL are included"
-    if made.fits:
-        return f"It fits: {size(needed)} of {size(memory)}, {size(memory - needed)} to spare ({margin})."
-    return f"It does not fit: {size(needed)} of {size(memory)}, {size(needed - memory)} too much ({margin})."
+def _verdict(made: RecipePlan) -> Iterator[str]:
+    memory, needed, host = made.devices.memory_bytes, made.needed, made.devices.host_bytes
+    margin = f" ({size(made.reserved)} for CUDA and NCCL are included)" if made.reserved else ""
+    if host is not None:
+        included = f" ({size(HOST_RESERVED)} for the Python of each rank are included)"
+        yield f"host memory of a machine: {_spare(made.host_needed, host)}{included}."
+        if not made.fits_host:
+            yield "The host is too small; start fewer ranks on each machine, or load parts: parallel.strategy=zero3"
+    yield f"It {'fits' if needed <= memory else 'does not fit'}: {_spare(needed, memory)}{margin}."
+
+
+def _spare(needed: int, memory: int) -> str:
+    rest = f"{size(memory - needed)} to spare" if needed <= memory else f"{size(needed - memory)} too much"
+    return f"{size(needed)} of {size(memory)}, {rest}"
 
 
 def _advice(changes: Sequence[Change]) -> Iterator[str]:
@@ -144,7 +152,7 @@ def _advice(changes: Sequence[Change]) -> Iterator[str]:
         yield f"  {' '.join(change.overrides)}  ({size(change.needed)})"
 
 
-def search_lines(found: Found, most: int = 10) -> Iterator[str]:
+def search_lines(found: Found, most: int = MOST_SHOWN) -> Iterator[str]:
     """Yield the table of a search: the fastest layouts that fit, then a count of the others."""
     yield f"{'time of a step':>14}  {'range':>21}  {'samples/s':>9}  {'MFU':>5}  {'memory':>9}  overrides"
     for choice in found.choices[:most]:
@@ -159,6 +167,8 @@ def search_lines(found: Found, most: int = 10) -> Iterator[str]:
         yield "no layout fits; use more devices"
     for reason, number in Counter(failure.reason for failure in found.failures).items():
         yield f"{number} layout{'s' * (number > 1)} left out: {reason}"
+    if found.too_slow:
+        yield f"{found.too_slow} layouts cannot be among the fastest: plans with the same cuts bound their time"
     if found.left_out:
         yield f"{found.left_out} layouts were not planned; --plans N allows more plans"
 
@@ -169,6 +179,7 @@ def search_as_object(found: Found) -> Mapping[str, Any]:
         "choices": [{"overrides": choice.overrides, **as_object(choice.made, [])} for choice in found.choices],
         "failures": [{"overrides": failure.overrides, "reason": failure.reason} for failure in found.failures],
         "left_out": found.left_out,
+        "too_slow": found.too_slow,
     }
 
 
