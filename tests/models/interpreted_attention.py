@@ -331,6 +331,35 @@ def test_torch_sees_one_operation():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+class Site:
+    """A dropout site with the keys of its rows at hand."""
+
+    name = "attention"
+
+    @property
+    def keys(self) -> Site:
+        return self
+
+    def row_keys(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return KEY.rows
+
+    def offsets(self, shape: tuple[int, ...]) -> list[int]:
+        return [0] * len(shape)
+
+
+def test_the_attention_function_has_no_graph_break(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainer.models.attention.site_of", lambda module: Site())
+    query, key, value = Case(lengths=(5, 20)).tensors()
+    mask = torch.arange(20) < 15
+
+    def attend(query: Tensor) -> Tensor:
+        return keyed_attention(nn.Module(), query * 2, key, value, mask, dropout=0.3, is_causal=False)[0] + 1
+
+    with listed_tiles():
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(query), attend(query))
+
+
 def test_its_products_are_counted():
     assert torch.ops.trainer.keyed_attention in FLOPS
     case = Case(heads=(2, 1), lengths=(9, 15), bias=(1, 2, 9, 15), dims=(16, 24))

@@ -69,12 +69,14 @@ def _kernels() -> Any:
     return attention_kernels
 
 
+@torch.compiler.assume_constant_result  # a compiled graph need not follow it
 def is_interpreted() -> bool:
     """Return whether Triton interprets its kernels, on any device: it was imported with `TRITON_INTERPRET=1`."""
     triton = sys.modules.get("triton")
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
+@torch.compiler.assume_constant_result
 def obstacle(device: torch.device) -> str | None:
     """Return the reason why the kernels do not run on a device; None if they run."""
     if is_interpreted():
