@@ -69,14 +69,14 @@ def _kernels() -> Any:
     return attention_kernels
 
 
-@torch.compiler.assume_constant_result  # a compiled graph need not follow it
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled graph need not follow it
 def is_interpreted() -> bool:
     """Return whether Triton interprets its kernels, on any device: it was imported with `TRITON_INTERPRET=1`."""
     triton = sys.modules.get("triton")
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def obstacle(device: torch.device) -> str | None:
     """Return the reason why the kernels do not run on a device; None if they run."""
     if is_interpreted():
@@ -95,6 +95,15 @@ def _tiling(dtype: torch.dtype, dim: int) -> _Tiling:
         return _TILING_OF_INTERPRETER
     tilings = _TILINGS_32_BIT if dtype == torch.float32 else _TILINGS_16_BIT
     return tilings[max(64, _padded(dim))]
+
+
+def _for_floats(tiling: _Tiling) -> _Tiling:
+    """Return blocks that leave shared memory for tiles of a bias or an additive mask, which may be of fp32."""
+    forward, of_queries, of_keys = (
+        block._replace(queries=min(block.queries, 64), stages=1)
+        for block in (tiling.forward, tiling.of_queries, tiling.of_keys)
+    )
+    return _Tiling(tiling.queries, tiling.keys, forward, of_queries, of_keys)
 
 
 def _padded(dim: int) -> int:
@@ -373,7 +382,8 @@ class _Call:
         threshold = (levels - LANE_LEVELS // 2) << 16
         self.factors = (scale, threshold, LANE_LEVELS / (LANE_LEVELS - levels))
         self.added = (mask, bias)
-        self._adds_floats = bias is not None or (mask is not None and mask.dtype != torch.bool)
+        if bias is not None or (mask is not None and mask.dtype != torch.bool):
+            self.tiling = _for_floats(self.tiling)
         self.added_strides = (self.strides(mask), self.strides(bias))
         kernels = _kernels()
         kind = kernels.NO_MASK if mask is None else kernels.BOOLEAN if mask.dtype == torch.bool else kernels.ADDITIVE
