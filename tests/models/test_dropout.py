@@ -112,7 +112,9 @@ class TestKeyDropout:
             hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
         key_dropout(model, keys)
-        shared = [module.site for module in model.modules() if getattr(module, "site", None) and module.site.shared]
+        shared = [
+            module.site for module in model.modules() if getattr(module, "site", None) and module.site.shared_from == 0
+        ]
         assert [site.name.rsplit(".", 1)[1] for site in shared] == ["pos_dropout"] * 2
         whole = logits(model, keys)
         ids = IDS[list(rows)]

@@ -56,7 +56,7 @@ class TestMask:
         assert torch.equal(drop(keyed(0, 1), 4, 6, 5, cut_dim=-1, part=1), whole[..., 5:])
 
     def test_of_what_all_rows_share_has_no_batch_and_does_not_depend_on_the_rows(self):
-        here = replace(site(), shared=True)
+        here = replace(site(), shared_from=0)
 
         def mask_for(key: MicrobatchKey, *shape: int) -> torch.Tensor:
             with here.keys.use(key):
@@ -89,7 +89,7 @@ class TestMask:
         keys, x = DropoutKeys(1), torch.ones(2, 6, 8)
 
         def masks(keys: DropoutKeys, step: int) -> list[torch.Tensor]:
-            sites = [DropoutSite(keys, "a"), DropoutSite(keys, "b", shared=True), DropoutSite(keys, "a")]
+            sites = [DropoutSite(keys, "a"), DropoutSite(keys, "b", shared_from=0), DropoutSite(keys, "a")]
             with keys.use(keyed(3, 5, step=step)):
                 return [here.drop(x, 0.5) for here in sites]
 

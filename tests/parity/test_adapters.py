@@ -39,6 +39,16 @@ LLAMA = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
+DEBERTA = {
+    **BERT,
+    "model_type": "deberta-v2",
+    "relative_attention": True,
+    "position_buckets": 8,
+    "pos_att_type": ["p2c", "c2p"],
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+}
 CASES: dict[str, dict[str, Any]] = {
     "bert": {"model": {"config": BERT, "dropout": 0.1, "adapter": LORA}},
     "masked-lm": {
@@ -50,6 +60,11 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "llama": {"model": {"config": LLAMA, "adapter": {**LORA, "targets": ["q_proj", "*.down_proj"]}}},
+    # Projections of queries and keys that relative positions share, and own ones.
+    **{
+        f"deberta-{kind}": {"model": {"config": {**DEBERTA, "share_att_key": kind == "shared"}, "adapter": LORA}}
+        for kind in ("shared", "own")
+    },
     "deep": {"model": {"config": {**BERT, "num_hidden_layers": 4}, "dropout": 0.1, "adapter": LORA}},
     "frozen": {
         "model": {"config": BERT, "dropout": 0.1, "freeze": ["embeddings", "layer.0.attention", "*.key.weight"]}
@@ -96,7 +111,13 @@ PAIRS = [
     pytest.param(case, layout, marks=pytest.mark.slow if ADAPTER_LAYOUTS[layout][0] > 3 else ())
     for case in CASES
     for layout in ADAPTER_LAYOUTS
-    if (layout == "interleaved" if case == "deep" else layout != "interleaved" and (case == "bert" or layout in CUTS))
+    if (
+        layout in ("fsdp-accumulated", "zero3-tensor")
+        if case.startswith("deberta")
+        else layout == "interleaved"
+        if case == "deep"
+        else layout != "interleaved" and (case == "bert" or layout in CUTS)
+    )
 ]
 
 

@@ -279,4 +279,6 @@ class TestTheOrderOfACheckpoint:
 
     def test_an_index_means_the_same_in_both(self):
         task = task_of().resolve(rows_of([0, 1]), WHERE)
-        assert task.in_checkpoint_order(("1", "0"), chosen=False) == (task, [])
+        same, (note,) = task.in_checkpoint_order(("1", "0"), chosen=False)
+        assert same == task
+        assert "labels are the numbers of the checkpoint's classes: 0 is '1', 1 is '0'" in note

@@ -14,12 +14,13 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
 from tests.helpers.training import TINY_BERT
-from trainer.base.errors import ExitCode
+from trainer.base.errors import DataError, ExitCode
 from trainer.cli import main
 from trainer.data import files
 from trainer.doctor.machine import Machine
 from trainer.doctor.starting import parts
 from trainer.reading.loading import load_recipe
+from trainer.tasks.registry import build_task
 from trainer.training import checking
 from trainer.training.prepared import prepare_data
 from trainer.training.run_info import class_counts
@@ -202,7 +203,8 @@ def test_classes_that_look_like_one(tmp_path):
     write_rows(tmp_path / "train.jsonl", rows)
     data = prepare_data(load_recipe(str(recipe)).recipe)
     assert [note for note in data.data_notes if "rows that" not in note] == [
-        "the classes 'No ' and 'no' differ only in case or space; if they are one class, mend the labels",
+        "the classes 'No ' and 'no' differ only in case, space or form of Unicode; if they are one class, mend the"
+        " labels",
         "the class 'no' has one training row; a typing error in a label makes such a class",
         "the validation split holds the rows of the training split, so metrics do not show new rows",
     ]
@@ -240,3 +242,81 @@ def test_divergence_is_told_apart_from_bad_rows(tmp_path, capsys):
 def errors_of_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["run", *arguments]) == ExitCode.NON_FINITE
     return capsys.readouterr().err
+
+
+def prepared(tmp_path: Path, train: list[dict[str, Any]], validation: list[dict[str, Any]], **sections: Any) -> Any:
+    recipe = write_tiny_run(tmp_path, **sections)
+    write_rows(tmp_path / "train.jsonl", train)
+    write_rows(tmp_path / "validation.jsonl", validation)
+    return prepare_data(load_recipe(str(recipe)).recipe)
+
+
+def labelled(number: int, label: Any = None, first: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"text": f"word{row % 10} word{row // 10}", "label": "ab"[row % 2] if label is None else label}
+        for row in range(first, first + number)
+    ]
+
+
+def test_classes_of_other_forms_of_unicode_and_with_invisible_characters(tmp_path):
+    rows = labelled(40)
+    for row, label in enumerate(("pr\u00e9sent", "pre\u0301sent", "pre\u0301\u200bsent\u00a0")):
+        rows[row]["label"] = rows[row + 3]["label"] = label
+    notes = prepared(tmp_path, rows, labelled(8, first=50)).data_notes
+    (found,) = (note for note in notes if "Unicode" in note)
+    assert found.startswith(
+        r"the classes 'pre\u0301sent' and 'pre\u0301\u200bsent\xa0' and 'pr\xe9sent' differ only in"
+    )
+
+
+def test_what_the_splits_lack_or_share(tmp_path):
+    train, validation = labelled(40), [*labelled(3, "a", 50), *labelled(5, "a", 0)]
+    train += [{"text": train[0]["text"], "label": "b"}]
+    blank = [{"text": " ", "label": "a"}]
+    data = prepared(tmp_path, train + blank, validation, training={"global_batch_size": 64})
+    assert [note for note in data.data_notes if "became" not in note] == [
+        "`training.global_batch_size` is 64, but a step has at most the 42 rows of an epoch",
+        "the validation split has no row of 'b'",
+        "1 of 42 training rows have the tokens of another row with another label",
+        "5 of 8 validation rows have the tokens of a training row",
+    ]
+    assert "special tokens only: 1 of 42 training rows, which have no text" in data.notes(16)
+
+
+def test_splits_without_any_text(tmp_path):
+    with pytest.raises(DataError, match="must hold a text with a token, but has special tokens only"):
+        prepared(tmp_path, [{"text": "", "label": "ab"[row % 2]} for row in range(20)], labelled(8))
+
+
+def test_labels_of_one_number(tmp_path):
+    task = {"type": "sequence_regression", "text": "text", "label": "label", "metrics": ["pearson"]}
+    data = prepared(tmp_path, labelled(20, 1.5), labelled(8, 2.5, 50), task=task)
+    assert "all validation labels are 2.5, so correlations are undefined, and shown as 0" in data.data_notes
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("label", float("nan"), "column `label`, row 4 of .* is NaN; every row needs a label"),
+        ("label", "x", r"column `label`, row 4 of .* is 'x', and 0 before it has another type"),
+        ("text", 7, r"column `text`, row 4 of .* is 7, and 'word0 word0' before it has another type"),
+    ],
+)
+def test_values_of_another_type_are_named_by_row(tmp_path, key, value, words):
+    rows = [{**row, "label": "ab".index(row["label"])} for row in labelled(10)]
+    rows[3][key] = value
+    recipe = load_recipe(str(write_tiny_run(tmp_path))).recipe
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "validation.jsonl", [{"text": "word1", "label": 0}])
+    with pytest.raises(DataError, match=words):
+        prepare_data(recipe)
+
+
+def test_numbers_as_labels_of_a_checkpoint_with_names(tmp_path):
+    task = build_task(load_recipe(str(write_tiny_run(tmp_path))).recipe.task).with_classes(("0", "1"), False)
+    same, notes = task.in_checkpoint_order(("positive", "negative"), chosen=False)
+    assert same == task
+    assert notes[0].startswith("labels are the numbers of the checkpoint's classes: 0 is 'positive', 1 is 'negative'")
+    assert task.in_checkpoint_order(("0", "1"), chosen=False)[1] == []
+    named = task.with_classes(("negative", "positive"), False)
+    assert "in another order" in named.in_checkpoint_order(("positive", "negative"), chosen=True)[1][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -299,8 +300,22 @@ class TestResume:
         train(recipe, "training.stop_at_step=4")
         lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
         (tmp_path / "train.jsonl").write_text("".join([lines[0].replace("word", "worm"), *lines[1:]]))
-        with pytest.raises(UsageError, match=r"`data.train` was .* and is"):
+        with pytest.raises(UsageError, match=r"the prepared training rows differ \(data, tokenizer"):
             train(recipe)
+
+    def test_the_best_of_other_validation_rows_does_not_count(self, tmp_path, capsys):
+        recipe = write_tiny_run(tmp_path, logging={"every": "1 step", "to": ["console", "jsonl"]})
+        rows = tmp_path / "validation.jsonl"
+        lines = rows.read_text().splitlines(keepends=True)
+        rows.write_text(json.dumps({"text": "word0", "label": "a"}) + "\n")
+        with pytest.MonkeyPatch.context() as patch:  # the only row is right from the start
+            patch.setattr("trainer.training.evaluation.Evaluator.evaluate", lambda self: {"loss": 0.0, "accuracy": 1.0})
+            assert train(recipe, "training.stop_at_step=4") == ExitCode.STOPPED
+        rows.write_text("".join(lines))
+        assert train(recipe) == ExitCode.DONE
+        shown = capsys.readouterr().out
+        assert "the validation rows are others than before, so the best evaluation is looked for anew" in shown
+        assert re.search(r"best +accuracy 0\.\d+ at step 8", shown), shown
 
     def test_never_refuses_a_used_folder(self, tmp_path):
         recipe = write_tiny_run(tmp_path)

@@ -19,6 +19,7 @@ class Progress:
     best: BestMetric | None = None
     evaluations_since_best: int = 0
     bad_steps: int = 0  # steps that were not taken because they were not finite
+    best_rows: str | None = None  # the hash of the validation rows that gave `best`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -37,6 +37,7 @@ _HOW = ("name", "parallel", "activation_checkpointing", "evaluation", "checkpoin
 _HOW_TRAINING = ("micro_batch_size", "stop_at_step", "check_replicas", "max_bad_steps")
 _WHERE_MODEL = ("name_or_path", "tokenizer", "revision")  # the weights are the checkpoint's
 _MEASURED = ("metrics",)
+_ROWS = "data.train"  # the key of the hash of rows in an identity
 FROZEN_WEIGHTS = "frozen_weights"
 """The key of the digest of frozen weights in `model` of an identity, if the recipe freezes weights."""
 
@@ -340,7 +341,9 @@ class Saver:
     def _refuse_another_training(self, state: SavedState) -> None:
         was, now = dotted_leaves(state.facts.identity), dotted_leaves(self._identity())
         differences = [
-            f"`{key}` was {was.get(key)!r} and is {now.get(key)!r}"
+            "the prepared training rows differ (data, tokenizer or `data.max_length`)"
+            if key == _ROWS
+            else f"`{key}` was {was.get(key)!r} and is {now.get(key)!r}"
             for key in sorted(was.keys() | now.keys())
             if was.get(key) != now.get(key)
         ]

@@ -8,7 +8,8 @@ import glob
 import gzip
 import json
 import os
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -38,8 +39,31 @@ _FORMAT_OF_ENDING: dict[str, Format] = {
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _LFS_POINTER = b"version https://git-lfs"
 _SNIFFED_LINES = 20
+_CELLS_LOOKED_AT = 1000
 _LARGE_BYTES = 1 << 26
 _LONGEST_REASON = 400  # maximum length of a reader's message, in characters
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_DAMAGED = (OSError, EOFError, zlib.error)
+"""Errors of files that cannot be read or unpacked."""
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How text files are read.
+
+    Attributes:
+        encoding: their encoding.
+        delimiter: the delimiter of CSV files; None: found in each file's first lines.
+        quotes: whether quotation marks enclose values of CSV files; otherwise they are text.
+    """
+
+    encoding: str = "utf-8"
+    delimiter: str | None = None
+    quotes: bool = True
+
+    def cells(self, lines: Iterable[str], delimiter: str) -> Any:
+        """Return the reader of the rows of a CSV file, as of `csv.reader`."""
+        return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if self.quotes else csv.QUOTE_NONE)
 
 
 def files_of(value: str | Sequence[str] | None, key: str) -> list[Path]:
@@ -114,8 +138,7 @@ def is_large(paths: Sequence[Path]) -> bool:
 def read_files(
     paths: Sequence[Path],
     file_format: Format,
-    delimiter: str | None,
-    encoding: str,
+    text: TextOptions,
     key: str,
     most_rows: int | None = None,
 ) -> tuple[Dataset | None, list[str]]:
@@ -124,8 +147,7 @@ def read_files(
     Args:
         paths: the files.
         file_format: their format.
-        delimiter: the delimiter of CSV files; None: found in each file's first lines.
-        encoding: the encoding of text files.
+        text: how text files are read.
         key: the key of the recipe, for messages.
         most_rows: the number of rows to read; None: all.
 
@@ -145,14 +167,18 @@ def read_files(
         if file_format == "excel":
             return _read_excel(paths, key), []
         if file_format == "conll":
-            return _read_conll(paths, encoding), []
-        if file_format in ("csv", "json") and encoding != "utf-8":
-            options["encoding"] = encoding
+            return _read_conll(paths, text.encoding), []
+        if file_format in ("csv", "json") and text.encoding != "utf-8":
+            options["encoding"] = text.encoding
         if file_format == "csv":
             options |= {"keep_default_na": False, "na_values": [""]}  # "None" and "NA" may be names of classes
-            parts = [delimiter_of(path, encoding) for path in paths] if delimiter is None else [delimiter]
+            if not text.quotes:
+                options["quoting"] = csv.QUOTE_NONE
+            parts = [text.delimiter or delimiter_of(path, text) for path in paths]
             options["sep"] = parts[0]
-            if delimiter is None and parts[0] != "," and _ending(paths[0]) == ".csv":
+            for path, part in zip(paths, parts, strict=True):
+                _require_names(path, text, part, key)
+            if text.delimiter is None and parts[0] != "," and _ending(paths[0]) == ".csv":
                 notes.append(f"`{key}`: `{paths[0].name}` is read with {_DELIMITERS[parts[0]]} between its columns")
             if len(set(parts)) > 1:
                 other = paths[next(index for index, part in enumerate(parts) if part != parts[0])]
@@ -165,20 +191,86 @@ def read_files(
             rows = datasets.load_dataset(file_format, data_files=files, split="train", streaming=True, **options)
             first = list(rows.take(most_rows))
             return (datasets.Dataset.from_list(first, features=rows.features) if first else None), notes
-        return datasets.load_dataset(file_format, data_files=files, split="train", **options), notes
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        dataset = datasets.load_dataset(file_format, data_files=files, split="train", **options)
+        if file_format == "json":
+            dataset.data.table.validate(full=True)  # the reader does not check the encoding
+        return dataset, notes
+    except (datasets.exceptions.DatasetsError, ValueError, *_DAMAGED) as error:
         if "corresponds to no data" in str(error):  # the message of `datasets` for files without rows
             return None, notes
         refuse_datasets_cache(error)
-        if wrong := _not_in(encoding, paths):
+        if wrong := _not_in(text.encoding, paths):
+            likely = "utf-16" if _starts_as_utf16(wrong) else "latin-1"
             raise DataError(
-                f"`{key}` must hold text in the encoding {encoding}, but `{wrong}` does not; save it as UTF-8, or name"
-                " its encoding in `data.encoding`, such as latin-1"
+                f"`{key}` must hold text in the encoding {text.encoding}, but `{wrong}` does not; save it as UTF-8, or"
+                f" name its encoding in `data.encoding`, such as {likely}"
             ) from error
         fault = _json_fault(paths) if file_format == "json" else None
         raise DataError(
             f"`{key}` must hold {file_format}, but {fault or f'{where} cannot be read: {reason(error)}'}"
         ) from error
+
+
+def _require_names(path: Path, text: TextOptions, delimiter: str, key: str) -> None:
+    """Require a name of its own for each column of a CSV file.
+
+    pandas renames the second of two equal names, and moves all columns by one if the rows have one value more than
+    there are names.
+
+    Raises:
+        DataError: two columns have one name, or the first row has more values than there are names.
+    """
+    with open_text(path, text.encoding) as file:
+        rows = (cells for cells in text.cells(file, delimiter) if cells)
+        names = [name.lstrip("\ufeff") for name in next(rows, [])]
+        first: list[str] = next(rows, [])
+    twice = sorted({name for name in names if names.count(name) > 1 and name.strip()})
+    if twice:
+        raise DataError(
+            f"`{key}` must name files with a name of its own for each column, but `{path}` names `{twice[0]}` more than"
+            " once; rename one"
+        )
+    if len(first) > len(names):
+        raise DataError(
+            f"`{key}` must name files with a name for each column, but `{path}` has {len(names)} names and {len(first)}"
+            " values in its first row; add the missing name, or remove the delimiter at the end of the lines"
+        )
+
+
+def open_quotes_notes(rows: Dataset, places: RowPlaces, where: str) -> list[str]:
+    """Return a note on a cell of a CSV file that looks like several rows, because a quotation mark in a text opened it.
+
+    Args:
+        rows: the rows.
+        places: their places in the files.
+        where: the name of the split in messages.
+
+    Raises:
+        DataError: a cell holds a line break and the tab that separates the columns.
+    """
+    import pyarrow.compute as pc
+
+    if places.file_format != "csv" or not places.text.quotes or len(rows.features) < 2:
+        return []
+    delimiter = places.text.delimiter or delimiter_of(places.paths[0], places.text)
+    for name, feature in rows.features.items():
+        if "string" not in str(getattr(feature, "dtype", "")):
+            continue
+        column = rows.data.column(name)
+        held = pc.and_(pc.match_substring(column, "\n"), pc.match_substring(column, delimiter))
+        for row in pc.indices_nonzero(pc.fill_null(held, False)).to_pylist()[:_CELLS_LOOKED_AT]:
+            lines = column[row].as_py().split("\n")[:-1]
+            if delimiter == "\t":
+                raise DataError(
+                    f"column `{name}`, row {row + 1} of {where} holds a tab and a line break, because a quotation mark"
+                    " opens a value and joins rows; set `data.quotes` to false if quotation marks are part of texts"
+                )
+            if any(line.count(delimiter) == len(rows.features) - 1 for line in lines):
+                return [
+                    f"column `{name}`, row {row + 1} of {where} holds lines that look like rows; set `data.quotes` to"
+                    " false if quotation marks are part of texts"
+                ]
+    return []
 
 
 def _read_excel(paths: Sequence[Path], key: str) -> Dataset | None:
@@ -214,15 +306,15 @@ def open_text(path: Path, encoding: str) -> IO[str]:
     return path.open(encoding=encoding, newline="")
 
 
-def delimiter_of(path: Path, encoding: str) -> str:
+def delimiter_of(path: Path, text: TextOptions) -> str:
     """Return the delimiter that gives the same number of columns, and the most, in the first lines of a CSV file."""
     if _ending(path) in (".tsv", ".tab"):
         return "\t"
-    with open_text(path, encoding) as file:
+    with open_text(path, text.encoding) as file:
         lines = [line for _, line in zip(range(_SNIFFED_LINES), file, strict=False)]
     best, most = ",", 1
     for delimiter in _DELIMITERS:
-        widths = [len(row) for row in csv.reader(lines, delimiter=delimiter) if row]
+        widths = [len(row) for row in text.cells(lines, delimiter) if row]
         if widths and widths[0] > most and widths[0] == widths[min(1, len(widths) - 1)]:
             best, most = delimiter, widths[0]
             if delimiter == ",":
@@ -241,16 +333,24 @@ def _not_in(encoding: str, paths: Sequence[Path]) -> Path | None:
                     pass
         except UnicodeError:
             return path
-        except OSError:
+        except _DAMAGED:
             continue
     return None
 
 
+def _starts_as_utf16(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) in _UTF16_MARKS
+
+
 def _json_fault(paths: Sequence[Path]) -> str | None:
-    """Describe the first JSON fault; None if every line is an object or the file is a list."""
+    """Describe the first JSON fault; None if every line is an object or the file is a list, or it cannot be read."""
     for path in paths:
-        with open_text(path, "utf-8") as file:
-            text = file.read()
+        try:
+            with open_text(path, "utf-8") as file:
+                text = file.read()
+        except (UnicodeError, *_DAMAGED):
+            return None
         lines = [text] if text.lstrip().startswith("[") else text.splitlines()
         for number, line in enumerate(lines, start=1):
             try:
@@ -269,15 +369,13 @@ class RowPlaces:
     Attributes:
         paths: the files, in order.
         file_format: their format.
-        delimiter: the delimiter of CSV files; None: found in each file's first lines.
-        encoding: their encoding.
+        text: how they are read.
         chosen: the number of each row in the files, from 0; None: the rows are all rows of the files.
     """
 
     paths: tuple[Path, ...]
     file_format: Format
-    delimiter: str | None
-    encoding: str
+    text: TextOptions
     chosen: NDArray[np.int64] | None = None
 
     def of(self, row: int) -> str | None:
@@ -293,7 +391,7 @@ class RowPlaces:
 
     def _first_lines(self, path: Path) -> Iterator[int]:
         """Yield the first line of each row, from 1."""
-        with open_text(path, self.encoding) as file:
+        with open_text(path, self.text.encoding) as file:
             if self.file_format == "json":
                 for number, line in enumerate(file, start=1):
                     if line.strip():
@@ -301,7 +399,7 @@ class RowPlaces:
                             return  # not JSON Lines
                         yield number
             elif self.file_format == "csv":
-                rows = csv.reader(file, delimiter=self.delimiter or delimiter_of(path, self.encoding))
+                rows = self.text.cells(file, self.text.delimiter or delimiter_of(path, self.text))
                 is_header, last = True, 0
                 for cells in rows:
                     if cells and not is_header:

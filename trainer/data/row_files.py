@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from trainer.base.errors import DataError, UsageError
 from trainer.data.conll import CONLL_ENDINGS, conll_rows
-from trainer.data.files import delimiter_of, open_text, reason
+from trainer.data.files import TextOptions, delimiter_of, open_text, reason
 
 Row: TypeAlias = dict[str, Any]
 RowFormat = Literal["json", "csv", "parquet", "conll"]
@@ -24,6 +24,7 @@ OUTPUT_FORMATS: dict[str, RowFormat] = {
     ".tsv": "csv",
     ".parquet": "parquet",
 }
+_JOINED = "a quotation mark in its text opens a value that joins rows; write the rows as JSON Lines"
 INPUT_FORMATS: dict[str, RowFormat] = {**OUTPUT_FORMATS, **dict.fromkeys(CONLL_ENDINGS, "conll")}
 """The formats by the ending of a file."""
 
@@ -66,7 +67,9 @@ def read_chunks(
             if bad is not None and not keeps_errors:
                 raise bad
             yield chunk
-    except (OSError, UnicodeError, csv.Error, EOFError) as error:
+    except UnicodeError as error:
+        raise DataError(f"{where} must be text in UTF-8, but is not: {reason(error)}; save it as UTF-8") from error
+    except (OSError, csv.Error, EOFError) as error:
         raise DataError(f"{where} must hold {file_format}, but cannot be read: {reason(error)}") from error
 
 
@@ -93,13 +96,17 @@ def _json_rows(path: Path, where: str) -> Iterator[Row | DataError]:
 
 def _csv_rows(path: Path, where: str) -> Iterator[Row | DataError]:
     with open_text(path, "utf-8-sig") as file:
-        reader = csv.DictReader(file, delimiter=delimiter_of(path, "utf-8-sig"))
+        delimiter = delimiter_of(path, TextOptions("utf-8-sig"))
+        reader = csv.DictReader(file, delimiter=delimiter)
         names = reader.fieldnames or ()
         if len(set(names)) < len(names):
             raise DataError(f"the columns of {where} must have different names, but are {', '.join(names)}; rename one")
         for number, row in enumerate(reader, start=1):
             short = None in row or None in row.values()
             problem = f"row {number} of {where} must have as many values as there are columns; correct it"
+            if not short and delimiter == "\t" and any("\t" in text and "\n" in text for text in row.values()):
+                problem = f"row {number} of {where} must have one line, but {_JOINED}"
+                short = True
             yield DataError(problem) if short else row
 
 

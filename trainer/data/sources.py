@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
-from trainer.data.files import RowPlaces, common_format, files_of, is_large, read_files, reason, refuse_datasets_cache
+from trainer.data.files import (
+    RowPlaces,
+    TextOptions,
+    common_format,
+    files_of,
+    is_large,
+    open_quotes_notes,
+    read_files,
+    reason,
+    refuse_datasets_cache,
+)
 from trainer.recipe.schema import FileData, FolderData, HubData
 
 if TYPE_CHECKING:
@@ -75,6 +85,29 @@ class Split:
         if number is None or len(self.rows) <= number:
             return self
         return replace(self, rows=self.rows.select(range(number)), is_whole=False)
+
+
+def require_one_type(split: Split, columns: Sequence[str]) -> None:
+    """Require values of one type in columns of texts or numbers.
+
+    Raises:
+        DataError: a column holds several types; the message names the first row of another type than before.
+    """
+    for name in columns:
+        if type(split.rows.features.get(name)).__name__ != "Json":  # the type of mixed values
+            continue
+        first: object = None
+        for row, value in enumerate(split.rows[name]):
+            if value is None or isinstance(value, list | dict):
+                continue
+            if first is None:
+                first = value
+            elif type(value) is not type(first):
+                with split.names_lines():
+                    raise DataError(
+                        f"column `{name}`, row {row + 1} of {split.where} is {value!r}, and {first!r} before it has"
+                        " another type; write all values alike"
+                    )
 
 
 @dataclass(frozen=True)
@@ -233,6 +266,7 @@ def _load_files(data: FileData, problems: Problems, most_rows: int | None) -> Sp
     splits: dict[str, Split] = {}
     notes: list[str] = []
     found = [path for paths in files.values() for path in paths]
+    text = TextOptions(data.encoding, data.delimiter, data.quotes)
     with problems.collect():
         file_format = data.format or (common_format(found) if found else "json")
         for key, paths in files.items():
@@ -240,12 +274,17 @@ def _load_files(data: FileData, problems: Problems, most_rows: int | None) -> Sp
                 continue
             with problems.collect():
                 bound = most_rows if is_large(paths) else None
-                rows, own = read_files(paths, file_format, data.delimiter, data.encoding, key, bound)
+                rows, own = read_files(paths, file_format, text, key, bound)
                 notes.extend(own)
+                if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
+                    notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
                 split = _not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), key)
                 is_whole = bound is None or len(split.rows) < bound
-                places = RowPlaces(tuple(paths), file_format, data.delimiter, data.encoding)
-                splits[key] = replace(split, is_whole=is_whole, places=places)
+                places = RowPlaces(tuple(paths), file_format, text)
+                split = replace(split, is_whole=is_whole, places=places)
+                with split.names_lines():
+                    notes.extend(open_quotes_notes(split.rows, places, split.where))
+                splits[key] = split
     return _with_train(splits.get("data.train"), splits.get("data.validation"), tuple(notes), problems)
 
 

@@ -82,6 +82,7 @@ class EncodedSplit:
         self.lengths: IndexArray = self._text_lengths.max(axis=1)
         # The number of unknown tokens, and of ordinary tokens with the unknown ones; None: not counted.
         self.unknown_tokens: tuple[int, int] | None = None
+        self.num_blank = 0  # rows of special tokens only
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -36,6 +36,7 @@ _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 4 << 20
 _BYTES_PER_PROCESS = 16 << 20  # less text is tokenised before a further process pays
 _PROGRESS_SECONDS = 10.0
 _TOKENS_AT_ONCE = 1 << 22
+_MOST_SPECIAL = 4  # tokens that tokenizers add to a text or a pair, such as `<s></s></s></s>`
 MOST_UNKNOWN = 0.5
 """A share of the tokens; a larger share of unknown ones means the wrong tokenizer."""
 
@@ -136,8 +137,19 @@ def encode_split(
         raise DataError(f"{split.where} must hold a text with a token, but has none")
     encoded.unknown_tokens = _count_unknown(encoded.tokens["input_ids"], tokenizer)
     if not split.is_part:
+        encoded.num_blank = _count_blank(encoded, tokenizer)
+        if encoded.num_blank == len(encoded):
+            raise DataError(f"{split.where} must hold a text with a token, but has special tokens only")
         _require_known(encoded.unknown_tokens, split, tokenizer)
     return encoded
+
+
+def _count_blank(encoded: EncodedSplit, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of rows with special tokens only, except the unknown token."""
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    ids, ends = encoded.tokens["input_ids"], encoded.offsets[:: encoded.texts_per_row]
+    short = np.flatnonzero(np.diff(ends) <= _MOST_SPECIAL * encoded.texts_per_row)
+    return sum(special.issuperset(ids[ends[row] : ends[row + 1]].tolist()) for row in short)
 
 
 def _sizes(rows: Dataset, num_processes: int | None) -> tuple[int, int]:

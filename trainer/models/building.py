@@ -83,6 +83,12 @@ _CANNOT_BUILD = (OSError, ValueError, RuntimeError, KeyError, ZeroDivisionError,
 """Errors of transformers for models that it cannot build; `RecursionError` is a `RuntimeError`."""
 
 
+CANNOT_READ = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError, StrictDataclassError,
+)  # fmt: skip
+"""Errors of transformers for configurations and tokenizers that it cannot read; values have any type."""
+
+
 def _one_line(error: Exception) -> str:
     """Return the message of an error of transformers on one line of at most 300 characters."""
     text = f"no {error}" if isinstance(error, KeyError) else str(error)
@@ -273,7 +279,7 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
             config = AutoConfig.from_pretrained(
                 recipe.name_or_path, revision=recipe.revision or "main", trust_remote_code=False, **options
             )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, StrictDataclassError) as error:
+    except CANNOT_READ as error:
         if recipe.is_random:
             raise UsageError(
                 f"`model.config` does not describe a model of transformers: {_one_line(error)}; mend it"
@@ -297,6 +303,8 @@ def _require_plain(recipe: Model, config: Any) -> None:
         UsageError: it has one of these.
     """
     place = "`model.config`" if recipe.name_or_path is None else f"the configuration of {str(recipe.name_or_path)!r}"
+    if getattr(config, "quantization_config", None):
+        raise UsageError(f"{place} is that of quantised weights, which cannot be trained; name the model without them")
     for key in ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn"):
         name = getattr(config, key, None)
         if isinstance(name, str) and name not in ACT2FN:

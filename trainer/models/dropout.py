@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from trainer.base.errors import UsageError
-from trainer.models.families.table import called_dropouts, is_shared_dropout
+from trainer.models.families.table import called_dropouts, first_shared_call
 from trainer.models.within import run_within
 from trainer.parallel.dropout import REMEDY, DropoutKeys, DropoutSite, KeyedDropout, KeyedDropPath
 
@@ -94,8 +94,8 @@ class _ReplaceCalledDropout(TorchFunctionMode):
 def _keyed_form(module: nn.Module, site: DropoutSite, model: nn.Module) -> nn.Module | None:
     """Return the keyed form of a dropout or of stochastic depth; None for any other module."""
     if isinstance(module, nn.Dropout):
-        shared = is_shared_dropout(model, site.name)
-        return KeyedDropout(DropoutSite(site.keys, site.name, shared=shared), module.p)
+        shared_from = first_shared_call(model, site.name)
+        return KeyedDropout(DropoutSite(site.keys, site.name, shared_from=shared_from), module.p)
     # transformers has one class of stochastic depth per model (`SwinDropPath`), each with one probability.
     probability = getattr(module, "drop_prob", None)
     if type(module).__name__.endswith("DropPath") and isinstance(probability, int | float):

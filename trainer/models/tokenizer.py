@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from trainer.base.errors import UsageError
-from trainer.models.building import not_found
+from trainer.models.building import CANNOT_READ, not_found
 from trainer.recipe.schema import Model
 
 _FEWEST_TOKENS = 3  # without special tokens
@@ -25,7 +25,7 @@ def load_tokenizer(recipe: Model) -> Any:
         key, name, revision = "model.tokenizer", recipe.tokenizer, None
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except CANNOT_READ as error:
         raise not_found(key, name, error) from error
     # For a folder without a tokenizer, transformers makes one of special tokens (and T5's space) from `config.json`.
     if tokenizer.is_fast and len(set(tokenizer.get_vocab()) - _special_tokens(tokenizer)) < _FEWEST_TOKENS:

@@ -129,6 +129,10 @@ class DropoutKeys:
         draws, calls = self._now.draws, Counter(self._now.calls)
         return lambda: self._resume(draws, Counter(calls))
 
+    def num_calls(self, site: str) -> int:
+        """Return the number of earlier calls of a site in this forward pass."""
+        return self._now.calls[site]
+
     def row_keys(self, site: str, shape: Sequence[int], shared: bool = False) -> Tensor:
         """Return the keys of the rows of the current microbatch for the next call of a site.
 
@@ -192,8 +196,9 @@ class DropoutSite:
     If dimension `cut_dim` of the activations is split over the ranks, the mask is this rank's part of the mask of one
     process. `part` is the index of the part, with parts of equal size; with `sequence`, the part begins at its `start`.
 
-    `shared` is set if the activations have no batch because all rows share them (embeddings of relative positions).
-    All microbatches of a step then have the same mask, as in one process that takes the step in one microbatch.
+    From the call `shared_from` of a forward pass on, the activations have no batch, because all rows share them
+    (embeddings of relative positions). All microbatches of a step then have the same mask, as in one process that takes
+    the step in one microbatch. None: they always have a batch.
     """
 
     keys: DropoutKeys
@@ -201,21 +206,20 @@ class DropoutSite:
     cut_dim: int | None = None
     part: int = 0
     sequence: SequenceCut | None = None
-    shared: bool = False
+    shared_from: int | None = None
 
     def drop(self, x: Tensor, probability: float) -> Tensor:
-        """Drop elements of `x` `[batch, ..., features]` and scale the kept ones by 1 / (share kept).
-
-        A `shared` site takes `x` without a batch.
-        """
-        assert not (self.shared and self.cut_dim is not None), f"{self.name} is cut, and has no batch"
-        shape = (1, *x.shape) if self.shared else tuple(x.shape)
-        return _scaled(x, self.mask(shape, probability).view(x.shape), probability)
+        """Drop elements of `x` `[batch, ..., features]` and scale the kept ones by 1 / (share kept)."""
+        return _scaled(x, self.mask(x.shape, probability), probability)
 
     def mask(self, shape: Sequence[int], probability: float) -> Tensor:
         """Return the mask of kept elements for the next call, uint8 of `shape` `[batch, ..., features]`."""
-        keys, offsets = self.keys.row_keys(self.name, shape, self.shared), self.offsets(shape)
-        return keep_mask(element_keys(keys, shape[1:-1], offsets[1:-1]), shape[-1], probability, offsets[-1])
+        is_shared = self.shared_from is not None and self.keys.num_calls(self.name) >= self.shared_from
+        assert not (is_shared and self.cut_dim is not None), f"{self.name} is cut, and has no batch"
+        whole = (1, *shape) if is_shared else shape
+        keys, offsets = self.keys.row_keys(self.name, whole, is_shared), self.offsets(whole)
+        mask = keep_mask(element_keys(keys, whole[1:-1], offsets[1:-1]), whole[-1], probability, offsets[-1])
+        return mask.view(tuple(shape))
 
     def offsets(self, shape: Sequence[int]) -> list[int]:
         """Return the start of this rank's part of each dimension of activations of a local shape."""

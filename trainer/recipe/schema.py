@@ -575,6 +575,9 @@ class FileData(_DataKeys):
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
         None, description="The character between the columns of CSV files; null: found in their first lines."
     )
+    quotes: bool = Field(
+        True, description="Whether quotation marks enclose values of CSV and TSV files; false: they are text."
+    )
     encoding: str = Field("utf-8", description="The encoding of JSON, CSV and CoNLL files, such as latin-1.")
     train: PathField | Annotated[list[PathField], Field(min_length=1)] = Field(
         description="File or files of the training split, or a pattern such as `part-*.jsonl`."

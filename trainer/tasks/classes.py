@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _NAMES_SHOWN = 10
 _CLASSES_PICTURED = 30  # a larger matrix of confusions cannot be read, and each evaluation stores one
+_MOST_LISTED = 1000  # class names that a user may list
 PROBABILITY_DIGITS = 6  # after the point, in predictions
 
 
@@ -81,10 +83,13 @@ class NamedClasses(TaskDefaults):
             UsageError: only some of the names match, and the recipe does not list the classes.
         """
         names = self._known_class_names
-        if not self.labels_are_names:  # an index means the same in both
-            return self, []
         own, theirs = _places(names), _places(checkpoint)
-        common = own.keys() & theirs.keys() - {_place(name) for name in self.common_names}
+        if not self.labels_are_names and not chosen:  # an index means the same in both
+            pairs = [f"{index} is {name!r}" for index, name in enumerate(checkpoint)]
+            is_new = len(names) == len(checkpoint) and list(own) != list(theirs)
+            note = f"labels are the numbers of the checkpoint's classes: {listed(pairs, _NAMES_SHOWN)}"
+            return self, [f"{note}; if they are not, set `task.labels`"] if is_new else []
+        common = own.keys() & theirs.keys() - {plain_name(name) for name in self.common_names}
         theirs_shown = f"the checkpoint's classes are {shown(checkpoint)}"
         if not common:
             same_size = len(names) == len(checkpoint)
@@ -159,7 +164,7 @@ class NamedClasses(TaskDefaults):
         return names
 
     def _names_of_integers(self, found: set[float], where: str) -> tuple[str, ...]:
-        if fractions := sorted(value for value in found if not float(value).is_integer()):
+        if fractions := sorted(value for value in found if not float(value).is_integer()):  # not NaN, see `resolve`
             raise DataError(
                 f"column `{self.label_column}` of {where} must hold class names or integers from 0, but holds the"
                 f" number {fractions[0]}; to predict numbers, use `task.type` sequence_regression"
@@ -168,8 +173,8 @@ class NamedClasses(TaskDefaults):
         if absent is not None:
             raise DataError(
                 f"column `{self.label_column}` of {where} must number its classes from 0 without a gap, but holds"
-                f" {shown(sorted(map(int, found)))} and no {absent}; renumber them, or list the class names in"
-                " `task.labels`"
+                f" {shown(sorted(map(int, found)))} and no {absent}; renumber them"
+                + (", or list the class names in `task.labels`" if 0 <= min(found) <= max(found) < _MOST_LISTED else "")
             )
         return tuple(str(index) for index in range(len(found)))
 
@@ -248,9 +253,11 @@ class RowClasses(NamedClasses):
 
     def resolve(self, train: Dataset, where: str) -> Self:
         self.check_columns(train.features, where)
-        names = self.class_names or self.find_names(
-            train.features[self.label_column], set(train.unique(self.label_column)), where
-        )
+        found = set(train.unique(self.label_column))
+        if any(value != value for value in found):  # NaN
+            row = next(index for index, value in enumerate(train[self.label_column]) if value != value)
+            raise DataError(f"{cell(self.label_column, row, where)} is NaN; every row needs a label")
+        names = self.class_names or self.find_names(train.features[self.label_column], found, where)
         if "f1" in self.metric_names and len(names) != 2:
             raise UsageError(
                 f"`task.metrics` may name f1 only for two classes, but column `{self.label_column}` has {len(names)}:"
@@ -421,16 +428,18 @@ def _row_holds_names(feature: Any) -> bool | None:
 
 
 def _places(names: Sequence[str]) -> dict[str, int]:
-    """Return the index of each name, keyed by the case-folded name without outer spaces.
+    """Return the index of each name, keyed by `plain_name`.
 
     The keys are the names themselves if two names have the same key.
     """
-    folded = {_place(name): index for index, name in enumerate(names)}
+    folded = {plain_name(name): index for index, name in enumerate(names)}
     return folded if len(folded) == len(names) else {name: index for index, name in enumerate(names)}
 
 
-def _place(name: str) -> str:
-    return name.strip().casefold()
+def plain_name(name: str) -> str:
+    """Return the name of a class without case, outer and double spaces, invisible characters and forms of Unicode."""
+    visible = "".join(char for char in unicodedata.normalize("NFKC", name) if unicodedata.category(char) != "Cf")
+    return " ".join(visible.split()).casefold()
 
 
 def shown(values: Sequence[Any]) -> str:

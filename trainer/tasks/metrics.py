@@ -64,7 +64,9 @@ def _f1_micro(predictions: Values, labels: Values) -> float:
 def _matthews(predictions: Values, labels: Values) -> float:
     from sklearn.metrics import matthews_corrcoef
 
-    return float(matthews_corrcoef(labels, predictions))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scikit-learn warns where all rows have one class; the value is 0
+        return float(matthews_corrcoef(labels, predictions))
 
 
 def _pearson(predictions: Values, labels: Values) -> float:

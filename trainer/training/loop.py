@@ -62,6 +62,7 @@ class Loop:
         keep_best: A function that exports the model after the best evaluation so far.
         steps_per_epoch: Optimizer steps of one pass over the training split.
         stop: The requests to save or to stop.
+        validation: The hash of the validation rows; None without an evaluation.
     """
 
     recipe: Recipe
@@ -75,6 +76,7 @@ class Loop:
     keep_best: Callable[[], None]
     steps_per_epoch: int
     stop: StopRequest
+    validation: str | None = None
     _failure: TrainerError | None = field(default=None, init=False)
     _last_good: RankBatch | None = field(default=None, init=False)
 
@@ -218,6 +220,7 @@ class Loop:
             self._tell(lambda: self.observers.evaluation(record))
             if self._is_best(metrics[self.best_metric]):
                 self.progress.best = BestMetric(self.best_metric, metrics[self.best_metric], self.progress.step)
+                self.progress.best_rows = self.validation
                 self.progress.evaluations_since_best = 0
                 self._doing("exporting the best model")
                 self.keep_best()
@@ -228,8 +231,8 @@ class Loop:
 
     def _is_best(self, value: float) -> bool:
         best = self.progress.best
-        if best is None or best.name != self.best_metric:  # a resumed run may ask for another metric
-            return True
+        if best is None or best.name != self.best_metric or self.progress.best_rows != self.validation:
+            return True  # a resumed run may ask for another metric, or evaluate other rows
         return value > best.value if greater_is_better(self.best_metric) else value < best.value
 
     def _ending(self, out_of_patience: bool, request: int) -> Ending | None:

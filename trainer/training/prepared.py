@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.base.errors import Problems
 from trainer.data.collate import TokenMasking
-from trainer.data.sources import Split, Splits, load_splits
+from trainer.data.sources import Split, Splits, load_splits, require_one_type
 from trainer.data.split import EncodedSplit
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import cache_folder
@@ -93,8 +93,12 @@ def prepare_data(
         problems.raise_all()
     assert splits is not None
     resolved = None
+    for split in (splits.train, splits.validation):
+        if split is not None:
+            with problems.collect():
+                require_one_type(split, getattr(task, "columns", ()))
     knows_classes = splits.train.is_whole or not isinstance(task, NamedClasses) or task.class_names is not None
-    with problems.collect():
+    with problems.collect(), splits.train.names_lines():
         if not knows_classes:
             task.check_columns(splits.train.rows.features, splits.train.where)
         elif preparation is None:
@@ -143,10 +147,12 @@ def _shown(split: Split, observer: Observer) -> Split:
 def _row_notes(
     recipe: Recipe, task: Task, splits: Splits, train: EncodedSplit, validation: EncodedSplit | None
 ) -> list[str]:
-    """Return a note on each split that has another number of rows after its preparation."""
+    """Return a note on each split that has another number of rows after its preparation, or too few for a batch."""
     length = recipe.data.max_length
     unit = "packed rows" if isinstance(task, TextTask) and task.packer(length) else "windows"
-    return [
+    size = recipe.training.global_batch_size
+    batch = f"`training.global_batch_size` is {size}, but a step has at most the {len(train):,} rows of an epoch"
+    return [batch] * (size > len(train)) + [
         f"{len(split.rows):,} {name} rows became {len(encoded):,} {unit} of at most {length} tokens"
         for name, split, encoded in (
             ("training", splits.train, train),

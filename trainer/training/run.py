@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer.checkpoint.owner import FolderOwner
+from trainer.checkpoint.progress import Progress
 from trainer.models.attention import attention_notes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
@@ -95,12 +96,14 @@ def _train(
     saver = session.saver = parts.saver(owner.check, saves)
     resumed = saver.resume(recipe.checkpoint.resume)
     parts.progress = session.progress = saver.progress
+    validation = data.validation.content_hash if data.validation is not None else None
     notes = [
         *([unprotected] if unprotected else []),
         *([] if saver.progress.step else parts.built[0].notes),  # a checkpoint has replaced the weights
         *data.notes(recipe.data.max_length),
         *resumed,
         *_passed_stop(recipe, saver.progress.step),
+        *_other_rows(saver.progress, validation),
         *forecast.notes(),
         *attention_notes(parts.models[0], device),
     ]
@@ -127,6 +130,7 @@ def _train(
         keep_best=lambda: parts.export(folder / "best"),
         steps_per_epoch=parts.steps_per_epoch,
         stop=stop,
+        validation=validation,
     ).run()
 
     session.idling = parts.idling()
@@ -135,6 +139,13 @@ def _train(
         parts.export(folder / "model")
         session.model_folder = folder / "model"
     return ending
+
+
+def _other_rows(progress: Progress, validation: str | None) -> list[str]:
+    """Return a note if the best evaluation before a resumed run was that of other validation rows."""
+    if progress.best is None or validation in (None, progress.best_rows):
+        return []
+    return ["the validation rows are others than before, so the best evaluation is looked for anew"]
 
 
 def _passed_stop(recipe: Recipe, step: int) -> list[str]:

@@ -117,7 +117,10 @@ class Session:
     def _has_checkpoint(self) -> bool:
         if self.saver is not None:  # the folder of a stalled run may not answer
             return self.saver.has_checkpoint
-        return bool(CheckpointStore(self.folder, keep=1).steps())
+        try:
+            return bool(CheckpointStore(self.folder, keep=1).steps())
+        except OSError:  # the folder cannot exist, for example because of its long name
+            return False
 
 
 def open_session(recipe: Recipe, environment: LaunchEnvironment, observer: Observer | None = None) -> Session:

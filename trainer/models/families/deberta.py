@@ -36,7 +36,9 @@ DEBERTA_V2 = ModelFamily(
         divided={_ATTENTION: ("num_attention_heads", "all_head_size")},
         head_dropouts=(f"{_ATTENTION}.dropout",),
     ),
-    shared_dropouts=(f"{_ATTENTION}.pos_dropout",),
+    shared_dropouts=(f"{_ATTENTION}.pos_dropout", f"{_ATTENTION}.(pos_query_proj|pos_key_proj).lora.dropout"),
+    # With `share_att_key`, these project the hidden states first, and then the embeddings of relative positions.
+    shared_second_calls=(f"{_ATTENTION}.(query_proj|key_proj).lora.dropout",),
     undeclared_keys=(
         "share_att_key",
         "position_buckets",

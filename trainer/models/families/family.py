@@ -85,6 +85,7 @@ class ModelFamily:
     # Names for the dropouts that modules call as functions, in the order of the calls in a forward pass. Each becomes a
     # submodule, which `TensorPlan` may name.
     called_dropouts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    shared_second_calls: tuple[str, ...] = ()  # dropouts of such a tensor in their second call of a forward pass
     starts_with_padding: bool = False  # whether a decoder starts with the padding token if no start token is set
     undeclared_keys: tuple[str, ...] = ()  # configuration keys that the model reads and transformers does not declare
 

@@ -98,9 +98,11 @@ def called_dropouts(model: nn.Module, name: str) -> tuple[str, ...]:
     return next((names for pattern, names in called.items() if matches(pattern, relative_name(model, name))), ())
 
 
-def is_shared_dropout(model: nn.Module, name: str) -> bool:
-    """Return whether the dropout `name` works on a tensor without a batch dimension, by the model's family."""
+def first_shared_call(model: nn.Module, name: str) -> int | None:
+    """Return the first call of a dropout on a tensor that all rows share, by the model's family; None: none."""
     family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
-    return family is not None and any(
-        matches(pattern, relative_name(model, name)) for pattern in family.shared_dropouts
-    )
+    own = relative_name(model, name)
+    for call, patterns in enumerate((family.shared_dropouts, family.shared_second_calls) if family else ()):
+        if any(matches(pattern, own) for pattern in patterns):
+            return call
+    return None

@@ -1,0 +1,77 @@
+"""Files that readers take in another sense than the user, or fail on, are refused or noted by name."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from trainer.base.errors import DataError
+from trainer.data.row_files import read_chunks
+from trainer.data.sources import Splits, load_splits
+from trainer.recipe.schema import FileData
+
+
+def load(path: Path, content: str | bytes, **keys) -> Splits:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return load_splits(FileData(source="files", train=str(path), **keys))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("text,label,label\na,0,1\n", "names `label` more than once; rename one"),
+        ("text,note,label\nid0,a,x,0\nid1,b,y,1\n", "has 3 names and 4 values in its first row"),
+        ("text,label\n\na,0,\nb,1,\n", "has 2 names and 3 values in its first row; add the missing name, or remove"),
+    ],
+    ids=["equal names", "a nameless index", "a delimiter at the end"],
+)
+def test_columns_without_a_name_of_their_own(tmp_path, content, words):
+    with pytest.raises(DataError, match=words):
+        load(tmp_path / "a.csv", content)
+
+
+MERGED = 'text\tlabel\na\t0\n"b\t1\nc\t0\n"d\t1\ne\t0\n'
+
+
+def test_quotation_marks_that_join_rows(tmp_path):
+    with pytest.raises(DataError, match=r"row 2 \(line 3\) of .* holds a tab and a line break.*set `data.quotes`"):
+        load(tmp_path / "a.tsv", MERGED)
+    rows = load(tmp_path / "a.tsv", MERGED, quotes=False).train.rows
+    assert (rows["text"][:], rows["label"][:]) == (["a", '"b', "c", '"d', "e"], [0, 1, 0, 1, 0])
+    splits = load(tmp_path / "a.csv", MERGED.replace("\t", ","))
+    assert [note.partition(" of ")[0] for note in splits.notes] == ["column `text`, row 2"]
+    assert "holds lines that look like rows" in splits.notes[0]
+    assert load(tmp_path / "b.csv", 'text,label\n"Dear Sir,\nyes, I do\nbye, now",1\n', quotes=True).notes != ()
+    assert load(tmp_path / "c.csv", 'text,label\n"Dear Sir\nyes\nbye, now",1\n').notes == ()
+    with pytest.raises(DataError, match="row 2 of it must have one line, but a quotation mark in its text"):
+        list(read_chunks(tmp_path / "a.tsv", "csv", 10, 0, "it"))
+
+
+def test_json_in_another_encoding_than_that_of_json(tmp_path):
+    text = '{"text": "caf\xe9", "label": 0}\n{"text": "b", "label": 1}\n'
+    with pytest.raises(DataError, match=r"encoding utf-8, but .* does not; .* such as latin-1"):
+        load(tmp_path / "a.jsonl", text.encode("latin-1"))
+    assert load(tmp_path / "a.jsonl", text.encode("latin-1"), encoding="latin-1").train.rows[0]["text"] == "caf\xe9"
+    with pytest.raises(DataError, match=r"encoding utf-8, but .* does not; .* such as utf-16"):
+        load(tmp_path / "b.jsonl", text.encode("utf-16"))
+    with pytest.raises(DataError, match=r"it must be text in UTF-8, but is not: .*; save it as UTF-8"):
+        list(read_chunks(tmp_path / "a.jsonl", "json", 10, 0, "it"))
+
+
+@pytest.mark.parametrize("ending", ["jsonl.gz", "csv.gz"])
+@pytest.mark.parametrize("kind", ["cut", "not compressed"])
+def test_damaged_gzip_files(tmp_path, ending, kind):
+    text = b'{"text": "a"}\n' * 50 if ending == "jsonl.gz" else b"text\na\n" * 50
+    content = text if kind == "not compressed" else gzip.compress(text)[:-20]
+    with pytest.raises(DataError, match=r"`data.train` must hold (json|csv), but .* cannot be read: \w+"):
+        load(tmp_path / f"a.{ending}", content)
+
+
+def test_a_file_that_is_named_twice(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    splits = load_splits(FileData(source="files", train=[str(path), str(tmp_path / "*.jsonl")]))
+    assert len(splits.train.rows) == 2
+    assert splits.notes == (f"`data.train` names `{path}` more than once, so its rows are there more than once",)
