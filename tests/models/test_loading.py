@@ -87,7 +87,7 @@ def differences(recipe: Mapping[str, Any], head: str, ignored_notes: int = 0) ->
     if sum(bool(placement.splits) for placement in placements.values()) <= 8:
         found.append("hardly anything is cut")
     if parts.notes != whole.notes:
-        found.append(f"notes {parts.notes}, not {whole.notes}")
+        return [*found, f"notes {parts.notes}, not {whole.notes}"]  # perhaps of a model that was not built in parts
     return found + [f"shard of {name}" for name in other_shards(recipe, head, held)]
 
 
