@@ -93,17 +93,6 @@ def _load(pointers, row, column, num_rows, num_columns, CHECK_ROWS: tl.constexpr
 
 
 @triton.jit
-def _extent(starts, batch, num_queries, num_keys, PACKED: tl.constexpr):
-    """Return the batch index and first position of a row in the tensors, and its numbers of queries and keys."""
-    if PACKED:
-        first = tl.load(starts + batch)
-        size = tl.load(starts + batch + 1) - first
-        return batch * 0, first.to(tl.int64), size, size
-    else:
-        return batch, batch * 0, num_queries, num_keys
-
-
-@triton.jit
 def _scores(
     products, scale, query, key, num_queries, num_keys, mask, mask_strides, bias, bias_strides,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
@@ -219,19 +208,18 @@ def _forward_piece(
 
 @_compiled
 def forward_kernel(
-    query, key, value, output, sums, row_keys, mask, bias, tiles, starts, scale, threshold, kept_scale,
+    query, key, value, output, sums, row_keys, mask, bias, tiles, scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_strides, sums_strides, mask_strides, bias_strides, tiles_strides,
     num_heads, group, num_queries, num_keys, num_blocks, head_offset, query_offset, key_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, TILES: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the output of a tile of queries, and the maximum and the binary logarithm of the sum of each row."""
     program = tl.program_id(0)
     block = num_blocks - 1 - program % num_blocks  # under a causal mask, the longest first
     head, row = (program // num_blocks) % num_heads, (program // num_blocks // num_heads).to(tl.int64)
-    batch, first, num_queries, num_keys = _extent(starts, row, num_queries, num_keys, PACKED)
     first_query = block * BLOCK_M
     if first_query >= num_queries:
         return
@@ -239,11 +227,11 @@ def forward_kernel(
     queries, dims, value_dims = first_query + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     if DROPOUT:
         streams = _stream_keys(row_keys, row, head + head_offset, queries + query_offset)
-    query += batch * query_strides[0] + head * query_strides[1] + first * query_strides[2]
-    key += batch * key_strides[0] + (head // group) * key_strides[1] + first * key_strides[2]
-    value += batch * value_strides[0] + (head // group) * value_strides[1] + first * value_strides[2]
-    output += batch * output_strides[0] + head * output_strides[1] + first * output_strides[2]
-    sums += batch * sums_strides[1] + head * sums_strides[2] + first
+    query += row * query_strides[0] + head * query_strides[1]
+    key += row * key_strides[0] + (head // group) * key_strides[1]
+    value += row * value_strides[0] + (head // group) * value_strides[1]
+    output += row * output_strides[0] + head * output_strides[1]
+    sums += row * sums_strides[1] + head * sums_strides[2]
     if MASK:
         mask += row * mask_strides[0] + head * mask_strides[1]
     if BIAS:
@@ -321,7 +309,7 @@ def _query_gradient_piece(
 
 @_compiled
 def query_gradient_kernel(
-    query, key, value, output, output_gradient, query_gradient, sums, deltas, row_keys, mask, bias, tiles, starts,
+    query, key, value, output, output_gradient, query_gradient, sums, deltas, row_keys, mask, bias, tiles,
     scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_strides, output_gradient_strides, query_gradient_strides,
     sums_strides, mask_strides, bias_strides, tiles_strides,
@@ -329,13 +317,12 @@ def query_gradient_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, TILES: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a tile of queries, and `deltas`: the sums of output times its gradient, `[queries]`."""
     program = tl.program_id(0)
     block = num_blocks - 1 - program % num_blocks
     head, row = (program // num_blocks) % num_heads, (program // num_blocks // num_heads).to(tl.int64)
-    batch, first, num_queries, num_keys = _extent(starts, row, num_queries, num_keys, PACKED)
     first_query = block * BLOCK_M
     if first_query >= num_queries:
         return
@@ -343,18 +330,14 @@ def query_gradient_kernel(
     queries, dims, value_dims = first_query + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     if DROPOUT:
         streams = _stream_keys(row_keys, row, head + head_offset, queries + query_offset)
-    query += batch * query_strides[0] + head * query_strides[1] + first * query_strides[2]
-    key += batch * key_strides[0] + (head // group) * key_strides[1] + first * key_strides[2]
-    value += batch * value_strides[0] + (head // group) * value_strides[1] + first * value_strides[2]
-    output += batch * output_strides[0] + head * output_strides[1] + first * output_strides[2]
-    output_gradient += (
-        batch * output_gradient_strides[0] + head * output_gradient_strides[1] + first * output_gradient_strides[2]
-    )
-    query_gradient += (
-        batch * query_gradient_strides[0] + head * query_gradient_strides[1] + first * query_gradient_strides[2]
-    )
-    sums += batch * sums_strides[1] + head * sums_strides[2] + first
-    deltas += batch * sums_strides[1] + head * sums_strides[2] + first
+    query += row * query_strides[0] + head * query_strides[1]
+    key += row * key_strides[0] + (head // group) * key_strides[1]
+    value += row * value_strides[0] + (head // group) * value_strides[1]
+    output += row * output_strides[0] + head * output_strides[1]
+    output_gradient += row * output_gradient_strides[0] + head * output_gradient_strides[1]
+    query_gradient += row * query_gradient_strides[0] + head * query_gradient_strides[1]
+    sums += row * sums_strides[1] + head * sums_strides[2]
+    deltas += row * sums_strides[1] + head * sums_strides[2]
     if MASK:
         mask += row * mask_strides[0] + head * mask_strides[1]
     if BIAS:
@@ -453,7 +436,7 @@ def _key_gradient_piece(
 
 @_compiled
 def key_gradient_kernel(
-    query, key, value, output_gradient, key_gradient, value_gradient, sums, deltas, row_keys, mask, bias, tiles, starts,
+    query, key, value, output_gradient, key_gradient, value_gradient, sums, deltas, row_keys, mask, bias, tiles,
     scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_gradient_strides, key_gradient_strides, value_gradient_strides,
     sums_strides, mask_strides, bias_strides, tiles_strides,
@@ -461,19 +444,18 @@ def key_gradient_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, TILES: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of keys and values; the heads of their group are summed here."""
     program = tl.program_id(0)
     block = program % num_blocks
     key_head, row = (program // num_blocks) % num_key_heads, (program // num_blocks // num_key_heads).to(tl.int64)
-    batch, first, num_queries, num_keys = _extent(starts, row, num_queries, num_keys, PACKED)
     first_key = block * BLOCK_N
     if first_key >= num_keys:
         return
     keys, dims, value_dims = first_key + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    key += batch * key_strides[0] + key_head * key_strides[1] + first * key_strides[2]
-    value += batch * value_strides[0] + key_head * value_strides[1] + first * value_strides[2]
+    key += row * key_strides[0] + key_head * key_strides[1]
+    value += row * value_strides[0] + key_head * value_strides[1]
     rows = _load(
         key + keys[:, None] * key_strides[2] + dims[None, :], keys[:, None], dims[None, :], num_keys, HEAD_DIM, True,
         HEAD_DIM != BLOCK_D,
@@ -486,14 +468,9 @@ def key_gradient_kernel(
     of_values = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     first_word = (first_key + key_offset) // 4
     for head in range(key_head * group, (key_head + 1) * group):
-        queries = query + batch * query_strides[0] + head * query_strides[1] + first * query_strides[2]
-        of_output = (
-            output_gradient
-            + batch * output_gradient_strides[0]
-            + head * output_gradient_strides[1]
-            + first * output_gradient_strides[2]
-        )
-        place = batch * sums_strides[1] + head * sums_strides[2] + first
+        queries = query + row * query_strides[0] + head * query_strides[1]
+        of_output = output_gradient + row * output_gradient_strides[0] + head * output_gradient_strides[1]
+        place = row * sums_strides[1] + head * sums_strides[2]
         own_mask, own_bias, own_tiles = mask, bias, tiles
         if MASK:
             own_mask = mask + row * mask_strides[0] + head * mask_strides[1]
@@ -532,10 +509,8 @@ def key_gradient_kernel(
                 HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, MASK, BIAS, CAUSAL, DROPOUT, PRECISION, True,
             )  # fmt: skip
     exists = (keys < num_keys)[:, None]
-    key_gradient += batch * key_gradient_strides[0] + key_head * key_gradient_strides[1]
-    key_gradient += first * key_gradient_strides[2]
-    value_gradient += batch * value_gradient_strides[0] + key_head * value_gradient_strides[1]
-    value_gradient += first * value_gradient_strides[2]
+    key_gradient += row * key_gradient_strides[0] + key_head * key_gradient_strides[1]
+    value_gradient += row * value_gradient_strides[0] + key_head * value_gradient_strides[1]
     tl.store(
         key_gradient + keys[:, None] * key_gradient_strides[2] + dims[None, :],
         (of_keys * scale).to(key_gradient.dtype.element_ty),
@@ -550,7 +525,7 @@ def key_gradient_kernel(
 
 @_compiled
 def bias_gradient_kernel(
-    query, key, value, output_gradient, bias_gradient, sums, deltas, row_keys, mask, bias, starts,
+    query, key, value, output_gradient, bias_gradient, sums, deltas, row_keys, mask, bias,
     scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_gradient_strides, bias_gradient_strides, sums_strides,
     mask_strides, bias_strides,
@@ -558,7 +533,7 @@ def bias_gradient_kernel(
     head_offset, query_offset, key_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of the gradient of the bias; the rows and heads that share an element are summed here."""
     program = tl.program_id(0)
@@ -575,39 +550,38 @@ def bias_gradient_kernel(
     for index in range(0, sharing):
         head = own_head + index % (num_heads // bias_heads)
         row = own_row + index // (num_heads // bias_heads)
-        batch, first, own_queries, own_keys = _extent(starts, row, num_queries, num_keys, PACKED)
-        exists = queries < own_queries
-        place = batch * sums_strides[1] + head * sums_strides[2] + first + queries
+        exists = queries < num_queries
+        place = row * sums_strides[1] + head * sums_strides[2] + queries
         rows = _load(
-            query + batch * query_strides[0] + head * query_strides[1] + first * query_strides[2]
+            query + row * query_strides[0] + head * query_strides[1]
             + queries[:, None] * query_strides[2] + dims[None, :],
-            queries[:, None], dims[None, :], own_queries, HEAD_DIM, True, HEAD_DIM != BLOCK_D,
+            queries[:, None], dims[None, :], num_queries, HEAD_DIM, True, HEAD_DIM != BLOCK_D,
         )  # fmt: skip
         columns = _load(
-            key + batch * key_strides[0] + (head // group) * key_strides[1] + first * key_strides[2]
+            key + row * key_strides[0] + (head // group) * key_strides[1]
             + keys[None, :] * key_strides[2] + dims[:, None],
-            dims[:, None], keys[None, :], HEAD_DIM, own_keys, HEAD_DIM != BLOCK_D, True,
+            dims[:, None], keys[None, :], HEAD_DIM, num_keys, HEAD_DIM != BLOCK_D, True,
         )  # fmt: skip
         own_mask = mask
         if MASK:
             own_mask = mask + row * mask_strides[0] + head * mask_strides[1]
         scores = _scores(
-            _product(rows, columns, None, PRECISION), scale, queries[:, None], keys[None, :], own_queries,
-            own_keys, own_mask, mask_strides, bias + row * bias_strides[0] + head * bias_strides[1], bias_strides,
+            _product(rows, columns, None, PRECISION), scale, queries[:, None], keys[None, :], num_queries,
+            num_keys, own_mask, mask_strides, bias + row * bias_strides[0] + head * bias_strides[1], bias_strides,
             MASK, True, CAUSAL, True,
         )  # fmt: skip
         largest = tl.load(sums + place, mask=exists, other=0.0)
         logarithm = tl.load(sums + sums_strides[0] + place, mask=exists, other=0.0)
         probabilities = tl.exp2((scores - largest[:, None]) * _LOG2_E - logarithm[:, None])
         of_output = _load(
-            output_gradient + batch * output_gradient_strides[0] + head * output_gradient_strides[1]
-            + first * output_gradient_strides[2] + queries[:, None] * output_gradient_strides[2] + value_dims[None, :],
-            queries[:, None], value_dims[None, :], own_queries, VALUE_DIM, True, VALUE_DIM != BLOCK_V,
+            output_gradient + row * output_gradient_strides[0] + head * output_gradient_strides[1]
+            + queries[:, None] * output_gradient_strides[2] + value_dims[None, :],
+            queries[:, None], value_dims[None, :], num_queries, VALUE_DIM, True, VALUE_DIM != BLOCK_V,
         )  # fmt: skip
         values = _load(
-            value + batch * value_strides[0] + (head // group) * value_strides[1] + first * value_strides[2]
+            value + row * value_strides[0] + (head // group) * value_strides[1]
             + keys[None, :] * value_strides[2] + value_dims[:, None],
-            value_dims[:, None], keys[None, :], VALUE_DIM, own_keys, VALUE_DIM != BLOCK_V, True,
+            value_dims[:, None], keys[None, :], VALUE_DIM, num_keys, VALUE_DIM != BLOCK_V, True,
         )  # fmt: skip
         dropped = _product(of_output, values, None, PRECISION) * kept_scale
         if DROPOUT:

@@ -201,7 +201,7 @@ def fused_attention(
     by_head = output.transpose(1, 2)
     num_blocks = -(-query.shape[2] // block.queries)
     _kernels().forward_kernel[(num_blocks * query.shape[0] * query.shape[1],)](
-        query, key, value, by_head, sums, row_keys, *call.added, key_tiles, None, *call.factors,
+        query, key, value, by_head, sums, row_keys, *call.added, key_tiles, *call.factors,
         call.strides(query), call.strides(key), call.strides(value), call.strides(by_head), call.strides(sums),
         *call.added_strides, call.strides(key_tiles),
         query.shape[1], call.group, query.shape[2], key.shape[2], num_blocks, *offsets,
@@ -268,7 +268,7 @@ def _backward_of(
     block = call.tiling.of_queries
     num_blocks = -(-num_queries // block.queries)
     kernels.query_gradient_kernel[(num_blocks * batch * heads,)](
-        query, key, value, by_head, gradient, query_gradient, sums, deltas, row_keys, *call.added, key_tiles, None,
+        query, key, value, by_head, gradient, query_gradient, sums, deltas, row_keys, *call.added, key_tiles,
         *call.factors, *inputs, strides(by_head), strides(gradient), strides(query_gradient), strides(sums),
         *call.added_strides, strides(key_tiles),
         heads, call.group, num_queries, num_keys, num_blocks, *offsets, **call.options(block, key_tiles is not None),
@@ -278,7 +278,7 @@ def _backward_of(
     num_blocks = -(-num_keys // block.keys)
     kernels.key_gradient_kernel[(num_blocks * batch * key_heads,)](
         query, key, value, gradient, key_gradient, value_gradient, sums, deltas, row_keys, *call.added, query_tiles,
-        None, *call.factors, *inputs, strides(gradient), strides(key_gradient), strides(value_gradient),
+        *call.factors, *inputs, strides(gradient), strides(key_gradient), strides(value_gradient),
         strides(sums), *call.added_strides, strides(query_tiles),
         key_heads, call.group, num_queries, num_keys, num_blocks, *offsets,
         **call.options(block, query_tiles is not None),
@@ -292,7 +292,7 @@ def _backward_of(
         for name in ("UNIT_M", "UNIT_N", "BIAS", "TILES"):
             del options[name]
         kernels.bias_gradient_kernel[(blocks[0] * blocks[1] * bias.shape[0] * bias.shape[1],)](
-            query, key, value, gradient, gradients[3], sums, deltas, row_keys, *call.added, None, *call.factors,
+            query, key, value, gradient, gradients[3], sums, deltas, row_keys, *call.added, *call.factors,
             *inputs, strides(gradient), strides(gradients[3]), strides(sums), *call.added_strides,
             batch, heads, *bias.shape[:2], call.group, num_queries, num_keys, *blocks, *offsets, **options,
         )  # fmt: skip
@@ -398,7 +398,6 @@ class _Call:
             "BIAS": bias is not None,
             "CAUSAL": is_causal,
             "DROPOUT": levels > 0,
-            "PACKED": False,
             "PRECISION": kernels.INTERPRETED if is_interpreted() else _precision(),
         }
 
