@@ -91,7 +91,8 @@ class Setting:
     def batches(self) -> TrainLoader:
         """Return this rank's part of all global batches. Iteration collates them."""
         training, padding = self.recipe.training, Padding.of(load_tokenizer(self.recipe.model))
-        order = GlobalOrder(len(self.train), self.train.lengths, training.global_batch_size, training.seed)
+        lengths = self.train.lengths if self.recipe.data.group_by_length else None
+        order = GlobalOrder(len(self.train), lengths, training.global_batch_size, training.seed)
         return TrainLoader(self.train, order, self.plan.batch, self.mesh.index("dp"), padding, self.total_steps)
 
 

@@ -196,6 +196,7 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
         "precision": recipe.precision == "fp16",
         "model.adapter and freeze": recipe.model.is_partly_frozen,
         "distillation": recipe.distillation is not None,
+        "training.micro_batch_tokens": recipe.training.micro_batch_tokens is not None,
         "training.global_batch_size": recipe.training.global_batch_size
         % (processes * plan_run(recipe, processes).batch.micro_batch_size)
         != 0,

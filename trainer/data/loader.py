@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.base.errors import TrainerError
+from trainer.base.errors import TrainerError, UsageError
 from trainer.data.collate import Batching, TokenMasking, collate
 from trainer.data.order import GlobalOrder, IndexArray
-from trainer.data.partition import partition
+from trainer.data.partition import RowChunk, partition, partition_by_tokens
 from trainer.data.split import EncodedSplit
 from trainer.data.workers import ignore_stop_signals, stop_signals_held
 from trainer.parallel.microbatch import Microbatch, RankBatch
@@ -48,7 +48,7 @@ class TrainLoader:
         masking: makes labels from tokens, different ones in each epoch; None: the split has labels.
 
     Raises:
-        UsageError: no global batch starts at `start_sample`.
+        UsageError: no global batch starts at `start_sample`, or a row is longer than a microbatch.
         TrainerError: a worker died during the iteration.
     """
 
@@ -145,6 +145,15 @@ class _TrainBatches:
         self._data_rank = data_rank
         self._batching = batching
         self._masking = masking
+        if plan.micro_batch_tokens is not None:
+            tokens = split.widths(np.arange(len(split)), padded=not plan.packs).sum(axis=1)
+            longest = int(tokens.argmax())
+            if tokens[longest] > plan.micro_batch_tokens:
+                raise UsageError(
+                    f"`training.micro_batch_tokens` must be at least the {tokens[longest]:,} tokens of the longest"
+                    f" training row ({longest + 1}), but is {plan.micro_batch_tokens:,}; raise it, or lower"
+                    " `data.max_length`"
+                )
 
     def row_ids(self, step: int) -> IndexArray:
         """Return the rows of the whole global batch, in order."""
@@ -153,14 +162,7 @@ class _TrainBatches:
     def __getitem__(self, step: int) -> RankBatch:
         epoch = step // self._order.steps_per_epoch
         row_ids = self.row_ids(step)
-        lengths = self._split.lengths[row_ids]
-        chunks = partition(
-            len(row_ids),
-            self._data_rank,
-            self._plan.data_parallel_size,
-            self._plan.micro_batch_size,
-            filler_place=int(lengths.argmin()),  # the shortest row, which is the cheapest to repeat
-        )
+        chunks = self._chunks(row_ids)
         together = np.concatenate([row_ids[chunk.places] for chunk in chunks]) if self._plan.equal_widths else None
         microbatches = [
             collate(
@@ -176,6 +178,17 @@ class _TrainBatches:
             for chunk in chunks
         ]
         return RankBatch(microbatches, num_rows=len(row_ids), num_tokens=self._split.num_tokens(row_ids))
+
+    def _chunks(self, row_ids: IndexArray) -> list[RowChunk]:
+        """Return this rank's microbatches of a global batch."""
+        plan = self._plan
+        if plan.micro_batch_tokens is not None:
+            widths = self._split.widths(row_ids, padded=not plan.packs)
+            return partition_by_tokens(
+                widths, self._data_rank, plan.data_parallel_size, plan.micro_batch_tokens, plan.packs
+            )
+        shortest = int(self._split.lengths[row_ids].argmin())  # the cheapest row to repeat
+        return partition(len(row_ids), self._data_rank, plan.data_parallel_size, plan.micro_batch_size, shortest)
 
 
 class _EvalBatches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 
@@ -36,5 +37,81 @@ def partition(
     """
     places = np.arange(data_rank, num_rows, data_parallel_size)
     largest_share = math.ceil(num_rows / data_parallel_size)
-    chunks = np.array_split(places, math.ceil(largest_share / micro_batch_size))
+    return _filled(np.array_split(places, math.ceil(largest_share / micro_batch_size)), filler_place)
+
+
+def partition_by_tokens(
+    widths: IndexArray, data_rank: int, data_parallel_size: int, most_tokens: int, packs: bool
+) -> list[RowChunk]:
+    """Return the microbatches of one rank, with about equal tokens over all ranks and microbatches.
+
+    Every rank has the same number, the smallest that was found. Without padding, each row in turn, the longest first,
+    joins the microbatch with the fewest tokens (Graham 1969, doi:10.1137/0117039). With padding, a microbatch has rows
+    of similar length, and the longest one decides its width. The shortest row fills missing microbatches.
+
+    Args:
+        widths: the tokens of each row of the global batch in each padded column, of shape `[rows, columns]`.
+        data_rank: the data-parallel rank.
+        data_parallel_size: the number of ranks that share the global batch.
+        most_tokens: the maximum number of tokens of one microbatch, at least those of the longest row.
+        packs: whether layers process tokens without padding.
+    """
+    lengths = widths.sum(axis=1)
+    longest_first = np.argsort(-lengths, kind="stable")
+    if packs:
+        bins = _balanced(lengths, longest_first, data_parallel_size, most_tokens)
+    else:
+        bins = _runs(widths, longest_first, data_parallel_size, most_tokens)
+    # The bins are sorted by tokens; each rank takes one in turn, and the order alternates.
+    rounds = [bins[start : start + data_parallel_size] for start in range(0, len(bins), data_parallel_size)]
+    own = [(of_ranks if index % 2 == 0 else of_ranks[::-1])[data_rank] for index, of_ranks in enumerate(rounds)]
+    return _filled([np.array(sorted(places), np.int64) for places in own], int(longest_first[-1]))
+
+
+def _filled(chunks: list[IndexArray], filler_place: int) -> list[RowChunk]:
     return [RowChunk(chunk) if len(chunk) else RowChunk(np.array([filler_place]), filler=True) for chunk in chunks]
+
+
+def _balanced(lengths: IndexArray, order: IndexArray, multiple: int, most: int) -> list[list[int]]:
+    """Return places in bins of at most `most` tokens, as many as a multiple; those with most tokens come first."""
+    number = multiple * math.ceil(int(lengths.sum()) / (most * multiple))
+    while True:
+        heap: list[tuple[int, int]] = [(0, index) for index in range(number)]
+        bins: list[list[int]] = [[] for _ in range(number)]
+        for place in order:
+            tokens, index = heap[0]
+            bins[index].append(int(place))
+            heapq.heapreplace(heap, (tokens + int(lengths[place]), index))
+        if max(heap)[0] <= most:
+            return [bins[index] for _, index in sorted(heap, reverse=True)]
+        number += multiple
+
+
+def _runs(widths: IndexArray, order: IndexArray, multiple: int, most: int) -> list[list[int]]:
+    """Return places in runs of `order` of at most `most` padded tokens, as many as a multiple, of about equal area."""
+    rows = [[int(width) for width in widths[place]] for place in order]
+
+    def cut(limit: int) -> list[tuple[int, int]]:
+        """Return the area and the start of each run, if runs are as long as `limit` allows."""
+        runs: list[tuple[int, int]] = []
+        shape, count = [0] * len(rows[0]), 0
+        for index, row in enumerate(rows):
+            wider = [max(pair) for pair in zip(shape, row, strict=True)]
+            if count and (count + 1) * sum(wider) <= limit:
+                shape, count = wider, count + 1
+                runs[-1] = (count * sum(shape), runs[-1][1])
+            else:
+                shape, count = row, 1
+                runs.append((sum(row), index))
+        return runs
+
+    number = multiple * math.ceil(len(cut(most)) / multiple)
+    low, high = max(map(sum, rows)), most  # the smallest limit with at most `number` runs
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= number else (middle + 1, high)
+    runs = cut(high)
+    ends = [start for _, start in runs[1:]] + [len(rows)]
+    by_area = sorted(zip(runs, ends, strict=True), key=lambda run: -run[0][0])
+    bins = [[int(place) for place in order[start:end]] for (_, start), end in by_area]
+    return bins + [[] for _ in range(number - len(bins))]

@@ -89,9 +89,21 @@ class EncodedSplit:
 
     def num_tokens(self, row_ids: IndexArray) -> int:
         """Return the number of tokens of all texts of the rows, and of their ragged columns except the labels."""
-        columns = (column for name, column in self.ragged.items() if name != "labels")
-        ragged = sum(int(column.lengths[row_ids].sum()) for column in columns)
-        return int(self._text_lengths[row_ids].sum()) + ragged
+        return int(self.widths(row_ids, padded=False).sum())
+
+    def widths(self, row_ids: IndexArray, padded: bool) -> IndexArray:
+        """Return the tokens of each row: of all its texts, and of each ragged column except the labels.
+
+        Args:
+            row_ids: the indices of the rows, of shape `[rows]`.
+            padded: whether all texts of a row are as long as its longest one.
+
+        Returns:
+            The numbers of tokens, of shape `[rows, columns]`.
+        """
+        texts = self.lengths[row_ids] * self.texts_per_row if padded else self._text_lengths[row_ids].sum(axis=1)
+        ragged = [column.lengths[row_ids] for name, column in self.ragged.items() if name != "labels"]
+        return np.stack([texts, *ragged], axis=1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled memory map would copy the whole data set to each spawned worker.

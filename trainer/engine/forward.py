@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +14,17 @@ from torch import Tensor, nn
 from trainer.engine.engine import EvalResult
 from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.precision import cast_forward
+from trainer.models.attention import PACKED
 from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.models.families.table import layers_of
 from trainer.models.generating import generate
+from trainer.models.packing import pack_layers
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.packed import PackedTokens
 from trainer.parallel.random import seed_generator, stream_key
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
@@ -32,9 +36,11 @@ def prepare_model(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan) -> None:
     """Apply the recipe's precision and activation checkpointing to the model, before a strategy wraps it.
 
     Raises:
-        UsageError: the device does not support the precision, or activation checkpointing does not find the layers of
-            the model.
+        UsageError: the device does not support the precision, activation checkpointing does not find the layers of
+            the model, or they cannot work without padding.
     """
+    if plan.recipe.data.packing:
+        pack_layers(built.model)
     how = plan.recipe.activation_checkpointing
     if how != "none":
         checkpoint_layers(layers_of(built.model).values(), how, built.dropout_keys)
@@ -64,6 +70,7 @@ class ModelForward:
         mesh: the ranks.
         seed: the seed of the recipe.
         synced: whether each forward pass is a collective of the data-parallel ranks.
+        packs: whether the layers of the model process tokens without padding.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class ModelForward:
         mesh: ParallelMesh,
         seed: int,
         synced: bool = False,
+        packs: bool = False,
     ) -> None:
         self._model = built.model
         self._keys = built.dropout_keys
@@ -87,6 +95,7 @@ class ModelForward:
         self._mesh = mesh
         self._seed = seed
         self._synced = synced and mesh.size("dp_shard") > 1
+        self._packs = packs
         self._constants = without_cache(built.model)
         self._step = 0
         self._num_rows = 0
@@ -122,7 +131,7 @@ class ModelForward:
         """
         if len(batch.microbatches) == 1:
             return None
-        scores = [self._training_scores(self._eval_call, m.to(self._mesh.device)) for m in batch.microbatches]
+        scores = [self._training_scores(self._eval_call, self._ready(m)) for m in batch.microbatches]
         return joint_losses(self._task, self._mesh, batch.num_rows, batch.microbatches, scores)
 
     def denominator(self, batch: RankBatch) -> Tensor:
@@ -140,7 +149,7 @@ class ModelForward:
 
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
         """Return the sum of losses of a microbatch; a filler joins the collectives with a gradient of zero."""
-        microbatch = microbatch.to(self._mesh.device)
+        microbatch = self._ready(microbatch)
         logits = self._training_scores(self._call, microbatch)
         if not self._task.rows_depend:
             loss = self._row_losses(logits, microbatch.labels, self._taught(microbatch.inputs))
@@ -162,9 +171,9 @@ class ModelForward:
 
     def _training_scores(self, call: ModelCall, microbatch: Microbatch) -> Tensor:
         """Return the scores of a microbatch, on this rank's device, with the dropout of its rows."""
-        keyed = self._keys.use(MicrobatchKey(self._step, microbatch.text_rows)) if self._keys else nullcontext()
-        with self._watch, keyed:
-            scores = self._scores(call, microbatch.inputs, microbatch.labels)
+        key = MicrobatchKey(self._step, microbatch.text_rows, microbatch.packed)
+        with self._watch, self._keys.use(key) if self._keys else nullcontext():
+            scores = self._scores(call, microbatch, microbatch.labels)
         self._watch = nullcontext()
         return scores
 
@@ -173,8 +182,8 @@ class ModelForward:
         """Run a forward pass without dropout and without gradients."""
         self._set_training(False)
         num_valid = int(self._eval_task.num_valid(microbatch.labels))  # on the CPU, so the host need not wait
-        microbatch = microbatch.to(self._mesh.device)
-        logits = self._scores(self._eval_call, microbatch.inputs, microbatch.labels)
+        microbatch = self._ready(microbatch)
+        logits = self._scores(self._eval_call, microbatch, microbatch.labels)
         generated = self._generated(microbatch)
         if microbatch.filler:
             return EvalResult(0.0, 0, {})
@@ -186,11 +195,11 @@ class ModelForward:
     def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """Return the task's answers for rows without labels; empty for a filler."""
         self._set_training(False)
-        microbatch = microbatch.to(self._mesh.device)
+        microbatch = self._ready(microbatch)
         if self._task.generates:
             generated = self._generated(microbatch)
             return {} if microbatch.filler else generated
-        logits = self._scores(self._eval_call, microbatch.inputs)
+        logits = self._scores(self._eval_call, microbatch)
         return {} if microbatch.filler else self._task.answers(logits, microbatch.inputs)
 
     def _generated(self, microbatch: Microbatch) -> dict[str, Tensor]:
@@ -199,9 +208,19 @@ class ModelForward:
             return {}
         return {"generated": generate(self._model, microbatch.inputs, self._synced, self._seed, microbatch.rows).cpu()}
 
-    def _scores(self, call: ModelCall, inputs: dict[str, Tensor], labels: Tensor | None = None) -> Tensor:
+    def _ready(self, microbatch: Microbatch) -> Microbatch:
+        """Copy a microbatch to this rank's device, and find its tokens if the layers process no padding."""
+        ready = microbatch.to(self._mesh.device)
+        if not self._packs or ready.packed is not None:
+            return ready
+        mask = microbatch.inputs["attention_mask"]
+        packed = PackedTokens.of(mask.sum(-1).flatten().tolist(), mask.shape[-1], self._mesh.device)
+        return replace(ready, packed=packed)
+
+    def _scores(self, call: ModelCall, microbatch: Microbatch, labels: Tensor | None = None) -> Tensor:
+        inputs, packed = microbatch.inputs, {PACKED: microbatch.packed} if self._packs else {}
         with self._head.use(labels) if self._head and labels is not None else nullcontext():
-            output = call(**self._task.model_inputs(inputs), **self._constants)
+            output = call(**self._task.model_inputs(inputs), **self._constants, **packed)
         return self._task.scores(output, inputs)
 
     def _set_training(self, mode: bool) -> None:

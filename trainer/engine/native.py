@@ -271,6 +271,6 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
         elif sent_in is not None:
             complete = partial(round_gradients_, list(model.parameters()), sent_in)
     synced = plan.strategy.cuts_parameters
-    forward = ModelForward(built, call, model, task, mesh, plan.recipe.training.seed, synced)
+    forward = ModelForward(built, call, model, task, mesh, plan.recipe.training.seed, synced, plan.recipe.data.packing)
     schedule = AccumulationSchedule(forward.loss_sum, no_sync)
     return NativeEngine(forward, [model], schedule, placements, mesh, plan, total_steps, complete)

@@ -373,5 +373,7 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
         gathering = engine.optimizer.parameter_offload
         for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
             setattr(gathering, name, not_recorded(getattr(gathering, name)))
-    forward = ModelForward(built, engine, engine, task, mesh, plan.recipe.training.seed, synced)
+    forward = ModelForward(
+        built, engine, engine, task, mesh, plan.recipe.training.seed, synced, plan.recipe.data.packing
+    )
     return ZeroEngine(forward, engine, optimizer, placements, mesh, plan, total_steps)

@@ -1,7 +1,7 @@
 """Attention function of transformers' models under layout-invariant dropout.
 
-It is registered with transformers under `KEYED_ATTENTION`. Without dropout (evaluation, or probability 0), it calls
-transformers' SDPA. With dropout, it calls the fused kernel on a GPU. Elsewhere, and for arguments that the kernel does
+It is registered with transformers under `KEYED_ATTENTION`. Without keyed dropout (evaluation, or probability 0), it
+calls transformers' SDPA. With it, it calls the fused kernel on a GPU. Elsewhere, and for arguments that the kernel does
 not take, it materialises the probabilities and applies the keyed mask to them.
 """
 
@@ -17,13 +17,17 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.base.errors import UsageError
-from trainer.models.dropout import site_of
+from trainer.models.dropout import has_site, site_of
 from trainer.parallel import fused_attention
 from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32
+from trainer.parallel.packed import PackedTokens
 from trainer.parallel.random import LANES
 
 KEYED_ATTENTION = "trainer_keyed"
+PACKED = "packed"
+"""The argument of models, layers and attention with the `PackedTokens` of their hidden states."""
+
 _VARIANTS = ("softcap", "s_aux", "cache")  # arguments that change the formula
 
 
@@ -55,6 +59,7 @@ def keyed_attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    row_keys: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute scaled dot-product attention with a dropout mask that does not depend on the layout.
@@ -70,6 +75,7 @@ def keyed_attention(
         scaling: the factor of the scores; None means `head_dim ** -0.5`.
         is_causal: whether a missing mask means a causal mask; None takes the module's value.
         position_bias: the bias that is added to the scores (T5), or None.
+        row_keys: the keys of the rows for the dropout mask, as in `DropoutSite.drop`.
 
     Returns:
         The output `[batch, queries, heads, head_dim]`, and the probabilities before dropout: None from SDPA and from
@@ -78,10 +84,10 @@ def keyed_attention(
     Raises:
         UsageError: the model needs a variant of attention that has no keyed form.
     """
-    if dropout == 0.0:
+    if dropout == 0.0 or not has_site(module):
         output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask,
-            dropout=0.0, scaling=scaling, is_causal=is_causal, position_bias=position_bias, **kwargs,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias, **kwargs,
         )  # fmt: skip
         return output
     if variant := next((name for name in _VARIANTS if kwargs.get(name) is not None), None):
@@ -92,14 +98,14 @@ def keyed_attention(
         inputs = _Inputs(_autocast(query), _autocast(key), _autocast(value), attention_mask, position_bias)
         obstacle = _obstacle(module, inputs)
         if obstacle is None:
-            return _fused(module, inputs, dropout, scale, causal), None
+            return _fused(module, inputs, dropout, scale, causal, row_keys), None
         warnings.warn(f"attention with dropout stores its probabilities, because {obstacle}", stacklevel=2)
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
     scores = _masked_scores(at_least_fp32(scores), attention_mask, position_bias, causal)
     probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
-    dropped = site_of(module).drop(probabilities, dropout)
+    dropped = site_of(module).drop(probabilities, dropout, row_keys)
     return torch.matmul(dropped, value).transpose(1, 2).contiguous(), probabilities
 
 
@@ -144,7 +150,9 @@ def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     return len(sizes) == len(shape) and all(own in (1, size) for own, size in zip(sizes, shape, strict=True))
 
 
-def _fused(module: nn.Module, inputs: _Inputs, dropout: float, scale: float, causal: bool) -> Tensor:
+def _fused(
+    module: nn.Module, inputs: _Inputs, dropout: float, scale: float, causal: bool, row_keys: Tensor | None
+) -> Tensor:
     """Return the output `[batch, queries, heads, head_dim]` of the fused kernel."""
     query, key, value, mask, bias = inputs
     shape, site = inputs.shape, site_of(module)
@@ -154,7 +162,9 @@ def _fused(module: nn.Module, inputs: _Inputs, dropout: float, scale: float, cau
         mask = None
     mask, bias = _expanded(mask, shape), _expanded(bias, shape)
     tiles = fused_attention.visible_tiles(mask, query, key, value) or (None, None)
-    row_keys, offsets = site.keys.row_keys(site.name, shape), site.offsets(shape)[1:]
+    if row_keys is None:
+        row_keys = site.keys.row_keys(site.name, shape)
+    offsets = site.offsets(shape)[1:]
     output: Tensor = fused_attention.fused_attention(
         query, key, value, row_keys, mask, bias, *tiles, scale, dropout, is_causal, offsets
     )[0]
@@ -180,5 +190,37 @@ def attention_notes(model: nn.Module, device: torch.device) -> list[str]:
     return [f"attention with dropout stores its probabilities, because {obstacle}"]
 
 
-ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, keyed_attention)
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packed: PackedTokens | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `keyed_attention`, also for tokens without padding.
+
+    With `packed`, queries, keys, values and output have a batch of 1, and one position for each token. The mask is that
+    of padded rows. No probabilities are returned.
+    """
+    if packed is None:
+        return keyed_attention(module, query, key, value, attention_mask, **options)
+    row_keys = None
+    if options.get("dropout") and has_site(module):
+        site = site_of(module)
+        row_keys = site.keys.row_keys(site.name, (packed.shape[0], query.shape[1], *packed.shape[1:] * 2))
+    outputs = []
+    for group in packed.groups:
+        rows = [group.pad(states.transpose(1, 2)).transpose(1, 2) for states in (query, key, value)]
+        mask = None
+        if attention_mask is not None and (group.places is not None or options.get("sliding_window")):
+            mask = attention_mask[..., : group.width, : group.width][group.rows]
+        keys = row_keys if row_keys is None else row_keys[group.rows]
+        output, _ = keyed_attention(module, rows[0], rows[1], rows[2], mask, row_keys=keys, **options)
+        outputs.append(group.join(output))
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, sdpa_mask)

@@ -103,6 +103,11 @@ def _keyed_form(module: nn.Module, site: DropoutSite, model: nn.Module) -> nn.Mo
     return None
 
 
+def has_site(module: nn.Module) -> bool:
+    """Return whether the dropout of an attention module is keyed."""
+    return hasattr(module, _SITE)
+
+
 def site_of(module: nn.Module) -> DropoutSite:
     """Return the dropout site of an attention module, which `key_dropout` has set."""
     site: DropoutSite = getattr(module, _SITE)
@@ -111,7 +116,7 @@ def site_of(module: nn.Module) -> DropoutSite:
 
 def move_site(module: nn.Module, move: Callable[[DropoutSite], DropoutSite]) -> None:
     """Change the dropout site of an attention module, if it has one; a module without a site uses torch's dropout."""
-    if hasattr(module, _SITE):
+    if has_site(module):
         setattr(module, _SITE, move(site_of(module)))
 
 

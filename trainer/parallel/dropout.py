@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
+from trainer.parallel.packed import PackedTokens
 from trainer.parallel.random import (
     MAX_INDEX_DIMS,
     element_keys,
@@ -28,6 +29,7 @@ from trainer.parallel.random import (
     row_keys,
     stream_key,
     stream_keys,
+    token_keys,
 )
 from trainer.parallel.sequence import SequenceCut
 
@@ -36,10 +38,14 @@ REMEDY = "set `training.layout_invariant_dropout` to false, which uses torch's o
 
 @dataclass(frozen=True)
 class MicrobatchKey:
-    """The key of the masks of one microbatch: the optimizer step, and the indices `[batch]` (int64) of its rows."""
+    """The key of the masks of one microbatch: the optimizer step, and the indices `[batch]` (int64) of its rows.
+
+    `packed` are the tokens of the rows, if layers process them without padding.
+    """
 
     step: int
     rows: Tensor
+    packed: PackedTokens | None = None
 
 
 _Call = tuple[str, int]
@@ -167,6 +173,11 @@ class DropoutKeys:
             )
         return keys
 
+    @property
+    def packed(self) -> PackedTokens | None:
+        """The tokens of the current microbatch, if layers process them without padding."""
+        return self._now.draws.key.packed if self._now.draws else None
+
 
 class _MaskedScale(torch.autograd.Function):
     """`x * mask * scale`; the gradient is the same product, so only the mask (1 byte per element) is saved."""
@@ -199,6 +210,8 @@ class DropoutSite:
     From the call `shared_from` of a forward pass on, the activations have no batch, because all rows share them
     (embeddings of relative positions). All microbatches of a step then have the same mask, as in one process that takes
     the step in one microbatch. None: they always have a batch.
+
+    `packed` is set if the activations are `[1, tokens, features]` in a microbatch without padding.
     """
 
     keys: DropoutKeys
@@ -207,17 +220,31 @@ class DropoutSite:
     part: int = 0
     sequence: SequenceCut | None = None
     shared_from: int | None = None
+    packed: bool = False
 
-    def drop(self, x: Tensor, probability: float) -> Tensor:
-        """Drop elements of `x` `[batch, ..., features]` and scale the kept ones by 1 / (share kept)."""
-        return _scaled(x, self.mask(x.shape, probability), probability)
+    def drop(self, x: Tensor, probability: float, keys: Tensor | None = None) -> Tensor:
+        """Drop elements of `x` `[batch, ..., features]` and scale the kept ones by 1 / (share kept).
 
-    def mask(self, shape: Sequence[int], probability: float) -> Tensor:
-        """Return the mask of kept elements for the next call, uint8 of `shape` `[batch, ..., features]`."""
+        `keys` are the keys of the rows of `x` for this call, int64 `[batch]`; None: `x` has all rows of the microbatch,
+        and this is the site's next call.
+        """
+        return _scaled(x, self.mask(x.shape, probability, keys), probability)
+
+    def mask(self, shape: Sequence[int], probability: float, keys: Tensor | None = None) -> Tensor:
+        """Return the mask of kept elements, uint8 of `shape` `[batch, ..., features]`; see `drop`."""
+        packed = self.keys.packed if self.packed else None
+        if packed is not None:
+            offsets = self.offsets(shape)
+            part = slice(offsets[1], offsets[1] + shape[1])
+            of_rows = self.keys.row_keys(self.name, (packed.shape[0], *shape[1:]))
+            of_tokens = token_keys(of_rows, packed.rows[part], packed.positions[part])
+            return keep_mask(of_tokens, shape[-1], probability, offsets[-1]).unsqueeze(0)
         is_shared = self.shared_from is not None and self.keys.num_calls(self.name) >= self.shared_from
         assert not (is_shared and self.cut_dim is not None), f"{self.name} is cut, and has no batch"
         whole = (1, *shape) if is_shared else shape
-        keys, offsets = self.keys.row_keys(self.name, whole, is_shared), self.offsets(whole)
+        if keys is None:
+            keys = self.keys.row_keys(self.name, whole, is_shared)
+        offsets = self.offsets(whole)
         mask = keep_mask(element_keys(keys, whole[1:-1], offsets[1:-1]), whole[-1], probability, offsets[-1])
         return mask.view(tuple(shape))
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from trainer.parallel.packed import PackedTokens
+
 IGNORED_LABEL = -100
 """The label of positions without a label, such as padding: the default of `torch.nn.functional.cross_entropy`."""
 
@@ -20,12 +22,14 @@ class Microbatch:
     several texts; `labels` are `[batch]` or `[batch, sequence]`, or `[batch, 0]` for rows without labels;
     `rows` `[batch]` (int64) is the index of each row in its global batch, which keys its dropout masks. A `filler`
     repeats a row so that a rank without rows joins the collectives; it adds nothing to loss, gradients or metrics.
+    `packed` are the tokens of the rows on the device of the model, if its layers process them without padding.
     """
 
     inputs: dict[str, Tensor]
     labels: Tensor
     rows: Tensor
     filler: bool = False
+    packed: PackedTokens | None = None
 
     @property
     def text_rows(self) -> Tensor:

@@ -168,3 +168,17 @@ def element_keys(keys: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> 
         stride = _signed(GOLDEN_GAMMA << level * INDEX_BITS)
         keys = keys.unsqueeze(-1) + torch.arange(offset, offset + size, device=keys.device) * stride
     return keys
+
+
+def token_keys(keys: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    """Return the keys of `element_keys` for a tensor `[batch, positions, features]` at some of its positions only.
+
+    Args:
+        keys: the keys of the rows of the batch, int64 `[batch]`.
+        rows: the row of each token in the batch, int64 `[tokens]`.
+        positions: its position in the row, int64 `[tokens]`.
+
+    Returns:
+        The keys, int64 `[tokens]`.
+    """
+    return keys[rows] + positions * _signed(GOLDEN_GAMMA << INDEX_BITS)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import Microbatch, RankBatch
-from trainer.recipe.plan import BatchPlan
+from trainer.parallel.packed import PackedTokens
+from trainer.recipe.plan import BatchPlan, texts_of_a_row
 from trainer.recipe.schema import (
     CausalLM,
     Embedding,
@@ -54,7 +55,7 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
         height, width = (size, size) if isinstance(size, int) else size
         inputs["pixel_values"] = torch.zeros(rows, config.num_channels, height, width)
     else:
-        texts = _texts_of_a_row(section)
+        texts = texts_of_a_row(section)
         shape = (rows, texts, length) if texts else (rows, length)
         inputs["input_ids"] = torch.zeros(shape, dtype=torch.long)
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
@@ -78,17 +79,10 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
             labels = torch.zeros(rows, 2, dtype=torch.long)
         case _:
             labels = _labels(section, task, rows, length)
-    return Microbatch(inputs, labels, torch.arange(start, start + rows))
-
-
-def _texts_of_a_row(section: Any) -> int | None:
-    """Return the texts of each row, or None for rows of one text; four stand for choices that only the data counts."""
-    match section:
-        case Embedding():
-            return len(section.texts)
-        case MultipleChoice():
-            return len(section.choices) if isinstance(section.choices, list) else 4
-    return None
+    packed = None
+    if recipe.data.packing:  # the padding of a blank mask cannot be read
+        packed = PackedTokens.of([length] * (inputs["input_ids"].numel() // length), length, torch.device("cpu"))
+    return Microbatch(inputs, labels, torch.arange(start, start + rows), packed=packed)
 
 
 def _labels(section: Any, task: Task, rows: int, length: int) -> Tensor:

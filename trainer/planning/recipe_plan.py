@@ -153,7 +153,9 @@ def _candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
     if recipe.precision == "fp32":
         single.append(("precision=bf16",))
     micro = plan.batch.micro_batch_size
-    smaller = [f"training.micro_batch_size={size}" for size in _halves(micro)]
+    tokens = plan.batch.micro_batch_tokens
+    key, largest = ("micro_batch_size", micro) if tokens is None else ("micro_batch_tokens", tokens)
+    smaller = [f"training.{key}={largest * size // micro}" for size in _halves(micro)]
     single += [(text,) for text in smaller[:2]]
     recomputed = [
         f"activation_checkpointing={how}" for how in ("selective", "full") if recipe.activation_checkpointing != how

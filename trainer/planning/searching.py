@@ -362,7 +362,7 @@ class Search:
         resolved = load_recipe(self._recipe, [*self._overrides, *overrides])
         plan = plan_run(resolved.recipe, self._devices.number * self._nodes, self._devices.number)
         rows = plan.batch.rank_batch_size
-        if key in self._given:
+        if key in self._given or plan.batch.micro_batch_tokens is not None:
             made = self.plan(overrides)
             return Choice(overrides, made) if made.fits else None
         fewest = _ROUNDS * plan.layout.pp if plan.layout.pp > 1 else 1
@@ -377,7 +377,11 @@ class Search:
         microbatches = 2 * layout.pp if layout.pp > 1 else 1
         ranks = layout.data_parallel_size * microbatches
         return self._largest(
-            lambda rows: (f"training.global_batch_size={rows * ranks}", f"training.micro_batch_size={rows}"),
+            lambda rows: (
+                f"training.global_batch_size={rows * ranks}",
+                f"training.micro_batch_size={rows}",
+                *["training.micro_batch_tokens=null"] * (resolved.recipe.training.micro_batch_tokens is not None),
+            ),
             range(1, _MOST_ROWS),
         )
 

@@ -133,9 +133,20 @@ def _is_changed(section: Section, key: str) -> bool:
 def _text_lengths(task: TaskSection, data: Data) -> Iterator[Contradiction]:
     if not isinstance(task, ImageKeys):
         return
-    for key in ("max_length", "group_by_length"):
+    for key in ("max_length", "group_by_length", "packing"):
         if _is_changed(data, key):
             yield _clash(f"applies to texts, but `task.type` is {task.type}; remove it", f"data.{key}", "task.type")
+
+
+def _microbatches(task: TaskSection, training: Training) -> Iterator[Contradiction]:
+    key, rows = "training.micro_batch_tokens", "training.micro_batch_size"
+    if training.micro_batch_tokens is None:
+        if training.micro_batch_size is None:
+            yield _clash(f"is null, and `{key}` too; set one of them", rows, key)
+    elif isinstance(task, ImageKeys):
+        yield _clash(f"applies to texts, but `task.type` is {task.type}; use `{rows}`", key, "task.type")
+    elif training.micro_batch_size is not None and _is_changed(training, "micro_batch_size"):
+        yield _clash(f"is set, but `{rows}` is {training.micro_batch_size}; set one of them to null", key, rows)
 
 
 def _folder(key: str, place: str | None) -> Iterator[Contradiction]:
@@ -580,6 +591,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("model", "parallel"), _adapter),
     (("task", "model"), _tokenizer),
     (("task", "data"), _text_lengths),
+    (("task", "training"), _microbatches),
     (("model",), _model_folders),
     (("data",), _data_places),
     (("parallel",), _pipeline),

@@ -57,7 +57,7 @@ def load_trained(
     overrides = [*overrides, *_set_data(values, folder, overrides, evaluates)]
     # A forward pass needs no global batch; this size divides among any ranks.
     training = values.get("training", {})
-    training["global_batch_size"] = training.get("micro_batch_size", 8) * num_ranks
+    training["global_batch_size"] = (training.get("micro_batch_size") or 8) * num_ranks
     values["evaluation"] = {"batch_size": values.get("evaluation", {}).get("batch_size", 32)}
     notes = [f"model: {folder}"]
     chosen = any(override.startswith("parallel.") for override in overrides)

@@ -200,5 +200,25 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "use fp32",
     ),
     _of_others(Condition("parallel.deepspeed", "any keys", bool), _strategies(lambda row: bool(row.zero_stage))),
+    Exclusion(
+        _is("data.packing", True),
+        _above_one(_STAGES),
+        "stages exchange padded rows of one shape",
+        "set it to false, or use 1 stage",
+        form="is {value}, which a pipeline does not combine with: {reason}; {remedy}",
+    ),
+    Exclusion(
+        _is("data.packing", True),
+        _is(_STRATEGY, "dp"),
+        "it splits padded rows over its GPUs",
+        "use ddp, which runs on any number of processes",
+    ),
+    Exclusion(
+        Condition("training.micro_batch_tokens", "a number", lambda value: value is not None),
+        _above_one(_STAGES),
+        "a schedule has a fixed number of microbatches of one shape",
+        "use `training.micro_batch_size`",
+        form="is {value}, which a pipeline does not combine with: {reason}; {remedy}",
+    ),
 )
 """Every pair that is refused for any model, data and number of ranks."""

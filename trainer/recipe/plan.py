@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.base.errors import RecipeError
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule, stages_of_rank
-from trainer.recipe.schema import Parallel, Recipe
+from trainer.recipe.schema import Embedding, MultipleChoice, Parallel, Recipe, TaskSection
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 
@@ -44,6 +44,9 @@ class BatchPlan:
     num_microbatches: int  # forward and backward passes of one rank in one optimizer step
     num_passes: int = 1  # through the pipeline in one optimizer step, each with the same number of microbatches
     equal_widths: bool = False  # pad all microbatches of a step to one length, as pipeline stages require
+    micro_batch_tokens: int | None = None  # maximum tokens in one forward pass; the two numbers above are for the
+    # longest rows, and a step of shorter rows has fewer microbatches
+    packs: bool = False  # count tokens without padding
 
     @property
     def microbatches_per_pass(self) -> int:
@@ -56,6 +59,12 @@ class BatchPlan:
         return self.global_batch_size // self.data_parallel_size
 
     def __str__(self) -> str:
+        if self.micro_batch_tokens is not None:
+            return (
+                f"{self.global_batch_size} rows a step = {_counted(self.data_parallel_size, 'data-parallel rank')}"
+                f" x at most {_counted(self.num_microbatches, 'microbatch', 'es')} of at most"
+                f" {self.micro_batch_tokens:,} tokens, {'without' if self.packs else 'with'} padding"
+            )
         return (
             f"{self.global_batch_size} rows a step = {_counted(self.data_parallel_size, 'data-parallel rank')}"
             f"{f' x {self.num_passes} passes' if self.num_passes > 1 else ''}"
@@ -192,10 +201,39 @@ def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = Non
     if pipeline is not None:
         num_microbatches = num_passes * pipeline.num_microbatches
     else:
-        num_microbatches = math.ceil(share / recipe.training.micro_batch_size)
+        most = _most_rows(recipe)
+        num_microbatches = math.ceil(share / most)
     micro_batch_size = math.ceil(share / num_microbatches)
-    batch = BatchPlan(size, ranks, micro_batch_size, num_microbatches, num_passes, equal_widths=layout.pp > 1)
+    batch = BatchPlan(
+        size,
+        ranks,
+        micro_batch_size,
+        num_microbatches,
+        num_passes,
+        equal_widths=layout.pp > 1,
+        micro_batch_tokens=recipe.training.micro_batch_tokens,
+        packs=recipe.data.packing,
+    )
     return RunPlan(recipe, layout, batch, pipeline)
+
+
+def texts_of_a_row(task: TaskSection) -> int | None:
+    """Return the texts of each row, or None for rows of one text; four stand for choices that only the data counts."""
+    match task:
+        case Embedding():
+            return len(task.texts)
+        case MultipleChoice():
+            return len(task.choices) if isinstance(task.choices, list) else 4
+    return None
+
+
+def _most_rows(recipe: Recipe) -> int:
+    """Return the rows of the maximum length that one forward pass takes, at least 1."""
+    training = recipe.training
+    if training.micro_batch_tokens is None:
+        assert training.micro_batch_size is not None, "a rule requires one of them"
+        return training.micro_batch_size
+    return max(1, training.micro_batch_tokens // (recipe.data.max_length * (texts_of_a_row(recipe.task) or 1)))
 
 
 def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:
@@ -208,7 +246,7 @@ def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:
     Raises:
         RecipeError: the schedule does not support this number of microbatches, stages or rows.
     """
-    keys, most = recipe.parallel.pipeline, recipe.training.micro_batch_size
+    keys, most = recipe.parallel.pipeline, _most_rows(recipe)
     schedule = SCHEDULES[keys.schedule]
     stages_per_rank = keys.stages_per_rank or schedule.stages_per_rank
     num_stages = keys.stages * stages_per_rank

@@ -534,6 +534,10 @@ class _DataKeys(Section):
         description="Batch texts of similar length, which needs less padding; the order depends only on (seed, epoch,"
         " step).",
     )
+    packing: bool = Field(
+        False,
+        description="Compute the layers of an encoder on tokens only, without padding; the training is the same.",
+    )
     num_workers: int = Field(
         0, ge=0, le=64, description="Processes per rank that prepare batches; 0: the rank itself prepares them."
     )
@@ -719,8 +723,15 @@ class Training(Section):
     global_batch_size: int = Field(
         32, ge=1, description="Examples in one optimizer step over all ranks, under every layout."
     )
-    micro_batch_size: int = Field(
-        8, ge=1, description="Maximum examples in one forward pass of one rank; determines the gradient accumulation."
+    micro_batch_size: Annotated[int, Field(ge=1)] | None = Field(
+        8,
+        description="Maximum examples in one forward pass of one rank; determines the gradient accumulation. null: see"
+        " `micro_batch_tokens`.",
+    )
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Maximum tokens in one forward pass of one rank, instead of `micro_batch_size`; microbatches of all"
+        " ranks then have about equal work. Padding counts, except with `data.packing`. The training is the same.",
     )
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
         1.0, description="Maximum global gradient norm, by clipping; null: no clipping."

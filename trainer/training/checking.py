@@ -20,6 +20,7 @@ from trainer.base.errors import Problems
 from trainer.models.adapters import adapt
 from trainer.models.building import build_on_meta, check_weights, load_config
 from trainer.models.families.table import FAMILIES
+from trainer.models.packing import check_packing
 from trainer.models.stages import split_stages, stage_sizes
 from trainer.models.tensor import check_split
 from trainer.models.tokenizer import load_tokenizer
@@ -168,6 +169,9 @@ def check_model(
     if model is not None:
         with problems.collect():
             adapt(model, recipe.model, recipe.training.seed)
+    if model is not None and recipe.data.packing:
+        with problems.collect():
+            check_packing(model)
     if model is not None and parallel.tensor > 1:
         with problems.collect():
             check_split(model, parallel.tensor, parallel.sequence)

@@ -14,6 +14,7 @@ def _like_bert(model_type: str, *, vocabulary_heads: tuple[str, ...], whole: tup
     return ModelFamily(
         model_type,
         layers=_LAYERS,
+        packs=True,
         tensor=TensorPlan(
             columns={
                 f"{_LAYERS}.attention.self.query": 1,

@@ -9,6 +9,7 @@ _LAYERS = "transformer.layer.*"
 DISTILBERT = ModelFamily(
     "distilbert",
     layers=_LAYERS,
+    packs=True,
     tensor=TensorPlan(
         columns={
             f"{_LAYERS}.attention.q_lin": 1,

@@ -87,6 +87,7 @@ class ModelFamily:
     called_dropouts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared_second_calls: tuple[str, ...] = ()  # dropouts of such a tensor in their second call of a forward pass
     starts_with_padding: bool = False  # whether a decoder starts with the padding token if no start token is set
+    packs: bool = False  # whether layers hand unknown arguments on to the attention function, and may omit padding
     undeclared_keys: tuple[str, ...] = ()  # configuration keys that the model reads and transformers does not declare
 
 

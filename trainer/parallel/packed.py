@@ -1,0 +1,122 @@
+"""The tokens of padded rows, joined without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ALIKE = 0.75
+"""The length of the shortest row of a group, relative to the longest, on a CPU."""
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows of similar length that attention processes together, padded to the longest of them.
+
+    Their tokens are next to each other.
+
+    Attributes:
+        rows: the places of the rows in the microbatch, int64 `[rows]`.
+        tokens: the places of their tokens in the joined sequence.
+        width: the tokens of the longest row.
+        places: the place of each token in the flattened rows `[rows * width]`, int64; None: all rows are of one length.
+    """
+
+    rows: Tensor
+    tokens: slice
+    width: int
+    places: Tensor | None
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return the rows `[rows, width, ...]` of `x` `[1, tokens, ...]`, with zeros as padding."""
+        own = x[0, self.tokens]
+        shape = (len(self.rows), self.width, *x.shape[2:])
+        if self.places is None:
+            return own.reshape(shape)
+        return x.new_zeros(shape).flatten(0, 1).index_copy(0, self.places, own).view(shape)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return the tokens `[tokens, ...]` of these rows, `x` `[rows, width, ...]`."""
+        flat = x.flatten(0, 1)
+        return flat if self.places is None else flat.index_select(0, self.places)
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """The tokens of a microbatch as one sequence, row after row.
+
+    Attributes:
+        rows: the row of each token, int64 `[tokens]`.
+        positions: the position of each token in its row, int64 `[tokens]`.
+        places: the place of each token in the flattened padded rows `[batch * positions]`, int64 `[tokens]`.
+        shape: the rows and positions of the padded microbatch.
+        groups: the rows by their length, in the order of the sequence.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    places: Tensor
+    shape: tuple[int, int]
+    groups: tuple[RowGroup, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> PackedTokens:
+        """Return the tokens of a microbatch.
+
+        The longest rows come first. A CPU computes attention for rows of similar length together, a GPU for all rows.
+
+        Args:
+            lengths: the tokens of each row, padded on the right, `[batch]`.
+            width: the positions of the padded rows.
+            device: the device of the model.
+        """
+        order = np.argsort([-length for length in lengths], kind="stable")
+        ordered = np.asarray(lengths)[order]
+        rows, starts = order.repeat(ordered), ordered.cumsum() - ordered
+        positions = np.arange(len(rows)) - starts.repeat(ordered)
+        groups = []
+        for first, end in pairwise(_cuts(ordered.tolist(), 0.0 if device.type == "cuda" else _ALIKE)):
+            longest = int(ordered[first])
+            tokens = slice(int(starts[first]), int(starts[end - 1] + ordered[end - 1]))
+            is_token = np.arange(longest) < ordered[first:end, None]
+            places = None if is_token.all() else _moved(np.flatnonzero(is_token), device)
+            groups.append(RowGroup(_moved(order[first:end], device), tokens, longest, places))
+        return cls(
+            _moved(rows, device),
+            _moved(positions, device),
+            _moved(rows * width + positions, device),
+            (len(order), width),
+            tuple(groups),
+        )
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return the tokens `[1, tokens, ...]` of `x` `[batch, positions, ...]`; a batch of 1 stands for all rows."""
+        x = x.expand(self.shape[0], *x.shape[1:])
+        return x.flatten(0, 1).index_select(0, self.places).unsqueeze(0)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Return the padded rows `[batch, positions, ...]` of `x` `[1, tokens, ...]`, with zeros as padding."""
+        shape = (*self.shape, *x.shape[2:])
+        return x.new_zeros(shape).flatten(0, 1).index_copy(0, self.places, x[0]).view(shape)
+
+
+def _cuts(lengths: Sequence[int], alike: float) -> list[int]:
+    """Return the first row of each group of descending lengths, and the number of rows with a token."""
+    number = sum(length > 0 for length in lengths)
+    cuts: list[int] = []
+    for index, length in enumerate(lengths[:number]):
+        if not cuts or length < alike * lengths[cuts[-1]]:
+            cuts.append(index)
+    return [*cuts, number]
+
+
+def _moved(places: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Copy to `device`, without a wait of the host."""
+    tensor = torch.from_numpy(places)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
