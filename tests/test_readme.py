@@ -53,6 +53,7 @@ ELSEWHERE = {
     " --steps 10": "tests/comparing/test_compare.py::def test_values_make_a_grid",
     "trainer compare bert_sample --processes 2 --steps 10 --with pytorch --with transformers model.dropout=0"
     " parallel.strategy=ddp,zero2": "tests/comparing/test_compare.py::def test_layouts_and_peers_on_two_processes",
+    "trainer run bert_sample compile=true": "tests/training/test_compiled.py::def test_a_compiled_run",
     "sbatch mine.sbatch": 'tests/launch/test_launchers.py::"launch-script"',
     "trainer doctor": "tests/doctor/test_doctor.py::test_this_machine_has_no_problem",
     "trainer doctor bert_sample --processes 2": "tests/doctor/test_doctor.py::test_a_recipe_is_resolved_first",

@@ -68,13 +68,19 @@ def test_each_condition_is_that_of_a_key_of_the_recipe(row: Exclusion):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("key", "allowed"), [("parallel.tensor", "no_tensor"), ("parallel.pipeline.stages", "no_pipeline")]
+    ("key", "value", "allowed"),
+    [
+        ("parallel.tensor", 2, "no_tensor"),
+        ("parallel.pipeline.stages", 2, "no_pipeline"),
+        ("compile", True, "no_compile"),
+    ],
 )
-def test_strategies_without_a_reason_combine(strategy: str, key: str, allowed: str):
-    keys = [override("parallel.strategy", strategy), override(key, 2)]
+def test_strategies_without_a_reason_combine(strategy: str, key: str, value: object, allowed: str):
+    keys = [override("parallel.strategy", strategy), override(key, value)]
     if reason := getattr(STRATEGIES[strategy], allowed):
         with pytest.raises(
-            RecipeError, match=re.escape(f"`{key}` is 2, which {strategy} does not combine with: {reason}; use")
+            RecipeError,
+            match=re.escape(f"`{key}` is {json.dumps(value)}, which {strategy} does not combine with: {reason}; use"),
         ):
             load_recipe("bert_base_mrpc", keys)
     else:

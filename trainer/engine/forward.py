@@ -17,6 +17,7 @@ from trainer.engine.precision import cast_forward
 from trainer.models.attention import PACKED
 from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import checkpoint_layers
+from trainer.models.compiled import CompiledLayers
 from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.models.families.table import layers_of
 from trainer.models.generating import generate
@@ -33,17 +34,20 @@ ModelCall = Callable[..., Any]
 
 
 def prepare_model(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan) -> None:
-    """Apply the recipe's precision and activation checkpointing to the model, before a strategy wraps it.
+    """Apply the recipe's precision, recomputation and compilation to the model, before a strategy wraps it.
 
     Raises:
-        UsageError: the device does not support the precision, activation checkpointing does not find the layers of
-            the model, or they cannot work without padding.
+        UsageError: the device does not support the precision; activation checkpointing or compilation does not find
+            the layers of the model, or its compiler; or the layers cannot work without padding.
     """
     if plan.recipe.data.packing:
         pack_layers(built.model)
     how = plan.recipe.activation_checkpointing
     if how != "none":
         checkpoint_layers(layers_of(built.model).values(), how, built.dropout_keys)
+    if plan.recipe.compile:
+        layers = layers_of(built.model).values()
+        built.compiled.append(CompiledLayers(layers, built.dropout_keys, mesh.device))
     cast_forward(built.model, plan.recipe.precision, mesh.device)
 
 
@@ -86,6 +90,7 @@ class ModelForward:
     ) -> None:
         self._model = built.model
         self._keys = built.dropout_keys
+        self._compiled = built.compiled
         self._head = built.head
         self._teacher = built.teacher
         self._call = call
@@ -174,8 +179,14 @@ class ModelForward:
         key = MicrobatchKey(self._step, microbatch.text_rows, microbatch.packed)
         with self._watch, self._keys.use(key) if self._keys else nullcontext():
             scores = self._scores(call, microbatch, microbatch.labels)
-        self._watch = nullcontext()
+        self._end_first_pass()
         return scores
+
+    def _end_first_pass(self) -> None:
+        """End the watch of the first training pass, and compile the layers from the next one on."""
+        self._watch = nullcontext()
+        for layers in self._compiled:
+            layers.start()
 
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch) -> EvalResult:

@@ -107,6 +107,7 @@ class PipelinedForward(ModelForward):
                 " rank needs the whole model; use 1 stage"
             )
         self._built = built
+        self._compiled = [layers for stage in built for layers in stage.compiled]
         self._batch = plan.batch
         self._pipeline: PipelinePlan = plan.pipeline
         self._own_type = next(
@@ -149,7 +150,7 @@ class PipelinedForward(ModelForward):
             return self._row_losses(logits[:count], labels[real], own) * scale / denominator
 
         total = self._driver.train(self._inputs(rows), self._shapes(rows), loss)
-        self._watch = nullcontext()
+        self._end_first_pass()
         return total / scale
 
     @torch.no_grad()

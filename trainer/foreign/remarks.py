@@ -28,7 +28,7 @@ RANKS = "the launcher sets the number of ranks (`trainer run RECIPE --processes 
 DEVICE = "GPUs are used if available; CUDA_VISIBLE_DEVICES= hides them"
 BACKEND = "NCCL on GPUs, gloo on CPUs"
 ALWAYS_ON = "always enabled"
-NOT_COMPILED = "torch.compile is not supported"
+NOT_COMPILED = "see the key compile, which compiles each kind of layer once"
 OWN_FOLDER = "a run writes only to checkpoint.folder"
 NO_CODE = "a recipe never runs code"
 ONE_DENOMINATOR = "gradients are summed and divided once, by the count of the global batch"

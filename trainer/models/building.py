@@ -26,6 +26,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from trainer.base.errors import TrainerError, UsageError, causes, storage_error
 from trainer.models.adapters import adapt
 from trainer.models.attention import KEYED_ATTENTION
+from trainer.models.compiled import CompiledLayers
 from trainer.models.cutting import ModelCut
 from trainer.models.dropout import key_dropout, set_probabilities
 from trainer.models.families.table import FAMILIES
@@ -56,7 +57,7 @@ class BuiltModel:
     `head` is its output head if that works in chunks of tokens. `lacking` are the parameters that the pretrained model
     does not have. `teacher` is the model that it learns from, if there is one.
     `shards` are this rank's rows of each parameter if data ranks shard them; the parameters of `model` are then on
-    `meta`.
+    `meta`. `compiled` are its compiled layers.
     """
 
     model: nn.Module
@@ -68,6 +69,7 @@ class BuiltModel:
     lacking: Sequence[str] = ()
     teacher: Teacher | None = None
     shards: dict[str, Tensor] | None = None
+    compiled: list[CompiledLayers] = field(default_factory=list)
 
     @property
     def vocabulary(self) -> VocabularyCut | None:

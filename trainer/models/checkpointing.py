@@ -90,32 +90,30 @@ def checkpoint_layers(layers: Iterable[nn.Module], how: CheckpointingName, keys:
         return 0
     count = 0
     for layer in layers:
-        layer.forward = partial(
-            _run_checkpointed,
-            layer.forward,
-            how == "selective",
-            partial(_contexts, how == "selective", keys),
-            keys is None,
-        )
+        layer.forward = partial(_run_checkpointed, layer.forward, how == "selective", keys)
         count += 1
     return count
 
 
 def _run_checkpointed(
-    forward: Callable[..., Any],
-    selective: bool,
-    contexts: Callable[[], _Contexts],
-    preserve_rng_state: bool,
-    *args: Any,
-    **kwargs: Any,
+    forward: Callable[..., Any], selective: bool, keys: DropoutKeys | None, *args: Any, **kwargs: Any
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if torch.compiler.is_compiling():  # a compiled layer gets its dropout keys as a tensor, which its backward keeps
+        if selective:
+            kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     # A selective recomputation must run the same operations as its forward pass. ALBERT calls one layer several times;
     # with autocast's cache, only the first call would cast its weights.
     with _without_autocast_cache() if selective else nullcontext():
         return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve_rng_state, **kwargs
+            forward,
+            *args,
+            use_reentrant=False,
+            context_fn=partial(_contexts, selective, keys),
+            preserve_rng_state=keys is None,
+            **kwargs,
         )
 
 

@@ -154,7 +154,8 @@ class MetricsFile(Observer):
     def _write_end(self, record: EndRecord) -> None:
         idle = None if record.pipeline is None else record.pipeline.measured
         values = {"outcome": record.outcome, "exit_code": record.exit_code, "message": record.message, "idle": idle}
-        self._write({"step": record.step, "end": {**values, "seconds": record.seconds}})
+        compilation = {} if record.compilation is None else {"compilation": asdict(record.compilation)}
+        self._write({"step": record.step, "end": {**values, **compilation, "seconds": record.seconds}})
 
     def close(self) -> None:
         if self._file is not None:

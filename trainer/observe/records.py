@@ -157,6 +157,15 @@ class Profiling:
 
 
 @dataclass(frozen=True)
+class Compilation:
+    """The work of torch.compile on rank 0."""
+
+    graphs: int
+    graph_breaks: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class EndRecord:
     """The outcome of a run, and the command that resumes or restarts it."""
 
@@ -170,5 +179,6 @@ class EndRecord:
     resume_command: str  # exact, to paste into a shell
     message: str | None = None  # the reason, if the outcome needs one
     pipeline: Idling | None = None  # None: there are no stages, or nothing was trained
+    compilation: Compilation | None = None  # None: nothing was compiled
     has_checkpoint: bool = True  # else the command starts from the first step
     profile: Profiling | None = None  # None: nothing was profiled

@@ -217,6 +217,10 @@ def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[Ev
         traces = "1 trace" if profile.num_ranks == 1 else f"{profile.num_ranks} traces"
         lines += _row("profile", f"{steps}: {traces} for https://ui.perfetto.dev in {profile.folder}")
         lines += [f"  {line}" for line in operation_lines(profile.operations)]
+    if (compiled := record.compilation) is not None:
+        breaks = f"{compiled.graph_breaks} graph break{'s' * (compiled.graph_breaks != 1)}"
+        graphs = f"{compiled.graphs} graph{'s' * (compiled.graphs != 1)}"
+        lines += _row("compiled", f"{graphs} with {breaks}, in {format_seconds(compiled.seconds)}")
     lines += _row("folder", str(record.folder))
     if run is not None:
         lines.append(f"  {'report':<{_LABEL_WIDTH}}trainer report {shlex.quote(str(record.folder))}")

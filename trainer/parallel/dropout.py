@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,15 +63,31 @@ class _Draws:
         self.key = key
         self._keys = keys
         self._rows = torch.cat([key.rows, key.rows.new_zeros(1)])  # the last is that of a mask that all rows share
+        self.made: list[_Call] = []  # outside of compiled layers, in order
+        self.calls_of_layers: Counter[int] = Counter()  # of compiled ones
         calls, of_calls = keys.known(key.step, key.rows.device)
-        self._row_keys = dict(zip(calls, row_keys(of_calls, self._rows).unbind(), strict=True)) if calls else {}
+        self.table = row_keys(of_calls, self._rows)  # int64 [calls, batch + 1]
+        self._row_keys = dict(zip(calls, self.table.unbind(), strict=True))
 
     def row_keys(self, call: _Call) -> Tensor:
         """Return the keys for a call of a site, int64 `[batch + 1]`; the last is that of a mask that all rows share."""
+        self.made.append(call)
         found = self._row_keys.get(call)
         if found is None:
             found = self._row_keys[call] = row_keys(self._keys.learn(call, self.key.step), self._rows)
         return found
+
+
+class _LayerDraws:
+    """The keys of a compiled layer's calls, read in the order of the calls."""
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+        self._next = 0
+
+    def row_keys(self) -> Tensor:
+        self._next += 1
+        return self._table[self._next - 1]
 
 
 class _Moment(threading.local):
@@ -93,6 +110,7 @@ class DropoutKeys:
         self._now = _Moment()
         self._calls: dict[_Call, None] = {}  # all that were made so far, in order
         self._of_step: dict[torch.device, tuple[int, list[_Call], Tensor]] = {}  # the result of `known`
+        self._of_layer: _LayerDraws | None = None  # while a compiled layer is traced
 
     def __reduce__(self) -> tuple[type[DropoutKeys], tuple[int]]:
         """Copy the seed only, since a copied model is in no microbatch."""
@@ -130,6 +148,39 @@ class DropoutKeys:
         finally:
             self._now.draws, self._now.calls = previous
 
+    def record(self) -> Callable[[], slice]:
+        """Return a function that returns the places of the calls that were made since, among all known calls."""
+        draws = self._now.draws
+        assert draws is not None, "a layer ran outside of a microbatch"
+        first = len(draws.made)
+
+        def places() -> slice:
+            made, places = draws.made[first:], {call: place for place, call in enumerate(self._calls)}
+            start = places[made[0]] if made else 0
+            assert [places[call] for call in made] == [*range(start, start + len(made))], "calls in another order"
+            return slice(start, start + len(made))
+
+        return places
+
+    def table(self, places: slice) -> Tensor:
+        """Return the keys of the current microbatch for calls that `record` found, int64 `[calls, batch + 1]`."""
+        assert self._now.draws is not None, "a layer ran outside of a microbatch"
+        return self._now.draws.table[places]
+
+    def count_layer(self, layer: int) -> int:
+        """Return the number of earlier calls of a compiled layer in this forward pass."""
+        assert self._now.draws is not None, "a layer ran outside of a microbatch"
+        self._now.draws.calls_of_layers[layer] += 1
+        return self._now.draws.calls_of_layers[layer] - 1
+
+    def run_with(self, table: Tensor, function: Callable[[], Any]) -> Any:
+        """Run a function with the keys of its calls, without any other state of this object; dynamo traces it."""
+        self._of_layer = _LayerDraws(table)
+        try:
+            return function()
+        finally:
+            self._of_layer = None
+
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that opens a context with the current key and calls, for a recomputation from here on."""
         draws, calls = self._now.draws, Counter(self._now.calls)
@@ -155,11 +206,7 @@ class DropoutKeys:
             UsageError: the first dimension is not the number of rows of the microbatch, or there are more than four
                 dimensions.
         """
-        draws = self._now.draws
-        assert draws is not None, f"the dropout at {site} ran outside of a microbatch"
-        call = self._now.calls[site]
-        self._now.calls[site] += 1
-        keys = draws.row_keys((site, call))
+        keys = self._of_layer.row_keys() if self._of_layer else self._next_row_keys(site)
         keys = keys[-1:] if shared else keys[:-1]
         if shape[0] != len(keys):
             raise UsageError(
@@ -177,6 +224,13 @@ class DropoutKeys:
     def packed(self) -> PackedTokens | None:
         """The tokens of the current microbatch, if layers process them without padding."""
         return self._now.draws.key.packed if self._now.draws else None
+
+    def _next_row_keys(self, site: str) -> Tensor:
+        draws = self._now.draws
+        assert draws is not None, f"the dropout at {site} ran outside of a microbatch"
+        call = self._now.calls[site]
+        self._now.calls[site] += 1
+        return draws.row_keys((site, call))
 
 
 class _MaskedScale(torch.autograd.Function):

@@ -82,12 +82,12 @@ def _schedules(test: Callable[[PipelineSchedule], bool]) -> tuple[str, ...]:
     return tuple(name for name, row in SCHEDULES.items() if test(row))
 
 
-def _of_strategies(key: str, reason_of: Callable[[Strategy], str]) -> Iterator[Exclusion]:
-    """Yield a row for each reason against a key above 1 under some strategies."""
+def _of_strategies(first: Condition, reason_of: Callable[[Strategy], str]) -> Iterator[Exclusion]:
+    """Yield a row for each reason against a condition under some strategies."""
     able = _strategies(lambda row: not reason_of(row))
     for reason in dict.fromkeys(filter(None, map(reason_of, STRATEGIES.values()))):
         unable = _strategies(lambda row, reason=reason: reason_of(row) == reason)  # type: ignore[misc]
-        yield Exclusion(_above_one(key), _is(_STRATEGY, *unable), reason, f"use {', '.join(able)}")
+        yield Exclusion(first, _is(_STRATEGY, *unable), reason, f"use {', '.join(able)}")
 
 
 def _of_offloads() -> Iterator[Exclusion]:
@@ -140,7 +140,7 @@ def _of_schedules() -> Iterator[Exclusion]:
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    *_of_strategies(_STAGES, lambda row: row.no_pipeline),
+    *_of_strategies(_above_one(_STAGES), lambda row: row.no_pipeline),
     Exclusion(
         Condition("parallel.offload", '`"optimizer"`, `"parameters"`', lambda value: value != "none"),
         _above_one(_STAGES),
@@ -149,7 +149,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         form="is {value}, which a pipeline does not combine with: {reason}; {remedy}",
     ),
     *_of_schedules(),
-    *_of_strategies(_TENSOR, lambda row: row.no_tensor),
+    *_of_strategies(_above_one(_TENSOR), lambda row: row.no_tensor),
     Exclusion(
         _above_one(_TENSOR),
         _is("training.layout_invariant_dropout", False),
@@ -165,6 +165,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         form=f"is {{value}}, but `{_TENSOR}` is {{other}}: {{reason}}; {{remedy}}",
     ),
     *_of_offloads(),
+    *_of_strategies(_is("compile", True), lambda row: row.no_compile),
     _of_others(
         Condition("parallel.shard", "a number", lambda value: value != "auto"), _strategies(lambda row: row.groups)
     ),
@@ -200,6 +201,12 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "use fp32",
     ),
     _of_others(Condition("parallel.deepspeed", "any keys", bool), _strategies(lambda row: bool(row.zero_stage))),
+    Exclusion(
+        _is("compile", True),
+        _is("data.packing", True),
+        "the packed layers have not been compiled in a test",
+        "set one of them to false",
+    ),
     Exclusion(
         _is("data.packing", True),
         _above_one(_STAGES),

@@ -935,6 +935,9 @@ class Recipe(Section):
         description="Recompute the activations of each layer in the backward pass; selective keeps the matrix"
         " products.",
     )
+    compile: bool = Field(
+        False, description="Compile each kind of layer once with torch.compile; evaluations run uncompiled."
+    )
     training: Training = Training()
     optimizer: Annotated[OptimizerSection, Field(discriminator="name")] = AdamW()
     schedule: Schedule = Schedule()

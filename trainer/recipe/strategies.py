@@ -32,6 +32,7 @@ class Strategy:
     single_process: bool = False  # one process drives all GPUs of the machine
     no_tensor: str = ""  # the reason if it does not combine with `parallel.tensor` above 1
     no_pipeline: str = ""  # the reason if it does not combine with `parallel.pipeline.stages` above 1
+    no_compile: str = ""  # the reason if it does not combine with `compile`
 
     def local_ranks(self, num_gpus: int) -> int:
         """Return the default number of ranks that `trainer run` starts on one machine."""
@@ -98,6 +99,7 @@ STRATEGIES: dict[str, Strategy] = {
             zero_stage=3,
             offloads=("none", "optimizer", "parameters"),
             no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
+            no_compile="DeepSpeed gathers each weight by hooks inside of the layers, which no graph can hold",
             **_CUT_ALL,
         ),
         Strategy(
@@ -107,6 +109,7 @@ STRATEGIES: dict[str, Strategy] = {
             single_process=True,
             no_tensor=_ONE_PROCESS,
             no_pipeline=_ONE_PROCESS,
+            no_compile="its threads would trace the same layers at the same time",
         ),
     )
 }

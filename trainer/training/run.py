@@ -10,9 +10,10 @@ import torch
 from trainer.checkpoint.owner import FolderOwner
 from trainer.checkpoint.progress import Progress
 from trainer.models.attention import attention_notes
+from trainer.models.compiled import compilations, compile_cache
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
-from trainer.observe.records import EndRecord
+from trainer.observe.records import Compilation, EndRecord
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
 from trainer.recipe.plan import RunPlan, plan_run
@@ -106,6 +107,7 @@ def _train(
         *_other_rows(saver.progress, validation),
         *forecast.notes(),
         *attention_notes(parts.models[0], device),
+        *([f"layers are compiled after the first microbatch; the code is kept in {compile_cache()}"] * recipe.compile),
     ]
 
     info = parts.info(environment)
@@ -134,6 +136,8 @@ def _train(
     ).run()
 
     session.idling = parts.idling()
+    if recipe.compile:
+        session.compilation = Compilation(*compilations())
     if saves and is_complete(ending):
         observers.doing(saver.progress.step, "exporting the model")
         parts.export(folder / "model")

@@ -18,7 +18,7 @@ from trainer.observe.build import build_observers
 from trainer.observe.heartbeat import Heartbeat, forget_statuses
 from trainer.observe.observer import Observer, Observers
 from trainer.observe.profiling import Profiler
-from trainer.observe.records import EndRecord, Idling, RunInfo
+from trainer.observe.records import Compilation, EndRecord, Idling, RunInfo
 from trainer.observe.watchdog import Watchdog
 from trainer.ranks.command import command_line
 from trainer.ranks.environment import LaunchEnvironment
@@ -58,6 +58,7 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     model_folder: Path | None = None
     idling: Idling | None = None
+    compilation: Compilation | None = None
     saver: Saver | None = None
     profiler: Profiler | None = None
 
@@ -108,6 +109,7 @@ class Session:
             resume_command=self.command,
             message=message,
             pipeline=self.idling,
+            compilation=self.compilation,
             has_checkpoint=self._has_checkpoint(),
             profile=self.profiler.found if self.profiler else None,
         )

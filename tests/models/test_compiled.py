@@ -1,0 +1,124 @@
+"""Compiled layers: one graph for each kind of layer, no graph break, the masks and the results of the model itself."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.families import CONFIGS, ROWS, VARIANTS, build, has_head, inputs_of
+from trainer.base.errors import UsageError
+from trainer.models import compiled
+from trainer.models.checkpointing import checkpoint_layers
+from trainer.models.compiled import CompiledLayers, compilations
+from trainer.models.families.table import layers_of
+from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+
+CPU = torch.device("cpu")
+HEADS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
+FAST = ("bert",)  # the others are slow, all together
+
+
+@pytest.fixture(autouse=True)
+def without_earlier_graphs() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+class Training:
+    """A tiny model of a family, with or without compiled layers."""
+
+    def __init__(self, family: str, backend: str | None, how: str = "none", dropout: float = 0.1) -> None:
+        model_type, variant = (VARIANTS[family][0], family) if family in VARIANTS else (family, "")
+        self.head = next(head for head in HEADS if has_head(model_type, head))
+        self.model_type, self.keys = model_type, DropoutKeys(0)
+        self.model = build(model_type, self.head, dropout, self.keys, variant)
+        checkpoint_layers(layers_of(self.model).values(), how, self.keys)
+        self.layers = None
+        if backend:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(compiled, "BACKEND", backend)
+                self.layers = CompiledLayers(layers_of(self.model).values(), self.keys, CPU)
+
+    def step(self, step: int, more: int = 0, rows: int = ROWS) -> list[Tensor]:
+        """Return the loss and the gradients of a step, with `more` positions and some of the rows."""
+        inputs = {name: value[:rows] for name, value in inputs_of(self.model_type, self.head).items()}
+        if self.model_type != "vit":
+            inputs = {name: torch.cat([value, value[:, :more]], 1) for name, value in inputs.items()}
+        without_cache = {"use_cache": False} if self.model_type in ("t5", "gpt2", "llama", "qwen3") else {}
+        with self.keys.use(MicrobatchKey(step, torch.arange(rows))):
+            loss = self.model(**inputs, **without_cache).logits.float().square().mean()
+        self.model.zero_grad()
+        loss.backward()
+        if self.layers is not None:
+            self.layers.start()
+        return [loss.detach(), *(p.grad.clone() for p in self.model.parameters() if p.grad is not None)]
+
+
+def assert_same(one: Training, other: Training, *steps: tuple[int, ...]) -> None:
+    for step in steps:
+        for plain, made in zip(one.step(*step), other.step(*step), strict=True):
+            torch.testing.assert_close(made, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in FAST else pytest.mark.slow) for family in CONFIGS]
+)
+def test_each_kind_of_layer_of_a_family_is_one_graph(family):
+    """With `fullgraph`, torch raises an error at a graph break."""
+    before = compilations()
+    assert_same(Training(family, None), Training(family, "eager"), (0,), (1,))
+    graphs, breaks, _ = (now - then for now, then in zip(compilations(), before, strict=True))
+    # Some layers have a second graph for inputs of another layout. ModernBERT has global and local attention, and no
+    # norm in its first layer. T5 has two stacks, with the position bias in the first layer of each.
+    assert 1 <= graphs <= {"t5": 6, "modernbert": 3, "bart": 3}.get(family, 2)
+    assert breaks == 0
+
+
+@pytest.mark.slow
+def test_further_widths_and_numbers_of_rows_need_no_further_graph():
+    """There is a graph for widths that fill the words of a mask, and one for the others."""
+    one, other = Training("bert", None), Training("bert", "eager")
+    before = compilations()[0]
+    assert_same(one, other, (0,), (1,), (2, 1))
+    assert compilations()[0] == before + 2
+    assert_same(one, other, (3, 3), (4, 5, 2))
+    assert compilations()[0] == before + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_recomputed_layers_draw_their_masks_again(how):
+    assert_same(Training("bert", None), Training("bert", "aot_eager", how), (0,), (1,), (2, 3))
+
+
+@pytest.mark.slow
+def test_with_inductor():
+    assert_same(Training("bert", None), Training("bert", "inductor"), (0,), (1,))
+
+
+def test_masks_of_another_step_are_found():
+    """The comparison can fail."""
+    one, other = Training("bert", None), Training("bert", "eager")
+    assert_same(one, other, (0,))
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(other.step(2)[0], one.step(1)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_an_evaluation_runs_uncompiled():
+    training = Training("bert", "eager")
+    training.step(0)
+    training.model.eval()
+    before = compilations()[0]
+    with torch.no_grad():
+        training.model(**inputs_of("bert"))
+    assert compilations()[0] == before
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UsageError, match=r"`compile` is true.*neither g\+\+ nor clang\+\+"):
+        CompiledLayers([nn.Linear(2, 2)], None, CPU)

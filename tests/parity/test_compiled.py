@@ -1,0 +1,42 @@
+"""Parity of compiled layers: every layout is the uncompiled process, to rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import Curve, train_tiny
+from tests.parity.cases import TOLERANCES, Case, assert_same_curve, reference
+from trainer.models import compiled
+from trainer.models.compiled import compilations
+
+STEPS = 4
+CASES = (
+    Case("fsdp", 2, True, "fp32", "none", 0.1),
+    Case("ddp", 2, False, "fp32", "none", 0.1),
+    Case("zero2", 2, False, "fp32", "full", 0.1),
+    Case("ddp", 2, False, "fp32", "selective", 0.1, tensor=2, sequence=True),
+    Case("fsdp", 2, False, "fp32", "full", 0.1, stages=2),
+)
+
+
+def train_compiled(case: Case) -> tuple[Curve, int]:
+    """Train some steps with compiled layers on this rank, and return the number of graph breaks, too."""
+    breaks = compilations()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "BACKEND", "aot_eager")
+        curve = train_tiny(case.recipe().model_copy(update={"compile": True}), num_steps=STEPS)
+    torch._dynamo.reset()
+    return curve, compilations()[1] - breaks
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=() if case is CASES[0] else pytest.mark.slow) for case in CASES]
+)
+def test_compiled_layers_are_those_of_one_process(ranks: RankPools, case: Case):
+    expected = reference(case.precision, case.dropout).curve
+    for curve, breaks in ranks(case.world_size).run(train_compiled, case):
+        assert breaks == 0
+        assert len(curve.losses) == STEPS
+        assert_same_curve(curve, expected, TOLERANCES[case.precision])
