@@ -11,7 +11,7 @@ from trainer.doctor import building
 from trainer.doctor.facts import DeepSpeedFacts, GpuFacts
 from trainer.doctor.machine import Machine
 from trainer.doctor.probe import ProbeError
-from trainer.engine.compiling import CPU_OPERATION
+from trainer.engine.deepspeed_package import CPU_OPERATION
 
 BUILT = DeepSpeedFacts("0.19.8", (CPU_OPERATION,), "/nowhere")
 GPU = GpuFacts((H100,))

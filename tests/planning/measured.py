@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers.training import tiny_recipe
 from trainer.engine.building import build_engine, planned_cuts
-from trainer.engine.compiling import linear_restored
+from trainer.engine.deepspeed_package import linear_restored
 from trainer.models.building import build_model, freeze
 from trainer.parallel.mesh import ParallelMesh
 from trainer.planning.batch import blank_batch

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from trainer.doctor.facts import DeepSpeedFacts, ExerciseFacts, Facts, GlooFacts, Gpu, GpuFacts, TorchFacts
-from trainer.engine.compiling import build_root, import_deepspeed, prebuilt_operations
+from trainer.engine.deepspeed_package import build_root, import_deepspeed, prebuilt_operations
 
 _GLOO_SECONDS = 8.0
 

@@ -12,7 +12,7 @@ from trainer.doctor.folders import folder
 from trainer.doctor.machine import Machine
 from trainer.doctor.probe import ProbeError
 from trainer.doctor.software import installed
-from trainer.engine.compiling import CPU_OPERATION, build_lock, missing_tools, torch_locks
+from trainer.engine.deepspeed_package import CPU_OPERATION, build_lock, missing_tools, torch_locks
 
 
 def deepspeed(machine: Machine) -> Finding:

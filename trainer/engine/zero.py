@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.engine.compiling import import_deepspeed
+from trainer.engine.deepspeed_package import import_deepspeed
 from trainer.engine.engine import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,

@@ -15,7 +15,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from trainer.engine.compiling import linear_restored, ready_deepspeed
+from trainer.engine.deepspeed_package import linear_restored, ready_deepspeed
 from trainer.engine.zero import ZeroEngine
 from trainer.planning.ledger import COMMUNICATION, GATHERED, GRADIENTS, MASTER, Ledger, on_host
 from trainer.recipe.plan import RunPlan

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.base.errors import LostPeerError
-from trainer.engine.compiling import linear_restored, ready_deepspeed
+from trainer.engine.deepspeed_package import linear_restored, ready_deepspeed
 from trainer.engine.precision import allow_tf32
 from trainer.observe.heartbeat import killed_ranks
 from trainer.parallel.mesh import ParallelMesh, init_process_group

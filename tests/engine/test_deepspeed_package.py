@@ -16,13 +16,13 @@ import pytest
 
 from trainer.base.errors import TrainerError, UsageError
 from trainer.engine import compiling
-from trainer.engine.compiling import CPU_OPERATION, prebuilt_operations, ready_deepspeed
+from trainer.engine.deepspeed_package import CPU_OPERATION, prebuilt_operations, ready_deepspeed
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILES = """
 import sys
 from pathlib import Path
-from trainer.engine.compiling import build_lock
+from trainer.engine.deepspeed_package import build_lock
 lock = build_lock(Path(sys.argv[1]))
 assert lock.try_take()
 print(lock.owner(), flush=True)
