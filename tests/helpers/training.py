@@ -241,6 +241,13 @@ def tiny_label_lists(num_rows: int = NUM_ROWS) -> EncodedSplit:
     return split
 
 
+def tiny_numbers(num_rows: int = NUM_ROWS) -> EncodedSplit:
+    """Return the rows of `tiny_split` with random numbers between 0 and 1."""
+    split = tiny_split(num_rows, has_classes=False)
+    split.scalars["labels"] = np.random.default_rng(1).random(num_rows).astype(np.float32)
+    return split
+
+
 def tiny_images(num_rows: int = NUM_ROWS, size: int = 16) -> EncodedSplit:
     """Return random square images (uint8, one channel) with random classes, the same on every rank."""
     random = np.random.default_rng(0)
@@ -296,6 +303,12 @@ TINY_TASKS = {
         {"type": "sequence_classification", "text": "text", "multi_label": True},
         {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
         tiny_label_lists,
+        Padding(0),
+    ),
+    "sequence_regression": TinyTask(
+        {"type": "sequence_regression", "text": "text"},
+        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
+        tiny_numbers,
         Padding(0),
     ),
     "masked_lm": TinyTask(

@@ -17,6 +17,7 @@ from trainer.recipe.schema import Recipe
 
 STEPS = 6  # an epoch with an incomplete last batch, and a step of the next
 TASKS = (
+    "sequence_regression",
     "masked_lm",
     "causal_lm",
     "causal_lm_packed",
