@@ -159,8 +159,8 @@ _RECIPE = [
         "microbatch_larger_than_asked",
         "The number of microbatches is rounded down, so one has more rows than allowed.",
         "recipe/plan.py",
-        "num_microbatches = math.ceil(share / recipe.training.micro_batch_size)",
-        "num_microbatches = max(1, share // recipe.training.micro_batch_size)",
+        "num_microbatches = math.ceil(share / most)",
+        "num_microbatches = max(1, share // most)",
         ("recipe/test_plan.py",),
     ),
 ]
@@ -776,8 +776,8 @@ _ENGINE = [
         "dropout_keyed_by_rank",
         "Dropout is keyed by the data-parallel rank.",
         "engine/forward.py",
-        "MicrobatchKey(self._step, microbatch.text_rows)",
-        'MicrobatchKey(self._step, microbatch.text_rows + 1000 * self._mesh.index("dp"))',
+        "MicrobatchKey(self._step, microbatch.text_rows, microbatch.packed)",
+        'MicrobatchKey(self._step, microbatch.text_rows + 1000 * self._mesh.index("dp"), microbatch.packed)',
         _parity("ddp-2ranks-fp32-accumulated-dropout"),
     ),
     Defect(

@@ -214,7 +214,7 @@ class Draft:
             self.say(item, Outcome.UNKNOWN, "ignored")
         elif item.is_auto:
             self.say(item, *self._auto())
-        elif row.kind is Kind.RENAMED and row.key is not None:
+        elif row.kind is Kind.RENAMED and row.key is not None and not (item.value is None and item.is_default):
             self.take(row.key, item.value, item, note=row.note)
         elif row.kind is Kind.LAUNCHER:
             self.say(item, Outcome.LAUNCHER, row.note)
