@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from trainer.base.errors import TrainerError, UsageError
-from trainer.engine import compiling
+from trainer.engine import deepspeed_package
 from trainer.engine.deepspeed_package import CPU_OPERATION, prebuilt_operations, ready_deepspeed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,11 +42,11 @@ def loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     lock, found = torch_lock(tmp_path), []
     lock.parent.mkdir(parents=True)
     monkeypatch.setenv("LOCAL_RANK", "0")  # put back afterwards, since the function sets it
-    monkeypatch.setattr(compiling, "import_deepspeed", lambda: package(**{CPU_OPERATION: False}))
-    monkeypatch.setattr(compiling, "missing_tools", lambda: [])
-    monkeypatch.setattr(compiling, "build_root", lambda: tmp_path)
-    monkeypatch.setattr(compiling, "_load", lambda: found.append(lock.exists()))
-    monkeypatch.setattr(compiling, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(deepspeed_package, "import_deepspeed", lambda: package(**{CPU_OPERATION: False}))
+    monkeypatch.setattr(deepspeed_package, "missing_tools", lambda: [])
+    monkeypatch.setattr(deepspeed_package, "build_root", lambda: tmp_path)
+    monkeypatch.setattr(deepspeed_package, "_load", lambda: found.append(lock.exists()))
+    monkeypatch.setattr(deepspeed_package, "_QUIET_SECONDS", 0.0)
     return found
 
 
@@ -72,12 +72,12 @@ def test_operations_that_were_built_at_installation():
 
 
 def test_a_compiler_is_asked_for_only_where_something_is_compiled(loads, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiling, "missing_tools", lambda: ["g++"])
+    monkeypatch.setattr(deepspeed_package, "missing_tools", lambda: ["g++"])
     with pytest.raises(UsageError, match=r"but g\+\+ is not on the PATH"):
         ready_deepspeed(0, on_cpu=True)
     assert ready_deepspeed(0, on_cpu=False)
     built = package(**{CPU_OPERATION: True})
-    monkeypatch.setattr(compiling, "import_deepspeed", lambda: built)
+    monkeypatch.setattr(deepspeed_package, "import_deepspeed", lambda: built)
     assert ready_deepspeed(0, on_cpu=True) is built
     assert loads == []
 
@@ -93,7 +93,7 @@ def test_the_lock_of_a_killed_build_is_removed_at_once(tmp_path, loads, capfd):
 
 def test_a_lock_of_another_machine_stays_where_files_cannot_be_locked(tmp_path, loads, monkeypatch):
     def refuse(*_: object) -> None:
-        raise OSError(next(iter(compiling.UNSUPPORTED)), "No locks available")
+        raise OSError(next(iter(deepspeed_package.UNSUPPORTED)), "No locks available")
 
     monkeypatch.setattr("fcntl.lockf", refuse)
     torch_lock(tmp_path).touch()
@@ -109,7 +109,7 @@ def test_a_build_of_another_program_is_waited_for(tmp_path, loads, capfd, monkey
             other.kill()
             other.wait()
 
-        monkeypatch.setattr(compiling.time, "sleep", end)
+        monkeypatch.setattr(deepspeed_package.time, "sleep", end)
         ready_deepspeed(0, on_cpu=True)
         assert loads == [False]
         assert f"waiting for process {other.pid} on this machine, which compiles" in capfd.readouterr().err

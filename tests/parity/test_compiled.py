@@ -13,7 +13,6 @@ from trainer.models.compiled import compilations
 
 STEPS = 4
 CASES = (
-    Case("fsdp", 2, True, "fp32", "none", 0.1),
     Case("ddp", 2, False, "fp32", "none", 0.1),
     Case("zero2", 2, False, "fp32", "full", 0.1),
     Case("ddp", 2, False, "fp32", "selective", 0.1, tensor=2, sequence=True),
