@@ -349,6 +349,7 @@ class Site:
 
 def test_the_attention_function_has_no_graph_break(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("trainer.models.attention.site_of", lambda module: Site())
+    monkeypatch.setattr("trainer.models.attention.has_site", lambda module: True)
     query, key, value = Case(lengths=(5, 20)).tensors()
     mask = torch.arange(20) < 15
 
