@@ -109,13 +109,15 @@ class _Writing(Thread):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)  # another machine may not see it yet
             self._file.write(lambda name: self._merged.merged(name, self._tensors.__getitem__), self._folder)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # `end` returns or raises it; a thread would only print it
             self._error = error
 
     def end(self) -> Exception | None:
-        """Wait for the file, and return the error that prevented it."""
+        """Wait for the file, and return the error of the disk that prevented it; any other error is raised."""
         self.join()
         self._tensors = {}
+        if self._error is not None and not isinstance(self._error, OSError | SafetensorError):
+            raise self._error
         return self._error
 
 
