@@ -165,6 +165,7 @@ def idle_shares(recipe: Recipe) -> float | None:
         return training.engine.idle_share()
 
 
+@pytest.mark.alone
 def test_one_microbatch_leaves_ranks_idle_for_longer(ranks: RankPools):
     """Which is what pipelining is for: with one microbatch, one stage works at a time."""
     config = {**TINY_BERT, "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 512}

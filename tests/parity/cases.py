@@ -58,6 +58,7 @@ class Tolerance:
 _BF16, _FP16 = torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float16).eps
 TOLERANCES = {
     "fp32": Tolerance(1e-5, 1e-4, 1e-5),
+    "muon": Tolerance(1e-4, 1e-3, 1e-5),
     "bf16": Tolerance(_BF16 / 8, _BF16, _BF16),
     "fp16": Tolerance(_FP16 / 8, _FP16, _FP16),
 }
@@ -104,6 +105,8 @@ class Case:
     @property
     def tolerance(self) -> str:
         """The name of the case's tolerance: that of the fewest bits."""
+        if self.optimizer == "muon":
+            return "muon"
         return self.precision if self.gradients == "fp32" else self.gradients
 
     @property
@@ -166,7 +169,7 @@ def matrix() -> Iterator[Case]:
     case with accumulation in fp32, which has the smallest tolerance.
     """
     for index, strategy in enumerate(RANK_STRATEGIES):
-        for level, precision in enumerate(TOLERANCES):
+        for level, precision in enumerate(("fp32", "bf16", "fp16")):
             world_size = (2, 3, 4)[(level + index) % 3]
             checkpointing = ("none", "selective", "full")[(level + 2 * index) % 3]
             accumulates, dropout = bool((level + index // 3) % 2), 0.1 * ((level + index) % 2)
@@ -289,7 +292,9 @@ def train(case: Case) -> Outcome:
     if case.model_type not in SGD_FAMILIES or case.optimizer != "adamw":
         return Outcome(train_tiny(case.recipe(), num_steps=case.num_steps), None, None)
     # Not with ZeRO, whose master weights are fp32, and not on four ranks, which take long on few cores.
-    in_fp64 = case.tolerance == "fp32" and not STRATEGIES[case.strategy].zero_stage and case.world_size < 4
+    in_fp64 = (
+        case.precision == case.gradients == "fp32" and not STRATEGIES[case.strategy].zero_stage and case.world_size < 4
+    )
     return Outcome(
         train_tiny(case.recipe(), num_steps=case.num_steps),
         train_tiny(case.recipe(sgd=True)),

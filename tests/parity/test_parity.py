@@ -206,7 +206,9 @@ def _dropout_keyed_by_rank():
     from trainer.engine import forward
 
     rank = torch.distributed.get_rank()
-    return _replaced(forward, "MicrobatchKey", lambda key: lambda step, rows: key(step, rows + 1000 * rank))
+    return _replaced(
+        forward, "MicrobatchKey", lambda key: lambda step, rows, *rest: key(step, rows + 1000 * rank, *rest)
+    )
 
 
 def _layer_left_whole():

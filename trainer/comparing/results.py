@@ -19,6 +19,7 @@ from trainer.recipe.schema import Recipe
 
 TOLERANCES: Mapping[str, tuple[float, float]] = {
     "fp32": (1e-5, 1e-4),
+    "muon": (1e-4, 1e-3),  # in fp32; its iterations are in bf16
     "fp16": (2**-10 / 8, 2**-10),
     "bf16": (2**-7 / 8, 2**-7),
 }
@@ -160,9 +161,13 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def _tolerance(recipe: Recipe) -> tuple[float, float]:
+    names = [recipe.precision, recipe.parallel.communication.gradients, recipe.optimizer.name]
+    return max(TOLERANCES[name] for name in names if name in TOLERANCES)
+
+
 def _likeness(turns: Sequence[Metrics], first: Metrics, recipe: Recipe, other: Recipe) -> Likeness:
-    order = list(TOLERANCES)
-    tolerance = TOLERANCES[max(recipe.precision, other.precision, key=order.index)]
+    tolerance = max(map(_tolerance, (recipe, other)))
     expected = {record.step: record for record in first.steps}
     largest = [0.0, 0.0]
     leaves: int | None = None

@@ -315,6 +315,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _in_backward():
             self._follow_backward()
             self.held = self.held or self.alive
+        else:
+            self._behind = ""  # the next backward pass begins in no module
         result = function(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
