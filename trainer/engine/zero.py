@@ -3,20 +3,23 @@
 DeepSpeed averages gradients over the N data ranks, so each rank's loss is multiplied by N first. Autocast, loss scaling
 and the accumulation boundary are the trainer's own. Partitioning, communication, clipping and the optimizer step are
 DeepSpeed's.
+
+In bf16 and fp16, the weights of matrix products are gathered in 16 bits: in stage 3 before each use, in stages 1 and 2
+after the optimizer step. Autocast rounds them anyway, so this changes no result. Biases are gathered with the norms.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.engine.deepspeed_package import import_deepspeed
 from trainer.engine.engine import (
@@ -49,7 +52,7 @@ from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
 _GATHERED_IN = "comm_dtype"
-"""The attribute of a parameter with the type in which stage 3 gathers it."""
+"""The attribute of a parameter with the type in which it is gathered; stage 3 of DeepSpeed reads it too."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -87,6 +90,42 @@ def _unrounded(parameter: Tensor) -> Iterator[None]:
     yield
     if dtype is not None:
         setattr(parameter, _GATHERED_IN, dtype)
+
+
+@contextmanager
+def _updates_gathered_rounded(zero: Any) -> Iterator[None]:
+    """Gather updated parameters of stages 1 and 2 in their types inside of this context; DeepSpeed has one type.
+
+    Each group of the optimizer has one type. The rank rounds its own part too, so that all ranks hold the same bits.
+    """
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    gather = stage_1_and_2.all_gather_dp_groups
+
+    def gather_rounded(
+        groups_flat: Sequence[Tensor],
+        partitioned_param_groups: Sequence[Sequence[Tensor]],
+        dp_process_group: Sequence[Any],
+        **options: Any,
+    ) -> None:
+        for parameters, flat, parts, group in zip(
+            zero.bit16_groups, groups_flat, partitioned_param_groups, dp_process_group, strict=True
+        ):
+            sent = flat
+            if dtype := getattr(parameters[0], _GATHERED_IN, None):
+                index = torch.distributed.get_rank(group)
+                sent = torch.empty_like(flat, dtype=dtype)
+                own, parts = parts[index], sent.chunk(len(parts))
+                parts[index].copy_(own)
+            gather([sent], [parts], [group], **options)
+            if sent is not flat:
+                flat.copy_(sent)
+
+    stage_1_and_2.all_gather_dp_groups = gather_rounded
+    try:
+        yield
+    finally:
+        stage_1_and_2.all_gather_dp_groups = gather
 
 
 class MeshTopology:
@@ -145,7 +184,8 @@ class ZeroEngine:
         rate = self._learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self._engine.step()  # skips a step with a non-finite norm
+        with nullcontext() if self._is_partitioned else _updates_gathered_rounded(self._engine.optimizer):
+            self._engine.step()  # skips a step with a non-finite norm
         self._step += 1
         result = StepResult(
             loss=self._mesh.sum_(loss, "dp").item(),
@@ -335,6 +375,27 @@ class ZeroEngine:
         self._link_moments()
 
 
+def _gather_rounded(model: nn.Module, dtype: torch.dtype) -> None:
+    """Mark the weights of matrix products to be gathered in `dtype`.
+
+    Biases stay in fp32: DeepSpeed's linear layer of stage 3 adds them in fp32, and each type has its own gathers.
+    """
+    rounded = rounded_by_autocast(model)
+    for name, parameter in model.named_parameters():
+        if name in rounded and len(getattr(parameter, "ds_shape", parameter.shape)) > 1:
+            setattr(parameter, _GATHERED_IN, dtype)
+
+
+def _split_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Split each group of the optimizer by the type in which its parameters are gathered."""
+    optimizer.param_groups = [
+        {**group, "params": part}
+        for group in optimizer.param_groups
+        for is_rounded in (True, False)
+        if (part := [parameter for parameter in group["params"] if hasattr(parameter, _GATHERED_IN) == is_rounded])
+    ]
+
+
 def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> ZeroEngine:
     """Return the engine of `zero1`, `zero2` and `zero3`."""
     deepspeed = _deepspeed(mesh.device)
@@ -354,12 +415,11 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     if plan.strategy.cuts_parameters:
         partition = Split(dim=None, axis="dp_shard")
         placements = {name: replace(p, splits=(*p.splits, partition)) for name, p in placements.items()}
-        if plan.recipe.precision != "fp32":
-            rounded = rounded_by_autocast(model)
-            for name, parameter in model.named_parameters():
-                if name in rounded and len(placements[name].shape) > 1:  # its linear layer adds a bias in fp32
-                    setattr(parameter, _GATHERED_IN, COMPUTE_DTYPES[plan.recipe.precision])
+    if plan.recipe.precision != "fp32":
+        _gather_rounded(model, COMPUTE_DTYPES[plan.recipe.precision])
     optimizer = build_optimizer(plan.recipe.optimizer, model.named_parameters(), no_decay_names(model))
+    if not plan.strategy.cuts_parameters:
+        _split_groups(optimizer)
     with redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
             model=model,
