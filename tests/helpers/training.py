@@ -6,7 +6,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -531,7 +531,10 @@ def build_tiny(
     # Encoder-decoders classify at the end of a sequence.
     if recipe.model.config and recipe.model.config["model_type"] in ("t5", "bart"):
         split.tokens["input_ids"][split.offsets[1:] - 1] = T5_END
-    data = PreparedData(task, tiny_masking(recipe), TinyPreparation(tiny.batching), split, None)
+    batching = tiny.batching
+    if isinstance(batching, Padding):
+        batching = replace(batching, multiple_of=recipe.data.pad_to)
+    data = PreparedData(task, tiny_masking(recipe), TinyPreparation(batching), split, None)
     adapt = None if dtype == torch.float32 else partial(_compute_in, dtype=dtype)
     parts = assemble(plan, mesh, data, adapt)
     parts.progress = Progress(samples=start_sample)

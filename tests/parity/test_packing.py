@@ -1,4 +1,4 @@
-"""Parity of `data.packing` and `training.micro_batch_tokens`: the training is that of padded rows."""
+"""Parity of `data.packing`, `data.pad_to` and `training.micro_batch_tokens`: the training is that of padded rows."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ from trainer.data.split import EncodedSplit
 from trainer.models.families.table import FAMILIES, layers_of
 
 PACKED = {"data": {"packing": True}}
+WIDE = {"data": {"pad_to": 16}}  # of at most 32 positions
 BY_TOKENS = {"training": {"micro_batch_size": None, "micro_batch_tokens": 90}}
 STEPS = 6
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp-accumulated": (2, {**PACKED, "training": {"micro_batch_size": 2}}),
     "ddp-tokens-padded": (2, {**BY_TOKENS}),
+    "sequence-widths": (2, {**WIDE, "training": {"micro_batch_size": 2}, "parallel": {"tensor": 2, "sequence": True}}),
+    "stages-widths": (2, {**WIDE, "parallel": {"pipeline": {"stages": 2}}}),
     "fsdp-tokens": (3, {**PACKED, **BY_TOKENS, "parallel": {"strategy": "fsdp"}}),
     "hsdp-tokens": (2, {**PACKED, **BY_TOKENS, "parallel": {"strategy": "hsdp", "shard": 1}}),
     "zero2": (2, {**PACKED, "parallel": {"strategy": "zero2"}}),

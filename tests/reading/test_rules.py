@@ -114,6 +114,10 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             "`data.max_length` applies to texts, but `task.type` is image_classification; remove it",
         ),
         (
+            ["data.max_length=100", "data.pad_to=64"],
+            "`data.pad_to` must divide `data.max_length` 100, so that no row is padded beyond it, but is 64; use 50",
+        ),
+        (
             ["task.type=image_classification", "data.group_by_length=true"],
             "`data.group_by_length` applies to texts, but `task.type` is image_classification; remove it",
         ),

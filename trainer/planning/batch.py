@@ -37,6 +37,7 @@ def blank_batch(recipe: Recipe, task: Task, config: Any, batch: BatchPlan, lengt
     Raises:
         UsageError: the inputs of the task are unknown, because it is registered by an extension.
     """
+    length = ceil(length / recipe.data.pad_to) * recipe.data.pad_to
     sizes = [batch.micro_batch_size] * batch.num_microbatches
     sizes[-1] -= sum(sizes) - batch.rank_batch_size
     starts = [sum(sizes[:index]) for index in range(len(sizes))]

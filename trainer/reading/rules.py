@@ -133,9 +133,25 @@ def _is_changed(section: Section, key: str) -> bool:
 def _text_lengths(task: TaskSection, data: Data) -> Iterator[Contradiction]:
     if not isinstance(task, ImageKeys):
         return
-    for key in ("max_length", "group_by_length", "packing"):
+    for key in ("max_length", "group_by_length", "pad_to", "packing"):
         if _is_changed(data, key):
             yield _clash(f"applies to texts, but `task.type` is {task.type}; remove it", f"data.{key}", "task.type")
+
+
+def _padded_lengths(task: TaskSection, data: Data) -> Iterator[Contradiction]:
+    if isinstance(task, ImageKeys):
+        return
+    lengths = {"data.max_length": data.max_length}
+    if isinstance(task, Seq2SeqLM):
+        lengths["task.max_target_length"] = task.max_target_length
+    for key, length in lengths.items():
+        if length % data.pad_to:
+            below = next(size for size in range(data.pad_to, 0, -1) if not any(n % size for n in lengths.values()))
+            yield _clash(
+                f"must divide `{key}` {length}, so that no row is padded beyond it, but is {data.pad_to}; use {below}",
+                "data.pad_to",
+                key,
+            )
 
 
 def _microbatches(task: TaskSection, training: Training) -> Iterator[Contradiction]:
@@ -591,6 +607,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("model", "parallel"), _adapter),
     (("task", "model"), _tokenizer),
     (("task", "data"), _text_lengths),
+    (("task", "data"), _padded_lengths),
     (("task", "training"), _microbatches),
     (("model",), _model_folders),
     (("data",), _data_places),

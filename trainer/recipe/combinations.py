@@ -208,6 +208,18 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "set one of them to false",
     ),
     Exclusion(
+        _above_one("data.pad_to"),
+        _is("data.packing", True),
+        "packed layers have no padding",
+        "set it to 1, or the other to false",
+    ),
+    Exclusion(
+        _above_one("data.pad_to"),
+        Condition("training.micro_batch_tokens", "a number", lambda value: value is not None),
+        "microbatches by tokens are padded to their longest row only",
+        "set it to 1, or use `training.micro_batch_size`",
+    ),
+    Exclusion(
         _is("data.packing", True),
         _above_one(_STAGES),
         "stages exchange padded rows of one shape",

@@ -534,6 +534,12 @@ class _DataKeys(Section):
         description="Batch texts of similar length, which needs less padding; the order depends only on (seed, epoch,"
         " step).",
     )
+    pad_to: int = Field(
+        1,
+        ge=1,
+        description="Pad the texts of a microbatch to a multiple of this many tokens, such as 8 or 64; the training is"
+        " the same.",
+    )
     packing: bool = Field(
         False,
         description="Compute the layers of an encoder on tokens only, without padding; the training is the same.",

@@ -114,7 +114,9 @@ def load_preparation(recipe: Recipe) -> Preparation:
     notes = tuple(tokenizer_notes(recipe.model, tokenizer, size))
     labels = checkpoint_labels(recipe.model, config)
     processes = recipe.data.preparation_processes
-    return TextPreparation(tokenizer, recipe.data.max_length, size, labels, notes, config, processes)
+    return TextPreparation(
+        tokenizer, recipe.data.max_length, size, labels, notes, config, processes, recipe.data.pad_to
+    )
 
 
 def _require_fit(recipe: Recipe, config: Any) -> None:
@@ -167,6 +169,7 @@ class TextPreparation:
     """Tokenises texts, cut at `max_length` tokens, for a model with embeddings for `vocab_size` (None: any) tokens.
 
     It refuses a token without an embedding by name, because on a GPU such a token kills the process in a kernel.
+    Batches are padded to a multiple of `pad_to` tokens.
     """
 
     tokenizer: Any
@@ -176,6 +179,7 @@ class TextPreparation:
     notes: tuple[str, ...] = ()
     config: Any = None
     num_processes: int | None = None
+    pad_to: int = 1
 
     normalisation = None
 
@@ -189,7 +193,7 @@ class TextPreparation:
 
     @property
     def batching(self) -> Padding:
-        padding = Padding.of(self.tokenizer)
+        padding = Padding.of(self.tokenizer, self.pad_to)
         self._require_embedding(padding.token_id)
         return padding
 
