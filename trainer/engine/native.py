@@ -80,6 +80,22 @@ def wrap_ddp(model: nn.Module, mesh: ParallelMesh, sent_in: torch.dtype | None =
     return wrapped
 
 
+def _begin_read(numbers: Tensor) -> Callable[[], list[float]]:
+    """Begin to copy numbers to the host, and return a function that waits for them, but not for later work."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    copied = numbers.to("cpu", non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+
+    def read() -> list[float]:
+        event.synchronize()
+        found: list[float] = copied.tolist()
+        return found
+
+    return read
+
+
 class NativeEngine:
     """One model, one optimizer, one schedule of microbatches.
 
@@ -124,6 +140,10 @@ class NativeEngine:
             {name for model in models for name in matrix_names(model)} if is_muon else set(),
             whole_access(self.parameters.items(), placements, mesh),
         )
+        # AdamW's fused kernel reads on the device whether to skip its update, so it need not wait for the host. The
+        # device works while the host prepares the next step. SGD's kernel would leave its first momentum undefined.
+        on_gpu = all(parameter.device.type == "cuda" for parameter in self.parameters.values())
+        self._is_guarded = on_gpu and type(self.optimizer) is torch.optim.AdamW
         self._schedule = schedule
         self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
         # Without DDP, as with pipeline stages, no bucket waits for a missing gradient.
@@ -143,23 +163,34 @@ class NativeEngine:
         if self._complete is not None:
             self._complete()
         norm = global_grad_norm(placed, self._mesh)
-        # The host waits for the device only here.
-        loss_value, norm_value = torch.stack([loss().double(), norm.double()]).tolist()
-        result = StepResult(
-            loss=loss_value,
-            grad_norm=norm_value / scale,
-            learning_rate=self._learning_rate(),
-            loss_scale=scale if self._scaler else None,
-        )
-        if result.is_finite:
-            factor = clip_factor(result.grad_norm, self._recipe.training.max_grad_norm)
-            multiply_gradients_(self.parameters.values(), factor / scale)
-            for group in self.optimizer.param_groups:
-                group["lr"] = result.learning_rate
-            self.optimizer.step()
+        numbers = torch.stack([loss().double(), norm.double() / scale])
+        read = _begin_read(numbers)
+        rate = self._learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self._is_guarded:
+            self._update(numbers[1], scale, numbers)
+        loss_value, grad_norm = read()  # the host waits for the device only here
+        result = StepResult(loss_value, grad_norm, rate, loss_scale=scale if self._scaler else None)
+        if result.is_finite and not self._is_guarded:
+            self._update(grad_norm, scale)
         self.optimizer.zero_grad()
         self._step += 1
         return settle(result, self._scaler)
+
+    def _update(self, norm: float | Tensor, scale: float, finite: Tensor | None = None) -> None:
+        """Clip the gradients and step the optimizer; it changes nothing unless the numbers `finite` are finite.
+
+        Args:
+            norm: the norm of the gradients, unscaled.
+            scale: the loss scale, by which the gradients are multiplied.
+            finite: numbers on the device; None: the host has read them.
+        """
+        factor = clip_factor(norm, self._recipe.training.max_grad_norm)
+        multiply_gradients_(self.parameters.values(), factor / scale)
+        if finite is not None:
+            self.optimizer.found_inf = (~finite.isfinite().all()).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         return self._forward.evaluate(microbatch)

@@ -55,13 +55,17 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(pieces, 2)).double().square().sum()
 
 
-def clip_factor(norm: float, max_norm: float | None) -> float:
-    """Return the factor that brings a gradient of this norm to `max_norm` at most."""
+def clip_factor(norm: float | Tensor, max_norm: float | None) -> float | Tensor:
+    """Return the factor that brings a gradient of this norm to `max_norm` at most; for a tensor, on its device."""
+    if isinstance(norm, Tensor) and max_norm is not None:
+        return torch.where(norm <= max_norm, 1.0, max_norm / (norm + 1e-6))
     return 1.0 if max_norm is None or norm <= max_norm else max_norm / (norm + 1e-6)
 
 
-def multiply_gradients_(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients by `factor`, in place."""
+def multiply_gradients_(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
+    """Multiply all gradients by `factor`, in place; a tensor is a scalar on their device."""
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if factor != 1.0 and gradients:
+    if isinstance(factor, Tensor) and gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))  # of another type, each would need a kernel
+    elif factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
