@@ -49,6 +49,21 @@ def test_quotation_marks_that_join_rows(tmp_path):
         list(read_chunks(tmp_path / "a.tsv", "csv", 10, 0, "it"))
 
 
+def test_empty_lines_and_lines_of_null(tmp_path):
+    rows = '{"text": "a\\u2028", "label": null}\n\n{"text": "b", "label": 1}\n'
+    for first in ("\n", " \t\n\n", "\r\n", "\ufeff\n"):
+        found = load(tmp_path / "a.jsonl", first + rows).train
+        assert found.rows["text"][:] == ["a\u2028", "b"]
+        assert found.places.of(0) == f"line {first.count(chr(10)) + 1}"
+        assert next(read_chunks(tmp_path / "a.jsonl", "json", 9, 0, "it")) == list(found.rows)
+    for first, line in (("null\n", 1), ("\n null\n", 2), (rows + "null\n", 4)):  # pyarrow ends the process at line 1
+        with pytest.raises(DataError, match=rf"line {line} of `.*` is null, not a JSON object; remove the line"):
+            load(tmp_path / "a.jsonl", first + rows)
+    load(tmp_path / "b.json", '[{"text": "a", "label": [\nnull\n]}]')
+    with pytest.raises(DataError, match=r"line 4 of `.*` is not JSON"):
+        load(tmp_path / "a.jsonl", rows.replace("\\u2028", "\u2028") + "{bad\n")
+
+
 def test_json_in_another_encoding_than_that_of_json(tmp_path):
     text = '{"text": "caf\xe9", "label": 0}\n{"text": "b", "label": 1}\n'
     with pytest.raises(DataError, match=r"encoding utf-8, but .* does not; .* such as latin-1"):

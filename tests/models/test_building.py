@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, BertForMaskedLM, BertModel
 
@@ -193,6 +194,17 @@ class TestFromFolder:
         drawn, left = build({"name_or_path": str(tmp_path)}).notes
         assert "bert.pooler.dense.weight" in drawn
         assert left.startswith("in the checkpoint, not in this model: cls.predictions")
+
+    def test_transformers_shows_no_bar_and_no_report(self, pretrained, capfd):
+        build({"name_or_path": str(pretrained)})
+        assert "Loading" not in "".join(capfd.readouterr())
+        assert transformers.utils.logging.is_progress_bar_enabled()
+
+    def test_padding_at_the_end_of_packed_rows_brings_no_warning(self, monkeypatch):
+        config = {"model_type": "gpt2", **CONFIGS["gpt2"], "pad_token_id": 0}
+        model = build({"config": config}, {}, "AutoModelForCausalLM").model.eval()
+        monkeypatch.setattr(transformers.modeling_utils.logger, "warning_once", pytest.fail)
+        model(input_ids=torch.tensor([[5, 0]]), use_cache=False)
 
     def test_a_checkpoint_in_half_precision_is_loaded_as_fp32(self, tmp_path):
         BertModel(AutoConfig.for_model(**TINY_BERT)).bfloat16().save_pretrained(tmp_path)

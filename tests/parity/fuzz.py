@@ -7,6 +7,9 @@ layout, stops and goes on from its checkpoint under the next one. Loss and gradi
 evaluations, and the exported model are compared with a run of one process, whose global batch is one microbatch.
 transformers loads both exported models and computes their outputs.
 
+With `--fp64`, all is computed in fp64, with ddp in place of ZeRO, which needs fp32: a difference that rounding made
+then disappears, and one that a fault made stays.
+
 `--case K` runs one case, and `--wide --cases 1` a case of BERT-base's width. A failed case prints its recipes and the
 command that repeats it. With `--report FILE`, the results go into a file of JSON lines, cases in the file are not run
 again, and the table covers the whole file.
@@ -25,7 +28,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,7 @@ LIMITS: dict[str, tuple[float, float, float]] = {
     "fp32": (1e-5, 1e-5, 1e-4),
     "bf16": (2 * 2**-7, 8 * 2**-7, 8 * 2**-7),
     "fp16": (4 * 2**-10, 16 * 2**-10, 16 * 2**-10),
+    "fp64": (1e-10, 1e-10, 1e-10),
 }
 NOISE = 1e-5  # norms below this are of rounding errors only
 FIRST_LOSS, FIRST_NORM = 1e-6, 1e-5  # of the first step in fp32
@@ -80,11 +85,11 @@ class Result:
 # On the ranks
 
 
-def train_part(file: str, model: str | None) -> Trained:
+def train_part(file: str, model: str | None, in_fp64: bool) -> Trained:
     """Train the recipe in a file on this rank, from its last checkpoint; export the model if a folder is given."""
     import torch.distributed as dist
 
-    from tests.helpers.training import TinyTraining, _mesh
+    from tests.helpers.training import TinyTraining, _compute_in, _mesh
     from trainer.base.errors import NonFiniteError, TrainerError
     from trainer.observe.meter import Meter
     from trainer.observe.observer import Observer
@@ -112,7 +117,7 @@ def train_part(file: str, model: str | None) -> Trained:
         plan = plan_run(recipe, dist.get_world_size())
         mesh = _mesh(plan.layout, torch.device("cpu"))
         data = prepare_data(recipe)
-        parts = assemble(plan, mesh, data)
+        parts = assemble(plan, mesh, data, partial(_compute_in, dtype=torch.float64) if in_fp64 else None)
     except TrainerError as error:
         return Trained(refused=f"{type(error).__name__}: {error}")
     training = TinyTraining(parts, parts.train_loader)
@@ -223,21 +228,44 @@ class Fuzz:
         folder: an empty folder for the files of the cases.
         pools: the pools.
         timeout_seconds: the limit of a part of a case; a rank that hangs is killed with its process group.
+        in_fp64: whether fp32 cases compute in fp64, with ddp in place of ZeRO.
     """
 
-    def __init__(self, seed: int, folder: Path, pools: RankPools, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self,
+        seed: int,
+        folder: Path,
+        pools: RankPools,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        in_fp64: bool = False,
+    ) -> None:
         self.seed, self.folder, self._pools, self._timeout = seed, folder, pools, timeout_seconds
+        self.in_fp64 = in_fp64
 
     def run(self, number: int) -> Result:
         """Draw a case until no draw is refused, and run it."""
         refused: list[str] = []
         for attempt in range(MOST_ATTEMPTS):
-            result, refusal = self.try_case(draw(self.seed, number, attempt), number)
+            result, refusal = self.try_case(self._drawn(number, attempt), number)
             if not refusal:
                 result.refused = refused
                 return result
             refused.append(refusal)
         raise AssertionError(f"{MOST_ATTEMPTS} draws of case {number} were refused: {Counter(refused).most_common(3)}")
+
+    def _drawn(self, number: int, attempt: int) -> Drawn:
+        drawn = draw(self.seed, number, attempt)
+        if not self.in_fp64 or drawn.recipe["precision"] != "fp32":
+            return drawn
+        zero = {"zero1", "zero2", "zero3"}
+        parts = []
+        for part in drawn.parts:
+            parallel = part.sections["parallel"]
+            if parallel["strategy"] in zero:
+                kept = {key: value for key, value in parallel.items() if key in ("tensor", "sequence", "pipeline")}
+                parallel = {"strategy": "ddp", **kept}
+            parts.append(replace(part, sections={**part.sections, "parallel": parallel}))
+        return replace(drawn, parts=tuple(parts))
 
     def try_case(self, drawn: Drawn, number: int) -> tuple[Result, str]:
         """Run a drawn case, and return its result and the reason if it is refused."""
@@ -293,13 +321,14 @@ class Fuzz:
             if problem := check(file, part.num_ranks if part else 1):
                 return f"check: {problem}"
 
-        expected = self._train(1, reference_file, folder / "one-model")
+        in_fp64 = self.in_fp64 and result.precision == "fp32"  # then the models, which are fp32, are not compared
+        expected = self._train(1, reference_file, folder / "one-model", in_fp64)
         if expected.refused:
             return f"start: {expected.refused}"
         found = Trained()
         for index, (file, part) in enumerate(zip(files, drawn.parts, strict=True)):
             is_last = index == len(files) - 1
-            trained = self._train(part.num_ranks, file, folder / "model" if is_last else None)
+            trained = self._train(part.num_ranks, file, folder / "model" if is_last else None, in_fp64)
             if trained.refused:
                 return f"start: {trained.refused}"
             found.steps += trained.steps
@@ -310,11 +339,11 @@ class Fuzz:
         self._compare(found, expected, drawn, result)
         # A gradient of rounding errors, as of equal embeddings of all texts, becomes steps of full size under AdamW.
         is_noise = all(norm < NOISE for _, norm, _ in expected.steps)
-        if not found.diverged and result.compared_steps == result.all_steps and not is_noise:
+        if not found.diverged and result.compared_steps == result.all_steps and not is_noise and not in_fp64:
             self._compare_models(reference_file, folder, expected, drawn, result)
-        loss, norm, outputs = LIMITS[result.precision]
+        loss, norm, outputs = LIMITS["fp64" if in_fp64 else result.precision]
         limits = {"loss": loss, "norm": norm, "evaluation": loss, "transformers": loss, "outputs": outputs}
-        if result.precision == "fp32":
+        if result.precision == "fp32" and not in_fp64:
             limits |= {"first loss": FIRST_LOSS, "first norm": FIRST_NORM}
         beyond = [
             f"{name} {value:.1e}" for name, value in result.worst.items() if not value <= limits.get(name, math.inf)
@@ -325,10 +354,10 @@ class Fuzz:
             result.failure += f"\none process: {expected}\nlayouts: {found}"
         return ""
 
-    def _train(self, num_ranks: int, file: Path, model: Path | None) -> Trained:
+    def _train(self, num_ranks: int, file: Path, model: Path | None, in_fp64: bool) -> Trained:
         pool = self._pools(num_ranks)
-        folder = None if model is None else str(model)
-        results = pool.run(train_part, str(file), folder, timeout_seconds=self._timeout)
+        folder = None if model is None or in_fp64 else str(model)
+        results = pool.run(train_part, str(file), folder, in_fp64, timeout_seconds=self._timeout)
         refusals = {result.refused for result in results}
         assert len(refusals) == 1 or "" not in refusals, f"only some ranks refuse the recipe: {refusals}"
         trained: Trained = results[0]
@@ -425,6 +454,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--case", type=int, help="the number of the only case")
     parser.add_argument("--report", type=Path, help="a file of JSON lines for the results")
+    parser.add_argument("--fp64", action="store_true", help="compute fp32 cases in fp64, with ddp in place of ZeRO")
     parser.add_argument("--wide", action="store_true", help="run the case of BERT-base's width instead")
     options = parser.parse_args(arguments)
     numbers = [options.case] if options.case is not None else range(options.first, options.first + options.cases)
@@ -435,7 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = {result.number for result in results}
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         pools = RankPools(most_ranks=24)
-        fuzz = Fuzz(options.seed, Path(folder), pools, 600.0 if options.wide else TIMEOUT_SECONDS)
+        fuzz = Fuzz(options.seed, Path(folder), pools, 600.0 if options.wide else TIMEOUT_SECONDS, options.fp64)
         try:
             for index, number in enumerate(number for number in numbers if number not in done):
                 if index % CASES_PER_POOL == CASES_PER_POOL - 1:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM
 
-from tests.helpers.ranks import RankPools
+from tests.helpers.ranks import RankError, RankPools
 from tests.helpers.training import TINY_BERT, Curve, TinyTraining, sgd_sections, tiny_recipe, tiny_training, train_tiny
 from tests.parity.cases import TOLERANCES, assert_same_curve
 from tests.parity.test_tasks import LAYOUTS, assert_same_training
@@ -155,6 +155,19 @@ def test_low_precision_is_that_of_one_process(ranks: RankPools, precision: str, 
     recipe = low_precision_recipe(precision, num_layers, keys)
     for found in ranks(world_size).run(train_tiny, recipe):
         assert_same_curve(found, low_precision_reference(precision, num_layers), TOLERANCES[precision])
+
+
+@pytest.mark.parametrize("layers", [2, 9])  # the sample of a sharded model has eight
+def test_a_dropout_on_positions_of_a_model_outside_of_the_table_is_refused(ranks: RankPools, layers: int):
+    """DeBERTa v1 projects embeddings of positions `[1, positions, hidden]`; a microbatch of one row looks alike."""
+    config = {**BERT, "model_type": "deberta", "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    config |= {"num_hidden_layers": layers}
+    adapter = {**LORA, "targets": [f"layer.{layers - 1}.attention.self.pos_proj"]}
+    keys = {"model": {"config": config, "dropout": 0.0, "adapter": adapter}, "training": {"micro_batch_size": 1}}
+    with pytest.raises(UsageError, match=r"dropout at .*pos_proj\.lora\.dropout works on .*would depend on the layout"):
+        train_tiny(recipe_of("bert", False, keys))
+    with pytest.raises(RankError, match=r"dropout at .*pos_proj\.lora\.dropout works on .*would depend on the layout"):
+        ranks(2).run(train_tiny, recipe_of("bert", False, {**keys, "parallel": {"strategy": "fsdp"}}))
 
 
 RESUMED = [

@@ -54,6 +54,9 @@ def test_a_sound_recipe_passes(tmp_path, capsys):
     assert main(["check", str(write_tiny_image_run(tmp_path / "images")), "--json"]) == ExitCode.DONE
     assert json.loads(capsys.readouterr().out)["problems"] == []
     assert not (tmp_path / "text" / "cache").exists(), "a check writes nothing"
+    long = ("training.micro_batch_size=null", "training.micro_batch_tokens=3")
+    (found,) = errors(capsys, "check", str(tmp_path / "text" / "recipe.json"), *long)
+    assert "`training.micro_batch_tokens` must be at least the 14 tokens of the longest training row (" in found
 
 
 def test_all_problems_of_data_and_model_are_reported_at_once(tmp_path, capsys):
@@ -221,8 +224,16 @@ def test_configurations_that_cannot_be_built(tmp_path, capsys):
     config = {**TINY_BERT, "hidden_act": "os.system"}
     found = errors(capsys, "check", str(write_tiny_run(tmp_path, model={"config": config})))
     assert ["`hidden_act` in `model.config` must be an activation" in line for line in found] == [True]
+    for key, value in (("num_hidden_layers", -1), ("num_hidden_layers", 0), ("hidden_size", 0), ("vocab_size", -3)):
+        config = {**TINY_BERT, key: value}
+        found = errors(capsys, "check", str(write_tiny_run(tmp_path, model={"config": config})))
+        expected = f"`{key}` in `model.config` must be at least 1, but is {value}; raise it, or leave it out"
+        assert [expected in line for line in found] == [True], found
     folder = tmp_path / "model"
     folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**TINY_BERT, "num_hidden_layers": -1}))
+    recipe = str(write_tiny_run(tmp_path, model={"config": None, "name_or_path": "model"}))
+    assert "must be at least 1, but is -1; raise it, or mend its config.json" in errors(capsys, "check", recipe)[0]
     for depth in (100, 100_000):
         nested = '{"a":' * depth + "1" + "}" * depth
         (folder / "config.json").write_text(f'{{"model_type": "bert", "extra": {nested}}}')

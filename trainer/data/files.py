@@ -6,6 +6,7 @@ import csv
 import errno
 import glob
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -186,6 +187,8 @@ def read_files(
                     f"`{key}` must name files with one delimiter, but `{paths[0]}` has {_DELIMITERS[parts[0]]} and"
                     f" `{other}` has others; set `data.delimiter` if a guess is wrong"
                 )
+        if file_format == "json":
+            _require_objects(paths, text.encoding, key, most_rows)
         files = [str(path.absolute()) for path in paths]
         if most_rows is not None:
             rows = datasets.load_dataset(file_format, data_files=files, split="train", streaming=True, **options)
@@ -209,6 +212,27 @@ def read_files(
         raise DataError(
             f"`{key}` must hold {file_format}, but {fault or f'{where} cannot be read: {reason(error)}'}"
         ) from error
+
+
+def _require_objects(paths: Sequence[Path], encoding: str, key: str, most_lines: int | None) -> None:
+    """Refuse lines of `null` in JSON Lines: as the first row, one ends the process of the reader with a fault.
+
+    Raises:
+        DataError: there is such a line.
+    """
+    for path in paths:
+        with open_text(path, encoding) as file:
+            before = "}"
+            for number, line in enumerate(itertools.islice(file, most_lines), start=1):
+                row = line.strip("\ufeff \t\r\n")
+                if row.startswith("["):
+                    break  # a file of one list
+                if row == "null" and before.endswith("}"):
+                    raise DataError(
+                        f"`{key}` must hold json, but line {number} of `{path}` is null, not a JSON object; remove the"
+                        " line"
+                    )
+                before = row or before
 
 
 def _require_names(path: Path, text: TextOptions, delimiter: str, key: str) -> None:
@@ -351,7 +375,7 @@ def _json_fault(paths: Sequence[Path]) -> str | None:
                 text = file.read()
         except (UnicodeError, *_DAMAGED):
             return None
-        lines = [text] if text.lstrip().startswith("[") else text.splitlines()
+        lines = [text] if text.lstrip().startswith("[") else text.split("\n")  # a text may hold U+2028
         for number, line in enumerate(lines, start=1):
             try:
                 value = json.loads(line) if line.strip() else {}

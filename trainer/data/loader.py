@@ -127,6 +127,23 @@ class EvalLoader:
         return _load(self._batches, range(len(self)), self._num_workers, self._pin_memory)
 
 
+def require_fitting_rows(split: EncodedSplit, plan: BatchPlan) -> None:
+    """Refuse training rows with more tokens than a microbatch may have.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if plan.micro_batch_tokens is None:
+        return
+    tokens = split.widths(np.arange(len(split)), padded=not plan.packs).sum(axis=1)
+    longest = int(tokens.argmax())
+    if tokens[longest] > plan.micro_batch_tokens:
+        raise UsageError(
+            f"`training.micro_batch_tokens` must be at least the {tokens[longest]:,} tokens of the longest training row"
+            f" ({longest + 1}), but is {plan.micro_batch_tokens:,}; raise it, or lower `data.max_length`"
+        )
+
+
 class _TrainBatches:
     """This rank's part of each global batch, indexed by the step from 0."""
 
@@ -145,15 +162,7 @@ class _TrainBatches:
         self._data_rank = data_rank
         self._batching = batching
         self._masking = masking
-        if plan.micro_batch_tokens is not None:
-            tokens = split.widths(np.arange(len(split)), padded=not plan.packs).sum(axis=1)
-            longest = int(tokens.argmax())
-            if tokens[longest] > plan.micro_batch_tokens:
-                raise UsageError(
-                    f"`training.micro_batch_tokens` must be at least the {tokens[longest]:,} tokens of the longest"
-                    f" training row ({longest + 1}), but is {plan.micro_batch_tokens:,}; raise it, or lower"
-                    " `data.max_length`"
-                )
+        require_fitting_rows(split, plan)
 
     def row_ids(self, step: int) -> IndexArray:
         """Return the rows of the whole global batch, in order."""

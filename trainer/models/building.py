@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,7 +32,14 @@ from trainer.models.families.table import FAMILIES
 from trainer.models.heads import ChunkedHead
 from trainer.models.initialising import Gather, draw_weights, whole_already
 from trainer.models.invariance import check_invariance, sample_of
-from trainer.models.loading import CannotLoadPartsError, compare_shapes, load_parts, require_safe_shards, sizes_differ
+from trainer.models.loading import (
+    CannotLoadPartsError,
+    compare_shapes,
+    load_parts,
+    require_safe_shards,
+    sizes_differ,
+    without_report,
+)
 from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
 from trainer.models.stages import StagePart
 from trainer.models.statistics import fix_statistics
@@ -274,6 +280,7 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
             f"`model.name_or_path` must be a whole model, but {recipe.name_or_path} is an adapter of PEFT; merge it"
             " into its base first: `merge_and_unload()` in PEFT, or `trainer export RUN FOLDER` without --adapter"
         )
+    _require_sizes(recipe.config or {}, "`model.config`", "leave it out for the default of its model type")
     try:
         if recipe.is_random:
             config = _described_config(recipe.config or {}, options)
@@ -298,13 +305,38 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
     return config
 
 
+_SIZES = (
+    "d_ff", "d_kv", "d_model", "decoder_attention_heads", "decoder_ffn_dim", "decoder_layers", "depths", "dim",
+    "embedding_size", "encoder_attention_heads", "encoder_ffn_dim", "encoder_layers", "hidden_dim", "hidden_size",
+    "hidden_sizes", "image_size", "inner_group_num", "intermediate_size", "max_position_embeddings", "n_embd", "n_head",
+    "n_heads", "n_inner", "n_layer", "n_layers", "n_positions", "num_attention_heads", "num_channels",
+    "num_decoder_layers", "num_heads", "num_hidden_groups", "num_hidden_layers", "num_key_value_heads", "num_layers",
+    "patch_size", "vocab_size",
+)  # fmt: skip
+"""Keys of sizes and counts. transformers builds a model without layers from a count below 1, and does not say so."""
+
+
+def _require_sizes(values: Mapping[str, Any], place: str, otherwise: str) -> None:
+    """Refuse sizes and counts below 1.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for key in _SIZES:
+        value = values.get(key)
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(number, int) and number < 1 for number in numbers):
+            raise UsageError(f"`{key}` in {place} must be at least 1, but is {value!r}; raise it, or {otherwise}")
+
+
 def _require_plain(recipe: Model, config: Any) -> None:
-    """Refuse a configuration with an unknown activation, or nested so deeply that it cannot be copied.
+    """Refuse a configuration with a size below 1, an unknown activation, or too many levels to be copied.
 
     Raises:
         UsageError: it has one of these.
     """
     place = "`model.config`" if recipe.name_or_path is None else f"the configuration of {str(recipe.name_or_path)!r}"
+    _require_sizes(vars(config), place, "mend its config.json")
     if getattr(config, "quantization_config", None):
         raise UsageError(f"{place} is that of quantised weights, which cannot be trained; name the model without them")
     for key in ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn"):
@@ -359,7 +391,7 @@ def _initialise(
             draw_weights(model, drawn, seed, gather)
             return model, list(drawn), []
         require_safe_shards(recipe, config)
-        with _without_report():
+        with without_report():
             model, loading = auto_class.from_pretrained(
                 recipe.name_or_path,
                 config=config,
@@ -377,17 +409,6 @@ def _initialise(
     if unexpected := sorted(loading["unexpected_keys"]):
         notes.append(f"in the checkpoint, not in this model: {', '.join(unexpected)}")
     return model, missing, notes
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Hide the report of transformers on a loaded model, one for each rank: the notes of the build say the same."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)
 
 
 def build_base(described: Any, recipe: Model, seed: int) -> tuple[nn.Module, list[str]]:
@@ -465,6 +486,7 @@ def build_model(
         if keys is not None:
             key_dropout(model, keys)
         fixed[:] = [*fix_statistics(model), *_name_padding(model, pad_token_id)]
+        _expect_padding(model)
 
     def build_whole() -> tuple[nn.Module, list[str]]:
         model, drawn, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
@@ -475,6 +497,13 @@ def build_model(
 
     def check_sample() -> list[str]:
         sample = sample_of(model_class, config, attention)
+        if recipe.adapter is not None and recipe.adapter.dropout:
+            adapted = recipe.model_copy(update={"freeze": None})
+            try:
+                adapt(sample, adapted, training.seed)
+            except UsageError:  # a target is in a layer that the sample lacks
+                sample = sample_of(model_class, config, attention, is_whole=True)
+                adapt(sample, adapted, training.seed)
         prepare_sample(sample)
         return check_invariance(sample, keys, packed)
 
@@ -530,6 +559,17 @@ def _name_padding(model: Any, pad_token_id: int | None) -> list[str]:
         return []
     config.pad_token_id = model.config.pad_token_id = pad_token_id
     return [f"the model names no padding token, so it takes the tokenizer's, of id {pad_token_id}"]
+
+
+def _expect_padding(model: nn.Module) -> None:
+    """Turn off transformers' warning of padding without a mask: only packed rows have none, and padding ends them."""
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _warn_of_nothing
+
+
+def _warn_of_nothing(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    pass
 
 
 def build_on_meta(recipe: Model, training: Training, auto_class_name: str, options: Mapping[str, Any]) -> nn.Module:

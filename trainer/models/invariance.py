@@ -57,17 +57,17 @@ def check_invariance(model: nn.Module, keys: DropoutKeys | None, packed: bool = 
     raise UsageError(f"{name} cannot be trained independently of the layout: {problem}; use another model, or {REMEDY}")
 
 
-def sample_of(model_class: Any, config: Any, attention: str) -> nn.Module:
-    """Build a small model with random weights, to check a model that no rank holds whole.
+def sample_of(model_class: Any, config: Any, attention: str, is_whole: bool = False) -> nn.Module:
+    """Build a model with random weights, to check a model that no rank holds whole.
 
-    It has the widths of `config` and at most 8 layers, if its configuration allows fewer layers.
+    It has the widths of `config` and, unless `is_whole`, at most 8 layers, if its configuration allows fewer layers.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = attention
     layers = getattr(config, "num_hidden_layers", None)
     with torch.random.fork_rng(devices=[]), _not_partitioned():
         torch.manual_seed(0)
-        if isinstance(layers, int) and layers > _MOST_LAYERS:
+        if isinstance(layers, int) and layers > _MOST_LAYERS and not is_whole:
             small = copy.deepcopy(config)
             try:
                 small.num_hidden_layers = _MOST_LAYERS

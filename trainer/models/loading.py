@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -299,15 +298,15 @@ def _require_safe_names(name: str, index: str) -> None:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """Turn off the load reports and the progress bar of transformers, because they describe loads on meta."""
-    disabled, had_bar = logging.root.manager.disable, transformers_logging.is_progress_bar_enabled()
-    logging.disable(max(disabled, logging.WARNING))
+def without_report() -> Iterator[None]:
+    """Hide the report and the bar of transformers for a load, one for each rank: notes of the build say the same."""
+    verbosity, had_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.disable(disabled)
+        transformers_logging.set_verbosity(verbosity)
         if had_bar:
             transformers_logging.enable_progress_bar()
 
@@ -318,7 +317,7 @@ def _match(model_class: Any, config: Any, attention: str, checkpoint: Checkpoint
     Raises:
         UsageError: the shapes of a tensor and its parameter differ.
     """
-    with _silence():
+    with without_report():
         model, loading = model_class.from_pretrained(
             None,
             config=config,
@@ -427,7 +426,7 @@ class _Parts:
             rules = LoadStateDictConfig(
                 dtype=torch.float32, device_map={"": "cpu"}, weight_mapping=get_model_conversion_mapping(whole)
             )
-            with _silence():
+            with without_report():
                 convert_and_load_state_dict_in_model(whole, {key: checkpoint.read(key) for key in keys}, rules)
             for name, parameter in list(whole.named_parameters(remove_duplicate=False)):
                 if not parameter.is_meta:

@@ -574,7 +574,10 @@ class HubData(_DataKeys):
 
 
 class FileData(_DataKeys):
-    """JSON Lines, JSON, CSV, Parquet, Excel or CoNLL files, also compressed by gzip."""
+    """JSON Lines, JSON, CSV, Parquet, Excel or CoNLL files, also compressed by gzip.
+
+    Empty lines of JSON Lines and CSV files are skipped.
+    """
 
     source: Literal["files"]
     format: Literal["json", "csv", "parquet", "excel", "conll"] | None = Field(

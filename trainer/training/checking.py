@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trainer.base.errors import Problems
+from trainer.data.loader import require_fitting_rows
 from trainer.models.adapters import adapt
 from trainer.models.building import build_on_meta, check_weights, load_config
 from trainer.models.families.table import FAMILIES
@@ -75,6 +76,9 @@ def check_parts(plan: RunPlan) -> Checked:
                 notes.append("rows are not checked: the first rows of a large file may lack some classes")
     if data is not None:
         notes += data.data_notes
+        if hand.has_tokenizer:
+            with problems.collect():
+                require_fitting_rows(data.train, plan.batch)
     if hand.has_model:
         with problems.collect():
             stages = check_model(plan, data.task.model_options() if data else None, problems)
@@ -103,6 +107,7 @@ def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> Prepared
                 check_model(plan)
     with problems.collect():
         data = prepare_data(recipe, observer=observer)
+        require_fitting_rows(data.train, plan.batch)
     if data is not None and recipe.distillation is not None:
         with problems.collect():
             check_teacher(plan, data.task, data.preparation)
