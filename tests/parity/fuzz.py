@@ -242,10 +242,10 @@ class Fuzz:
         self.seed, self.folder, self._pools, self._timeout = seed, folder, pools, timeout_seconds
         self.in_fp64 = in_fp64
 
-    def run(self, number: int) -> Result:
+    def run(self, number: int, first_attempt: int = 0) -> Result:
         """Draw a case until no draw is refused, and run it."""
         refused: list[str] = []
-        for attempt in range(MOST_ATTEMPTS):
+        for attempt in range(first_attempt, MOST_ATTEMPTS):
             result, refusal = self.try_case(self._drawn(number, attempt), number)
             if not refusal:
                 result.refused = refused
@@ -453,6 +453,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=10)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--case", type=int, help="the number of the only case")
+    parser.add_argument("--attempt", type=int, default=0, help="the first draw of the case")
     parser.add_argument("--report", type=Path, help="a file of JSON lines for the results")
     parser.add_argument("--fp64", action="store_true", help="compute fp32 cases in fp64, with ddp in place of ZeRO")
     parser.add_argument("--wide", action="store_true", help="run the case of BERT-base's width instead")
@@ -470,7 +471,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for index, number in enumerate(number for number in numbers if number not in done):
                 if index % CASES_PER_POOL == CASES_PER_POOL - 1:
                     pools.close()
-                result = fuzz.try_case(wide(), number)[0] if options.wide else fuzz.run(number)
+                result = fuzz.try_case(wide(), number)[0] if options.wide else fuzz.run(number, options.attempt)
                 results.append(result)
                 state = "FAILED" if result.failure else "ok"
                 worst = " ".join(f"{name} {value:.0e}" for name, value in result.worst.items())

@@ -418,8 +418,8 @@ class RowPlaces:
         with open_text(path, self.text.encoding) as file:
             if self.file_format == "json":
                 for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        if not line.lstrip("\ufeff \t").startswith("{") or not line.rstrip().endswith("}"):
+                    if row := line.strip("\ufeff \t\r\n"):
+                        if not row.startswith("{") or not row.endswith("}"):
                             return  # not JSON Lines
                         yield number
             elif self.file_format == "csv":
