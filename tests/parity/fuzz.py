@@ -246,14 +246,15 @@ class Fuzz:
         """Draw a case until no draw is refused, and run it."""
         refused: list[str] = []
         for attempt in range(first_attempt, MOST_ATTEMPTS):
-            result, refusal = self.try_case(self._drawn(number, attempt), number)
+            result, refusal = self.try_case(self.drawn(number, attempt), number)
             if not refusal:
                 result.refused = refused
                 return result
             refused.append(refusal)
         raise AssertionError(f"{MOST_ATTEMPTS} draws of case {number} were refused: {Counter(refused).most_common(3)}")
 
-    def _drawn(self, number: int, attempt: int) -> Drawn:
+    def drawn(self, number: int, attempt: int) -> Drawn:
+        """Return a draw of a case; in fp64, with ddp in place of ZeRO."""
         drawn = draw(self.seed, number, attempt)
         if not self.in_fp64 or drawn.recipe["precision"] != "fp32":
             return drawn

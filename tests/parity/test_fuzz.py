@@ -35,6 +35,15 @@ def test_the_cases_hold_every_task_and_strategy():
     assert {"offload", "DeepSpeed keys", "sequence", "recompute selective", "recompute full"} <= traits
 
 
+def test_fp64_leaves_no_rounding(ranks: RankPools, tmp_path: Path):
+    fuzz = Fuzz(SEED, tmp_path, ranks, in_fp64=True)
+    (part,) = fuzz.drawn(253, 5).parts
+    assert part.sections["parallel"]["strategy"] == "ddp"
+    result, refusal = fuzz.try_case(fuzz.drawn(*QUICK[0]), 0)
+    assert (refusal, result.failure) == ("", "")
+    assert 0 < max(result.worst[name] for name in ("loss", "norm", "evaluation")) < 1e-12
+
+
 def test_another_seed_is_found(ranks: RankPools, tmp_path: Path):
     drawn = draw(SEED, *CASES[0])
     (part,) = drawn.parts
