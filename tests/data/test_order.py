@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.base.errors import UsageError
-from trainer.data.order import GlobalOrder
+from trainer.data import order as order_module
+from trainer.data.order import FeistelPermutation, GlobalOrder
 
 
 def epoch_rows(order: GlobalOrder, epoch: int) -> np.ndarray:
@@ -88,3 +91,93 @@ def test_a_position_inside_a_batch_is_refused():
 def test_a_batch_past_the_epoch_is_refused():
     with pytest.raises(IndexError):
         GlobalOrder(10, None, 4, seed=0).batch(0, 3)
+
+
+class TestComputedOrder:
+    """Orders of splits that are too large for an array; here, of any size."""
+
+    @pytest.fixture(autouse=True)
+    def computed(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(order_module, "LARGEST_ARRAY", 0)
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(sizes, st.integers(0, 3))
+    def test_every_epoch_holds_every_row_once(self, size, epoch):
+        num_rows, batch_size, grouped, seed = size
+        lengths = np.random.default_rng(0).integers(1, 40, num_rows) if grouped else None
+        order = GlobalOrder(num_rows, lengths, batch_size, seed)
+        assert sorted(epoch_rows(order, epoch)) == list(range(num_rows))
+        index = order.steps_per_epoch // 2
+        again = GlobalOrder(num_rows, lengths, batch_size, seed)
+        np.testing.assert_array_equal(again.batch(epoch, index), order.batch(epoch, index))
+
+    @pytest.mark.parametrize("grouped", [False, True])
+    def test_seed_and_epoch_change_the_order(self, grouped):
+        test_seed_and_epoch_change_the_order(grouped)
+
+    def test_the_order_is_the_same_in_every_version(self):
+        assert GlobalOrder(10, None, 10, seed=42).batch(0, 0).tolist() == [2, 0, 6, 1, 5, 3, 9, 8, 7, 4]
+
+    @pytest.mark.parametrize("num_rows", [2003, 96, 5])
+    def test_with_the_permutations_of_the_array_it_is_the_order_of_the_array(self, monkeypatch, num_rows):
+        class Permutation:
+            def __init__(self, size, draws):
+                self.images = order_module._permutation(draws, size)
+
+            def __call__(self, numbers):
+                return self.images[numbers]
+
+        lengths = np.random.default_rng(1).integers(1, 100, num_rows)
+        monkeypatch.setattr(order_module, "FeistelPermutation", Permutation)
+        found = epoch_rows(GlobalOrder(num_rows, lengths, 16, seed=3), 1)
+        monkeypatch.setattr(order_module, "LARGEST_ARRAY", num_rows)
+        np.testing.assert_array_equal(found, epoch_rows(GlobalOrder(num_rows, lengths, 16, seed=3), 1))
+
+
+def images(size: int, seed: int, number: int | None = None) -> np.ndarray:
+    return FeistelPermutation(size, np.random.Philox(seed))(np.arange(number or size))
+
+
+class TestFeistelPermutation:
+    @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 101, 1000, 65537])
+    def test_it_is_a_permutation(self, size):
+        assert sorted(images(size, size)) == list(range(size))
+
+    def test_each_number_comes_to_each_place_equally_often(self):
+        size, trials = 37, 600
+        counts = np.zeros((size, size))
+        for seed in range(trials):
+            counts[np.arange(size), images(size, seed)] += 1
+        # chi-square with 36 * 36 degrees of freedom: mean 1296, standard deviation 51
+        assert abs(np.sum((counts - trials / size) ** 2) / (trials / size) - 36 * 36) < 4 * 51
+
+    def test_pairs_of_neighbours_are_independent(self):
+        size, trials = 11, 1100
+        counts = np.zeros((size, size))
+        for seed in range(trials):
+            first, second = images(size, seed, 2)
+            counts[first, second] += 1
+        assert np.all(np.diag(counts) == 0)
+        expected = trials / (size * (size - 1))
+        off = counts[~np.eye(size, dtype=bool)]
+        # chi-square with 109 degrees of freedom: standard deviation 15
+        assert abs(np.sum((off - expected) ** 2) / expected - 109) < 4 * 15
+
+    def test_a_large_one_has_no_trend_and_few_fixed_points(self):
+        size = 1_000_003
+        found = images(size, 0)
+        assert np.count_nonzero(found == np.arange(size)) < 8  # of a random permutation: 1 in the mean
+        for lag in (1, 2, 1000, 1001):  # 1001 is the number of columns
+            assert abs(np.corrcoef(found[:-lag], found[lag:])[0, 1]) < 0.005
+        assert abs(np.corrcoef(found, np.arange(size))[0, 1]) < 0.005
+        assert abs(np.count_nonzero(np.diff(found) > 0) / size - 0.5) < 0.003
+
+    def test_a_batch_of_a_billion_rows_takes_no_memory(self):
+        tracemalloc.start()
+        order = GlobalOrder(10**9 + 7, None, 4096, seed=0)
+        rows = np.concatenate([order.batch(epoch, 200_000) for epoch in (0, 1)])
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 2 << 20
+        assert len(set(rows.tolist())) > 8180  # two epochs may share a few
+        assert 0.45 < rows.mean() / 10**9 < 0.55

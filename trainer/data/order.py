@@ -1,19 +1,28 @@
 """The rows of each global batch, a function of seed, epoch and index in the epoch only.
 
-World size, microbatches and workers have no effect, so every layout trains on the same rows at the same step.
+World size, microbatches and workers have no effect, so every layout trains on the same rows at the same step. Up to
+`LARGEST_ARRAY` rows, the order of an epoch is an array; above, each row is computed when its batch is, in constant time
+and memory.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from trainer.base.errors import UsageError
+from trainer.parallel.random import derive_keys
 
 IndexArray: TypeAlias = NDArray[np.int64]
 
+LARGEST_ARRAY = 1 << 22
+"""The most rows of an epoch with an order in an array, which takes 16 bytes a row for a moment, and then 8."""
+
+_FEISTEL_ROUNDS = 8
 _MEGA_BATCH = 50  # number of global batches sorted by length together: rows are well sorted and well shuffled
 
 
@@ -36,7 +45,7 @@ class GlobalOrder:
         self.seed = seed
         self._lengths = lengths
         self._epoch = -1
-        self._rows: IndexArray = np.empty(0, np.int64)
+        self._order: _ArrayOrder | _ComputedOrder | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -47,10 +56,11 @@ class GlobalOrder:
         """Return the row ids of global batch `index` of `epoch` (both from 0), at most `[global_batch_size]`."""
         if not 0 <= index < self.steps_per_epoch:
             raise IndexError(f"an epoch holds {self.steps_per_epoch} global batches; there is no batch {index}")
-        if epoch != self._epoch:
-            self._rows, self._epoch = self._rows_of_epoch(epoch), epoch
-        start = index * self.global_batch_size
-        return self._rows[start : start + self.global_batch_size]
+        if self._order is None or epoch != self._epoch:
+            kind = _ArrayOrder if self.num_rows <= LARGEST_ARRAY else _ComputedOrder
+            draws = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
+            self._order, self._epoch = kind(self.num_rows, self._lengths, self.global_batch_size, draws), epoch
+        return self._order.batch(index)
 
     def position(self, num_samples: int) -> tuple[int, int]:
         """Return the epoch and the index of the global batch that follows `num_samples` consumed rows.
@@ -68,17 +78,85 @@ class GlobalOrder:
             )
         return epoch, index
 
-    def _rows_of_epoch(self, epoch: int) -> IndexArray:
-        draws = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
-        rows = _permutation(draws, self.num_rows)
+
+class _ArrayOrder:
+    """The rows of an epoch in an array."""
+
+    def __init__(self, num_rows: int, lengths: IndexArray | None, size: int, draws: np.random.Philox) -> None:
+        self._size = size
+        self._rows = _permutation(draws, num_rows)
+        if lengths is None:
+            return
+        num_whole = num_rows // size
+        batches = _sorted_in_mega_batches(self._rows[: num_whole * size], lengths, size).reshape(num_whole, size)
+        ragged = self._rows[num_whole * size :]
+        ragged = ragged[np.argsort(lengths[ragged], kind="stable")]
+        self._rows = np.concatenate([batches[_permutation(draws, num_whole)].reshape(-1), ragged])
+
+    def batch(self, index: int) -> IndexArray:
+        return self._rows[index * self._size : (index + 1) * self._size]
+
+
+class _ComputedOrder:
+    """The rows of an epoch, computed batch by batch; sorted by length, a batch needs the rows of its mega-batch."""
+
+    def __init__(self, num_rows: int, lengths: IndexArray | None, size: int, draws: np.random.Philox) -> None:
+        self._num_rows = num_rows
+        self._lengths = lengths
+        self._size = size
+        self._row = FeistelPermutation(num_rows, draws)
+        self._batch = FeistelPermutation(num_rows // size, draws) if num_rows >= size else None
+
+    def batch(self, index: int) -> IndexArray:
+        size = self._size
+        start, stop = index * size, min((index + 1) * size, self._num_rows)
         if self._lengths is None:
-            return rows
-        size = self.global_batch_size
-        num_whole = self.num_rows // size
-        batches = _sorted_in_mega_batches(rows[: num_whole * size], self._lengths, size).reshape(num_whole, size)
-        ragged = rows[num_whole * size :]
-        ragged = ragged[np.argsort(self._lengths[ragged], kind="stable")]
-        return np.concatenate([batches[_permutation(draws, num_whole)].reshape(-1), ragged])
+            return self._row(np.arange(start, stop))
+        if self._batch is not None and stop - start == size:
+            index = int(self._batch(np.array([index]))[0])
+            begin = index - index % _MEGA_BATCH
+            end = min(begin + _MEGA_BATCH, self._num_rows // size)
+            rows = _sorted_in_mega_batches(self._row(np.arange(begin * size, end * size)), self._lengths, size)
+            return rows[(index - begin) * size : (index - begin + 1) * size]
+        rows = self._row(np.arange(start, stop))
+        return rows[np.argsort(self._lengths[rows], kind="stable")]
+
+
+class FeistelPermutation:
+    """A pseudorandom permutation of the numbers below `size`, computed for any of them without an array of all.
+
+    A number is a pair (left, right) below about the root of `size`. Each round adds a hash of `right` to `left` and
+    swaps them. Results of `size` or more go through the rounds again; these are few.
+
+    Source: Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains" (doi:10.1007/3-540-45760-7_9).
+
+    Args:
+        size: the number of numbers, at least 1.
+        draws: the source of the keys of the rounds.
+    """
+
+    def __init__(self, size: int, draws: np.random.Philox) -> None:
+        self._size = size
+        self._columns = math.isqrt(size - 1) + 1
+        self._rows = -(-size // self._columns)
+        self._keys = draws.random_raw(_FEISTEL_ROUNDS).view(np.int64)
+
+    def __call__(self, numbers: IndexArray) -> IndexArray:
+        """Return the images of `numbers`, of the same shape `[n]`."""
+        images = self._once(numbers)
+        while (outside := images >= self._size).any():
+            images[outside] = self._once(images[outside])
+        return images
+
+    def _once(self, numbers: IndexArray) -> IndexArray:
+        left, right = np.divmod(numbers, self._columns)
+        num_left, num_right = self._rows, self._columns
+        for key in self._keys:
+            words: NDArray[np.uint64] = derive_keys(torch.tensor(key), torch.from_numpy(right)).numpy().view(np.uint64)
+            sums = (left + (words % np.uint64(num_left)).astype(np.int64)) % num_left
+            left, right = right, sums
+            num_left, num_right = num_right, num_left
+        return left * num_right + right
 
 
 def _permutation(draws: np.random.Philox, size: int) -> IndexArray:
