@@ -230,8 +230,11 @@ def plan(
     search: Annotated[bool, typer.Option("--search", help="Plan other layouts, and show the fastest ones.")] = False,
     also: Annotated[Literal["precision"] | None, typer.Option(help="Let the search change fp32 to bf16, too.")] = None,
     largest: Annotated[
-        Literal["batch", "length"] | None,
-        typer.Option(help="Plan the largest batch of one microbatch, or the longest texts, that fit."),
+        Literal["batch", "length", "model"] | None,
+        typer.Option(
+            help="Plan the largest batch of one microbatch, the longest texts, or the largest model of the recipe's"
+            " shape, that fit."
+        ),
     ] = None,
     plans: Annotated[int, typer.Option(min=1, metavar="N", help="Plans of a search.")] = 60,
     write: Annotated[
@@ -291,7 +294,8 @@ def plan(
         return
     if largest is not None:
         searched = Search(recipe, words, devices, nodes, None if largest == "length" else length)
-        fitting = searched.largest_batch() if largest == "batch" else searched.largest_length()
+        sizes = {"batch": searched.largest_batch, "length": searched.largest_length, "model": searched.largest_model}
+        fitting = sizes[largest]()
         if fitting is None:
             raise UsageError(f"no {largest} fits on {nodes} x {devices.number} {devices.name}; plan without --largest")
         chosen, made = fitting.overrides, fitting.made

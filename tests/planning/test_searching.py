@@ -228,6 +228,39 @@ def test_the_largest_batch_fits_and_one_row_more_does_not(recipe: Path, capsys: 
     assert not answer(capsys, recipe, "--gpus", "1x1120MiB", *more)["fits"]
 
 
+def test_the_longest_texts_of_classes_that_only_the_data_knows(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    found = answer(capsys, recipe, "--gpus", "1x80GiB", "--largest", "length")
+    assert found["overrides"] == ["data.max_length=64"]  # the positions of the model
+
+
+def test_the_largest_model_has_the_shape_of_the_recipe(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    found = answer(capsys, recipe, "--gpus", "1x1120MiB", "--largest", "model")
+    assert found["fits"]
+    sizes = {word.split(".")[2].split("=")[0]: int(word.partition("=")[2]) for word in found["overrides"]}
+    heads = sizes["num_attention_heads"]
+    assert heads > 4
+    assert sizes == {
+        "hidden_size": 16 * heads, "num_attention_heads": heads, "intermediate_size": 64 * heads,
+        "num_hidden_layers": round(heads / 2),
+    }  # fmt: skip
+    larger = [f"model.config.{key}={3 * size // 2}" for key, size in sizes.items() if key != "num_attention_heads"]
+    assert not answer(capsys, recipe, "--gpus", "1x1120MiB", "--changes", 0, *larger)["fits"]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"name_or_path": "some/bert"}, "set `model.name_or_path` to null"),
+        (TINY_TASKS["seq2seq_lm"].model, "of one stack"),
+    ],
+)
+def test_models_without_one_shape_have_no_largest(recipe: Path, model: dict[str, Any], message: str):
+    keys = json.loads(recipe.read_text()) | {"model": model, "task": TINY_TASKS["seq2seq_lm"].keys}
+    recipe.write_text(json.dumps(keys))
+    with pytest.raises(UsageError, match=message):
+        searching.Search(str(recipe), (), parse_devices("1x80GiB")).largest_model()
+
+
 def test_the_fewest_gpus(recipe: Path, capsys: pytest.CaptureFixture[str]):
     needed = answer(capsys, recipe, "--gpus", "1x80GiB", "activation_checkpointing=full", "training.micro_batch_size=1")
     assert answer(capsys, recipe, "--gpus", "autox80GiB")["ranks"][0]["rank"] == 0

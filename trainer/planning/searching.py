@@ -1,4 +1,4 @@
-"""Search for layouts: the fastest ones on given devices, the fewest devices, the largest batch or length."""
+"""Search for layouts: the fastest ones on given devices, the fewest devices, the largest batch, length or model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.models.building import load_config, max_positions
 from trainer.planning.hardware import Devices
 from trainer.planning.recipe_plan import RecipePlan, plan_recipe
+from trainer.planning.step import planned_task
 from trainer.planning.timing import BUBBLE, COMMUNICATION, OPTIMIZER
 from trainer.ranks.environment import available_cores
 from trainer.reading.loading import load_recipe
-from trainer.recipe.plan import plan_run
+from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.strategies import STRATEGIES, Strategy
-from trainer.tasks.registry import build_task
 
 MOST_PLANS = 60
 """Plans of one search, if the caller gives no number."""
@@ -45,7 +45,17 @@ _MOST_NODES = 128
 _GUESSES = 5
 _MOST_WORKERS = 4  # each has about half a GiB
 _LAYOUTS_OF_A_WORKER = 8  # a worker imports torch first, which takes as long as some plans
-_MOST_ROWS, _MOST_TOKENS = 2**20, 2**17
+_MOST_ROWS, _MOST_TOKENS, _MOST_HEADS = 2**20, 2**17, 512
+_WIDTHS = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "hidden_dim",
+)
+"""Keys of configurations that grow with the width of a model; a key that a configuration leaves open follows it."""
 
 
 @dataclass(frozen=True)
@@ -387,10 +397,63 @@ class Search:
 
     def largest_length(self) -> Choice | None:
         """Return the plan with the longest texts that fit, at most the model's positions; None if no length fits."""
-        recipe = load_recipe(self._recipe, self._overrides).recipe
-        task = build_task(recipe.task)
-        positions = max_positions(load_config(recipe.model, task.model_options()))
+        config = self._config(self._plan())
+        positions = max_positions(config)
         return self._largest(lambda length: (f"data.max_length={length}",), range(8, (positions or _MOST_TOKENS) + 1))
+
+    def _plan(self) -> RunPlan:
+        recipe = load_recipe(self._recipe, self._overrides).recipe
+        return plan_run(recipe, self._devices.number * self._nodes, self._devices.number)
+
+    @staticmethod
+    def _config(plan: RunPlan) -> Any:
+        return load_config(plan.recipe.model, planned_task(plan).model_options())
+
+    def largest_model(self) -> Choice | None:
+        """Return the plan of the largest model of the recipe's shape that fits; None if the smallest does not fit.
+
+        All models of a shape have the same size of a head, and the same ratios of layers, heads and feed-forward size
+        to the hidden size.
+
+        Raises:
+            UsageError: the weights are pretrained, or the configuration has no such single shape.
+        """
+        plan = self._plan()
+        model, layout = plan.recipe.model, plan.layout
+        if not model.is_random:
+            raise UsageError(
+                f"`--largest model` changes the shape of the model, but `model.name_or_path` is"
+                f" {str(model.name_or_path)!r}, which has one; describe a model in `model.config`, and set"
+                " `model.name_or_path` to null"
+            )
+        config = self._config(plan)
+        names = {name: config.attribute_map.get(name, name) for name in (*_WIDTHS, "num_hidden_layers")}
+        found = {key: getattr(config, key, None) for key in names.values()}
+        own = {key: value for key, value in found.items() if isinstance(value, int) and value > 0}
+        needed = [names[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")]
+        if config.is_encoder_decoder or not own.keys() >= {*needed}:
+            raise UsageError(
+                f"`--largest model` needs a model of one stack of equal layers, but {config.model_type} is none; plan"
+                " some sizes of it"
+            )
+        _, heads, depth = needed
+        groups = own.get("num_key_value_heads", own[heads])
+
+        def scaled(key: str, number: int) -> int:
+            return max(1, round(own[key] * number / own[heads]))
+
+        numbers = [
+            number
+            for number in range(layout.tp, _MOST_HEADS + 1, layout.tp)
+            if groups * number % (own[heads] * layout.tp) == 0 and scaled(depth, number) >= layout.pp
+        ]
+        # Parameters grow with the cube of the width: layers times the square of it.
+        if not numbers:
+            return None
+        return self._largest(
+            lambda cube: tuple(f"model.config.{key}={scaled(key, round(cube ** (1 / 3)))}" for key in own),
+            [number**3 for number in numbers],
+        )
 
     def _largest(
         self, words: Callable[[int], tuple[str, ...]], values: Sequence[int], most_first: bool = False
