@@ -8,12 +8,13 @@ INSTALLED := $(VENV)/.installed
 WORKERS := --numprocesses 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all plant check docs bench gpu clean
+.PHONY: help train test test-all test-nightly plant check docs bench gpu clean
 
 help:
 	@echo "make train      fine-tune the sample BERT, on the GPUs of this machine or on two CPU processes"
 	@echo "make test       run the quick tests"
-	@echo "make test-all   run all tests"
+	@echo "make test-all   run all tests but those of make test-nightly"
+	@echo "make test-nightly  run tests with further values of parameters"
 	@echo "make plant      plant defects into copies of the source, and show which test catches each"
 	@echo "make check      run ruff, mypy and the import contract (import-linter)"
 	@echo "make docs       build the documentation as a site, in site/"
@@ -27,11 +28,14 @@ train: $(INSTALLED)
 	$(BIN)/trainer run recipes/bert_sample.json --processes $$processes
 
 test: $(INSTALLED)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(WORKERS) -m "not slow"
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(WORKERS) -m "not slow and not nightly"
 
 # Few failures are run again alone, and the second run decides: see tests/helpers/second_look.py.
 test-all: $(INSTALLED)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.helpers.second_look $(WORKERS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.helpers.second_look $(WORKERS) -m "not nightly"
+
+test-nightly: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.helpers.second_look $(WORKERS) -m nightly
 
 plant: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.planted

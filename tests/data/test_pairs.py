@@ -34,7 +34,7 @@ def test_the_readme_states_the_facts(splits):
     assert "PSF-2.0" in readme
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_script_makes_the_files_again(tmp_path):
     if platform.python_version() != "3.11.7":
         pytest.skip(f"made with Python 3.11.7, here is {platform.python_version()}")

@@ -72,7 +72,7 @@ def test_the_tokenizer_is_whole_and_small(tokenizer, train):
     assert max(map(len, ids)) <= tokenizer.model_max_length
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_script_makes_the_entities_again(tmp_path, monkeypatch):
     if sys.version_info[:3] != (3, 11, 7):
         pytest.skip("made with Python 3.11.7")
@@ -85,7 +85,7 @@ def test_the_script_makes_the_entities_again(tmp_path, monkeypatch):
         assert (tmp_path / f"entities_{split}.jsonl").read_bytes() == (SAMPLE / f"entities_{split}.jsonl").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_script_makes_the_files_again(tmp_path, monkeypatch):
     readme = (SAMPLE / "README.md").read_text(encoding="utf-8")
     made_with = re.search(r"Python ([\d.]+),.*tokenizers ([\d.]+), transformers ([\d.]+)\)", readme).groups()

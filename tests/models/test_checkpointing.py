@@ -99,15 +99,15 @@ def assert_same_results(one: BuiltModel, other: BuiltModel, run: Callable[[Built
 @pytest.mark.parametrize("how", ["selective", "full"])
 class TestResults:
     @pytest.mark.parametrize("run", [one_after_the_other, interleaved])
-    @pytest.mark.parametrize("dropout", [0.0, 0.1])
+    @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.nightly), 0.1])
     def test_are_the_same_bit_for_bit(self, how, dropout, run):
         assert_same_results(build("none", dropout), build(how, dropout), run)
 
-    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly)])
     def test_in_half_precision_too(self, how, precision):
         assert_same_results(build("none", precision=precision), build(how, precision=precision), interleaved)
 
-    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly)])
     def test_of_one_layer_that_is_called_several_times(self, how, precision):
         """Autocast's cache would keep the weights of ALBERT's one layer from call to call."""
         one, other = (build(kind, precision=precision, model_type="albert") for kind in ("none", how))
@@ -151,8 +151,8 @@ def kept_bytes(how: str, dropout: float = 0.1, precision: str = "fp32") -> int:
     return sum(event.self_cpu_memory_usage for event in watched.events())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16"])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.nightly), 0.1])
 def test_the_more_is_recomputed_the_less_is_kept(dropout, precision):
     none, selective, full = (kept_bytes(how, dropout, precision) for how in KINDS)
     print(f"kept for the backward pass: {none:,} bytes, {selective:,} selective, {full:,} full")

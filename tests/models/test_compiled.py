@@ -19,7 +19,7 @@ from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 
 CPU = torch.device("cpu")
 HEADS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
-FAST = ("bert",)  # the others are slow, all together
+MARKS = {"bert": (), "t5": pytest.mark.slow, "modernbert": pytest.mark.slow}
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def assert_same(one: Training, other: Training, *steps: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family in FAST else pytest.mark.slow) for family in CONFIGS]
+    "family", [pytest.param(family, marks=MARKS.get(family, pytest.mark.nightly)) for family in CONFIGS]
 )
 def test_each_kind_of_layer_of_a_family_is_one_graph(family):
     """With `fullgraph`, torch raises an error at a graph break."""
@@ -89,8 +89,9 @@ def test_further_widths_and_numbers_of_rows_need_no_further_graph():
     assert compilations()[0] == before + 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("selective", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.nightly)]
+)
 def test_recomputed_layers_draw_their_masks_again(how):
     assert_same(Training("bert", None), Training("bert", "aot_eager", how), (0,), (1,), (2, 3))
 

@@ -24,7 +24,7 @@ def train_compiled(case: Case) -> tuple[Curve, int]:
     """Train some steps with compiled layers on this rank, and return the number of graph breaks, too."""
     breaks = compilations()[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "BACKEND", "aot_eager")
+        patch.setattr(compiled, "BACKEND", "eager")
         curve = train_tiny(case.recipe().model_copy(update={"compile": True}), num_steps=STEPS)
     torch._dynamo.reset()
     return curve, compilations()[1] - breaks

@@ -45,6 +45,7 @@ ZERO_VALUES: dict[str, Any] = {
     "use_multi_rank_bucket_allreduce": False,
 }
 QUICK = [("zero1", "reduce_scatter"), ("zero3", "stage3_param_persistence_threshold")]
+SLOW = [("zero2", "overlap_comm"), ("zero2", "contiguous_gradients"), ("zero3", "sub_group_size")]
 
 
 def strategies_of(key: str) -> tuple[str, ...]:
@@ -56,7 +57,11 @@ def strategies_of(key: str) -> tuple[str, ...]:
 
 
 CASES = [
-    pytest.param(strategy, key, marks=() if (strategy, key) in QUICK else pytest.mark.slow)
+    pytest.param(
+        strategy,
+        key,
+        marks=() if (strategy, key) in QUICK else pytest.mark.slow if (strategy, key) in SLOW else pytest.mark.nightly,
+    )
     for key in (*VALUES, *ZERO_VALUES)
     for strategy in strategies_of(key)
 ]

@@ -128,7 +128,9 @@ def test_it_is_a_plain_loop(teachers: dict[str, Path], task: str):
         assert result.loss == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("task", TEACHERS)
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=() if task == "causal_lm" else pytest.mark.nightly) for task in TEACHERS]
+)
 def test_accumulation_on_one_process_changes_nothing(teachers: dict[str, Path], task: str):
     found = train_tiny(recipe_of(task, training={"micro_batch_size": 5}, **taught_by(teachers[task])))
     assert_same_curve(found, reference(task, teachers[task])[0])
@@ -136,7 +138,11 @@ def test_accumulation_on_one_process_changes_nothing(teachers: dict[str, Path], 
 
 def cases() -> list[Any]:
     return [
-        pytest.param(task, name, marks=pytest.mark.slow if ranks > 2 else ())
+        pytest.param(
+            task,
+            name,
+            marks=pytest.mark.nightly if task == "token_classification" else pytest.mark.slow if ranks > 2 else (),
+        )
         for task in WITH_LAYOUTS
         for name, (ranks, _) in {**LAYOUTS, **FURTHER_LAYOUTS}.items()
     ]
@@ -149,8 +155,18 @@ def test_any_layout_is_one_process(ranks: RankPools, teachers: dict[str, Path], 
         assert_same_training(found, reference(task, teachers[task]))
 
 
-@pytest.mark.parametrize("layout", IN_16_BITS)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "layout"),
+    [
+        pytest.param(
+            precision,
+            layout,
+            marks=() if (precision == "bf16") == (layout in ("zero3", "tensor")) else pytest.mark.nightly,
+        )
+        for precision in ("bf16", "fp16")
+        for layout in IN_16_BITS
+    ],
+)
 def test_16_bits_on_two_ranks_are_those_of_one(
     ranks: RankPools, teachers: dict[str, Path], precision: str, layout: str
 ):

@@ -24,12 +24,12 @@ LAYOUTS = [
     ("ddp", "fp32", "full", 1, 2, "zero_bubble"),
     ("ddp", "bf16", "selective", 1, 2, "gpipe"),
 ]
-QUICK = "albert"
+MARKS = {"albert": (), "t5": pytest.mark.slow, "gpt2": pytest.mark.slow, "modernbert": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(model_type, marks=() if model_type == QUICK else pytest.mark.slow) for model_type in FAMILIES],
+    [pytest.param(model_type, marks=MARKS.get(model_type, pytest.mark.nightly)) for model_type in FAMILIES],
 )
 def test_what_check_accepts_is_one_process(ranks: RankPools, model_type: str):
     trained = 0
