@@ -69,7 +69,7 @@ def test_any_layout_is_one_process_with_padding(ranks: RankPools, layout: str):
         assert largest_difference(sgd, expected.sgd) <= TOLERANCES["fp32"].sgd_weights
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly)])
 def test_16_bits_on_one_process(precision: str):
     recipe = tiny_recipe(model={"dropout": 0.1}, precision=precision, **PACKED)
     found = train_tiny(recipe, num_steps=3)
@@ -92,9 +92,9 @@ def test_every_family_that_packs(family: str):
     [
         "masked_lm",
         "token_classification",
-        pytest.param("question_answering", marks=pytest.mark.slow),
-        "embedding",
-        pytest.param("multiple_choice", marks=pytest.mark.slow),
+        pytest.param("question_answering", marks=pytest.mark.nightly),
+        pytest.param("embedding", marks=pytest.mark.slow),
+        pytest.param("multiple_choice", marks=pytest.mark.nightly),
     ],
 )
 def test_every_kind_of_head(task: str):

@@ -91,7 +91,12 @@ def losses(folder: Path, name: str, micro_batch_size: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_EACH_RUN = ("token_classification", "embedding", "causal_lm")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_EACH_RUN else pytest.mark.nightly) for name in CASES]
+)
 def test_odd_rows_train_as_in_one_microbatch(name: str, tmp_path: Path) -> None:
     expected = losses(tmp_path / "whole", name, 8)
     assert len(expected) >= 4

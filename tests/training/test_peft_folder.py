@@ -95,7 +95,9 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "bert" else pytest.mark.nightly) for name in CASES]
+)
 def test_peft_opens_the_folder_with_the_logits_of_the_merged_model(tmp_path: Path, name: str):
     family, base_head, head, sections, expected = CASES[name]
     base = base_folder(tmp_path / "base", family, base_head)

@@ -161,7 +161,7 @@ def test_the_readme_of_the_sample_states_the_facts():
     assert f"the first sentence of the context | 0.0 | {token_f1(first, accepted):.1f} |" in readme
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_script_makes_the_questions_again(tmp_path: Path):
     if sys.version_info[:3] != (3, 11, 7):
         pytest.skip("made with Python 3.11.7")
