@@ -317,6 +317,41 @@ def plan(
 
 
 @app.command(context_settings=OVERRIDES)
+def rehearse(
+    recipe: RecipeArgument,
+    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks of the run; none needs to exist.")],
+    overrides: OverridesArgument = None,
+    rank: Annotated[int, typer.Option(metavar="R", help="The rank to build.")] = 0,
+    local_ranks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks of each machine; default: the most up to 8 that divide all."),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of each text; default: data.max_length.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Rows of an epoch, to show those of the first step.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what one rank of a large run holds, sends, reads and writes, without its hardware.
+
+    The engine, optimizer and checkpoints of a run work on one rank of N, with tensors that have shapes and no memory.
+    The model's configuration is enough; data and weights are not needed.
+    """
+    from trainer.planning.collector import without_collector
+    from trainer.reading.loading import load_recipe
+
+    resolved = load_recipe(recipe, overrides or ())
+
+    with without_collector():
+        from trainer.planning import rehearsal
+
+    found = rehearsal.rehearse(resolved, ranks, rank, local_ranks, length, rows)
+    typer.echo(rehearsal.as_json(found) if as_json else "\n".join(rehearsal.lines(found)))
+
+
+@app.command(context_settings=OVERRIDES)
 def compare(
     recipe: RecipeArgument,
     overrides: Annotated[

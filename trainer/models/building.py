@@ -35,6 +35,7 @@ from trainer.models.invariance import check_invariance, sample_of
 from trainer.models.loading import (
     CannotLoadPartsError,
     compare_shapes,
+    count_reads,
     load_parts,
     require_safe_shards,
     sizes_differ,
@@ -603,6 +604,29 @@ def build_shapes(
         return BuiltModel(model, keys, [])
     made = cut(model)
     return BuiltModel(model, keys, [], made.placements, made.part)
+
+
+def count_weight_reads(
+    recipe: Model, training: Training, auto_class_name: str, options: Mapping[str, Any], cut: ModelCut | None
+) -> Mapping[str, int]:
+    """Return the bytes that a rank reads of each file of pretrained weights; only their headers are read for it.
+
+    Raises:
+        UsageError: the files are missing, do not fit the model, or it cannot be cut.
+    """
+    config = load_config(recipe, options)
+    require_safe_shards(recipe, config)
+    auto_class = getattr(transformers, auto_class_name)
+    _require_head(recipe, config, auto_class)
+    attention = _attention(_get_model_class(config, auto_class._model_mapping), training)
+
+    def prepare(model: nn.Module, drawn: Sequence[str]) -> None:
+        adapt(model, recipe, training.seed, drawn)
+
+    try:
+        return count_reads(auto_class, recipe, config, attention, prepare, cut)
+    except (*_CANNOT_BUILD, CannotLoadPartsError) as error:
+        raise _undescribed(recipe, auto_class_name, error) from error
 
 
 def check_weights(recipe: Model, auto_class_name: str, options: Mapping[str, Any] | None) -> list[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -106,6 +107,21 @@ class Checkpoint:
         shape = self.shapes[key]
         if not shape or (not placement.splits and cut.shard is None):
             return self.read(key)
+        extent, slices = self._slices(key, placement, cut)
+        part = torch.zeros(extent)
+        if slices:
+            with safe_open(self._files[key], framework="pt") as opened:
+                stored = opened.get_slice(key)
+                for dim, place, index in slices:
+                    rows = stored[index]
+                    part.narrow(dim, place, rows.shape[dim]).copy_(rows)
+        return part
+
+    def _slices(
+        self, key: str, placement: ParameterPlacement, cut: ModelCut
+    ) -> tuple[list[int], list[tuple[int, int, tuple[slice, ...]]]]:
+        """Return the shape of a part, and the slices of the stored tensor in it, each with its dimension and place."""
+        shape = self.shapes[key]
         if placement.splits:
             assert cut.group is not None
             (split,) = placement.splits
@@ -117,19 +133,16 @@ class Checkpoint:
         first, last = cut.shard.bounds(num_rows) if cut.shard is not None else (0, num_rows)
         extent = [*shape[:dim], blocks * width, *shape[dim + 1 :]]
         extent[0] = last - first
-        part = torch.zeros(extent)
-        with safe_open(self._files[key], framework="pt") as opened:
-            stored = opened.get_slice(key)
-            for block, (start, stop) in enumerate(ranges):
-                place = block * width  # of the block in the part
-                if dim == 0:  # only the rows of the shard
-                    start, stop = max(start, start + first - place), min(stop, start + last - place)
-                    place = max(place - first, 0)
-                if start < stop and first < last:
-                    before = [slice(first, last), *[slice(None)] * (dim - 1)] if dim else []
-                    index = (*before, slice(start, stop))
-                    part.narrow(dim, place, stop - start).copy_(stored[index])
-        return part
+        slices = []
+        for block, (start, stop) in enumerate(ranges):
+            place = block * width  # of the block in the part
+            if dim == 0:  # only the rows of the shard
+                start, stop = max(start, start + first - place), min(stop, start + last - place)
+                place = max(place - first, 0)
+            if start < stop and first < last:
+                before = [slice(first, last), *[slice(None)] * (dim - 1)] if dim else []
+                slices.append((dim, place, (*before, slice(start, stop))))
+        return extent, slices
 
     def equal(self, key: str, other: str) -> bool:
         """Return whether two tensors have the same elements; they are read a few rows at a time."""
@@ -147,6 +160,37 @@ class Checkpoint:
             if not torch.equal(*rows):
                 return False
         return True
+
+
+class CountedCheckpoint(Checkpoint):
+    """A checkpoint that returns tensors on `meta` and counts the bytes of each file that would be read.
+
+    Args:
+        files: the safetensors files, of which only the headers are read.
+    """
+
+    def __init__(self, files: Sequence[str | Path]) -> None:
+        super().__init__(files)
+        self.num_bytes: Counter[str] = Counter()
+
+    def read(self, key: str) -> Tensor:
+        self._count(key, ())
+        return torch.empty(self.shapes[key], device="meta")
+
+    def read_part(self, key: str, placement: ParameterPlacement, cut: ModelCut) -> Tensor:
+        if not self.shapes[key] or (not placement.splits and cut.shard is None):
+            return self.read(key)
+        extent, slices = self._slices(key, placement, cut)
+        for _, _, index in slices:
+            self._count(key, index)
+        return torch.empty(extent, device="meta")
+
+    def _count(self, key: str, index: tuple[slice, ...]) -> None:
+        shape = self.shapes[key]
+        with safe_open(self._files[key], framework="pt") as opened:
+            one = opened.get_slice(key)[:0] if shape else opened.get_tensor(key)
+        num_elements = torch.empty(shape, device="meta")[index].numel()
+        self.num_bytes[Path(self._files[key]).name] += num_elements * one.element_size()
 
 
 @dataclass
@@ -186,22 +230,12 @@ def load_parts(
         OSError, RuntimeError, SafetensorError: transformers cannot build the model, or a file cannot be read.
         UsageError: the model cannot be cut.
     """
-    files = [] if recipe.is_random else _weight_files(recipe, config)
+    checkpoint = Checkpoint([] if recipe.is_random else _weight_files(recipe, config))
     with torch.random.fork_rng(devices=[]):
-        with torch.device("meta"):
-            model = auto_class.from_config(config, attn_implementation=attention, dtype=torch.float32)
-        checkpoint, sources = Checkpoint(files), _Sources()
-        if files:
-            model, sources = _match(type(model), config, attention, checkpoint)
-            _take_origin(model, recipe)
-        else:
-            sources.missing = [name for name, _ in model.named_parameters()]
-        whole = copy.deepcopy(model)  # on meta; its modules are drawn and converted one at a time
-        prepare(model, sources.missing if files else ())
-        factors = factor_shapes(model)
-        made = cut(model)
-        parts = _Parts(model, made, cut, [*aliases(whole).values(), *([name] for name in factors)])
-        _rebuild_buffers(model)
+        parts, made, whole, sources, factors = _empty_parts(
+            auto_class, recipe, config, attention, prepare, cut, checkpoint
+        )
+        _rebuild_buffers(parts.model)
         parts.read(checkpoint, sources.renamed)
         parts.convert(checkpoint, sources.converted, whole)
         draw_weights(whole, sources.missing, seed, lambda parameters: parts.drawing(whole, parameters), parts.holds)
@@ -209,7 +243,64 @@ def load_parts(
             if parts.holds(name):  # other factors are not drawn
                 parts.fill_whole(name, drawn_factor(name, shape, seed))
     parts.check_filled()
-    return PartedModel(model, made, sources.notes, parts.shards)
+    return PartedModel(parts.model, made, sources.notes, parts.shards)
+
+
+def count_reads(
+    auto_class: Any,
+    recipe: Model,
+    config: Any,
+    attention: str,
+    prepare: Callable[[nn.Module, Sequence[str]], Any],
+    cut: ModelCut | None,
+) -> Mapping[str, int]:
+    """Return the bytes of each file that `load_parts` reads of a pretrained model, from the headers of the files.
+
+    Without a cut, or if the model must be built whole, these are all bytes. Arguments and errors are those of
+    `load_parts`.
+    """
+    checkpoint = CountedCheckpoint(_weight_files(recipe, config))
+    try:
+        if cut is not None:
+            parts, _, _, sources, _ = _empty_parts(auto_class, recipe, config, attention, prepare, cut, checkpoint)
+            parts.read(checkpoint, sources.renamed)
+            for key in (key for keys in sources.converted for key in keys):
+                checkpoint.read(key)
+            return checkpoint.num_bytes
+    except CannotLoadPartsError:
+        checkpoint.num_bytes.clear()
+    for key in checkpoint.shapes:
+        checkpoint.read(key)
+    return checkpoint.num_bytes
+
+
+def _empty_parts(
+    auto_class: Any,
+    recipe: Model,
+    config: Any,
+    attention: str,
+    prepare: Callable[[nn.Module, Sequence[str]], Any],
+    cut: ModelCut,
+    checkpoint: Checkpoint,
+) -> tuple[_Parts, CutModel, nn.Module, _Sources, Mapping[str, tuple[int, ...]]]:
+    """Return the parts of a cut model on meta, its cut, the whole model on meta, and where their tensors come from.
+
+    The last result has the shapes of the factors of adapters.
+    """
+    with torch.device("meta"):
+        model = auto_class.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    sources = _Sources()
+    if not recipe.is_random:
+        model, sources = _match(type(model), config, attention, checkpoint)
+        _take_origin(model, recipe)
+    else:
+        sources.missing = [name for name, _ in model.named_parameters()]
+    whole = copy.deepcopy(model)  # on meta; its modules are drawn and converted one at a time
+    prepare(model, () if recipe.is_random else sources.missing)
+    factors = factor_shapes(model)
+    made = cut(model)
+    parts = _Parts(model, made, cut, [*aliases(whole).values(), *([name] for name in factors)])
+    return parts, made, whole, sources, factors
 
 
 def _weight_files(recipe: Model, config: Any) -> list[str]:

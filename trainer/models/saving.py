@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -16,7 +16,8 @@ from transformers.utils import CONFIG_NAME
 
 from trainer.base.errors import TrainerError
 from trainer.models.adapters import MergedWeights
-from trainer.models.writing import WeightFile, described_model, plan_files, transformers_class
+from trainer.models.statistics import persistent_buffers
+from trainer.models.writing import WeightFile, WeightFiles, described_model, plan_files, transformers_class
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.whole import WholeTensors
 from trainer.recipe.schema import Adapter
@@ -29,12 +30,23 @@ def save_configuration(model: nn.Module, folder: Path) -> None:
         OSError: a file cannot be written.
     """
     described: Any = model
-    config = copy.deepcopy(described.config)
-    config.architectures = [transformers_class(model).__name__]
-    config.dtype = torch.float32
-    config.save_pretrained(folder)
+    _saved_config(model).save_pretrained(folder)
     if described.can_generate():
         described.generation_config.save_pretrained(folder)
+
+
+def _saved_config(model: Any) -> Any:
+    config = copy.deepcopy(model.config)
+    config.architectures = [transformers_class(model).__name__]
+    config.dtype = torch.float32
+    return config
+
+
+def files_of_weights(model: nn.Module, adapter: Adapter | None) -> WeightFiles:
+    """Return the files that `save_model` writes for a whole model, perhaps on `meta`."""
+    weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
+    return plan_weights(json.loads(_saved_config(model).to_json_string()), weights | buffers, adapter)[1]
 
 
 def save_model(
@@ -69,13 +81,11 @@ def save_model(
             raise _cannot_write(folder, error) from error
         return described
 
-    described = described_model(mesh.on_rank_zero(begin))
-    merged = MergedWeights(described, tensors.shapes, adapter.alpha / adapter.rank if adapter else 1.0)
-    planned = plan_files(described, merged.shapes)
+    merged, planned = plan_weights(mesh.on_rank_zero(begin), tensors.shapes, adapter)
     writing: _Writing | None = None
     error: Exception | None = None
     for number, file in enumerate(planned.files):
-        writer = number % mesh.world_size
+        writer = writer_of(number, mesh.world_size)
         if writer == mesh.rank and writing is not None:
             error = error or writing.end()  # before the tensors of the next file take memory
         needed = dict.fromkeys(source for name in file.sources for source in merged.sources(name))
@@ -91,6 +101,20 @@ def save_model(
     failures = [text for text in mesh.share(mesh.gather(str(error) if error else None)) if text]
     if failures:
         raise _cannot_write(folder, failures[0]) from error
+
+
+def plan_weights(
+    described: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], adapter: Adapter | None
+) -> tuple[MergedWeights, WeightFiles]:
+    """Return the weights of a `config.json` and their files, from the shapes of the tensors of a trained model."""
+    model = described_model(described)
+    merged = MergedWeights(model, shapes, adapter.alpha / adapter.rank if adapter else 1.0)
+    return merged, plan_files(model, merged.shapes)
+
+
+def writer_of(number: int, world_size: int) -> int:
+    """Return the rank that writes file `number`."""
+    return number % world_size
 
 
 class _Writing(Thread):

@@ -86,11 +86,13 @@ class _Group:
 class WeightFile:
     """A file of weights that is not written yet.
 
-    `sources` are the names of the tensors that it needs, of which some belong to other files too.
+    `sources` are the names of the tensors that it needs, of which some belong to other files too. `num_bytes` are the
+    bytes of its tensors.
     """
 
     name: str
     sources: tuple[str, ...]
+    num_bytes: int
     _model: Any
     _keys: frozenset[str]
     _groups: tuple[_Group, ...]
@@ -172,7 +174,7 @@ def plan_files(
         keys = frozenset(listed_keys)
         own = tuple(group for group in groups if keys.intersection(group.written))
         needed = tuple(dict.fromkeys(source for group in own for source in group.sources.values()))
-        files.append(WeightFile(file, needed, model, keys, own, types))
+        files.append(WeightFile(file, needed, sum(written[key].nbytes for key in keys), model, keys, own, types))
     if not split.is_sharded:
         return WeightFiles(tuple(files), None)
     metadata = {"total_parameters": model.num_parameters(), **split.metadata}

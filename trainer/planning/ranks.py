@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
@@ -111,6 +112,8 @@ def shapes_only(cuda: bool, fused: bool = True) -> Iterator[None]:
         for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
             stack.enter_context(mock.patch.object(data_parallel, name, return_value=True))
         stack.enter_context(mock.patch.object(data_parallel.DistributedDataParallel, "_pre_forward", _pre_forward))
+        # FSDP lists the shards of all ranks to take one; a thousand fake tensors for each parameter take minutes.
+        stack.enter_context(mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks))
         # All tensors are on one device; and torch refuses to move the parameters of a module if they are fake.
         for kind in (nn.Module, PreTrainedModel):
             stack.enter_context(mock.patch.object(kind, "to", lambda module, *_, **__: module))
@@ -131,6 +134,21 @@ def shapes_only(cuda: bool, fused: bool = True) -> Iterator[None]:
                 f"the recipe cannot be planned: its operation {error.func} needs the values of tensors, but a plan has"
                 " only their shapes; measure some steps with `trainer run`"
             ) from error
+
+
+class _Chunks:
+    """The chunks of `torch.chunk`, then empty ones, each made when it is taken."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor = tensor
+        self._dim = dim
+        self._length = -(-tensor.shape[dim] // num_chunks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start, end = index * self._length, self._tensor.shape[self._dim]
+        if index and start >= end:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._length, end - start))
 
 
 def _part_of_mesh(part: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:

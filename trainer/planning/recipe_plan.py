@@ -265,33 +265,35 @@ def as_object(made: RecipePlan, changes: list[Change]) -> Mapping[str, Any]:
         "host_memory_bytes": made.devices.host_bytes,
         "host_bytes_to_export": made.export_bytes,
         "time": _time_as_object(made.time),
-        "ranks": [
-            {
-                "rank": step.rank,
-                "peak_bytes": step.peak.num_bytes,
-                "peak": dict(step.peak.by_component),
-                "peak_module": step.peak.place.module,
-                "peak_in_backward": step.peak.place.backward,
-                "resident": dict(step.resident),
-                "host": dict(step.host),
-                "host_bytes_at_start": step.loaded,
-                "communication": [
-                    {
-                        "operation": operation,
-                        "axis": axis,
-                        "calls": calls,
-                        "bytes": count,
-                        "link": "between" if is_between_machines(made, axis) else "inside",
-                        "modules": traffic_by_module(step, operation, axis),
-                    }
-                    for (operation, axis), (calls, count) in traffic_by_axis(step).items()
-                ],
-                "bytes_by_link": bytes_by_link(made, step),
-                "flops": {str(kind).removeprefix("torch."): count for kind, count in step.totals.flops.items()},
-            }
-            for step in made.steps
-        ],
+        "ranks": [rank_as_object(made, step) for step in made.steps],
         "changes": [{"overrides": list(change.overrides), "needed_bytes": change.needed} for change in changes],
+    }
+
+
+def rank_as_object(made: RecipePlan, step: StepPlan) -> Mapping[str, Any]:
+    """Return the plan of one rank as JSON values."""
+    return {
+        "rank": step.rank,
+        "peak_bytes": step.peak.num_bytes,
+        "peak": dict(step.peak.by_component),
+        "peak_module": step.peak.place.module,
+        "peak_in_backward": step.peak.place.backward,
+        "resident": dict(step.resident),
+        "host": dict(step.host),
+        "host_bytes_at_start": step.loaded,
+        "communication": [
+            {
+                "operation": operation,
+                "axis": axis,
+                "calls": calls,
+                "bytes": count,
+                "link": "between" if is_between_machines(made, axis) else "inside",
+                "modules": traffic_by_module(step, operation, axis),
+            }
+            for (operation, axis), (calls, count) in traffic_by_axis(step).items()
+        ],
+        "bytes_by_link": bytes_by_link(made, step),
+        "flops": {str(kind).removeprefix("torch."): count for kind, count in step.totals.flops.items()},
     }
 
 

@@ -40,13 +40,10 @@ def lines(made: RecipePlan, changes: Sequence[Change] | None) -> Iterator[str]:
         yield f"pipeline  {plan.pipeline}"
     for step in made.steps:
         yield ""
-        yield from _memory(step, plan.layout.pp)
-        yield from _communication(made, step)
-        flops = ", ".join(
-            f"{count / 1e12:,.3f} TFLOP in {str(kind).removeprefix('torch.')}"
-            for kind, count in step.totals.flops.items()
+        several = plan.layout.pp > 1
+        yield from rank_lines(
+            made, step, f" of stage {step.stage} (rank {step.rank}; its other ranks are alike)" * several
         )
-        yield f"  arithmetic     {flops or 'none'} of matrix products a step"
     yield ""
     loaded = max(step.loaded for step in made.steps)
     saved = made.export_bytes
@@ -57,8 +54,17 @@ def lines(made: RecipePlan, changes: Sequence[Change] | None) -> Iterator[str]:
         yield from _advice(changes)
 
 
-def _memory(step: StepPlan, num_stages: int) -> Iterator[str]:
-    where = f" of stage {step.stage} (rank {step.rank}; its other ranks are alike)" if num_stages > 1 else " of a rank"
+def rank_lines(made: RecipePlan, step: StepPlan, where: str = "") -> Iterator[str]:
+    """Yield the lines of one rank: memory, communication and arithmetic; `where` names the rank."""
+    yield from _memory(step, where or " of a rank")
+    yield from _communication(made, step)
+    flops = ", ".join(
+        f"{count / 1e12:,.3f} TFLOP in {str(kind).removeprefix('torch.')}" for kind, count in step.totals.flops.items()
+    )
+    yield f"  arithmetic     {flops or 'none'} of matrix products a step"
+
+
+def _memory(step: StepPlan, where: str) -> Iterator[str]:
     when = "backward" if step.peak.place.backward else "forward"
     module = f" in the {when} pass of {step.peak.place.module}" if step.peak.place.module else ""
     yield f"memory{where}: {size(step.peak.num_bytes)} at its peak{module}"

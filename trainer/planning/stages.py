@@ -38,8 +38,8 @@ def plan_steps(plan: RunPlan, length: int, cuda: bool = True, fused: bool = True
     size = plan.layout.world_size // plan.layout.pp  # pipeline ranks are outermost
     ranks = [stage * size for stage in range(plan.layout.pp)]
     pipeline = plan.pipeline
-    if pipeline is None or pipeline.schedule.name not in _REPEATED or plan.strategy.cuts_parameters:
-        return tuple(step_plan(plan, rank, simulate(plan, rank, length, cuda, fused)) for rank in ranks)
+    if pipeline is None or not _repeats(plan, pipeline):
+        return tuple(plan_rank(plan, rank, length, cuda, fused) for rank in ranks)
     single = _with_one_microbatch(plan, pipeline)
     known: dict[tuple[bool, bool, int], Found] = {}
     steps: list[StepPlan] = []
@@ -48,6 +48,20 @@ def plan_steps(plan: RunPlan, length: int, cuda: bool = True, fused: bool = True
             known[kind] = simulate(single, rank, length, cuda, fused)
         steps.append(step_plan(plan, rank, _repeated(known[kind], plan, pipeline, len(steps))))
     return tuple(steps)
+
+
+def plan_rank(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True) -> StepPlan:
+    """Plan one rank; see `plan_steps`."""
+    pipeline = plan.pipeline
+    if pipeline is None or not _repeats(plan, pipeline):
+        return step_plan(plan, rank, simulate(plan, rank, length, cuda, fused))
+    found = simulate(_with_one_microbatch(plan, pipeline), rank, length, cuda, fused)
+    stage = rank * plan.layout.pp // plan.layout.world_size
+    return step_plan(plan, rank, _repeated(found, plan, pipeline, stage))
+
+
+def _repeats(plan: RunPlan, pipeline: PipelinePlan) -> bool:
+    return pipeline.schedule.name in _REPEATED and not plan.strategy.cuts_parameters
 
 
 def _kinds(plan: RunPlan, task: Task) -> list[tuple[bool, bool, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import cast
@@ -177,7 +177,38 @@ def _simulate(
     longer: int | None = None,
 ) -> Found:
     """Run two steps with shortened stacks, and return the result of the second; see `shorten` for `longer`."""
-    offload = plan.recipe.parallel.offload if cuda else "none"  # on a CPU, the device is the host
+    with _opened(plan, task, mesh, length, cuda, fused, built, stacks, longer) as (engine, ledger, batch):
+        engine.train_step(_smallest(batch, plan))  # makes the state of the optimizer
+        label_model(ledger, engine, built, _offload(plan, cuda))
+        gc.collect()  # cycles of the first step
+        ledger.restart()
+        resident = dict(ledger.alive)
+        totals = _run(engine, batch, ledger, plan)
+        return Found(
+            resident,
+            dict(ledger.peaks),
+            ledger.held,
+            ledger.most_gradients,
+            ledger.most_on_host,
+            totals,
+            group_axes(mesh, engine),
+        )
+
+
+@contextmanager
+def _opened(
+    plan: RunPlan,
+    task: Task,
+    mesh: ParallelMesh,
+    length: int,
+    cuda: bool,
+    fused: bool,
+    built: Sequence[BuiltModel],
+    stacks: Sequence[Sequence[Stack]],
+    longer: int | None = None,
+) -> Iterator[tuple[NativeEngine | ZeroEngine, Ledger, RankBatch]]:
+    """Open the engine of a rank with shortened stacks, and its batch."""
+    offload = _offload(plan, cuda)
     splits = offload != "none"
     with (
         shapes_only(cuda, fused),
@@ -198,21 +229,31 @@ def _simulate(
         label_model(ledger, engine, built, offload)
         with ledger.creating(BATCH):
             batch = blank_batch(plan.recipe, task, built[0].model.config, plan.batch, length)
-        engine.train_step(_smallest(batch, plan))
-        label_model(ledger, engine, built, offload)
-        gc.collect()  # cycles of the first step
-        ledger.restart()
-        resident = dict(ledger.alive)
-        totals = _run(engine, batch, ledger, plan)
-        return Found(
-            resident,
-            dict(ledger.peaks),
-            ledger.held,
-            ledger.most_gradients,
-            ledger.most_on_host,
-            totals,
-            group_axes(mesh, engine),
-        )
+        yield engine, ledger, batch
+
+
+@contextmanager
+def updated_engine(
+    plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True
+) -> Iterator[tuple[NativeEngine | ZeroEngine, ParallelMesh]]:
+    """Open the engine of a rank with all its layers and the state of its optimizer, and its mesh; see `plan_step`."""
+    task = planned_task(plan)
+    with without_collector(), simulated_mesh(plan.layout, rank) as mesh, simulated_deepspeed(plan):
+        built = _build(plan, task, mesh)
+        with _opened(plan, task, mesh, length, cuda, fused, built, [[] for _ in built]) as (engine, _, batch):
+            if isinstance(engine, ZeroEngine):
+                engine.train_step(_smallest(batch, plan))
+            else:  # the update alone makes the state, whatever the gradients
+                for parameter in engine.parameters.values():
+                    if parameter.requires_grad:
+                        parameter.grad = torch.zeros_like(parameter)
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            yield engine, mesh
+
+
+def _offload(plan: RunPlan, cuda: bool) -> Offload:
+    return plan.recipe.parallel.offload if cuda else "none"  # on a CPU, the device is the host
 
 
 def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, plan: RunPlan) -> Totals:
