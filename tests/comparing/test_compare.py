@@ -47,6 +47,7 @@ class TestContestants:
             "stages=2",
             "tensor=2",
             "tensor=2 sequence=true",
+            "context=2",
             "activation_checkpointing=full",
             "precision=bf16",
             "precision=fp16",

@@ -55,7 +55,7 @@ def test_what_several_tools_spell_alike_leads_to_one_key() -> None:
         ("parallel.zero_optimization.stage", "is `parallel.strategy` here"),
         ("tensor-model-parallel-size", "is `parallel.tensor` here"),
         ("pipeline-model-parallel-size", "is `parallel.pipeline.stages` here"),
-        ("context-parallel-size", "has no counterpart here"),
+        ("expert-model-parallel-size", "has no counterpart here"),
         ("--tensor_model_parallel_size", "is `parallel.tensor` here"),
         ("--lr-warmup-iters", "is `schedule.warmup` here"),
         ("fsdp_config", "is `parallel.strategy` here"),

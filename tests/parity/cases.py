@@ -84,10 +84,12 @@ class Case:
     is_extra: bool = False  # not part of the covering array of `matrix`
     gradients: str = "fp32"  # the type in which they are sent
     optimizer: str = "adamw"
+    context: int = 1
 
     def __str__(self) -> str:
         words = [self.strategy, f"{self.world_size}ranks", self.precision]
         words += [f"tensor{self.tensor}"] * (self.tensor > 1) + ["sequence"] * self.sequence
+        words += [f"context{self.context}"] * (self.context > 1)
         words += [f"pipeline{self.stages}", self.schedule] * (self.stages > 1)
         words += [self.model_type] * (self.model_type != "bert") + [self.task] * (self.task == "masked_lm")
         words += [f"gradients_{self.gradients}"] * (self.gradients != "fp32")
@@ -118,14 +120,14 @@ class Case:
         """
         if self.world_size == 1:
             return 20 if self.model_type == "bert" else SHORT
-        if self.tensor == self.stages == 1 and self.model_type == "bert":
+        if self.tensor == self.stages == self.context == 1 and self.model_type == "bert":
             return 20 if self.precision == "fp32" and not self.is_extra else SHORT
         is_family = self.model_type not in ("bert", *IMAGE_FAMILIES) and self.world_size == 2
         return 3 if is_family else SHORT
 
     def recipe(self, sgd: bool = False) -> Recipe:
         """Return a recipe of 20 steps with AdamW, or of one step of gradient descent without clipping."""
-        data_ranks = self.world_size // self.tensor // self.stages
+        data_ranks = self.world_size // self.tensor // self.context // self.stages
         share = GLOBAL_BATCH_SIZE // data_ranks
         pipeline = {"stages": self.stages, "schedule": self.schedule} if self.stages > 1 else {}
         if self.stages > 1 and self.accumulates:  # two passes; a microbatch has one row if rows are few
@@ -146,7 +148,7 @@ class Case:
                 else share
             },
             parallel=parallel_keys(self.strategy, data_ranks)
-            | {"tensor": self.tensor, "sequence": self.sequence, "pipeline": pipeline}
+            | {"tensor": self.tensor, "sequence": self.sequence, "context": self.context, "pipeline": pipeline}
             | {"communication": {"gradients": self.gradients}},
             optimizer={"name": self.optimizer},
             precision=self.precision,
@@ -199,6 +201,27 @@ def tensor_matrix() -> Iterator[Case]:
         dropout = 0.1 if model_type in DROPOUT_FAMILIES else 0.0
         # Without accumulation: it is part of the engine and does not depend on the family.
         yield Case("ddp", 2, False, "fp32", "full", dropout, tensor=2, sequence=sequence, model_type=model_type)
+
+
+def context_matrix() -> Iterator[Case]:
+    """Iterate over cases with context ranks: every strategy, stages, precisions, and each family that has them."""
+
+    def case(strategy: str, world_size: int, context: int = 2, **facts: Any) -> Case:
+        given = {"accumulates": False, "precision": "fp32", "checkpointing": "none", "dropout": 0.1} | facts
+        return Case(strategy, world_size, context=context, **given)
+
+    for strategy in RANK_STRATEGIES:
+        if not STRATEGIES[strategy].no_tensor:
+            yield case(strategy, 4, accumulates=True)
+    yield case("ddp", 2, accumulates=True, checkpointing="selective")
+    yield case("ddp", 4, 4, task="masked_lm", precision="bf16")
+    yield case("fsdp", 4, precision="fp16", checkpointing="full", dropout=0.0)
+    yield case("zero2", 2, precision="bf16", checkpointing="full")
+    yield case("ddp", 4, stages=2, num_layers=4, task="masked_lm")
+    yield case("fsdp", 8, stages=2, num_layers=4, schedule="interleaved_1f1b", checkpointing="full")
+    for model_type in (*TEXT_FAMILIES, "vit"):
+        if FAMILIES[model_type].tensor.context_parallel and model_type != "bert":
+            yield case("ddp", 2, model_type=model_type, dropout=0.1 if model_type in DROPOUT_FAMILIES else 0.0)
 
 
 def pipeline_matrix() -> Iterator[Case]:

@@ -20,6 +20,7 @@ from tests.parity.cases import (
     assert_parity,
     assert_same_curve,
     communication_matrix,
+    context_matrix,
     image_cases,
     largest_difference,
     matrix,
@@ -34,6 +35,7 @@ from trainer.models.families.table import FAMILIES
 ALL = (
     *matrix(),
     *tensor_matrix(),
+    *context_matrix(),
     *pipeline_matrix(),
     *communication_matrix(),
     *optimizer_matrix(),

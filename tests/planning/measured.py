@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def measure(keys: Mapping[str, Any]) -> Measured:
     recipe = recipe_of(keys)
     plan = plan_run(recipe, dist.get_world_size() if dist.is_initialized() else 1)
     task = planned_task(plan)
-    mesh = ParallelMesh(torch.device("cpu"), **asdict(plan.layout))
+    mesh = ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
     built = [
         build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), cut=cut)
         for cut in planned_cuts(plan, mesh)

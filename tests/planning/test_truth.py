@@ -54,6 +54,7 @@ TWO: dict[str, dict[str, Any]] = {
     "fsdp whole": {"parallel": {"strategy": "fsdp", "reshard_after_forward": False}, "precision": "bf16"},
     "tensor": {"parallel": {"strategy": "ddp", "tensor": 2}},
     "tensor sequence": {"parallel": {"strategy": "ddp", "tensor": 2, "sequence": True}},
+    "context": {"parallel": {"strategy": "ddp", "context": 2}},
     "pipeline": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}},
     "fsdp muon": {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "muon", "learning_rate": 0.1}},
     "pipeline bf16": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}, "precision": "bf16"},

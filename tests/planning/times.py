@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def measured_step(keys: Mapping[str, Any], steps: int = 12) -> float:
     recipe = _recipe(keys)
     plan = plan_run(recipe, number)
     task = planned_task(plan)
-    mesh = ParallelMesh(torch.device("cpu"), **asdict(plan.layout))
+    mesh = ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
     built = [
         build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), cut=cut)
         for cut in planned_cuts(plan, mesh)

@@ -52,6 +52,7 @@ def test_plans_read_as_sentences() -> None:
     assert str(plan.batch) == "32 rows a step = 4 data-parallel ranks x 1 microbatch of at most 8 rows"
     assert str(Layout()) == "one process"
     assert str(Layout(dp_replicate=2, tp=4)) == "dp_replicate 2 x tp 4"
+    assert str(Layout(dp_shard=2, tp=4, context=True)) == "dp_shard 2 x cp 4"
     assert Layout(dp_replicate=2, dp_shard=3, tp=4, pp=5).world_size == 120
 
 

@@ -121,11 +121,13 @@ def _lines(file: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _sensible(processes: int, gpus: int) -> Iterator[tuple[str, ...]]:
-    """Yield layouts: the recipe's, each strategy, two tensor ranks, two stages, recomputation, each precision."""
+    """Yield layouts: the recipe's, each strategy, two tensor or context ranks or stages, recomputation, precisions."""
     yield ()
     for row, tensor, stages, words in layouts(processes, processes):
         if _is_tried(row, processes, tensor * stages):
             yield words
+    if processes % 2 == 0:
+        yield ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline.stages=1", "parallel.context=2")
     if gpus > 1:
         yield ("parallel.strategy=dp",)
     yield ("activation_checkpointing=full",)

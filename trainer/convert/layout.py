@@ -354,20 +354,22 @@ def _passed_on(draft: Draft) -> None:
 
 
 def _degrees(draft: Draft) -> None:
-    tensor = draft.sources.written(_AC, "parallelism_config.parallelism_config_tp_size")
-    if tensor is not None and tensor.value is not None:
-        draft.take("parallel.tensor", draft.whole(tensor, 1, least=1), tensor)
+    prefix = "parallelism_config.parallelism_config_"
+    for key, name in (("tensor", "tp_size"), ("context", "cp_size"), ("context", "sp_size")):
+        degree = draft.sources.written(_AC, prefix + name)
+        if degree is not None and degree.value is not None:
+            draft.take(f"parallel.{key}", draft.whole(degree, 1, least=1), degree)
+    if item := draft.sources.written(_DS, "sequence_parallel_size"):
+        draft.take("parallel.context", draft.whole(item, 1, least=1), item)
     draft.combine(_OFFLOAD, {"optimizer", "parameters"}, "parameters")  # includes the optimizer
 
 
 def model_ranks(draft: Draft) -> int | None:
     """Return the number of ranks that process the same rows; None if the files conflict."""
     product = 1
-    for key, default in (("parallel.tensor", 1), ("parallel.pipeline.stages", 1)):
-        degree: Any = draft.value(key, default)
+    for key in ("parallel.tensor", "parallel.context", "parallel.pipeline.stages"):
+        degree: Any = draft.value(key, 1)
         if not isinstance(degree, int):
             return None
         product *= degree
-    for size in ("cp_size", "sp_size"):
-        product *= _degree(draft, size) or 1
     return product

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from trainer.base.errors import UsageError
 from trainer.engine.engine import Engine
 from trainer.engine.native import build_native
 from trainer.engine.pipelined import build_pipelined
@@ -53,6 +54,7 @@ def build_engine(
         total_steps: the last step of the learning rate's schedule.
         teacher: the model to learn from; None on ranks without the last stage, or if there is none.
     """
+    refuse_generation_in_parts(task, plan)
     built = [replace(part, teacher=teacher) for part in built]
     task = task.for_vocabulary(next((part.vocabulary for part in built if part.vocabulary), None))
     if task.chunk_tokens is not None:
@@ -61,6 +63,21 @@ def build_engine(
         return build_pipelined(built, task, mesh, plan, total_steps)
     (whole,) = built
     return BUILDERS[plan.recipe.parallel.strategy](whole, task, mesh, plan, total_steps)
+
+
+def refuse_generation_in_parts(task: Task, plan: RunPlan) -> None:
+    """Refuse a task that generates texts over pipeline stages or context ranks.
+
+    Raises:
+        UsageError: the layout has such ranks.
+    """
+    parallel = plan.recipe.parallel
+    for key, degree, needed in (
+        ("parallel.pipeline.stages", parallel.pipeline.stages, "a rank needs the whole model"),
+        ("parallel.context", parallel.context, "a rank needs the keys and values of all earlier positions"),
+    ):
+        if task.generates and degree > 1:
+            raise UsageError(f"`{key}` must be 1 to generate texts, for which {needed}, but is {degree}; add {key}=1")
 
 
 def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -> list[ModelCut | None]:
@@ -77,7 +94,9 @@ def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -
     keys = parallel.pipeline
     is_sharded = loads_shards and plan.strategy.cuts_parameters and not plan.strategy.zero_stage
     shard = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard")) if is_sharded else None
-    return model_cuts(mesh, parallel.sequence, stages, num_stages, keys.split, keys.schedule, shard)
+    return model_cuts(
+        mesh, parallel.sequence, parallel.context > 1, stages, num_stages, keys.split, keys.schedule, shard
+    )
 
 
-__all__ = ["BUILDERS", "build_engine", "partitioned_loading", "planned_cuts"]
+__all__ = ["BUILDERS", "build_engine", "partitioned_loading", "planned_cuts", "refuse_generation_in_parts"]

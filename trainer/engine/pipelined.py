@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.base.errors import UsageError
 from trainer.engine.engine import EvalResult
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.joint import JointLosses, joint_losses
@@ -101,11 +100,6 @@ class PipelinedForward(ModelForward):
         first = built[0]
         super().__init__(first, first.model, first.model, task, mesh, plan.recipe.training.seed)
         assert plan.pipeline is not None
-        if task.generates:
-            raise UsageError(
-                f"`parallel.pipeline.stages` is {plan.pipeline.num_stages}, but the task generates texts, for which a"
-                " rank needs the whole model; use 1 stage"
-            )
         self._built = built
         self._compiled = [layers for stage in built for layers in stage.compiled]
         self._batch = plan.batch

@@ -89,7 +89,7 @@ _MEGATRON: dict[str, Counterpart] = {
     "use_precision_aware_optimizer": none(say.FP32_STATE, None, False),
     "overlap_cpu_optimizer_d2h_h2d": none(say.PLAIN_OFFLOAD, None, False),
     "decoder_last_pipeline_num_layers": none("layers are balanced by cost, or set by parallel.pipeline.split", None),
-    "context_parallel_size": none(say.NO_CONTEXT_PARALLEL, None, 1),
+    "context_parallel_size": none("only from `parallelism_config`: set `parallel.context`", None, 1),
     "expert_model_parallel_size": none(say.NO_EXPERTS, None, 1),
     "expert_tensor_parallel_size": none(say.NO_EXPERTS, None, 1),
     **alike(none("model.dropout sets all dropout probabilities", None), "attention_dropout", "hidden_dropout"),
@@ -108,11 +108,11 @@ _PARALLELISM: dict[str, Counterpart] = {
     "dp_replicate_size": mapped("parallel.strategy", 1, None, note="ddp, or hsdp with dp_shard_size"),
     "dp_shard_size": mapped("parallel.strategy", 1, None, note="fsdp, or hsdp with parallel.shard"),
     "tp_size": mapped("parallel.tensor", 1, None),
-    **alike(none(say.NO_CONTEXT_PARALLEL, 1, None), "cp_size", "sp_size"),
-    **alike(none(say.NO_CONTEXT_PARALLEL, None), "sp_backend", "sp_seq_length", "sp_attn_implementation"),
-    "cp_backend": none(say.NO_CONTEXT_PARALLEL, None, "torch"),
-    "cp_comm_strategy": none(say.NO_CONTEXT_PARALLEL, None, "allgather"),
-    "sp_seq_length_is_variable": none(say.NO_CONTEXT_PARALLEL, None, True),
+    **alike(mapped("parallel.context", 1, None, note=say.EXCHANGES_HEADS), "cp_size", "sp_size"),
+    **alike(none(say.OWN_CONTEXT, None), "sp_backend", "sp_seq_length", "sp_attn_implementation"),
+    "cp_backend": none(say.OWN_CONTEXT, None, "torch"),
+    "cp_comm_strategy": none(say.OWN_CONTEXT, None, "allgather"),
+    "sp_seq_length_is_variable": none(say.OWN_CONTEXT, None, True),
 }
 
 _DYNAMO = {

@@ -185,8 +185,8 @@ DEEPSPEED: dict[str, Counterpart] = {
     "communication_data_type": renamed(
         "parallel.communication.gradients", None, "fp32", note="by default fp32, in every precision"
     ),
-    "seq_parallel_communication_data_type": none("DeepSpeed's sequence parallelism is not supported", "fp32"),
-    "sequence_parallel_size": none(say.NO_CONTEXT_PARALLEL, 1),
+    "seq_parallel_communication_data_type": none("the heads travel in the type of `precision`", "fp32"),
+    "sequence_parallel_size": renamed("parallel.context", 1, note=say.EXCHANGES_HEADS),
     "disable_python_gc": none("Python's garbage collection stays on", False),
     "wall_clock_breakdown": none("`metrics.jsonl` has the time of every step", False),
     "activation_checkpointing": none(_RECOMPUTE),

@@ -21,7 +21,7 @@ MEGATRON: dict[str, Counterpart] = {
         "--decoder-first-pipeline-num-layers",
         "--decoder-last-pipeline-num-layers",
     ),
-    "--context-parallel-size": none(say.NO_CONTEXT_PARALLEL),
+    "--context-parallel-size": renamed("parallel.context", 1, note=say.EXCHANGES_HEADS),
     "--expert-model-parallel-size": none(say.NO_EXPERTS),
     "--use-distributed-optimizer": mapped("parallel.strategy", note="zero1, or fsdp with a pipeline"),
     **alike(mapped("parallel.strategy", note="fsdp"), "--use-torch-fsdp2", "--use-megatron-fsdp"),

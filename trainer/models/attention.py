@@ -23,10 +23,13 @@ from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.packed import PackedTokens
 from trainer.parallel.random import LANES
+from trainer.parallel.sequence import ContextCut
 
 KEYED_ATTENTION = "trainer_keyed"
 PACKED = "packed"
 """The argument of models, layers and attention with the `PackedTokens` of their hidden states."""
+
+_CUT = "context_cut"
 
 _VARIANTS = ("softcap", "s_aux", "cache")  # arguments that change the formula
 
@@ -203,7 +206,14 @@ def _attention(
 
     With `packed`, queries, keys, values and output have a batch of 1, and one position for each token. The mask is that
     of padded rows. No probabilities are returned.
+
+    After `share_heads`, queries, keys, values and output are this rank's positions, with all heads.
     """
+    cut: ContextCut | None = getattr(module, _CUT, None)
+    if cut is not None:
+        query, key, value = (cut.to_heads(states) for states in (query, key, value))
+        output, _ = keyed_attention(module, query, key, value, attention_mask, **options)
+        return cut.to_positions(output.transpose(1, 2)).transpose(1, 2), None
     if packed is None:
         return keyed_attention(module, query, key, value, attention_mask, **options)
     row_keys = None
@@ -220,6 +230,11 @@ def _attention(
         output, _ = keyed_attention(module, rows[0], rows[1], rows[2], mask, row_keys=keys, **options)
         outputs.append(group.join(output))
     return torch.cat(outputs).unsqueeze(0), None
+
+
+def share_heads(module: nn.Module, cut: ContextCut) -> None:
+    """Let an attention module, which has this rank's positions, compute all positions of this rank's heads."""
+    setattr(module, _CUT, cut)
 
 
 ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _attention)

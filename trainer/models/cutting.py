@@ -51,12 +51,14 @@ class CutModel:
 class ModelCut:
     """The cut of a model to a pipeline stage and over the ranks of the tensor axis.
 
-    `group` is None without tensor ranks. `sequence` shards the sequences over the tensor ranks, too. `choice` is None
-    without a pipeline. `shard` is the share of these parts that this rank loads, before FSDP shards them; None: all.
+    `group` is None without tensor or context ranks. `sequence` shards the sequences over the tensor ranks, too;
+    `context` shards sequences instead of the matrices of layers. `choice` is None without a pipeline. `shard` is the
+    share of these parts that this rank loads, before FSDP shards them; None: all.
     """
 
     group: Group | None
     sequence: bool = False
+    context: bool = False
     choice: StageChoice | None = None
     shard: ShardChoice | None = None
 
@@ -71,7 +73,7 @@ class ModelCut:
             split = split_stages(model, self.choice.num_stages, self.choice.starts, self.choice.schedule)
             _refuse_idle_stages(model, split)
             part = cut_stage(model, split, self.choice.stage)
-        placements = whole(model) if self.group is None else split_model(model, self.group, self.sequence)
+        placements = whole(model) if self.group is None else split_model(model, self.group, self.sequence, self.context)
         if part is not None and self.choice is not None:
             placements = {
                 name: _of_stage(placement, part.origins.get(name, name), part, self.choice.stage)
@@ -111,6 +113,7 @@ def _of_stage(placement: ParameterPlacement, origin: str, part: StagePart, stage
 def model_cuts(
     mesh: ParallelMesh,
     sequence: bool,
+    context: bool,
     stages: Sequence[int],
     num_stages: int,
     starts: Sequence[str] | None,
@@ -122,6 +125,7 @@ def model_cuts(
     Args:
         mesh: the mesh of all ranks.
         sequence: whether tensor ranks shard sequences, too.
+        context: whether the ranks of the tensor axis shard sequences instead of the matrices of layers.
         stages: the stages that this rank holds.
         num_stages: the number of stages of the whole pipeline; 1 without a pipeline.
         starts: the first layers of the stages, as in `StageChoice`.
@@ -130,6 +134,8 @@ def model_cuts(
     """
     group = mesh.group(TENSOR_AXIS)
     if num_stages == 1:
-        return [ModelCut(group, sequence, shard=shard) if group is not None or shard is not None else None]
+        return [ModelCut(group, sequence, context, shard=shard) if group is not None or shard is not None else None]
     names = None if starts is None else tuple(starts)
-    return [ModelCut(group, sequence, StageChoice(stage, num_stages, names, schedule), shard) for stage in stages]
+    return [
+        ModelCut(group, sequence, context, StageChoice(stage, num_stages, names, schedule), shard) for stage in stages
+    ]

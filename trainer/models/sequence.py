@@ -1,4 +1,4 @@
-"""Sequence parallelism of an unmodified Hugging Face model, by hooks at the ends of its layer stacks and inside them.
+"""Sharded sequences of an unmodified Hugging Face model, by hooks at the ends of its layer stacks and inside them.
 
 From the entry of a stack's first layer to the exit of its last, the hidden states are sharded over the tensor ranks by
 position. Embeddings, poolers and heads see all positions on every rank.
@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.parallel.communication import Group
-from trainer.parallel.sequence import SequenceCut
+from trainer.parallel.sequence import ContextCut, SequenceCut
 
+_ROTATIONS = "position_embeddings"  # their keyword in transformers, an argument of attention
 HIDDEN_STATES = "hidden_states"  # their keyword in transformers, if they are not the first argument
 
 
@@ -23,13 +24,14 @@ class Stacks:
     Args:
         layers: all repeated layers of the model in order, by their names in the model.
         group: the group of the tensor axis.
+        kind: the class of the cuts.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], group: Group) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], group: Group, kind: type[SequenceCut] = SequenceCut) -> None:
         self._cuts: dict[str, SequenceCut] = {}
         self._layers = dict(layers)
         for name in layers:
-            self._cuts.setdefault(_stack(name), SequenceCut(group))
+            self._cuts.setdefault(_stack(name), kind(group))
 
     def cut_of(self, name: str) -> SequenceCut | None:
         """Return the sequence cut of the stack with the module `name`, or None if the module is in no layer."""
@@ -71,6 +73,16 @@ def change_inputs(
         else:
             assert changed, f"{type(module).__name__} was called without an input"
         return args, kwargs | changed
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def cut_rotations(module: nn.Module, cut: ContextCut) -> None:
+    """Give an attention module the rotations `[batch, positions, width]` of this rank's positions."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        rotations = kwargs.get(_ROTATIONS)
+        return args, kwargs if rotations is None else kwargs | {_ROTATIONS: tuple(map(cut.own, rotations))}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -1,5 +1,8 @@
 """Cut of an unmodified Hugging Face model over the tensor axis, by its family's plan; matching is strict.
 
+The axis has the ranks of `parallel.tensor`, or those of `parallel.context`. The latter cut the sequence instead of the
+matrices of layers; embeddings and heads are cut over the vocabulary under both.
+
 `parallel/` has the sharded modules; `models/families/` lists the replaced and the replicated modules as data. Every
 parameter keeps its name in the unsharded model.
 """
@@ -16,11 +19,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import Problems, UsageError
+from trainer.models.attention import share_heads
 from trainer.models.dropout import move_site
 from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
 from trainer.models.families.table import family_of, layers_of
 from trainer.models.names import tied_names
-from trainer.models.sequence import HIDDEN_STATES, Stacks, change_inputs
+from trainer.models.sequence import HIDDEN_STATES, Stacks, change_inputs, cut_rotations
 from trainer.models.within import run_within
 from trainer.parallel.communication import Group, copy_to_group, group_size, in_product_type, index_in_group
 from trainer.parallel.dropout import DropoutSite, KeyedDropout
@@ -28,11 +32,12 @@ from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEm
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.low_rank import LowRank
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
-from trainer.parallel.sequence import SEQUENCE_DIM, SequenceCut
+from trainer.parallel.sequence import SEQUENCE_DIM, ContextCut, SequenceCut
 from trainer.parallel.slicing import part_of
 from trainer.parallel.stage import Absent
 
 _INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # named arguments that are inputs
+_TENSOR, _CONTEXT = "`parallel.tensor`", "`parallel.context`"
 _HEADS_DIM = 1  # in attention probabilities `[batch, heads, queries, keys]`
 
 
@@ -47,29 +52,33 @@ class _Place:
     module: nn.Module
 
 
-def check_split(model: nn.Module, degree: int, sequence: bool = False) -> None:
-    """Refuse a model that cannot be cut over the tensor ranks.
+def check_split(model: nn.Module, degree: int, sequence: bool = False, context: bool = False) -> None:
+    """Refuse a model that cannot be cut over the ranks of the tensor axis.
 
     Args:
         model: the whole model or one pipeline stage, on any device including meta.
-        degree: the number of tensor ranks.
+        degree: the number of these ranks.
         sequence: whether `parallel.sequence` is true.
+        context: whether the degree is that of `parallel.context`.
 
     Raises:
-        UsageError: the model is in no family, or its family has no tensor or sequence parallelism. The degree does not
-            divide heads or features. A pattern matches nothing, or the family does not name a matrix.
+        UsageError: the model is in no family, or its family has not this parallelism. The degree does not divide heads
+            or features. A pattern matches nothing, or the family does not name a matrix.
         RecipeError: several of these hold.
     """
     family = family_of(model)
-    plan = _plan_of(family)
+    plan = _plan_of(family, context)
     places = list(_places(model))
     problems = Problems()
     for key in plan.heads:
         with problems.collect():
-            _check_heads(model.config, plan, key, degree)
+            _check_heads(model.config, plan, key, degree, _CONTEXT if context else _TENSOR)
     if sequence:
         with problems.collect():
             _check_sequence(model, family)
+    if context:
+        problems.raise_all()
+        return
     with problems.collect():
         _check_patterns(model, family, places)
     split_features = [(pattern, 0, blocks) for pattern, blocks in plan.columns.items()]
@@ -81,14 +90,14 @@ def check_split(model: nn.Module, degree: int, sequence: bool = False) -> None:
     problems.raise_all()
 
 
-def _check_heads(config: Any, plan: TensorPlan, key: str, degree: int) -> None:
+def _check_heads(config: Any, plan: TensorPlan, key: str, degree: int, name: str) -> None:
     common = gcd(*(getattr(config, name) for name in plan.heads))
     fitting = [str(number) for number in range(1, common + 1) if common % number == 0]
     heads = getattr(config, key)
     if heads % degree:
         kind = "attention head" if key != "num_key_value_heads" else "key and value head"
         raise UsageError(
-            f"`parallel.tensor` must divide the model's {heads} {kind}{'s' * (heads > 1)}, but is {degree}; use"
+            f"{name} must divide the model's {heads} {kind}{'s' * (heads > 1)}, but is {degree}; use"
             f" {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
         )
 
@@ -117,13 +126,16 @@ def _check_features(place: _Place, dim: int, blocks: int, degree: int) -> None:
         )
 
 
-def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Placements:
+def split_model(model: nn.Module, group: Group, sequence: bool = False, context: bool = False) -> Placements:
     """Replace every large matrix of a transformers model by this rank's part of it.
+
+    With `context`, matrices of layers stay whole, and layers work on this rank's positions.
 
     Args:
         model: the whole model, equal on every rank of the group, or on the meta device.
         group: the group of the tensor axis.
         sequence: whether the hidden states between the matrices of a layer are sharded by position.
+        context: whether all hidden states in layers are; attention then shares the heads.
 
     Returns:
         The placement of every parameter.
@@ -133,13 +145,13 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Place
     """
     parts = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding
     assert not any(isinstance(module, parts) for module in model.modules()), "the model is cut already"
-    check_split(model, group_size(group), sequence)
+    check_split(model, group_size(group), sequence, context)
     family = family_of(model)
-    plan = _plan_of(family)
+    plan = _of_context(_plan_of(family, context)) if context else _plan_of(family)
     tied = tied_names(model)
     places = list(_places(model))
     shared = [place.name for place in places if _any(plan.shared_inputs, place)]
-    stacks = _stacks(model, group) if sequence else None
+    stacks = _stacks(model, group, ContextCut if context else SequenceCut) if sequence or context else None
     placements: Placements = {}
     replaced: set[str] = set()
     for place in places:
@@ -159,6 +171,9 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Place
                 for attribute in attributes:
                     setattr(place.module, attribute, getattr(place.module, attribute) // group_size(group))
         _cut_dropout(place, plan, group, cut)
+        if isinstance(cut, ContextCut) and _any(plan.attention, place):
+            share_heads(place.module, cut)
+            cut_rotations(place.module, cut)
         if _any(plan.partial, place) or (cut and part is None):
             placements |= _partial(place)
     if stacks:
@@ -172,7 +187,17 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False) -> Place
     return {name: placements.get(name) or _whole(model, name) for name, _ in model.named_parameters()}
 
 
-def _plan_of(family: ModelFamily) -> TensorPlan:
+def _of_context(plan: TensorPlan) -> TensorPlan:
+    """Return a plan that cuts no matrix of layers."""
+    return replace(plan, columns={}, rows=(), shared_inputs=(), divided={}, split_dropouts=(), partial=())
+
+
+def _plan_of(family: ModelFamily, context: bool = False) -> TensorPlan:
+    if context and not (family.tensor and family.tensor.context_parallel):
+        raise UsageError(
+            f"`parallel.context` must be 1: the family {family.model_type} has no context parallelism; use"
+            " `activation_checkpointing` full for long sequences"
+        )
     if family.tensor is None:
         raise UsageError(
             f"`parallel.tensor` must be 1: tensor parallelism does not support the family {family.model_type}; use"
@@ -181,9 +206,9 @@ def _plan_of(family: ModelFamily) -> TensorPlan:
     return family.tensor
 
 
-def _stacks(model: nn.Module, group: Group) -> Stacks:
+def _stacks(model: nn.Module, group: Group, kind: type[SequenceCut]) -> Stacks:
     layers = {id(layer) for layer in layers_of(model).values()}
-    return Stacks({name: module for name, module in model.named_modules() if id(module) in layers}, group)
+    return Stacks({name: module for name, module in model.named_modules() if id(module) in layers}, group, kind)
 
 
 def _places(model: nn.Module) -> Iterable[_Place]:

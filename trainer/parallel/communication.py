@@ -1,8 +1,9 @@
-"""Collectives with a backward pass, for tensor and sequence parallelism.
+"""Collectives with a backward pass, for tensor, sequence and context parallelism.
 
-They are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053) and of its sequence parallelism (Korthikanti et
-al. 2022, arXiv:2205.05198). The ranks r of a group have x_r and compute y_r; dx_r and dy_r are gradients. `[r]` selects
-the positions of rank r; `cat` joins those of all ranks.
+They are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), of its sequence parallelism (Korthikanti et al.
+2022, arXiv:2205.05198) and of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509). The ranks r of a group have x_r
+and compute y_r; dx_r and dy_r are gradients. `[r]` selects the positions of rank r, `[heads r]` its attention heads;
+`cat` joins those of all ranks.
 
 | function               | forward               | backward                | y is used for                  |
 |------------------------|-----------------------|-------------------------|--------------------------------|
@@ -12,6 +13,8 @@ the positions of rank r; `cat` joins those of all ranks.
 | `scatter_sum_sequence` | y_r = (sum_s x_s)[r]  | dx_r = cat_s dy_s       | work on each rank's positions  |
 | `split_sequence`       | y_r = x_r[r]          | dx_r = cat_s dy_s       | work on each rank's positions  |
 | `join_sequence`        | y_r = cat_s x_s       | dx_r = dy_r[r]          | work that every rank repeats   |
+| `positions_to_heads`   | y_r = cat_s x_s[heads r] | dx_r = cat_s dy_s[r] | work on each rank's heads      |
+| `heads_to_positions`   | y_r = cat_s x_s[r]    | dx_r = cat_s dy_s[heads r] | work on each rank's positions |
 
 Each rank has `ceil(total / size)` positions of a sequence; the last ranks may have fewer or none (5 positions on 4
 ranks: 2, 2, 1, 0). Parts are padded with zeros only for the collective.
@@ -135,6 +138,29 @@ def join_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
     return _apply(_JoinSequence, x, group, dim, total)
 
 
+def positions_to_heads(x: Tensor, group: Group) -> Tensor:
+    """Return all positions of this rank's heads: y_r = cat_s x_s[heads r], dx_r = cat_s dy_s[r].
+
+    Source: Jacobs et al. 2023 (arXiv:2309.14509), section 3.1.
+
+    Args:
+        x: all heads of this rank's positions, `[batch, heads, positions / ranks, head_dim]`; dx has this shape.
+        group: the ranks; their number divides heads and positions.
+
+    Returns:
+        y, `[batch, heads / ranks, positions, head_dim]`; dy has this shape.
+    """
+    return _apply(_PositionsToHeads, x, group)
+
+
+def heads_to_positions(x: Tensor, group: Group) -> Tensor:
+    """Return all heads of this rank's positions: y_r = cat_s x_s[r], dx_r = cat_s dy_s[heads r].
+
+    It is the inverse of `positions_to_heads`, with the same shapes in the other order.
+    """
+    return _apply(_HeadsToPositions, x, group)
+
+
 def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group, *args: int) -> Tensor:
     if group is None or group_size(group) == 1:
         return x
@@ -212,6 +238,30 @@ class _JoinSequence(torch.autograd.Function):
         return _slice(grad, ctx.group, ctx.dim), None, None, None
 
 
+class _PositionsToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _to_heads(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_positions(grad, ctx.group), None
+
+
+class _HeadsToPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _to_positions(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_heads(grad, ctx.group), None
+
+
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the ranks in new memory, since `x` may have other readers."""
     total = x.clone(memory_format=torch.contiguous_format)
@@ -260,6 +310,26 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     _reduce_scatter_single()(received.view(-1), sent.view(-1), group=group)
     start, stop = bounds_of_part(total, index_in_group(group), size)
     return received.narrow(dim, 0, stop - start)
+
+
+def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    batch, _, part, width = x.shape
+    parts = x.reshape(batch, group_size(group), -1, part, width).movedim(1, 0)
+    return _exchange(parts, group).movedim(0, 2).flatten(2, 3)  # by the owner of the positions
+
+
+def _to_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    batch, heads, _, width = x.shape
+    parts = x.reshape(batch, heads, group_size(group), -1, width).movedim(2, 0)
+    return _exchange(parts, group).movedim(0, 1).flatten(1, 2)  # by the owner of the heads
+
+
+def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send part s of the first dimension to rank s, and return the parts received, in the order of the ranks."""
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received.view(-1), sent.view(-1), group=group)
+    return received
 
 
 def _all_gather_single() -> Callable[..., Any]:

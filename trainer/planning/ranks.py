@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -41,7 +40,7 @@ def simulated_mesh(layout: Layout, rank: int) -> Iterator[ParallelMesh]:
     if layout.world_size > 1:
         dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:
-        yield ParallelMesh(torch.device("cpu"), **asdict(layout))
+        yield ParallelMesh(torch.device("cpu"), **layout.sizes)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -112,6 +112,7 @@ def layouts(local: int, world: int) -> Iterator[tuple[Strategy, int, int, tuple[
                         f"parallel.strategy={row.name}",
                         f"parallel.tensor={tensor}",
                         f"parallel.sequence={sequence}",
+                        "parallel.context=1",
                         f"parallel.pipeline.stages={stages}",
                         *([f"parallel.shard={local // tensor}"] if row.groups else []),
                     ),

@@ -16,6 +16,7 @@ from trainer.recipe.strategies import STRATEGIES, Strategy
 
 _DOES_NOT_COMBINE = "is {value}, which {other} does not combine with: {reason}; {remedy}"
 _STRATEGY, _STAGES, _TENSOR = "parallel.strategy", "parallel.pipeline.stages", "parallel.tensor"
+_CONTEXT = "parallel.context"
 
 
 @dataclass(frozen=True)
@@ -150,12 +151,28 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     *_of_schedules(),
     *_of_strategies(_above_one(_TENSOR), lambda row: row.no_tensor),
-    Exclusion(
-        _above_one(_TENSOR),
-        _is("training.layout_invariant_dropout", False),
-        "torch's own dropout would draw the same mask on every tensor rank",
-        "leave it true",
-        form="is {value}, which needs `training.layout_invariant_dropout`: {reason}; {remedy}",
+    *_of_strategies(_above_one(_CONTEXT), lambda row: row.no_tensor),
+    *(
+        Exclusion(
+            _above_one(key),
+            _is("training.layout_invariant_dropout", False),
+            f"torch's own dropout would draw the same mask on every {rank} rank",
+            "leave it true",
+            form="is {value}, which needs `training.layout_invariant_dropout`: {reason}; {remedy}",
+        )
+        for key, rank in ((_TENSOR, "tensor"), (_CONTEXT, "context"))
+    ),
+    *(
+        Exclusion(_above_one(_CONTEXT), second, reason, remedy)
+        for second, reason, remedy in (
+            (_above_one(_TENSOR), "both cut the attention heads", "use one of them"),
+            (_is("data.packing", True), "packed rows are not cut by position", "set one of them to 1 or false"),
+            (
+                _is("compile", True),
+                "the exchange of heads has not been compiled in a test",
+                "set one of them to 1 or false",
+            ),
+        )
     ),
     Exclusion(
         _is("parallel.sequence", True),

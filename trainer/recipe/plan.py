@@ -17,8 +17,14 @@ class Layout:
 
     dp_replicate: int = 1
     dp_shard: int = 1
-    tp: int = 1
+    tp: int = 1  # tensor ranks, or with `context` those that shard positions
     pp: int = 1
+    context: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis of the mesh, by its name."""
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
 
     @property
     def data_parallel_size(self) -> int:
@@ -30,8 +36,8 @@ class Layout:
         return self.data_parallel_size * self.tp * self.pp
 
     def __str__(self) -> str:
-        degrees = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
-        return " x ".join(f"{axis} {size}" for axis, size in degrees.items() if size > 1) or "one process"
+        names = {"tp": "cp"} if self.context else {}
+        return " x ".join(f"{names.get(axis, axis)} {n}" for axis, n in self.sizes.items() if n > 1) or "one process"
 
 
 @dataclass(frozen=True)
@@ -141,15 +147,17 @@ def _sizes_near(size: int, divisor: int) -> str:
 def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layout:
     """Return the layout of a strategy, or raise `RecipeError` if it does not support this number of ranks."""
     strategy = STRATEGIES[parallel.strategy]
-    tensor, stages = parallel.tensor, parallel.pipeline.stages
+    tensor, stages = parallel.tensor_ranks, parallel.pipeline.stages
+    context = parallel.context > 1
+    key = "`parallel.context`" if context else "`parallel.tensor`"
     processes = _counted(world_size, "process", "es")
     if tensor > 1 and stages == 1 and world_size % tensor:
         raise RecipeError(
-            f"`parallel.tensor` must divide the {processes}, but is {tensor}; use"
-            f" {tensor} processes or a multiple of it, or `parallel.tensor` 1"
+            f"{key} must divide the {processes}, but is {tensor}; use {tensor} processes or a multiple of it, or"
+            f" {key} 1"
         )
     if world_size % (tensor * stages):
-        product = f"times `parallel.tensor` {tensor} " if tensor > 1 else ""
+        product = f"times {key} {tensor} " if tensor > 1 else ""
         raise RecipeError(
             f"`parallel.pipeline.stages` {product}must divide the {processes}, but is {stages}; use"
             f" {tensor * stages} processes or a multiple of it, or 1 stage"
@@ -160,7 +168,7 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
         )
     ranks = world_size // (tensor * stages)  # data-parallel ranks
     if not strategy.cuts_anything:
-        return Layout(dp_replicate=ranks, tp=tensor, pp=stages)
+        return Layout(dp_replicate=ranks, tp=tensor, pp=stages, context=context)
     shard = ranks
     if strategy.groups and parallel.shard != "auto":
         shard = parallel.shard
@@ -176,7 +184,7 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
         divisors = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
         unit = "processes" if tensor * stages == 1 else "data-parallel ranks"
         raise RecipeError(f"`parallel.shard` must divide the {ranks} {unit}, but is {shard}; use one of {divisors}")
-    return Layout(dp_replicate=ranks // shard, dp_shard=shard, tp=tensor, pp=stages)
+    return Layout(dp_replicate=ranks // shard, dp_shard=shard, tp=tensor, pp=stages, context=context)
 
 
 def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = None) -> RunPlan:

@@ -684,6 +684,11 @@ class Parallel(Section):
         description="Sequence parallelism: shard positions over tensor ranks between the matrices of a layer; less"
         " memory, same communication.",
     )
+    context: Annotated[int, Field(ge=1)] = Field(
+        1,
+        description="Context-parallel degree (as in DeepSpeed-Ulysses): ranks that shard the positions of the same rows"
+        " in all layers, and exchange heads for attention; for long sequences.",
+    )
     pipeline: Pipeline = Field(
         Pipeline(),
         description="Pipeline stages and their schedule.",
@@ -715,6 +720,11 @@ class Parallel(Section):
         description="Additional DeepSpeed configuration keys under zero1 to zero3; keys that the trainer sets are"
         " errors.",
     )
+
+    @property
+    def tensor_ranks(self) -> int:
+        """The number of ranks that process the same rows on one stage, by parts of matrices or of sequences."""
+        return self.tensor * self.context
 
 
 class Training(Section):

@@ -146,9 +146,9 @@ def ranks(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> g
     def place(row: Sequence[str], *axes: str) -> str:
         return ", ".join(f"{name} {cell}" for name, cell in zip(header, row, strict=True) if name in axes)
 
-    columns = [place(row, "stage", "stages", "tensor") for row in rows]
+    columns = [place(row, "stage", "stages", "tensor", "context") for row in rows]
     lines = [place(row, "replica", "shard") for row in rows]
-    parts = [place(row, "stage", "stages", "tensor", "shard") for row in rows]
+    parts = [place(row, "stage", "stages", "tensor", "context", "shard") for row in rows]
     numbers = list(dict.fromkeys(parts))
     found = {(line, column): row for line, column, row in zip(lines, columns, range(len(rows)), strict=True)}
     x, y = list(dict.fromkeys(columns)), list(dict.fromkeys(lines))

@@ -177,9 +177,9 @@ def check_model(
     if model is not None and recipe.data.packing:
         with problems.collect():
             check_packing(model)
-    if model is not None and parallel.tensor > 1:
+    if model is not None and parallel.tensor_ranks > 1:
         with problems.collect():
-            check_split(model, parallel.tensor, parallel.sequence)
+            check_split(model, parallel.tensor_ranks, parallel.sequence, parallel.context > 1)
     if model is not None and plan.pipeline is not None:
         with problems.collect():
             split = split_stages(model, plan.pipeline.num_stages, parallel.pipeline.split, parallel.pipeline.schedule)

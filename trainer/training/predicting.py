@@ -27,6 +27,7 @@ from trainer.data.row_files import INPUT_FORMATS, OUTPUT_FORMATS, Row, json_line
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import MOST_UNKNOWN
+from trainer.engine.building import refuse_generation_in_parts
 from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan, plan_run
@@ -124,11 +125,7 @@ class Prediction:
         plan = plan_run(recipe, environment.world_size, environment.local_world_size)
         meeting = meet_ranks(resolved, plan, environment)
         preparation, task = together(meeting, recipe, lambda: _prepared(recipe, self.request.columns))
-        if task.generates and plan.pipeline is not None:
-            raise UsageError(
-                "`parallel.pipeline.stages` must be 1 to generate texts, for which a rank needs the whole model, but is"
-                f" {recipe.parallel.pipeline.stages}; add parallel.pipeline.stages=1"
-            )
+        refuse_generation_in_parts(task, plan)
         device = open_device(environment, recipe.tf32)
         with process_group(plan, environment, device, meeting):
             _predict(self.request, plan, preparation, task, device)

@@ -80,7 +80,7 @@ def open_device(environment: LaunchEnvironment, tf32: bool) -> torch.device:
 
 def open_mesh(layout: Layout, device: torch.device) -> ParallelMesh:
     """Return the mesh of a layout. All ranks of the process group must call it."""
-    return ParallelMesh(device, pp=layout.pp, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, tp=layout.tp)
+    return ParallelMesh(device, **layout.sizes)
 
 
 def _collective_timeout(recipe: Recipe) -> timedelta:

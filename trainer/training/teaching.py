@@ -88,9 +88,10 @@ def check_teacher(plan: RunPlan, task: Task, preparation: Preparation | None) ->
         _require_all(recipe, check_weights(described, task.auto_class_name, {}))
     with problems.collect():
         _columns(recipe, task)
-    if recipe.parallel.tensor > 1:
+    parallel = recipe.parallel
+    if parallel.tensor_ranks > 1:
         with problems.collect(), _naming_the_teacher():
-            check_split(model, recipe.parallel.tensor, recipe.parallel.sequence)
+            check_split(model, parallel.tensor_ranks, parallel.sequence, parallel.context > 1)
     if preparation is not None:
         with problems.collect(), _naming_the_teacher():
             _require_same_inputs(recipe, task, preparation, config)
@@ -142,8 +143,9 @@ def has_teacher(plan: RunPlan, mesh: ParallelMesh) -> bool:
 
 
 def teacher_cut(plan: RunPlan, mesh: ParallelMesh) -> ModelCut | None:
-    """Return the cut of the teacher: over tensor ranks as the student, but not into stages."""
-    (cut,) = model_cuts(mesh, plan.recipe.parallel.sequence, (0,), 1, None)
+    """Return the cut of the teacher: over tensor or context ranks as the student, but not into stages."""
+    parallel = plan.recipe.parallel
+    (cut,) = model_cuts(mesh, parallel.sequence, parallel.context > 1, (0,), 1, None)
     return cut
 
 

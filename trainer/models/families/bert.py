@@ -29,6 +29,7 @@ def _like_bert(model_type: str, *, vocabulary_heads: tuple[str, ...], whole: tup
             vocabulary_heads=vocabulary_heads,
             whole=("embeddings.position_embeddings", "embeddings.token_type_embeddings", "qa_outputs", *whole),
             sequence_parallel=True,
+            context_parallel=True,
         ),
         stages=StagePlan((LayerStack(_LAYERS, before=("embeddings", "embeddings_project")),)),
     )

@@ -25,6 +25,7 @@ DISTILBERT = ModelFamily(
         whole=("embeddings.position_embeddings", "pre_classifier", "classifier", "vocab_transform", "qa_outputs"),
         heads=("n_heads",),
         sequence_parallel=True,
+        context_parallel=True,
     ),
     stages=StagePlan((LayerStack(_LAYERS, before=("embeddings",)),)),
 )

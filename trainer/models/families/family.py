@@ -40,6 +40,9 @@ class TensorPlan:
     # Whether the inputs of layers may be sharded by position. Every module that reads other positions must then be in
     # or below a module of `shared_inputs`, which gathers the positions at its entry.
     sequence_parallel: bool = False
+    # Whether layers may have this rank's positions only, and all weights. Every module that reads other positions must
+    # then be in `attention`; its other inputs are a mask and rotations.
+    context_parallel: bool = False
 
 
 @dataclass(frozen=True)

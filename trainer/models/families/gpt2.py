@@ -20,6 +20,7 @@ GPT2 = ModelFamily(
         heads=("n_head",),
         divided={f"{_LAYERS}.attn": ("split_size",)},
         sequence_parallel=True,
+        context_parallel=True,
     ),
     stages=StagePlan((LayerStack(_LAYERS, before=("wte", "wpe")),)),
 )

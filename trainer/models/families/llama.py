@@ -23,6 +23,7 @@ def _like_llama(model_type: str, *, partial: tuple[str, ...] = ()) -> ModelFamil
             partial=partial,
             heads=("num_attention_heads", "num_key_value_heads"),
             sequence_parallel=True,
+            context_parallel=True,
         ),
         stages=StagePlan((LayerStack(_LAYERS, before=("embed_tokens",)),)),
     )

@@ -20,6 +20,7 @@ MODERNBERT = ModelFamily(
         whole=("head.dense", "classifier", "qa_outputs"),
         split_dropouts=(f"{_LAYERS}.mlp.drop",),
         sequence_parallel=True,
+        context_parallel=True,
     ),
     stages=StagePlan((LayerStack(_LAYERS, before=("embeddings",)),)),
 )

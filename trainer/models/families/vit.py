@@ -18,6 +18,7 @@ VIT = ModelFamily(
         shared_inputs=(f"{_LAYERS}.attention",),
         whole=("embeddings", "embeddings.patch_embeddings.projection", "pooler.dense", "classifier"),
         sequence_parallel=True,
+        context_parallel=True,
     ),
     stages=StagePlan((LayerStack(_LAYERS, before=("embeddings",)),)),
 )
