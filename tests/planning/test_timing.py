@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.planning.measured import recipe_of
+from tests.planning.times import LAYOUTS, PAGE, Row, page, published, rank_correlation, regret
 from trainer.base.errors import UsageError
 from trainer.cli import main
 from trainer.engine.timeline import Action, as_svg, as_text, order_of, simulate
@@ -48,6 +49,18 @@ def test_the_roofline_of_a_matrix_product():
         amount.num_bytes / 1e11
     )
     assert operation_seconds(MATMUL, "fp32", 1e10, amount.num_bytes, SPEED) == pytest.approx(1e10 / 1e12)
+
+
+def test_the_published_times():
+    rows = published()
+    assert [row.name for row in rows] == [name for name, *_ in LAYOUTS]
+    assert "\n".join(page(rows)) in PAGE.read_text(encoding="utf-8")
+
+
+def test_ranks_and_regrets():
+    rows = [Row(name, 0.0, likely, 9.0, found) for name, likely, found in (("a", 1, 2), ("b", 2, 1), ("c", 3, 3))]
+    assert rank_correlation(rows) == pytest.approx(0.5)  # 1 - 6 (1 + 1) / (3 (9 - 1))
+    assert regret(rows) == 1.0
 
 
 def test_rings_and_trees():

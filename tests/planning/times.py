@@ -32,6 +32,7 @@ from trainer.ranks.environment import available_cores
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 
+PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 LENGTH = 64
 ROWS = 16
 BERT = {
@@ -152,7 +153,8 @@ def compare(file: Path) -> list[Row]:
         rows = []
         for name, number, keys in LAYOUTS:
             measured = max(pools[number].run(measured_step, keys))
-            rows.append(Row(name, *_predicted(plan_run(_recipe(keys), number), file), measured))
+            seconds = (*_predicted(plan_run(_recipe(keys), number), file), measured)
+            rows.append(Row(name, *(round(value, 4) for value in seconds)))  # as precise as the table
         return rows
     finally:
         for pool in pools.values():
@@ -171,14 +173,36 @@ def regret(rows: Sequence[Row]) -> float:
     return chosen.measured / min(row.measured for row in rows) - 1
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Return the table of the documentation."""
+def page(rows: Sequence[Row]) -> list[str]:
+    """Return the table and the summary of the documentation."""
     lines = ["| layout | planned, ms | range, ms | measured, ms | plan / measured |", "|---|---|---|---|---|"]
     for row in rows:
         ends = f"{1e3 * row.least:.1f} to {1e3 * row.most:.1f}"
         ratio = row.likely / row.measured
         lines.append(f"| {row.name} | {1e3 * row.likely:.1f} | {ends} | {1e3 * row.measured:.1f} | {ratio:.2f} |")
+    errors = [abs(row.likely / row.measured - 1) for row in rows]
+    inside = sum(row.least <= row.measured <= row.most for row in rows)
+    lines += [
+        "",
+        f"- The rank correlation of planned and measured times is {rank_correlation(rows):.2f}.",
+        f"- The median error of a plan is {statistics.median(errors):.0%}; the largest is {max(errors):.0%}.",
+        f"- {inside} of {len(rows)} measured times lie in their ranges.",
+    ]
+    for model in ("bert", "llama"):
+        longer = regret([row for row in rows if row.name.startswith(model)])
+        lines.append(f"- The layout with the shortest plan of {model} takes {longer:.0%} longer than the fastest one.")
     return lines
+
+
+def published() -> list[Row]:
+    """Return the rows of the documentation."""
+    text = PAGE.read_text(encoding="utf-8").split("| layout | planned, ms |")[1].split("\n\n")[0]
+    rows = []
+    for line in text.splitlines()[2:]:
+        name, likely, ends, measured, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        least, most = ends.split(" to ")
+        rows.append(Row(name, *(float(value) / 1e3 for value in (least, likely, most, measured))))
+    return rows
 
 
 def main() -> None:
@@ -187,16 +211,7 @@ def main() -> None:
         file = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(folder) / "machine.json"
         if len(sys.argv) == 1:
             measure_machine(file)
-        rows = compare(file)
-    print("\n".join(table(rows)))
-    errors = sorted(abs(row.likely / row.measured - 1) for row in rows)
-    inside = sum(row.least <= row.measured <= row.most for row in rows)
-    print(
-        f"rank correlation {rank_correlation(rows):.2f}; median error {statistics.median(errors):.0%}; {inside} of"
-        f" {len(rows)} measured times lie in the range"
-    )
-    for model in ("bert", "llama"):
-        print(f"{model}: the chosen layout takes {regret([r for r in rows if r.name.startswith(model)]):.0%} longer")
+        print("\n".join(page(compare(file))))
 
 
 if __name__ == "__main__":
