@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,6 +24,7 @@ from trainer.planning.recipe_plan import HOST_RESERVED, RecipePlan, rank_as_obje
 from trainer.planning.showing import rank_lines, size
 from trainer.planning.stages import plan_rank
 from trainer.planning.step import StepPlan, planned_task, updated_engine
+from trainer.ranks.messages import encode
 from trainer.reading.loading import ResolvedRecipe
 from trainer.recipe.plan import RunPlan, plan_run
 
@@ -182,9 +182,9 @@ def _state_files(plan: RunPlan, rank: int, length: int) -> StateFiles:
         own = list(own_share(state.parts))
         name = share_name(rank, mesh.world_size)
         written = sum(box.view.nbytes for _, box in own)
-        report = [asdict(WrittenFile(name, written, "0" * 64))], {part.name: part.shape for part in state.parts}
+        report = ([asdict(WrittenFile(name, written, "0" * 64))], {part.name: part.shape for part in state.parts})
         read = sum(box.view.nbytes for part in state.parts for box in part.boxes)
-        return StateFiles(name, written, len(own), read, len(pickle.dumps(report)))
+        return StateFiles(name, written, len(own), read, len(encode(report)))
 
 
 def _model_files(plan: RunPlan) -> dict[str, int]:
