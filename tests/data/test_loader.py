@@ -20,6 +20,7 @@ from trainer.data.cache import EntryWriter, open_entry
 from trainer.data.collate import Padding
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
+from trainer.data.split import EncodedSplit
 from trainer.recipe.plan import BatchPlan
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +71,33 @@ def test_every_world_size_learns_from_the_same_rows(split, ranks, grouped):
         assert {batch.num_tokens for batch in batches} == {split.lengths[expected].sum()}
         assert len({len(batch.microbatches) for batch in batches}) == 1
     assert step == 7
+
+
+def own_bytes() -> int:
+    """The memory of this process without that of mapped files, which the system takes back when it needs it."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_batches_of_a_corpus_of_a_billion_tokens_take_no_memory(tmp_path):
+    width, num_tokens = 128, 10**9
+    offsets = np.lib.format.open_memmap(tmp_path / "offsets", "w+", np.int64, (num_tokens // width + 1,))
+    offsets[:] = np.arange(len(offsets)) * width
+    tokens, labels = (
+        np.lib.format.open_memmap(tmp_path / name, "w+", np.int32, (size,))  # files with holes
+        for name, size in (("tokens", num_tokens), ("labels", len(offsets) - 1))
+    )
+    tokens[-width:] = 7
+    before = own_bytes()
+    corpus = EncodedSplit(offsets, {"input_ids": tokens}, {"labels": labels}, "hash")
+    assert len(corpus) == 7_812_500
+    assert corpus.widths(np.array([len(corpus) - 1]), padded=True).tolist() == [[width]]
+    assert PADDING.inputs(corpus, np.array([3, len(corpus) - 1]))["input_ids"].sum() == 7 * width
+    loader = train_loader(corpus, grouped=False, total_steps=10**7)
+    assert next(iter(loader)).num_tokens == 12 * width
+    assert all(len(set(loader.row_ids(step))) == 12 for step in (100_000, 5_000_000))  # of other epochs, too
+    assert own_bytes() - before < 32 * 2**20
 
 
 def test_a_ragged_batch_of_seven_rows_on_three_ranks(split):

@@ -82,15 +82,14 @@ class Padding:
         Arrays stay as they are.
         """
         widest = row_ids if as_wide_as is None else as_wide_as
-        num_texts = split.texts_per_row
-        texts = (row_ids[:, None] * num_texts + np.arange(num_texts)).ravel()
-        flat, is_token = self._places(split.offsets, texts, int(split.lengths[widest].max()))
+        num_texts, texts = split.texts_per_row, split.texts_of(row_ids).ravel()
+        flat, is_token = self._places(split.offsets, texts, int(split.lengths_of(widest).max()))
         shape = (len(row_ids), num_texts, -1) if num_texts > 1 else (len(row_ids), -1)
         features = {name: _pad(values, flat, is_token, self.value(name)) for name, values in split.tokens.items()}
         features["attention_mask"] = torch.from_numpy(is_token.astype(np.int64))
         features = {name: tensor.view(shape) for name, tensor in features.items()}
         for name, column in split.ragged.items():
-            flat, is_token = self._places(column.offsets, row_ids, int(column.lengths[widest].max()))
+            flat, is_token = self._places(column.offsets, row_ids, int(column.lengths_of(widest).max()))
             features[name] = _pad(column.values, flat, is_token, self.value(name))
         arrays = {name: torch.from_numpy(values[row_ids]) for name, values in split.arrays.items()}
         return features | arrays

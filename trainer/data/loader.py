@@ -196,7 +196,7 @@ class _TrainBatches:
             return partition_by_tokens(
                 widths, self._data_rank, plan.data_parallel_size, plan.micro_batch_tokens, plan.packs
             )
-        shortest = int(self._split.lengths[row_ids].argmin())  # the cheapest row to repeat
+        shortest = int(self._split.lengths_of(row_ids).argmin())  # the cheapest row to repeat
         return partition(len(row_ids), self._data_rank, plan.data_parallel_size, plan.micro_batch_size, shortest)
 
 

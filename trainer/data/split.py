@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -28,18 +29,18 @@ class Ragged:
     offsets: IndexArray  # [rows + 1]
     values: FlatArray
 
-    @property
-    def lengths(self) -> IndexArray:
-        """The length of each row, of shape `[rows]`."""
-        return np.diff(self.offsets)
+    def lengths_of(self, row_ids: IndexArray) -> IndexArray:
+        """Return the length of each of the rows, of shape `[rows]`."""
+        lengths: IndexArray = self.offsets[row_ids + 1] - self.offsets[row_ids]
+        return lengths
 
 
 class EncodedSplit:
     """A prepared split as columns.
 
     Text `i` owns `tokens[name][offsets[i] : offsets[i + 1]]`. Row `i` owns the `texts_per_row` texts from
-    `i * texts_per_row`, `scalars[name][i]`, `arrays[name][i]` and its part of `ragged[name]`. `lengths` holds the
-    number of tokens of the longest text of each row, of shape `[rows]`.
+    `i * texts_per_row`, `scalars[name][i]`, `arrays[name][i]` and its part of `ragged[name]`. The memory of a split
+    does not grow with its rows, unless `lengths` is read.
 
     Args:
         offsets: the start of each text in the flat columns, and the end of the last text, of shape `[texts + 1]`; zeros
@@ -78,14 +79,31 @@ class EncodedSplit:
         self.num_cut = num_cut
         self.num_cut_targets = num_cut_targets
         self.reopen = reopen
-        self._text_lengths: IndexArray = np.diff(offsets).reshape(-1, texts_per_row)
-        self.lengths: IndexArray = self._text_lengths.max(axis=1)
         # The number of unknown tokens, and of ordinary tokens with the unknown ones; None: not counted.
         self.unknown_tokens: tuple[int, int] | None = None
         self.num_blank = 0  # rows of special tokens only
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return (len(self.offsets) - 1) // self.texts_per_row
+
+    @cached_property
+    def lengths(self) -> IndexArray:
+        """The number of tokens of the longest text of each row, of shape `[rows]`."""
+        return np.diff(self.offsets).reshape(-1, self.texts_per_row).max(axis=1)
+
+    def lengths_of(self, row_ids: IndexArray) -> IndexArray:
+        """Return the `lengths` of some rows, without those of the others."""
+        longest: IndexArray = self._lengths_of_texts(row_ids).max(axis=1)
+        return longest
+
+    def texts_of(self, row_ids: IndexArray) -> IndexArray:
+        """Return the indices of the texts of some rows, of shape `[rows, texts_per_row]`."""
+        return row_ids[:, None] * self.texts_per_row + np.arange(self.texts_per_row)
+
+    def _lengths_of_texts(self, row_ids: IndexArray) -> IndexArray:
+        texts = self.texts_of(row_ids)
+        lengths: IndexArray = self.offsets[texts + 1] - self.offsets[texts]
+        return lengths
 
     def num_tokens(self, row_ids: IndexArray) -> int:
         """Return the number of tokens of all texts of the rows, and of their ragged columns except the labels."""
@@ -101,8 +119,9 @@ class EncodedSplit:
         Returns:
             The numbers of tokens, of shape `[rows, columns]`.
         """
-        texts = self.lengths[row_ids] * self.texts_per_row if padded else self._text_lengths[row_ids].sum(axis=1)
-        ragged = [column.lengths[row_ids] for name, column in self.ragged.items() if name != "labels"]
+        lengths = self._lengths_of_texts(row_ids)
+        texts = lengths.max(axis=1) * self.texts_per_row if padded else lengths.sum(axis=1)
+        ragged = [column.lengths_of(row_ids) for name, column in self.ragged.items() if name != "labels"]
         return np.stack([texts, *ragged], axis=1)
 
     def __reduce__(self) -> tuple[Any, ...]:
