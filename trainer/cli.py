@@ -763,7 +763,7 @@ def _as_json(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageContents
         "file": str(resolved.file),
         "recipe": resolved.recipe.model_dump(mode="json"),
         "origins": {key: str(origin) for key, origin in resolved.origins.items()},
-        "layout": asdict(plan.layout),
+        "layout": plan.layout.sizes,
         "batch": asdict(plan.batch),
         "pipeline": _pipeline_as_json(plan.pipeline, stages) if plan.pipeline else None,
         "deepspeed": deepspeed_config(plan) or None,

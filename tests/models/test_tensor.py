@@ -143,7 +143,7 @@ def run_parts_of_stages(model_type: str, sequence: bool) -> None:
     parts = []
     for stage in (0, 1):
         module: Any = build(model_type, head, 0.0, DropoutKeys(seed=0))
-        made = ModelCut(group, sequence, StageChoice(stage, 2))(module)
+        made = ModelCut(group, sequence, choice=StageChoice(stage, 2))(module)
         assert made.part is not None
         received = made.part.run(module.forward, received, inputs)
         parts.append((module, made))
