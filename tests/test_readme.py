@@ -36,7 +36,7 @@ BIN = Path(sys.executable).parent
 STEPS = 4  # of each training here
 
 ELSEWHERE = {
-    "make test": 'Makefile::pytest $(WORKERS) -m "not slow"',
+    "make test": 'Makefile::pytest $(WORKERS) -m "not slow and not nightly"',
     "make test-all": ".ci/run::make test-all",
     "make check": ".ci/run::make check",
     "make bench": "tests/benchmarks/test_benchmarks.py::def test_throughput",
@@ -55,6 +55,9 @@ ELSEWHERE = {
     "trainer compare bert_sample --processes 2 --steps 10 --with pytorch --with transformers model.dropout=0"
     " parallel.strategy=ddp,zero2": "tests/comparing/test_compare.py::def test_layouts_and_peers_on_two_processes",
     "trainer run bert_sample compile=true": "tests/training/test_compiled.py::def test_a_compiled_run",
+    "trainer rehearse bert_sample --ranks 64 --rank 37 parallel.tensor=2 training.global_batch_size=64": (
+        "tests/planning/test_rehearsal.py::def test_a_rank_of_many_is_shown"
+    ),
     "sbatch mine.sbatch": 'tests/launch/test_launchers.py::"launch-script"',
     "trainer doctor": "tests/doctor/test_doctor.py::test_this_machine_has_no_problem",
     "trainer doctor bert_sample --processes 2": "tests/doctor/test_doctor.py::test_a_recipe_is_resolved_first",
