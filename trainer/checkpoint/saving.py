@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -25,6 +26,7 @@ from trainer.checkpoint.files import (
     write_bytes,
     write_share,
 )
+from trainer.checkpoint.mirror import Mirror
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import MODEL_PREFIX, Engine, EngineState
@@ -118,6 +120,10 @@ class Saver:
         saved: the rest of each checkpoint.
         asynchronous: whether the training continues while a thread writes a copy in CPU memory.
         check_owner: raises an error on rank 0 if the folder no longer belongs to this run.
+        mirror: the URL of copies; None: there are none.
+
+    Raises:
+        UsageError: `mirror` cannot be opened.
     """
 
     def __init__(
@@ -128,6 +134,7 @@ class Saver:
         saved: Saved,
         asynchronous: bool = True,
         check_owner: Callable[[], None] = lambda: None,
+        mirror: str | None = None,
     ) -> None:
         self._store = store
         self._engine = engine
@@ -135,6 +142,11 @@ class Saver:
         self._saved = saved
         self._asynchronous = asynchronous
         self._check_owner = check_owner
+        self._mirror = Mirror(mirror, store) if mirror and mesh.rank == 0 else None
+        if self._mirror is not None:
+            store.needed = self._mirror.needed
+        self.note: Callable[[str], None] = warnings.warn
+        """Show a note on rank 0."""
         self._share: _Share | None = None
         self._frozen: str | None = None  # the digest, computed once
         self.progress = Progress()
@@ -150,10 +162,9 @@ class Saver:
             UsageError: the checkpoint is of another training or model, `mode` is "never" and a checkpoint exists, or
                 the folder cannot be written.
         """
-        marker = self._mesh.on_rank_zero(self._open_store)
+        marker, notes = self._mesh.on_rank_zero(lambda: self._open_store(mode == "auto"))
         self._refuse_other_folders(marker)
         steps = self._mesh.share(self._store.steps())
-        notes: list[str] = []
         for step in reversed(steps):
             state, problem = self._open(step)
             if state is None:
@@ -170,7 +181,17 @@ class Saver:
             self.progress = state.facts.progress
             self.has_checkpoint = True
             break
+        if self._mirror is not None and self.has_checkpoint:
+            self._mirror.send_missing(self.progress.step)
         return notes
+
+    def finish_mirror(self, model: Path | None) -> None:
+        """Wait until all copies are uploaded, with the final model if there is one; all ranks must call it.
+
+        Raises:
+            TrainerError: they could not be uploaded.
+        """
+        self._mesh.on_rank_zero(lambda: self._mirror.finish(model) if self._mirror is not None else None)
 
     def save(self) -> None:
         """Copy the state and start to write it, after the previous checkpoint is complete.
@@ -246,6 +267,10 @@ class Saver:
 
         self._mesh.on_rank_zero(lambda: self._or_fail(step, complete))
         self.has_checkpoint = True
+        if self._mirror is not None:
+            if problem := self._mirror.problem():
+                self.note(f"{problem}; the training goes on, and the next checkpoint is tried")
+            self._mirror.send(step)
 
     def _or_fail(self, step: int, action: Callable[[], object]) -> None:
         self._check_owner()
@@ -280,11 +305,12 @@ class Saver:
                 " file that rank 0 made there is not seen; use a file system that the nodes share"
             )
 
-    def _open_store(self) -> str:
-        """Open the store and create a marker in it."""
+    def _open_store(self, fetches: bool) -> tuple[str, list[str]]:
+        """Open the store, fetch a copy into an empty one, and create a marker in it; return the marker and notes."""
         try:
             self._store.open()
-            return self._store.make_marker()
+            notes = self._mirror.fetch() if self._mirror is not None and fetches and not self._store.steps() else []
+            return self._store.make_marker(), notes
         except OSError as error:
             raise storage_error(
                 f"`checkpoint.folder` must be a folder that can be written, but {self._store.folder} is not: {error};"

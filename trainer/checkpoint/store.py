@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class CheckpointStore:
         self.folder = folder / "checkpoints"
         self._keep = keep
         self._seconds = seconds
+        self.needed: Callable[[], set[int]] = set
+        """Return steps of checkpoints that must not be removed yet."""
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
@@ -111,8 +113,19 @@ class CheckpointStore:
             OSError: the checkpoint cannot be written; earlier ones are unchanged.
         """
         step = facts.progress.step
+        seal(self.unfinished_path(step), facts, files)
+        final = self.adopt(step)
+        best = facts.progress.best
+        self._rotate(step, best.step if best else None)
+        return final
+
+    def adopt(self, step: int) -> Path:
+        """Make the temporary folder of a sealed checkpoint the newest one.
+
+        Raises:
+            OSError: it cannot be renamed.
+        """
         temporary, final = self.unfinished_path(step), self.path(step)
-        seal(temporary, facts, files)
         aside = self.folder / f"{_REPLACED}{final.name}"
         if final.exists():
             os.rename(final, aside)
@@ -124,8 +137,6 @@ class CheckpointStore:
             raise
         sync(self.folder)
         replace_text(self.folder / _LATEST, f"{final.name}\n")
-        best = facts.progress.best
-        self._rotate(step, best.step if best else None)
         return final
 
     def discard(self, step: int) -> None:
@@ -140,7 +151,7 @@ class CheckpointStore:
     def _rotate(self, step: int, best: int | None) -> None:
         steps = self.steps()
         kept = {*[other for other in steps if other <= step][-self._keep :], *({best} if best is not None else ())}
-        for other in set(steps) - kept:
+        for other in set(steps) - kept - self.needed():
             with suppress(OSError):  # an extra checkpoint does no harm
                 # Renamed first: a partly removed checkpoint must not look like a damaged one.
                 os.rename(self.path(other), self.folder / f"{_REMOVED}{self.path(other).name}")

@@ -881,6 +881,11 @@ class Checkpoint(Section):
         description="auto: resume from the newest checkpoint in the folder; never: a folder with a checkpoint is an"
         " error.",
     )
+    mirror: str | None = Field(
+        None,
+        description="Place of copies of the checkpoints and the final model, for fsspec, such as `s3://bucket/run`."
+        " They are uploaded during the training. A run without a checkpoint in its folder resumes from there.",
+    )
 
 
 class Profile(Section):

@@ -9,7 +9,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -138,7 +138,8 @@ class Assembly:
         patience = min(FOLDER_SECONDS, self.recipe.parallel.join_timeout.seconds)
         store = CheckpointStore(Path(checkpoint.folder), checkpoint.keep, patience)
         kind = Saver if saves else IdleSaver
-        return kind(store, self.engine, self.mesh, self.saved, checkpoint.asynchronous, check_owner)
+        mirror = checkpoint.mirror if saves else None
+        return kind(store, self.engine, self.mesh, self.saved, checkpoint.asynchronous, check_owner, mirror)
 
     def info(self, environment: LaunchEnvironment) -> RunInfo:
         """Return the facts for the start-up summary. All ranks must call it."""
@@ -272,7 +273,7 @@ def assemble(
     beside = {"buffers": buffers_hash(models, mesh), "normalisation": data.preparation.normalisation}
     saved = Saved(
         identity(recipe, data.train.content_hash, beside, placed.digest),
-        {"recipe": recipe.model_dump(mode="json"), "layout": asdict(plan.layout), "versions": versions()},
+        {"recipe": recipe.model_dump(mode="json"), "layout": plan.layout.sizes, "versions": versions()},
         model_files,
     )
     engine = build_engine(built, task, mesh, plan, plan.total_steps(len(data.train)), placed.teacher)

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trainer.base.errors import Problems
+from trainer.checkpoint.mirror import open_place
 from trainer.data.loader import require_fitting_rows
 from trainer.models.adapters import adapt
 from trainer.models.building import build_on_meta, check_weights, load_config
@@ -56,6 +57,9 @@ def check_parts(plan: RunPlan) -> Checked:
     hand = Hand.of(recipe)
     notes = list(hand.notes)
     problems = Problems()
+    if recipe.checkpoint.mirror is not None:
+        with problems.collect():
+            open_place(recipe.checkpoint.mirror)
     data = stages = None
 
     def load(recipe: Recipe) -> Preparation:
@@ -101,6 +105,9 @@ def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> Prepared
     recipe = plan.recipe
     problems = Problems()
     data = None
+    if recipe.checkpoint.mirror is not None:
+        with problems.collect():
+            open_place(recipe.checkpoint.mirror)
     if Hand.of(recipe).has_model:
         with problems.collect():
             if load_config(recipe.model, {}).model_type in FAMILIES:

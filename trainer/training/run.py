@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer.base.text import without_secrets
 from trainer.checkpoint.owner import FolderOwner
 from trainer.checkpoint.progress import Progress
 from trainer.models.attention import attention_notes
@@ -110,6 +111,7 @@ def _train(
         *([f"layers are compiled after the first microbatch; the code is kept in {compile_cache()}"] * recipe.compile),
     ]
 
+    saver.note = observers.note
     info = parts.info(environment)
     mesh.on_rank_zero(lambda: session.start(info))
     session.begin_steps()
@@ -142,6 +144,9 @@ def _train(
         observers.doing(saver.progress.step, "exporting the model")
         parts.export(folder / "model")
         session.model_folder = folder / "model"
+    if saves and recipe.checkpoint.mirror:
+        observers.doing(saver.progress.step, f"uploading to {without_secrets(recipe.checkpoint.mirror)}")
+        saver.finish_mirror(session.model_folder)
     return ending
 
 
