@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ def saved(keys: Mapping[str, Any]) -> tuple[int, int]:
     """Take a step on this rank, and return the bytes and the number of the tensors that it saves."""
     recipe = recipe_of(keys)
     plan = plan_run(recipe, dist.get_world_size())
-    task, mesh = planned_task(plan), ParallelMesh(torch.device("cpu"), **asdict(plan.layout))
+    task, mesh = planned_task(plan), ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
     built = [
         build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), cut=cut)
         for cut in planned_cuts(plan, mesh)
