@@ -16,9 +16,8 @@ from trainer.base.disk import sync
 from trainer.base.errors import TrainerError, UsageError
 from trainer.base.text import without_secrets
 from trainer.checkpoint.files import SUMS, verify
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.store import CheckpointStore, steps_of
 
-_STEP = re.compile(r"step-([0-9]{8,})")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _CHECKPOINTS = "checkpoints"
 
@@ -114,8 +113,7 @@ class Mirror:
         if not self._files.exists(folder):
             return []
         names = (posixpath.basename(path.rstrip("/")) for path in self._files.ls(folder, detail=False))
-        found = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
-        return sorted(step for step in found if self._files.exists(f"{self._place(step)}/{SUMS}"))
+        return [step for step in steps_of(names) if self._files.exists(f"{self._place(step)}/{SUMS}")]
 
     def fetch(self) -> list[str]:
         """Download the newest whole copy into the store, and return notes for the user.

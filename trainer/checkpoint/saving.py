@@ -142,6 +142,7 @@ class Saver:
         self._saved = saved
         self._asynchronous = asynchronous
         self._check_owner = check_owner
+        self._is_mirrored = bool(mirror)
         self._mirror = Mirror(mirror, store) if mirror and mesh.rank == 0 else None
         if self._mirror is not None:
             store.needed = self._mirror.needed
@@ -181,8 +182,8 @@ class Saver:
             self.progress = state.facts.progress
             self.has_checkpoint = True
             break
-        if self._mirror is not None and self.has_checkpoint:
-            self._mirror.send_missing(self.progress.step)
+        if self.has_checkpoint:
+            self._on_mirror(lambda mirror: mirror.send_missing(self.progress.step))
         return notes
 
     def finish_mirror(self, model: Path | None) -> None:
@@ -191,7 +192,12 @@ class Saver:
         Raises:
             TrainerError: they could not be uploaded.
         """
-        self._mesh.on_rank_zero(lambda: self._mirror.finish(model) if self._mirror is not None else None)
+        self._on_mirror(lambda mirror: mirror.finish(model))
+
+    def _on_mirror(self, action: Callable[[Mirror], None]) -> None:
+        """Run `action` on rank 0 if there is a mirror; its error ends all ranks together."""
+        if self._is_mirrored:
+            self._mesh.on_rank_zero(lambda: action(self._mirror) if self._mirror is not None else None)
 
     def save(self) -> None:
         """Copy the state and start to write it, after the previous checkpoint is complete.

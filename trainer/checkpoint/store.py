@@ -26,6 +26,11 @@ FOLDER_SECONDS = 60.0
 """The longest time until a machine sees the files of another one, since NFS caches the entries of a folder."""
 
 
+def steps_of(names: Iterable[str]) -> list[int]:
+    """Return the steps of the names that are those of checkpoints' folders, oldest first."""
+    return sorted(int(match[1]) for match in map(_FOLDER_NAME.fullmatch, names) if match)
+
+
 class CheckpointStore:
     """The checkpoints of one run. Rank 0 creates, completes and removes them; each rank writes its own file.
 
@@ -44,8 +49,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
-        matches = (_FOLDER_NAME.fullmatch(path.name) for path in self.folder.glob("step-*") if path.is_dir())
-        return sorted(int(match[1]) for match in matches if match)
+        return steps_of(path.name for path in self.folder.glob("step-*") if path.is_dir())
 
     def path(self, step: int) -> Path:
         """Return the folder of a complete checkpoint."""
