@@ -87,6 +87,14 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFix
     assert "the checkpoint of step 2 was downloaded" in shown
 
 
+def test_never_resuming_refuses_copies_of_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(tmp_path, "training.stop_at_step=2") == ExitCode.STOPPED
+    shutil.rmtree(tmp_path / "run")
+    assert run(tmp_path, "checkpoint.resume=never") == ExitCode.USER
+    assert "has a checkpoint of step 2; name another `checkpoint.mirror`" in " ".join(capsys.readouterr().err.split())
+    assert steps_of(tmp_path / "copies") == ["step-00000001", "step-00000002"]
+
+
 class Broken(LocalFileSystem):
     """A place that takes small files of models only, but for the first checkpoint."""
 

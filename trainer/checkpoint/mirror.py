@@ -136,6 +136,19 @@ class Mirror:
             return [*notes, f"the checkpoint of step {step} was downloaded from {self._name}"]
         return notes
 
+    def refuse_copies(self) -> list[str]:
+        """Refuse whole copies, which a run that does not resume from them would remove; return no note.
+
+        Raises:
+            UsageError: there are copies, or the place does not answer.
+        """
+        if steps := self._asked():
+            raise UsageError(
+                f"`checkpoint.resume` is never, but {self._name} has a checkpoint of step {steps[-1]}; name another"
+                " `checkpoint.mirror`, or remove it"
+            )
+        return []
+
     def _asked(self) -> list[int]:
         try:
             return self.steps()

@@ -315,7 +315,9 @@ class Saver:
         """Open the store, fetch a copy into an empty one, and create a marker in it; return the marker and notes."""
         try:
             self._store.open()
-            notes = self._mirror.fetch() if self._mirror is not None and fetches and not self._store.steps() else []
+            notes: list[str] = []
+            if self._mirror is not None and not self._store.steps():
+                notes = self._mirror.fetch() if fetches else self._mirror.refuse_copies()
             return self._store.make_marker(), notes
         except OSError as error:
             raise storage_error(
