@@ -97,7 +97,7 @@ def _repeated(found: Found, plan: RunPlan, pipeline: PipelinePlan, stage: int) -
     peaks = {}
     for place, peak in found.peaks.items():
         own = Counter(peak.by_component) + waiting
-        later = Counter({**own, GRADIENTS: found.gradients}) if place.module else own
+        later = Counter({**own, GRADIENTS: found.gradients}) if place.module or place.backward else own
         if stage > 0 and place.backward:
             later = later + Counter({TEMPORARY: _received_bytes(found)})
         # The first backward passes begin with all that is in flight. Gradients are whole in those after it.
