@@ -9,6 +9,7 @@
 #   TORCH_INDEX_URL  the index of torch; "default": pip's index
 #   EXTRAS           optional dependencies of trainer (deepspeed tensorboard)
 #   EXTRA_PACKAGES   more requirements in pip's syntax
+#   HASHES           the file of SHA-256 sums (docker/hashes.txt); "none" for an index that builds its own files
 #   PYTHON           the Python of the environment (python3)
 set -eu
 
@@ -37,7 +38,14 @@ install_dependencies() {
         pip_install --constraint "$root/constraints.txt" --no-deps --index-url "$index" torch
     fi
     requirements=$(mktemp)
-    # shellcheck disable=SC2086 # both are lists of words
+    if [ "${HASHES:-}" != none ]; then
+        # without dependencies: pip would want sums of torch and its CUDA packages, which are another build
+        # shellcheck disable=SC2086 # a list of words
+        "$prefix/bin/python" "$root/docker/requirements.py" --hashes "${HASHES:-$root/docker/hashes.txt}" \
+            ${EXTRAS-deepspeed tensorboard} >"$requirements"
+        PIP_BUILD_CONSTRAINT=$root/constraints.txt pip_install --require-hashes --no-deps --requirement "$requirements"
+    fi
+    # shellcheck disable=SC2086
     "$prefix/bin/python" "$root/docker/requirements.py" ${EXTRAS-deepspeed tensorboard} >"$requirements"
     # shellcheck disable=SC2086
     pip_install --constraint "$root/constraints.txt" --requirement "$requirements" ${EXTRA_PACKAGES:-}

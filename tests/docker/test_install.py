@@ -42,6 +42,10 @@ def pins() -> dict[str, str]:
     }
 
 
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def link_tools(folder: Path) -> None:
     """Puts pip and hatchling where a fresh environment finds them; to install pip anew takes longest of all."""
     for name in ("pip", "hatchling", "packaging", "pathspec", "pluggy", "tomlkit", "trove-classifiers"):
@@ -61,10 +65,16 @@ def test_a_fresh_prefix_holds_the_pinned_versions_and_the_recipes(tmp_path: Path
         empty_wheel(everything, name, version)
         if name != "torch":
             empty_wheel(everything, name, "999")  # newer, and not to be taken
+    rich = everything / f"rich-{pins()['rich']}-py3-none-any.whl"
+    sums = tmp_path / "hashes.txt"
+    # The last part is not chosen: pip would refuse its sum.
+    sums.write_text(
+        f"# trainer\nrich=={pins()['rich']} \\\n    --hash=sha256:{sha256(rich)}\n"
+        f"# wandb\nnumpy=={pins()['numpy']} \\\n    --hash=sha256:{'0' * 64}\n"
+    )
     empty_wheel(everything, "extra", "3.1")
     torch = empty_wheel(torch_index / "torch", "torch", f"{pins()['torch']}+index", requires="networkx")
-    digest = hashlib.sha256(torch.read_bytes()).hexdigest()
-    (torch_index / "torch" / "index.html").write_text(f'<a href="{torch.name}#sha256={digest}">{torch.name}</a>')
+    (torch_index / "torch" / "index.html").write_text(f'<a href="{torch.name}#sha256={sha256(torch)}">{torch.name}</a>')
     link_tools(tools)
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@" --without-pip\n')
@@ -76,11 +86,17 @@ def test_a_fresh_prefix_holds_the_pinned_versions_and_the_recipes(tmp_path: Path
         "PIP_EXTRA_INDEX_URL": "",
         "TORCH_INDEX_URL": torch_index.as_uri(),
         "EXTRA_PACKAGES": "extra==3.1 einops",
+        "HASHES": str(sums),
         "PYTHON": str(python),
         "PYTHONPATH": str(tools),
         "PIP_NO_COMPILE": "1",
     }
     prefix = tmp_path / "prefix"
+    wrong = tmp_path / "wrong.txt"
+    wrong.write_text(sums.read_text().replace(sha256(rich), "0" * 64))
+    refused = run([INSTALL, "dependencies", tmp_path / "refused"], 100, **{**variables, "HASHES": str(wrong)})
+    assert refused.returncode == 1
+    assert "DO NOT MATCH THE HASHES" in refused.stderr
     first = run([INSTALL, "dependencies", prefix], 100, **variables)
     assert first.returncode == 0, first.stdout + first.stderr
     second = run([INSTALL, "program", prefix], 100, PIP_NO_BUILD_ISOLATION="0", **variables)
@@ -113,6 +129,16 @@ def test_wrong_words_are_refused(words: list[str], variables: dict[str, str], me
     assert ended.returncode == 2
     assert message in ended.stderr
     assert not (tmp_path / "prefix").exists()
+
+
+def test_the_file_of_sums_holds_the_pins_of_the_images():
+    """If it fails, run `python docker/hashes.py`."""
+    pytest.importorskip("packaging")
+    program = "import hashes\nfor _, part in hashes.parts():\n    print(*part, sep='\\n')"
+    ended = run([sys.executable, "-c", program], 60, PYTHONPATH=str(DOCKER))
+    assert ended.returncode == 0, ended.stderr
+    pinned = [line for line in (DOCKER / "hashes.txt").read_text().splitlines() if line[0] not in " #"]
+    assert [line.removesuffix(" \\").replace(" ;", ";") for line in pinned] == ended.stdout.splitlines()
 
 
 def test_an_unknown_extra_is_refused():
