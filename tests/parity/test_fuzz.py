@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import RANK_STRATEGIES
 from tests.parity.draws import TASKS, draw
-from tests.parity.fuzz import Fuzz
+from tests.parity.fuzz import LIMITS, Fuzz
 
 SEED = 0
 # Numbers and attempts of short cases, which hold every task, strategy and precision.
@@ -42,6 +42,17 @@ def test_fp64_leaves_no_rounding(ranks: RankPools, tmp_path: Path):
     result, refusal = fuzz.try_case(fuzz.drawn(*QUICK[0]), 0)
     assert (refusal, result.failure) == ("", "")
     assert 0 < max(result.worst[name] for name in ("loss", "norm", "evaluation")) < 1e-12
+
+
+def test_rounding_is_told_from_a_fault(ranks: RankPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(LIMITS, "fp32", (1e-12, 1e-12, 1e-4))
+    result = Fuzz(SEED, tmp_path, ranks).run(*QUICK[0])
+    assert not result.failure
+    assert result.rounding.startswith("differences beyond the limits: loss")
+    monkeypatch.setitem(LIMITS, "fp64", (1e-20, 1e-20, 1e-20))  # as if fp64 did not help
+    result = Fuzz(SEED, tmp_path, ranks).run(*QUICK[0])
+    assert result.failure
+    assert not result.rounding
 
 
 def test_another_seed_is_found(ranks: RankPools, tmp_path: Path):
