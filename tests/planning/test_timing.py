@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,23 @@ from trainer.base.errors import UsageError
 from trainer.cli import main
 from trainer.engine.timeline import Action, as_svg, as_text, order_of, simulate
 from trainer.observe.meter import peak_flops
-from trainer.planning import hardware
-from trainer.planning.hardware import LIKELY, Cost, Speed, parse_devices
+from trainer.planning import hardware, measuring, reference
+from trainer.planning.hardware import LIKELY, Cost, Machine, Speed, parse_devices
 from trainer.planning.ledger import Ledger
-from trainer.planning.timing import Link, collective_seconds, link_of, operation_seconds
-from trainer.planning.work import FORWARD, MATMUL
+from trainer.planning.reference import Operation
+from trainer.planning.stages import plan_steps
+from trainer.planning.timing import (
+    SHARDS,
+    STAGES,
+    SUMS,
+    TENSOR,
+    Link,
+    collective_seconds,
+    link_of,
+    operation_seconds,
+    step_time,
+)
+from trainer.planning.work import ATTENTION, FORWARD, INTEGER, MATMUL, OTHER, SPECIAL, VIEW, Kind
 from trainer.recipe.plan import Layout, PipelinePlan
 from trainer.recipe.schedules import SCHEDULES
 
@@ -45,10 +59,71 @@ def test_the_roofline_of_a_matrix_product():
     amount = ledger.totals.work[kind]
     assert kind.phase == FORWARD
     assert amount == (1, 2 * 16 * 64 * 32, 4 * (16 * 64 + 64 * 32 + 16 * 32))
-    assert operation_seconds(MATMUL, "fp32", amount.flops, amount.num_bytes, SPEED) == pytest.approx(
-        amount.num_bytes / 1e11
+    assert operation_seconds(kind, amount.flops, amount.num_bytes, SPEED) == pytest.approx(amount.num_bytes / 1e11)
+    assert operation_seconds(kind, 1e10, amount.num_bytes, SPEED) == pytest.approx(1e10 / 1e12)
+
+
+def test_measured_operations_and_collectives_replace_the_roofline():
+    points = ((1e8, 1e-3), (1e10, 1e-1))
+    speed = replace(
+        SPEED,
+        kernels={"mm fp32": Cost(0.0, points=points), "add fp32": Cost(0.0, points=((1e6, 1e-4),))},
+        collectives={"_allgather_base_": Cost(2e-3), "send": Cost(3e-3)},
     )
-    assert operation_seconds(MATMUL, "fp32", 1e10, amount.num_bytes, SPEED) == pytest.approx(1e10 / 1e12)
+    product, addition = (Kind(FORWARD, *names, torch.float32, 0, 0) for names in ((MATMUL, "mm"), (OTHER, "add")))
+    assert operation_seconds(product, 1e9, 1e3, speed) == pytest.approx(1e-2)
+    assert operation_seconds(product, 2e10, 1e3, speed) == pytest.approx(2e-1)  # the roofline's growth
+    assert operation_seconds(addition, 0, 5e5, speed) == pytest.approx(5e-5)
+    assert operation_seconds(addition._replace(name="mul"), 0, 5e5, speed) == pytest.approx(5e5 / 1e11)
+    assert operation_seconds(addition._replace(dtype=torch.int64), 0, 5e5, speed) == pytest.approx(5e5 / 1e11)
+    pair = Link(ranks=2, together=2, local_ranks=2)
+    assert collective_seconds("_allgather_base_", 8, pair, speed) == pytest.approx(2e-3)
+    assert collective_seconds("recv_", 8, pair, speed) == pytest.approx(3e-3)
+    assert collective_seconds("_reduce_scatter_base_", 1e6, pair, speed) == pytest.approx(1e-5 + 0.5e6 / 1e10)
+
+
+def test_operations_of_about_one_size_have_one_point():
+    product, view = Kind("", MATMUL, "mm", torch.bfloat16, 0, 0), Kind("", VIEW, "", None, 0, 0)
+    found = [Operation(product, size, seconds) for size, seconds in ((9, 1.0), (15, 4.0), (16, 8.0))]
+    assert measuring._kernels([*found, Operation(view, 0, 9.0)]) == {"mm bf16": [(12, 2.5), (16, 8.0)]}
+
+
+def test_a_measured_step_computes_as_its_plan_does():
+    training = reference.of_operations()[0]
+    seconds, found = reference.operations_of(training)
+    (step,) = plan_steps(training.plan(1), training.length, cuda=False)
+    computing = {MATMUL, ATTENTION, SPECIAL, INTEGER}  # fake tensors have no values, so other operations read none
+    planned = Counter[str]()
+    for kind, amount in step.totals.work.items():
+        planned[kind.name] += amount.number if kind.operation in computing else 0
+    assert +planned == Counter(one.kind.name for one in found if one.kind.operation in computing)
+    assert min(seconds, *(one.seconds for one in found)) > 0
+
+
+def test_the_rest_of_a_measured_step_is_lost_beside_its_collectives(monkeypatch: pytest.MonkeyPatch):
+    layouts = dict(training for training in reversed(reference.of_strategies()) if training[0] != SHARDS)
+    layouts = dict(reversed(layouts.items()))
+    plans = {kind: training.plan(2) for kind, training in layouts.items()}
+    steps = {plan.layout: plan_steps(plan, 32, cuda=False) for plan in plans.values()}
+    monkeypatch.setattr(reference, "of_strategies", lambda: list(layouts.items()))
+    monkeypatch.setattr(measuring, "plan_steps", lambda plan, *_, **__: steps[plan.layout])
+    lost = {SUMS: 1e-4, TENSOR: 3e-4, STAGES: 2e-4}
+    figures = {**json.loads((HARDWARE / "CPU.json").read_text()), "measured": {"2": {"waiting": lost}}}
+    figures["shares"]["link"] = [1, 1, 1]
+    machine = Machine("here", 2, "memory", 1.0, figures)
+
+    def seconds() -> dict[str, float]:
+        return {kind: step_time(plan, steps[plan.layout], machine).likely for kind, plan in plans.items()}
+
+    measured = seconds()
+    figures["measured"]["2"]["waiting"] = {}
+    calls = Counter[bool]()
+    (step,) = steps[plans[TENSOR].layout]
+    for collective, traffic in step.totals.traffic.items():
+        calls[step.axes.get(collective.group) == "tp"] += traffic.calls
+    assert measured[TENSOR] - seconds()[TENSOR] == pytest.approx(3e-4 * calls[True] + 1e-4 * calls[False])
+    measuring._add_waiting(figures, machine, list(measured.values()))
+    assert figures["measured"]["2"]["waiting"] == pytest.approx(lost)
 
 
 def test_the_published_times():

@@ -1,7 +1,8 @@
 """Predicted and measured step times of small models on this machine: `python -m tests.planning.times`.
 
 It measures the machine as `trainer plan --measure` does, then trains some steps of each layout on one and two CPU ranks
-and compares their times with those of the plans. Nothing else should run on the machine.
+and compares their times with those of the plans. The layouts take turns, and the median of their turns counts. Nothing
+else should run on the machine.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +21,18 @@ import torch.distributed as dist
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import TINY_TASKS, tiny_recipe
-from trainer.engine.building import build_engine, planned_cuts
-from trainer.models.building import build_model, freeze
-from trainer.parallel.mesh import ParallelMesh
-from trainer.planning.batch import blank_batch
 from trainer.planning.hardware import parse_devices
 from trainer.planning.measuring import measure_machine
-from trainer.planning.step import plan_step, planned_task
+from trainer.planning.reference import engine_and_batch, seconds_of_steps
+from trainer.planning.stages import plan_steps
 from trainer.planning.timing import step_time
 from trainer.ranks.environment import available_cores
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+TURNS = 3
+_WARM, _STEPS = 3, 9
 LENGTH = 64
 ROWS = 16
 BERT = {
@@ -98,7 +98,7 @@ LAYOUTS: Sequence[tuple[str, int, Mapping[str, Any]]] = [
 
 @dataclass(frozen=True)
 class Row:
-    """A layout, and the seconds of a step: the middle of the plan's range, its ends, and the measured median."""
+    """A layout, and the seconds of a step: the middle of the plan's range, its ends, and the measured ones."""
 
     name: str
     least: float
@@ -114,51 +114,39 @@ def _recipe(keys: Mapping[str, Any]) -> Recipe:
 def _predicted(plan: RunPlan, file: Path) -> tuple[float, float, float]:
     machine = parse_devices(f"{plan.layout.world_size}x{file}").machine
     assert machine is not None
-    size = plan.layout.world_size // plan.layout.pp
-    steps = [plan_step(plan, stage * size, LENGTH, cuda=False) for stage in range(plan.layout.pp)]
-    found = step_time(plan, steps, machine, LENGTH)
+    found = step_time(plan, plan_steps(plan, LENGTH, cuda=False), machine, LENGTH)
     return found.least, found.likely, found.most
 
 
-def measured_step(keys: Mapping[str, Any], steps: int = 12) -> float:
-    """Train on this rank, and return the first quartile of the seconds of a step after three steps."""
+def measured_step(keys: Mapping[str, Any]) -> float:
+    """Train on this rank, and return the first quartile of the seconds of a step."""
     number = dist.get_world_size() if dist.is_initialized() else 1
     torch.set_num_threads(max(1, available_cores() // number))
-    recipe = _recipe(keys)
-    plan = plan_run(recipe, number)
-    task = planned_task(plan)
-    mesh = ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
-    built = [
-        build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), cut=cut)
-        for cut in planned_cuts(plan, mesh)
-    ]
-    for part in built:
-        freeze(part.model, task.unused_modules)
-    config: Any = built[0].model.config
-    engine = build_engine(built, task, mesh, plan, steps)
-    batch = blank_batch(recipe, task, config, plan.batch, LENGTH)
-    seconds = []
-    for _ in range(3 + steps):
-        mesh.barrier()
-        start = time.perf_counter()
-        engine.train_step(batch)
-        seconds.append(time.perf_counter() - start)
-    return statistics.quantiles(seconds[3:], n=4)[0]
+    engine, batch = engine_and_batch(plan_run(_recipe(keys), number), LENGTH, _WARM + _STEPS)
+    return statistics.quantiles(seconds_of_steps(engine, batch, _WARM + _STEPS)[_WARM:], n=4)[0]
 
 
-def compare(file: Path) -> list[Row]:
-    """Return the rows of all layouts, for the speeds of a hardware file of this machine."""
+def measure_layouts() -> dict[str, float]:
+    """Return the median of the seconds of a step of each layout."""
     pools = {number: RankPool(number) for number in (1, 2)}
+    found: dict[str, list[float]] = defaultdict(list)
     try:
-        rows = []
-        for name, number, keys in LAYOUTS:
-            measured = max(pools[number].run(measured_step, keys))
-            seconds = (*_predicted(plan_run(_recipe(keys), number), file), measured)
-            rows.append(Row(name, *(round(value, 4) for value in seconds)))  # as precise as the table
-        return rows
+        for _ in range(TURNS):
+            for name, number, keys in LAYOUTS:
+                found[name].append(max(pools[number].run(measured_step, keys)))
     finally:
         for pool in pools.values():
             pool.close()
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def compare(file: Path, measured: Mapping[str, float]) -> list[Row]:
+    """Return the rows of all layouts, for the speeds of a hardware file and the seconds that were measured."""
+    rows = []
+    for name, number, keys in LAYOUTS:
+        seconds = (*_predicted(plan_run(_recipe(keys), number), file), measured[name])
+        rows.append(Row(name, *(round(value, 4) for value in seconds)))  # as precise as the table
+    return rows
 
 
 def rank_correlation(rows: Sequence[Row]) -> float:
@@ -211,7 +199,7 @@ def main() -> None:
         file = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(folder) / "machine.json"
         if len(sys.argv) == 1:
             measure_machine(file)
-        print("\n".join(page(compare(file))))
+        print("\n".join(page(compare(file, measure_layouts()))))
 
 
 if __name__ == "__main__":

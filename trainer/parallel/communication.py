@@ -291,7 +291,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor
         sent = x.new_zeros(shape)
         sent.narrow(dim, 0, x.shape[dim]).copy_(x)
     received = x.new_empty(size, *shape)
-    _all_gather_single()(received.view(-1), sent.view(-1), group=group)
+    all_gather_single()(received.view(-1), sent.view(-1), group=group)
     bounds = (bounds_of_part(total, index, size) for index in range(size))
     return torch.cat(
         [part.narrow(dim, 0, stop - start) for part, (start, stop) in zip(received, bounds, strict=True)], dim
@@ -307,7 +307,7 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         start, stop = bounds_of_part(total, index, size)
         part.narrow(dim, 0, stop - start).copy_(x.narrow(dim, start, stop - start))
     received = x.new_empty(shape)
-    _reduce_scatter_single()(received.view(-1), sent.view(-1), group=group)
+    reduce_scatter_single()(received.view(-1), sent.view(-1), group=group)
     start, stop = bounds_of_part(total, index_in_group(group), size)
     return received.narrow(dim, 0, stop - start)
 
@@ -332,11 +332,11 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-def _all_gather_single() -> Callable[..., Any]:
+def all_gather_single() -> Callable[..., Any]:
     """Return torch's all-gather into one tensor; torch 2.13 renamed it and warns at the old name."""
     return cast(Callable[..., Any], getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
 
 
-def _reduce_scatter_single() -> Callable[..., Any]:
+def reduce_scatter_single() -> Callable[..., Any]:
     """Return torch's reduce-scatter from one tensor; torch 2.13 renamed it and warns at the old name."""
     return cast(Callable[..., Any], getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,9 @@ class Speed:
         between: of sending bytes to another machine, for a device that has the network to itself.
         host: of moving bytes between host and device, and of the host's own memory traffic for a device.
         operation: the seconds in which the host issues one operation.
+        kernels: of operations that were measured, by `kernel_name`: by floating-point operations, or by bytes.
+        collectives: of sending bytes in collectives that were measured, by torch's names.
+        waiting: the seconds that ranks lose beside each collective, by its kind.
     """
 
     matmul: Mapping[str, Cost]
@@ -80,6 +83,14 @@ class Speed:
     between: Cost
     host: Cost
     operation: float
+    kernels: Mapping[str, Cost] = field(default_factory=dict)
+    collectives: Mapping[str, Cost] = field(default_factory=dict)
+    waiting: Mapping[str, float] = field(default_factory=dict)
+
+
+def kernel_name(operation: str, dtype: str) -> str:
+    """Return the name of an operation of torch on operands of a type, in hardware files."""
+    return f"{operation} {dtype}"
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,12 @@ class Machine:
 
         products = measured.get("matmul", {})
         matmul = {name: cost(self.peak(name), products.get(name, ())) for name in figures["teraflops"]}
-        sent = cost(link, measured.get("link", ())).scaled(share("link"))
+        collectives = {
+            name: cost(link, points).scaled(share("link")) for name, points in measured.get("collectives", {}).items()
+        }
+        sent = collectives.get("allreduce_", cost(link).scaled(share("link")))
+        kernels = measured.get("kernels", {})
+        operation = figures["operation_us"]
         return Speed(
             {name: found.scaled(share("matmul")) for name, found in matmul.items()},
             moving("memory"),
@@ -160,7 +176,10 @@ class Machine:
             Cost(between, self.network_bytes / share("link")),
             # An assumption: the memory of a host has the speed of its PCIe links, for each of its devices.
             Cost(0.0, 1e9 * links.get("pcie", min(links.values())) / share("link")),
-            1e-6 * figures["operation_us"][level],
+            measured.get("operation_seconds", 1e-6 * operation[LIKELY]) * operation[level] / operation[LIKELY],
+            {name: cost(memory, points).scaled(share("memory")) for name, points in kernels.items()},
+            collectives,
+            {name: seconds * share("link") for name, seconds in measured.get("waiting", {}).items()},
         )
 
 

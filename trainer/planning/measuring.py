@@ -1,4 +1,7 @@
-"""A hardware file of this machine: matrix products, memory, the host's work for an operation, collectives and disk."""
+"""A hardware file of this machine: operations, the host's work for them, collectives, and disk.
+
+Sizes and shapes differ from operation to operation, so small trainings time the operations of a CPU.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,16 @@ from torch.multiprocessing.spawn import spawn
 
 from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
+from trainer.parallel.communication import all_gather_single, reduce_scatter_single
+from trainer.planning import reference
+from trainer.planning.hardware import Machine, kernel_name
 from trainer.planning.ledger import Ledger
+from trainer.planning.stages import plan_steps
+from trainer.planning.step import StepPlan
+from trainer.planning.timing import step_time, type_name
 from trainer.planning.work import VIEW
 from trainer.ranks.environment import available_cores
+from trainer.recipe.plan import RunPlan
 
 Points = list[tuple[float, float]]
 
@@ -32,10 +43,11 @@ _WIDTHS = {"cpu": (16, 64, 192, 384, 768), "cuda": (64, 256, 1024, 2048, 4096, 8
 _NUMBERS = {"cpu": (2**10, 2**14, 2**17, 2**19, 2**22), "cuda": (2**12, 2**18, 2**22, 2**25, 2**27)}  # of a tensor
 _BYTES = (2**12, 2**16, 2**19, 2**22, 2**24)  # of a collective
 _DISK_BYTES = 2**27
+_LOST = 1e-5  # seconds beside a collective; plans are linear in so few
 
 
 def measure_machine(file: Path) -> dict[str, Any]:
-    """Measure this machine for about half a minute, write its hardware file, and return the figures.
+    """Measure this machine, write its hardware file, and return the figures.
 
     Ranks that share a machine share its cores, so that CPUs are measured once for one rank and once for two.
 
@@ -44,11 +56,12 @@ def measure_machine(file: Path) -> dict[str, Any]:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     counts = [1, 2] if device == "cpu" else sorted({1, torch.cuda.device_count()})
-    ranks = {str(count): _of_ranks(device, count) for count in counts}
+    found = {str(count): _of_ranks(device, count) for count in counts}
+    ranks = {count: _figures(of_ranks) for count, of_ranks in found.items()}
     alone = ranks["1"]
     largest = {name: points[-1] for name, points in alone["matmul"].items()}
     size, seconds = alone["memory"][-1]
-    linked = ranks[str(counts[-1])]["link"]
+    linked = ranks[str(counts[-1])]["collectives"].get("allreduce_")
     operation = [1e6 * ranks["1"]["operation_seconds"] * factor for factor in (0.7, 1.0, 1.5)]
     figures: dict[str, Any] = {
         "memory_gb": _memory_bytes(device) / 1e9,
@@ -64,6 +77,10 @@ def measure_machine(file: Path) -> dict[str, Any]:
         "disk_gb_per_second": _disk(),
         "sources": {"all": f"measured by `trainer plan --measure`, torch {torch.__version__}; network: an assumption"},
     }
+    for count, of_ranks in found.items():
+        if steps := [rank["steps"] for rank in of_ranks if rank["steps"]]:
+            machine = Machine("measured", int(count), "measured", 1.0, figures)
+            _add_waiting(figures, machine, [max(seconds) for seconds in zip(*steps, strict=True)])
     try:
         replace_text(file, json.dumps(figures, indent=1) + "\n")
     except OSError as error:
@@ -77,17 +94,51 @@ def _memory_bytes(device: str) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _of_ranks(device: str, number: int) -> dict[str, Any]:
-    """Return the medians of the points of `number` ranks that are measured at the same time."""
+def _of_ranks(device: str, number: int) -> list[dict[str, Any]]:
+    """Return the measurements of `number` ranks that work at the same time."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_measure_rank, (number, device, folder), nprocs=number)  # type: ignore[no-untyped-call]
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(number)]
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(number)]
+
+
+def _figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the medians of the measurements of several ranks."""
     return {
-        "matmul": {name: _median([rank["matmul"][name] for rank in found]) for name in found[0]["matmul"]},
-        **{name: _median([rank[name] for rank in found]) for name in ("memory", "special", "integer", "link")},
+        **{
+            table: {name: _median([rank[table][name] for rank in found]) for name in found[0][table]}
+            for table in ("matmul", "kernels", "collectives")
+        },
+        **{name: _median([rank[name] for rank in found]) for name in ("memory", "special", "integer")},
         "operation_seconds": statistics.median(rank["operation_seconds"] for rank in found),
         "overlap": statistics.median(rank["overlap"] for rank in found),
     }
+
+
+def _add_waiting(figures: dict[str, Any], machine: Machine, measured: Sequence[float]) -> None:
+    """Add the seconds that ranks lose beside each collective, by its kind: waiting for others, and work of the host.
+
+    They are the rest between a measured step and its plan by all other figures, divided by the plan's growth with them.
+
+    Args:
+        figures: the hardware file without them.
+        machine: the machine with these figures, and as many devices as the steps have ranks.
+        measured: the seconds of a step of each training of `reference.of_strategies`.
+    """
+    number = machine.local_ranks
+    waiting: dict[str, float] = {}
+    figures["measured"][str(number)]["waiting"] = waiting
+    rests: dict[str, list[float]] = defaultdict(list)
+    for (kind, training), seconds in zip(reference.of_strategies(), measured, strict=True):
+        plan = training.plan(number)
+        steps = plan_steps(plan, training.length, cuda=False)
+
+        def planned(lost: float, kind: str = kind, plan: RunPlan = plan, steps: Sequence[StepPlan] = steps) -> float:
+            waiting[kind] = lost
+            return step_time(plan, steps, machine).likely
+
+        without = planned(0.0)
+        rests[kind].append(max(0.0, seconds - without) * _LOST / (planned(_LOST) - without))
+        waiting[kind] = statistics.mean(rests[kind])
 
 
 def _median(series: Sequence[Points]) -> Points:
@@ -99,15 +150,44 @@ def _measure_rank(rank: int, number: int, device: str, folder: str) -> None:
         torch.set_num_threads(max(1, available_cores() // number))
     else:
         torch.cuda.set_device(rank)
+    operations = _operations() if device == "cpu" else {}
     if number > 1:
         store = FileStore(f"{folder}/store", number)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=number)
     try:
-        found = _Measurement(device, number).points()
+        found = _Measurement(device, number).points() | operations
+        if device == "cpu" and number == 2:
+            found["steps"] = [reference.seconds_of(training, number) for _, training in reference.of_strategies()]
     finally:
         if number > 1:
             dist.destroy_process_group()
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+
+
+def _operations() -> dict[str, Any]:
+    """Return the seconds of operations, and of the host for each, in small trainings on this rank alone."""
+    operations: list[reference.Operation] = []
+    hosts = []
+    for training in reference.of_operations():
+        seconds, found = reference.operations_of(training)
+        hosts.append((seconds - sum(one.seconds for one in found if one.kind.operation != VIEW)) / len(found))
+        operations += found
+    return {"kernels": _kernels(operations), "operation_seconds": max(1e-7, statistics.median(hosts))}
+
+
+def _kernels(operations: Iterable[reference.Operation]) -> dict[str, Points]:
+    """Return the mean sizes and seconds of each operation: floating-point operations, or else bytes."""
+    groups: dict[str, dict[int, list[reference.Operation]]] = defaultdict(lambda: defaultdict(list))
+    for one in operations:
+        if one.kind.operation != VIEW and one.size > 0:
+            groups[kernel_name(one.kind.name, type_name(one.kind.dtype))][one.size.bit_length()].append(one)
+    return {
+        name: [
+            (statistics.mean(one.size for one in same), statistics.mean(one.seconds for one in same))
+            for _, same in sorted(sizes.items())
+        ]
+        for name, sizes in groups.items()
+    }
 
 
 class _Measurement:
@@ -125,8 +205,10 @@ class _Measurement:
             "memory": memory,
             "special": self._elementwise(lambda a, _: F.gelu(a), torch.float32, operands=1),
             "integer": self._elementwise(lambda a, b: a * b, torch.int64, operands=2),
-            "link": self._link() if self._number > 1 else [],
-            "operation_seconds": self._operation(),
+            "collectives": self._collectives() if self._number > 1 else {},
+            "kernels": {},
+            "steps": [],
+            "operation_seconds": self._operation() if self._device == "cuda" else 0.0,
             "overlap": self._overlap(),
         }
 
@@ -168,17 +250,32 @@ class _Measurement:
             found.append((float(moved), self._seconds(lambda tensors=tensors: work(*tensors))))  # type: ignore[misc]
         return found
 
-    def _link(self) -> Points:
-        """Return the seconds in which a rank sends bytes, from those of an all-reduce by a ring."""
-        found = []
+    def _collectives(self) -> dict[str, Points]:
+        """Return the bytes and seconds of a round of a ring, or of a message, for each collective by torch's name."""
+        ranks, rank = self._number, dist.get_rank()
+
+        def exchange(whole: Tensor, _: Tensor) -> None:
+            for sender in (0, 1) if rank < 2 else ():  # to the neighbour and back
+                dist.send(whole, 1 - rank) if rank == sender else dist.recv(whole, 1 - rank)
+
+        kinds: Mapping[str, tuple[float, int, Callable[[Tensor, Tensor], Any]]] = {
+            "allreduce_": (1 / ranks, 2 * (ranks - 1), lambda whole, _: dist.all_reduce(whole)),
+            "_allgather_base_": (1 / ranks, ranks - 1, all_gather_single()),
+            "_reduce_scatter_base_": (
+                1 / ranks, ranks - 1, lambda whole, part: reduce_scatter_single()(part, whole)
+            ),
+            "send": (1, 2, exchange),
+        }  # fmt: skip
+        found = defaultdict(list)
         for size in _BYTES:
-            tensor = torch.zeros(size // 4, device=self._device)
-            seconds = self._seconds(lambda tensor=tensor: dist.all_reduce(tensor))  # type: ignore[misc]
-            found.append((size / self._number, seconds / (2 * (self._number - 1))))
+            whole, part = (torch.zeros(size // 4 // parts, device=self._device) for parts in (1, ranks))
+            for name, (share, rounds, call) in kinds.items():
+                seconds = self._seconds(lambda call=call, whole=whole, part=part: call(whole, part))  # type: ignore[misc]
+                found[name].append((size * share, seconds / rounds))
         return found
 
     def _operation(self) -> float:
-        """Return the seconds of the host for an operation, beside the operation itself, in training a small module."""
+        """Return the seconds of the host for an operation in training a small module."""
         width = 32
         layer = nn.TransformerEncoderLayer(width, 2, width, batch_first=True).to(self._device)
         rows = torch.zeros(2, 4, width, device=self._device)
@@ -189,13 +286,8 @@ class _Measurement:
 
         with Ledger() as ledger:
             step()
-        work = ledger.totals.work
-        number = sum(amount.number for amount in work.values())
-        seconds = self._seconds(step)
-        if self._device == "cpu":  # the operations themselves are in the other figures
-            small, views = torch.zeros(2, 4, width), sum(a.number for kind, a in work.items() if kind.operation == VIEW)
-            seconds -= (number - views) * self._seconds(lambda: small + small)
-        return max(1e-7, seconds / number)
+        number = sum(amount.number for amount in ledger.totals.work.values())
+        return self._seconds(step) / number
 
     def _overlap(self) -> float:
         """Return the share of a collective that runs while the device computes."""

@@ -7,7 +7,7 @@ of Thakur et al. 2005 ("Optimization of collective communication operations in M
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from trainer.engine.timeline import BACKWARD as FULL_BACKWARD
 from trainer.engine.timeline import FORWARD as FULL_FORWARD
 from trainer.engine.timeline import Action, Timeline, order_of, simulate
 from trainer.parallel.mesh import AXES
-from trainer.planning.hardware import LEAST, LIKELY, MOST, Machine, Speed
+from trainer.planning.hardware import LEAST, LIKELY, MOST, Machine, Speed, kernel_name
 from trainer.planning.ledger import POINT_TO_POINT
 from trainer.planning.step import StepPlan
 from trainer.planning.work import (
@@ -29,11 +29,14 @@ from trainer.planning.work import (
     RECOMPUTED,
     SPECIAL,
     VIEW,
+    Kind,
     Work,
 )  # fmt: skip
 from trainer.recipe.plan import Layout, RunPlan
 
-_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "int64", torch.bool: "bool",
+}  # fmt: skip
 _DATA_AXES = frozenset(("dp", "dp_replicate", "dp_shard"))
 
 
@@ -91,18 +94,31 @@ def step_time(plan: RunPlan, steps: Sequence[StepPlan], machine: Machine, length
 def _ideal_seconds(work: Work, machine: Machine) -> float:
     """Return the seconds of the model's floating-point operations at the peak of the device."""
     return sum(
-        amount.flops / machine.peak(_type(kind.dtype)) for kind, amount in work.items() if kind.phase != RECOMPUTED
+        amount.flops / machine.peak(type_name(kind.dtype)) for kind, amount in work.items() if kind.phase != RECOMPUTED
     )
 
 
-def _type(dtype: torch.dtype | None) -> str:
+def type_name(dtype: torch.dtype | None) -> str:
+    """Return the name of a type in hardware files; types without a name count as fp32."""
     return _TYPES.get(dtype or torch.float32, "fp32")
 
 
-def operation_seconds(operation: str, dtype: str, flops: float, num_bytes: float, speed: Speed) -> float:
-    """Return the seconds of one operation: those of its arithmetic or of its memory, the longer ones."""
-    moved = {SPECIAL: speed.special, INTEGER: speed.integer}.get(operation, speed.memory).seconds(num_bytes)
-    return max(moved, speed.matmul.get(dtype, speed.matmul["fp32"]).seconds(flops)) if flops else moved
+def operation_seconds(kind: Kind, flops: float, num_bytes: float, speed: Speed) -> float:
+    """Return the seconds of one operation.
+
+    An operation that was measured takes the seconds between its measured sizes. Beyond them, they change as those of
+    its class do. Others take the seconds of their arithmetic or of their memory, the longer ones.
+    """
+    dtype = type_name(kind.dtype)
+    memory = {SPECIAL: speed.special, INTEGER: speed.integer}.get(kind.operation, speed.memory)
+    product = speed.matmul.get(dtype, speed.matmul["fp32"])
+    kernel = speed.kernels.get(kernel_name(kind.name, dtype))
+    if kernel is None:
+        moved = memory.seconds(num_bytes)
+        return max(moved, product.seconds(flops)) if flops else moved
+    general, size = (product, flops) if flops else (memory, num_bytes)
+    nearest = min(max(size, kernel.points[0][0]), kernel.points[-1][0])
+    return kernel.seconds(nearest) * general.seconds(size) / general.seconds(nearest)
 
 
 @dataclass(frozen=True)
@@ -150,12 +166,14 @@ def collective_seconds(operation: str, num_bytes: float, link: Link, speed: Spee
     if ranks == 1:
         return 0.0
 
+    inside = speed.collectives.get("send" if operation in POINT_TO_POINT else operation, speed.inside)
+
     def send(size: float) -> float:
         if not link.across:
-            return speed.inside.seconds(size)
+            return inside.seconds(size)
         # The groups of all ranks of a machine send at the same time.
         outside = speed.between.latency + size / speed.between.rate * link.local_ranks / link.together
-        return max(outside, speed.inside.seconds(size)) if link.together > 1 else outside
+        return max(outside, inside.seconds(size)) if link.together > 1 else outside
 
     if operation in POINT_TO_POINT:
         return send(num_bytes)
@@ -163,6 +181,19 @@ def collective_seconds(operation: str, num_bytes: float, link: Link, speed: Spee
     ring = rounds * (ranks - 1) * send(num_bytes / ranks)
     tree = rounds * math.ceil(math.log2(ranks)) * send(num_bytes)
     return min(ring, tree)
+
+
+SUMS, SHARDS, TENSOR, STAGES = "sums", "shards", "tensor", "stages"
+"""The kinds of collectives beside which the lost seconds of ranks are measured."""
+
+
+def waiting_kind(operation: str, axis: str) -> str:
+    """Return the kind of a collective: between stages, of tensor ranks, a sum, or of shards of parameters."""
+    if operation in POINT_TO_POINT:
+        return STAGES
+    if axis == "tp":
+        return TENSOR
+    return SUMS if "allreduce" in operation else SHARDS
 
 
 class _Estimate:
@@ -197,7 +228,7 @@ class _Estimate:
             issued[kind.phase] += amount.number * self._speed.operation
             if kind.operation != VIEW:
                 flops, moved = amount.flops / amount.number, amount.num_bytes / amount.number
-                each = operation_seconds(kind.operation, _type(kind.dtype), flops, moved, self._speed)
+                each = operation_seconds(kind, flops, moved, self._speed)
                 device[kind.phase] += amount.number * each
         if self._machine.is_cpu:
             return device, issued
@@ -219,6 +250,14 @@ class _Estimate:
                 calls += traffic.calls
         return seconds, calls
 
+    def _waiting(self, step: StepPlan, phase: str) -> float:
+        """Return the measured seconds that a rank loses beside the collectives of a phase."""
+        kinds = Counter[str]()
+        for collective, traffic in step.totals.traffic.items():
+            if collective.phase == phase:
+                kinds[waiting_kind(collective.operation, step.axes.get(collective.group, "all"))] += traffic.calls
+        return sum(calls * self._speed.waiting.get(kind, 0.0) for kind, calls in kinds.items())
+
     def _exposed(self, step: StepPlan, compute: Mapping[str, float], phases: Iterable[str] = PHASES) -> float:
         """Return the seconds of collectives during which no device computes.
 
@@ -231,6 +270,7 @@ class _Estimate:
             share = 0.0
         exposed = 0.0
         for phase in phases:
+            exposed += self._waiting(step, phase)
             waited, _ = self._communication(
                 step,
                 lambda operation, axis, own, phase=phase: (  # type: ignore[misc]

@@ -54,7 +54,10 @@ FLOPS = {
 """Formulas of the floating-point operations of matrix products and attention, by operation."""
 _LOOKUPS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))  # read only the rows they return
 _EMPTY = frozenset(
-    (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.detach)
+    (
+        *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
+        *(_aten.detach, _aten._unsafe_view),
+    )
 )  # write nothing
 _SPECIAL = frozenset(
     (
@@ -80,6 +83,7 @@ class Kind(NamedTuple):
         phase: one of `PHASES`.
         operation: `MATMUL`, `ATTENTION`, `SPECIAL` for exponentials, `INTEGER` for those of 64 bits, `OTHER`, or `VIEW`
             for operations without work on the device.
+        name: the name of torch's operation; empty for views.
         dtype: the type of the operands.
         flops_size: the bits of the floating-point operations of one operation.
         bytes_size: the bits of the bytes that one operation reads and writes.
@@ -87,6 +91,7 @@ class Kind(NamedTuple):
 
     phase: str
     operation: str
+    name: str
     dtype: torch.dtype | None
     flops_size: int
     bytes_size: int
@@ -126,7 +131,7 @@ def work_of(
     """Return the kind and amount of one operation below autograd."""
     packet = function._overloadpacket
     if function.is_view or packet in _EMPTY or not (inputs or outputs):
-        return Kind(phase, VIEW, None, 0, 0), Amount(1, 0, 0)
+        return Kind(phase, VIEW, "", None, 0, 0), Amount(1, 0, 0)
     read = outputs if packet in _LOOKUPS else inputs
     moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
     # The size of an operation on all parameters depends on the number of layers; its sums must be linear in it.
@@ -140,6 +145,5 @@ def work_of(
         operation = ATTENTION if "attention" in packet.__name__ else MATMUL
     else:
         operation = SPECIAL if packet in _SPECIAL else INTEGER if dtype == torch.int64 else OTHER
-    return Kind(phase, operation, dtype, flops.bit_length(), 0 if several else moved.bit_length()), Amount(
-        1, flops, moved
-    )
+    size = 0 if several else moved.bit_length()
+    return Kind(phase, operation, packet.__name__, dtype, flops.bit_length(), size), Amount(1, flops, moved)
