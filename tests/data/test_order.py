@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.base.errors import UsageError
 from trainer.data import order as order_module
-from trainer.data.order import FeistelPermutation, GlobalOrder
+from trainer.data.order import FeistelPermutation, GlobalOrder, Mixture
 
 
 def epoch_rows(order: GlobalOrder, epoch: int) -> np.ndarray:
@@ -181,3 +181,57 @@ class TestFeistelPermutation:
         assert most < 2 << 20
         assert len(set(rows.tolist())) > 8180  # two epochs may share a few
         assert 0.45 < rows.mean() / 10**9 < 0.55
+
+
+class TestMixture:
+    SIZES, WEIGHTS = (30, 700, 70), (0.5, 0.2, 0.3)
+
+    def mixed(self, lengths=None, batch_size=16):
+        return GlobalOrder(800, lengths, batch_size, 7, Mixture(self.SIZES, self.WEIGHTS, 7))
+
+    def counts(self, rows):
+        """The number of times that each row was read, by source."""
+        return np.split(np.bincount(rows, minlength=800), np.cumsum(self.SIZES)[:-1])
+
+    @pytest.mark.parametrize("grouped", [False, True])
+    def test_an_epoch_has_the_shares_and_reads_all_rows_of_a_source_equally_often(self, grouped):
+        lengths = np.random.default_rng(1).integers(1, 100, 800) if grouped else None
+        read = []
+        for epoch in range(3):
+            read.append(epoch_rows(self.mixed(lengths), epoch))
+            assert [found.sum() for found in self.counts(read[-1])] == [400, 160, 240]
+            for found in self.counts(np.concatenate(read)):
+                assert found.max() - found.min() <= 1
+        assert read[0].tolist() != read[1].tolist()
+
+    def test_each_pass_has_another_order(self):
+        mixture = Mixture((50, 50), (1, 1), 3)
+        passes = [mixture.rows(epoch, np.arange(50)).tolist() for epoch in range(3)]
+        assert all(sorted(found) == list(range(50)) for found in passes)
+        assert len(set(map(tuple, passes))) == 3
+
+    def test_sources_are_spread_over_the_epoch(self):
+        batches = [self.mixed().batch(0, index) < 30 for index in range(50)]
+        assert 2 < np.std([batch.sum() for batch in batches]) ** 2 < 8  # of a binomial distribution: 4
+
+    def test_grouped_batches_hold_rows_of_similar_length(self):
+        lengths = np.random.default_rng(1).integers(1, 100, 800)
+        for index in range(50):
+            assert np.all(np.diff(lengths[self.mixed(lengths).batch(0, index)]) >= 0)
+
+    def test_computed_orders_are_mixed_too(self, monkeypatch):
+        monkeypatch.setattr(order_module, "LARGEST_ARRAY", 0)
+        for lengths in (None, np.arange(800)):
+            counts = self.counts(epoch_rows(self.mixed(lengths), 1))
+            assert [found.sum() for found in counts] == [400, 160, 240]
+
+    def test_a_batch_does_not_depend_on_what_was_asked_before(self):
+        walked = self.mixed()
+        for epoch in range(3):
+            epoch_rows(walked, epoch)
+        np.testing.assert_array_equal(self.mixed().batch(1, 20), walked.batch(1, 20))
+
+    @pytest.mark.parametrize(("sizes", "weights", "index"), [((30, 70), (1, 1e-9), 1), ((0, 70), (1, 1), 0)])
+    def test_a_source_without_rows_is_refused(self, sizes, weights, index):
+        with pytest.raises(UsageError, match=rf"`data.mixture.{index}` must be the weight of a source with rows"):
+            Mixture(sizes, weights, 0)

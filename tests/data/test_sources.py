@@ -323,3 +323,28 @@ def test_a_share_is_held_out_of_each_class(in_folder):
     assert splits.notes == ("validation: 20 of the 200 rows of `rows.jsonl` are held out",)
     with pytest.raises(DataError, match=r"`data.validation` is 0.001, but `rows.jsonl` has 200 rows"):
         load_splits(data.model_copy(update={"validation": 0.001}))
+
+
+class TestMixture:
+    def load(self, folder, **keys):
+        for name, number in (("a", 12), ("b-1", 5), ("b-2", 3)):
+            rows = [{"text": f"{name} {row}", "label": ["x", "y"][row % 2]} for row in range(number)]
+            write(folder, f"{name}.jsonl", lines(rows))
+        data = {"source": "files", "train": ["a.jsonl", "b-*.jsonl"], "mixture": [0.7, 0.3], **keys}
+        return load_splits(FileData(**data), "label")
+
+    def test_each_entry_is_a_source(self, in_folder):
+        train = self.load(in_folder).train
+        assert train.sources == (12, 8)
+        assert train.rows["text"][11:14] == ["a 11", "b-1 0", "b-1 1"]
+
+    def test_rows_are_held_out_of_sources(self, in_folder):
+        train = self.load(in_folder, validation=0.2).train
+        in_a = sum(text.startswith("a ") for text in train.rows["text"][:])
+        assert train.sources == (in_a, 16 - in_a)
+        assert all(text.startswith("a ") for text in train.rows["text"][:in_a])
+
+    def test_columns_of_other_types_are_told(self, in_folder):
+        write(in_folder, "c.jsonl", lines([{"text": [1, 2], "label": "x"}]))
+        with pytest.raises(DataError, match=r"`data.train` must name files with the same columns, but they differ"):
+            self.load(in_folder, train=["a.jsonl", "c.jsonl"])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -87,6 +88,22 @@ def test_several_processes_write_the_same_bytes(tokenizer, tmp_path, keys, monke
         encode_split(split_of(1050, "a"), task, tokenizer, 32, tmp_path / str(processes), processes)
     assert contents(tmp_path / "3") == contents(tmp_path / "1")
     assert not forked_children()
+
+
+@pytest.mark.parametrize("packing", ["none", "documents", "joined"])
+def test_the_rows_of_a_source_are_apart_from_those_of_others(tokenizer, tmp_path, packing):
+    task = build_task(CausalLM(type="causal_lm", text="text", packing=packing))
+    parts = [split_of(number, text) for number, text in ((40, "a"), (60, "b c d"))]
+    rows = datasets.concatenate_datasets([part.rows for part in parts])
+    joined = encode_split(Split(rows, "both", sources=(40, 60)), task, tokenizer, 32, tmp_path, 2)
+    alone = [encode_split(part, task, tokenizer, 32, tmp_path) for part in parts]
+    assert joined.sources == tuple(map(len, alone))
+    np.testing.assert_array_equal(
+        joined.tokens["input_ids"], np.concatenate([one.tokens["input_ids"] for one in alone])
+    )
+    assert encode_split(Split(rows, "both"), task, tokenizer, 32, tmp_path).sources == ()
+    again = encode_split(Split(rows, "both", sources=(40, 60)), task, tokenizer, 32, tmp_path)
+    assert pickle.loads(pickle.dumps(again)).sources == joined.sources
 
 
 class DyingTask(SequenceClassificationTask):

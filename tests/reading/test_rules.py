@@ -118,6 +118,11 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             "`data.pad_to` must divide `data.max_length` 100, so that no row is padded beyond it, but is 64; use 50",
         ),
         (
+            ["data.mixture=[0.7, 0.3]"],
+            "`data.mixture` has the weights [0.7, 0.3], but `data.train` has one entry; list at least two files or"
+            " patterns there",
+        ),
+        (
             ["task.type=image_classification", "data.group_by_length=true"],
             "`data.group_by_length` applies to texts, but `task.type` is image_classification; remove it",
         ),

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from trainer.base.errors import UsageError, storage_error
 from trainer.data.split import EncodedSplit, Ragged
 
-ENTRY_VERSION = 4  # version of the file format, part of the key of an entry
+ENTRY_VERSION = 5  # version of the file format, part of the key of an entry
 
 _META = "meta.json"
 _OFFSETS = "offsets"
@@ -55,6 +55,8 @@ class EntryWriter:
         self._num_cut = self._num_cut_targets = 0
         self._num_tokens = 0
         self._num_ragged: dict[str, int] = {}
+        self._num_texts = 0
+        self._ends: list[int] = []  # of the sources, in texts
 
     def __enter__(self) -> EntryWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -86,6 +88,7 @@ class EntryWriter:
         self._append(_OFFSETS, "offsets", self._num_tokens + np.cumsum(lengths))
         num_tokens = int(lengths.sum())
         self._num_tokens += num_tokens
+        self._num_texts += len(lengths)
         for name, values in columns.items():
             if isinstance(values[0], list):
                 flat = np.fromiter(chain.from_iterable(values), np.int32)
@@ -98,6 +101,10 @@ class EntryWriter:
                     name, "scalars", np.array(values, np.float32 if isinstance(values[0], float) else np.int64)
                 )
 
+    def end_source(self) -> None:
+        """Note that the next rows are of another source of a mixture."""
+        self._ends.append(self._num_texts)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -109,6 +116,7 @@ class EntryWriter:
             "num_cut": self._num_cut,
             "num_cut_targets": self._num_cut_targets,
             "texts_per_row": self._texts_per_row,
+            "sources": [int(count) // self._texts_per_row for count in np.diff(self._ends, prepend=0)],
             "content_hash": _digest(arrays),
             "arrays": arrays,
         }
@@ -194,6 +202,7 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
             {name: Ragged(arrays[f"{_OFFSETS}.{name}"], values) for name, values in columns["ragged"].items()},
             meta["texts_per_row"],
             meta["num_cut_targets"],
+            meta["sources"],
         )
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CorruptEntryError(f"{folder}: {error}") from error

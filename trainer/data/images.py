@@ -103,7 +103,9 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
             if split.show is not None:
                 split.show(first_row + len(batch), len(rows))
 
-    return open_or_write(cache, key, write)
+    encoded = open_or_write(cache, key, write)
+    encoded.sources = split.sources
+    return encoded
 
 
 def _check_shapes(images: list[NDArray[np.uint8]], shape: tuple[int, ...], where: str, first_row: int) -> None:

@@ -2,13 +2,15 @@
 
 World size, microbatches and workers have no effect, so every layout trains on the same rows at the same step. Up to
 `LARGEST_ARRAY` rows, the order of an epoch is an array; above, each row is computed when its batch is, in constant time
-and memory.
+and memory. A mixture of sources gives each place of this order a row of one source.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -26,21 +28,109 @@ _FEISTEL_ROUNDS = 8
 _MEGA_BATCH = 50  # number of global batches sorted by length together: rows are well sorted and well shuffled
 
 
+class Lengths(Protocol):
+    """The number of tokens of each row, computed for any rows."""
+
+    def __getitem__(self, rows: IndexArray, /) -> IndexArray: ...
+
+
+class Mixture:
+    """The rows of an epoch that has a share of each source: a number of the epoch stands for a row.
+
+    An epoch has as many rows as all sources together. A source is read pass by pass, each in another order, and an
+    epoch goes on where the epoch before it stopped. No row of a source is read twice more often than another.
+
+    Args:
+        sizes: the number of rows of each source; the rows of a source are consecutive.
+        weights: the weight of each source, above 0; they need not sum to 1.
+        seed: the recipe's seed.
+
+    Raises:
+        UsageError: a weight is so small that an epoch has no row of its source.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
+        self.num_rows = sum(sizes)
+        self.counts = _shares(self.num_rows, weights)
+        for index, (count, size) in enumerate(zip(self.counts, sizes, strict=True)):
+            if not count or not size:
+                reason = (
+                    "its files have no row for the task" if not size else f"no row of {self.num_rows:,} is its share"
+                )
+                raise UsageError(
+                    f"`data.mixture.{index}` must be the weight of a source with rows in each epoch, but is"
+                    f" {weights[index]}, and {reason}; use a larger weight, or remove the source"
+                )
+        self._sizes = sizes
+        self._first_rows = np.cumsum([0, *sizes])
+        self._first_numbers = np.cumsum([0, *self.counts])
+        self._seed = seed
+        self._permutation = lru_cache(64)(self._new_permutation)
+
+    def rows(self, epoch: int, numbers: IndexArray) -> IndexArray:
+        """Return the rows that numbers below `num_rows` stand for in an epoch, of the same shape `[n]`."""
+        rows = np.empty_like(numbers)
+        sources = np.searchsorted(self._first_numbers, numbers, side="right") - 1
+        for source in np.unique(sources):
+            own = np.flatnonzero(sources == source)
+            read = epoch * self.counts[source] + numbers[own] - self._first_numbers[source]
+            passes, places = np.divmod(read, self._sizes[source])
+            for number in np.unique(passes):
+                at = passes == number
+                permuted = self._permutation(int(source), int(number))(places[at])
+                rows[own[at]] = self._first_rows[source] + permuted
+        return rows
+
+    def _new_permutation(self, source: int, number: int) -> FeistelPermutation:
+        sequence = np.random.SeedSequence(self._seed, spawn_key=(source, number))
+        return FeistelPermutation(self._sizes[source], np.random.Philox(sequence))
+
+
+class _MixedLengths:
+    """The lengths of the rows that the numbers of an epoch stand for."""
+
+    def __init__(self, mixture: Mixture, lengths: Lengths, epoch: int) -> None:
+        self._mixture, self._lengths, self._epoch = mixture, lengths, epoch
+
+    def __getitem__(self, numbers: IndexArray) -> IndexArray:
+        return self._lengths[self._mixture.rows(self._epoch, numbers)]
+
+
+def _shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Return whole numbers with the sum `total`, in proportion to `weights` (largest remainders)."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    shares = [int(share) for share in exact]
+    by_rest = sorted(range(len(weights)), key=lambda index: shares[index] - exact[index])
+    for index in by_rest[: total - sum(shares)]:
+        shares[index] += 1
+    return shares
+
+
 class GlobalOrder:
     """The order of all global batches of a training split.
 
-    Every epoch holds each row exactly once. If the number of rows is not a multiple of the global batch size, the last
-    batch of each epoch is ragged: it holds the remaining rows.
+    Every epoch holds each row exactly once, unless a mixture chooses its rows. If the number of rows is not a multiple
+    of the global batch size, the last batch of each epoch is ragged: it holds the remaining rows.
 
     Args:
         num_rows: the number of rows of the split, at least 1.
         lengths: the tokens of each row, of shape `[num_rows]`, to batch rows of similar length; None: shuffle only.
         global_batch_size: the number of rows of one optimizer step over all ranks.
         seed: the recipe's seed.
+        mixture: gives each number of an epoch its row; None: the number itself.
     """
 
-    def __init__(self, num_rows: int, lengths: IndexArray | None, global_batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        lengths: Lengths | None,
+        global_batch_size: int,
+        seed: int,
+        mixture: Mixture | None = None,
+    ) -> None:
+        assert mixture is None or mixture.num_rows == num_rows
         self.num_rows = num_rows
+        self._mixture = mixture
         self.global_batch_size = global_batch_size
         self.seed = seed
         self._lengths = lengths
@@ -59,8 +149,12 @@ class GlobalOrder:
         if self._order is None or epoch != self._epoch:
             kind = _ArrayOrder if self.num_rows <= LARGEST_ARRAY else _ComputedOrder
             draws = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
-            self._order, self._epoch = kind(self.num_rows, self._lengths, self.global_batch_size, draws), epoch
-        return self._order.batch(index)
+            lengths = self._lengths
+            if self._mixture is not None and lengths is not None:
+                lengths = _MixedLengths(self._mixture, lengths, epoch)
+            self._order, self._epoch = kind(self.num_rows, lengths, self.global_batch_size, draws), epoch
+        numbers = self._order.batch(index)
+        return numbers if self._mixture is None else self._mixture.rows(epoch, numbers)
 
     def position(self, num_samples: int) -> tuple[int, int]:
         """Return the epoch and the index of the global batch that follows `num_samples` consumed rows.
@@ -82,7 +176,7 @@ class GlobalOrder:
 class _ArrayOrder:
     """The rows of an epoch in an array."""
 
-    def __init__(self, num_rows: int, lengths: IndexArray | None, size: int, draws: np.random.Philox) -> None:
+    def __init__(self, num_rows: int, lengths: Lengths | None, size: int, draws: np.random.Philox) -> None:
         self._size = size
         self._rows = _permutation(draws, num_rows)
         if lengths is None:
@@ -100,7 +194,7 @@ class _ArrayOrder:
 class _ComputedOrder:
     """The rows of an epoch, computed batch by batch; sorted by length, a batch needs the rows of its mega-batch."""
 
-    def __init__(self, num_rows: int, lengths: IndexArray | None, size: int, draws: np.random.Philox) -> None:
+    def __init__(self, num_rows: int, lengths: Lengths | None, size: int, draws: np.random.Philox) -> None:
         self._num_rows = num_rows
         self._lengths = lengths
         self._size = size
@@ -164,7 +258,7 @@ def _permutation(draws: np.random.Philox, size: int) -> IndexArray:
     return np.argsort(draws.random_raw(size), kind="stable")
 
 
-def _sorted_in_mega_batches(rows: IndexArray, lengths: IndexArray, global_batch_size: int) -> IndexArray:
+def _sorted_in_mega_batches(rows: IndexArray, lengths: Lengths, global_batch_size: int) -> IndexArray:
     """Sort each run of `_MEGA_BATCH` global batches by length; ties keep their shuffled order."""
     mega_batch: IndexArray = np.arange(len(rows)) // (_MEGA_BATCH * global_batch_size)
     return rows[np.lexsort((lengths[rows], mega_batch))]

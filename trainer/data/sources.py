@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
 from trainer.data.files import (
+    Format,
     RowPlaces,
     TextOptions,
     common_format,
@@ -46,6 +47,7 @@ class Split:
         is_whole: whether it has all rows of its source.
         places: the places of the rows in text files; None: they have no lines.
         show: gets the number of rows that are prepared, and of all rows.
+        sources: the number of rows of each source of a mixture; empty: there is one source.
     """
 
     rows: Dataset
@@ -55,6 +57,7 @@ class Split:
     is_whole: bool = True
     places: RowPlaces | None = None
     show: Callable[[int, int], None] | None = None
+    sources: tuple[int, ...] = ()
 
     @contextlib.contextmanager
     def names_lines(self) -> Iterator[None]:
@@ -84,7 +87,7 @@ class Split:
         """Return the split with its first rows only; None: with all."""
         if number is None or len(self.rows) <= number:
             return self
-        return replace(self, rows=self.rows.select(range(number)), is_whole=False)
+        return replace(self, rows=self.rows.select(range(number)), is_whole=False, sources=())
 
 
 def require_one_type(split: Split, columns: Sequence[str]) -> None:
@@ -274,18 +277,42 @@ def _load_files(data: FileData, problems: Problems, most_rows: int | None) -> Sp
                 continue
             with problems.collect():
                 bound = most_rows if is_large(paths) else None
-                rows, own = read_files(paths, file_format, text, key, bound)
+                mixed = key == "data.train" and data.mixture is not None and bound is None
+                entries = [files_of(entry, key) for entry in data.train] if mixed else [paths]
+                rows, sources, own = _read_entries(entries, file_format, text, key, bound)
                 notes.extend(own)
                 if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
                     notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
                 split = _not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), key)
                 is_whole = bound is None or len(split.rows) < bound
                 places = RowPlaces(tuple(paths), file_format, text)
-                split = replace(split, is_whole=is_whole, places=places)
+                split = replace(split, is_whole=is_whole, places=places, sources=sources)
                 with split.names_lines():
                     notes.extend(open_quotes_notes(split.rows, places, split.where))
                 splits[key] = split
     return _with_train(splits.get("data.train"), splits.get("data.validation"), tuple(notes), problems)
+
+
+def _read_entries(
+    entries: Sequence[Sequence[Path]], file_format: Format, text: TextOptions, key: str, most_rows: int | None
+) -> tuple[Dataset | None, tuple[int, ...], list[str]]:
+    """Return the rows of all entries, their number in each of several entries, and notes; see `read_files`."""
+    import datasets
+    import pyarrow
+
+    if len(entries) == 1:
+        rows, notes = read_files(entries[0], file_format, text, key, most_rows)
+        return rows, (), notes
+    parts, notes = [], []
+    for paths in entries:
+        rows, own = read_files(paths, file_format, text, key, most_rows)
+        notes.extend(own)
+        parts.append(_not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), key).rows)
+    try:
+        joined: Dataset = datasets.concatenate_datasets(parts)
+    except (ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"`{key}` must name files with the same columns, but they differ: {reason(error)}") from error
+    return joined, tuple(map(len, parts)), notes
 
 
 def _hold_out(train: Split, share: float, label: str | None) -> Splits:
@@ -318,6 +345,8 @@ def _hold_out(train: Split, share: float, label: str | None) -> Splits:
     def part(rows: NDArray[np.bool_], where: str) -> Split:
         chosen = np.flatnonzero(rows)
         places = replace(train.places, chosen=chosen) if train.places else None
-        return Split(train.rows.select(chosen), where, places=places)
+        ends = np.searchsorted(chosen, np.cumsum(train.sources))
+        sources = tuple(int(number) for number in np.diff(ends, prepend=0)) if train.sources else ()
+        return Split(train.rows.select(chosen), where, places=places, sources=sources)
 
     return Splits(part(~held, train.where), part(held, f"the held-out rows of {train.where}"), (note,))

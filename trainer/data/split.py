@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -54,6 +54,7 @@ class EncodedSplit:
         ragged: the columns with lengths of their own, such as target texts.
         texts_per_row: the number of texts of each row, such as the choices of a question.
         num_cut_targets: the number of rows with a target that was longer than `task.max_target_length`.
+        sources: the number of rows of each source of a mixture, in order; empty: there is one source.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class EncodedSplit:
         ragged: Mapping[str, Ragged] | None = None,
         texts_per_row: int = 1,
         num_cut_targets: int = 0,
+        sources: Sequence[int] = (),
     ) -> None:
         self.offsets = offsets
         self.tokens = dict(tokens)
@@ -78,6 +80,7 @@ class EncodedSplit:
         self.content_hash = content_hash
         self.num_cut = num_cut
         self.num_cut_targets = num_cut_targets
+        self.sources = tuple(sources)
         self.reopen = reopen
         # The number of unknown tokens, and of ordinary tokens with the unknown ones; None: not counted.
         self.unknown_tokens: tuple[int, int] | None = None
@@ -130,7 +133,7 @@ class EncodedSplit:
             return self.reopen, ()
         return EncodedSplit, (
             self.offsets, self.tokens, self.scalars, self.content_hash, self.num_cut, None, self.arrays, self.ragged,
-            self.texts_per_row, self.num_cut_targets,
+            self.texts_per_row, self.num_cut_targets, self.sources,
         )  # fmt: skip
 
 

@@ -106,31 +106,37 @@ def encode_split(
 
     def write(writer: EntryWriter) -> None:
         task, packer = encoder.for_split(rows), encoder.packer(max_length)
+        ends = np.cumsum(split.sources or (len(rows),)).tolist()
+        spans = [
+            (first_row, min(first_row + at_once, end))
+            for start, end in zip((0, *ends), ends, strict=False)
+            for first_row in range(start, end, at_once)
+        ]
 
         def encode_from(rows: Dataset, first_row: int) -> dict[str, list[Any]]:
             return task.encode(rows, tokenizer, max_length, split.where, split.first_row + first_row)
 
-        def encode(first_row: int) -> dict[str, list[Any]]:
-            batch = rows.select(range(first_row, min(first_row + at_once, len(rows))))
+        def encode(span: tuple[int, int]) -> dict[str, list[Any]]:
             with split.names_lines():
-                return encode_rows(batch, first_row, encode_from)
+                return encode_rows(rows.select(range(*span)), span[0], encode_from)
 
-        starts = range(0, len(rows), at_once)
         shown = time.monotonic()
-        for first_row, features in zip(
-            starts, ordered_results(encode, starts, processes, "data.preparation_processes"), strict=True
+        for (_, done), features in zip(
+            spans, ordered_results(encode, spans, processes, "data.preparation_processes"), strict=True
         ):
             writer.add(packer.add(features) if packer else features)
-            done = min(first_row + at_once, len(rows))
             if split.show is not None:
                 split.show(done, len(rows))
             if time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
                 sys.stderr.write(f"tokenised {done:,} of {len(rows):,} rows of {split.where}\n")
-        if packer:
-            writer.add(packer.finish())
+            if done in ends:
+                if packer:
+                    writer.add(packer.finish())
+                if split.sources:
+                    writer.end_source()
 
-    encoded = open_or_write(cache, _key(rows, encoder, tokenizer, max_length), write, encoder.own_lengths)
+    encoded = open_or_write(cache, _key(split, rows, encoder, tokenizer, max_length), write, encoder.own_lengths)
     if not len(encoded):
         if split.is_part:
             return encoded
@@ -197,11 +203,12 @@ def _check_max_length(max_length: int, tokenizer: PreTrainedTokenizerBase) -> No
         )
 
 
-def _key(rows: Dataset, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
+def _key(split: Split, rows: Dataset, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
     """Return the key of an entry, which covers everything that determines its content."""
     facts = {
         "entry": ENTRY_VERSION,
         "rows": hash_rows(rows),
+        "sources": split.sources,
         "task": encoder.fingerprint,
         "tokenizer": _hash_tokenizer(tokenizer),
         "max_length": max_length,

@@ -189,6 +189,17 @@ def _data_places(data: Data) -> Iterator[Contradiction]:
             yield _clash("applies to a hub repository, but `data.name` is a folder; remove it", "data.revision")
 
 
+def _mixture(data: Data) -> Iterator[Contradiction]:
+    if isinstance(data, FileData) and data.mixture is not None:
+        number = len(data.train) if isinstance(data.train, list) else 1
+        if number == 1 or len(data.mixture) != number:
+            entries = f"{number} entries; give each one weight"
+            if number == 1:
+                entries = "one entry; list at least two files or patterns there"
+            text = f"has the weights {data.mixture}, but `data.train` has {entries}"
+            yield _clash(text, "data.mixture", "data.train")
+
+
 def _files(split: str, places: float | str | list[str] | None) -> Iterator[Contradiction]:
     for index, place in enumerate(places if isinstance(places, list) else [places]):
         if isinstance(place, str) and not os.path.isfile(place):
@@ -611,6 +622,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("task", "training"), _microbatches),
     (("model",), _model_folders),
     (("data",), _data_places),
+    (("data",), _mixture),
     (("parallel",), _pipeline),
     (("parallel",), _deepspeed_keys),
     (("training",), _steps),

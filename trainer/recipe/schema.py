@@ -595,6 +595,11 @@ class FileData(_DataKeys):
     train: PathField | Annotated[list[PathField], Field(min_length=1)] = Field(
         description="File or files of the training split, or a pattern such as `part-*.jsonl`."
     )
+    mixture: list[Annotated[float, Field(gt=0)]] | None = Field(
+        None,
+        description="The weight of each entry of `train`, such as [0.7, 0.3]: its share of the rows of an epoch, which"
+        " has as many rows as all entries together. null: an epoch has every row once.",
+    )
     validation: HeldOut | PathField | Annotated[list[PathField], Field(min_length=1)] | None = Field(
         None,
         description="File or files of the validation split, or the share of the training split to hold out, such as"

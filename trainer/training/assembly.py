@@ -216,9 +216,10 @@ def train_batches(plan: RunPlan, mesh: ParallelMesh, data: PreparedData, start_s
     """Return this rank's part of each global batch from a sample on."""
     recipe = plan.recipe
     lengths = data.train.lengths if recipe.data.group_by_length else None
+    seed = recipe.training.seed
     return TrainLoader(
         data.train,
-        GlobalOrder(len(data.train), lengths, plan.batch.global_batch_size, recipe.training.seed),
+        GlobalOrder(len(data.train), lengths, plan.batch.global_batch_size, seed, data.mixture(recipe)),
         plan.batch,
         mesh.index("dp"),
         data.preparation.batching,

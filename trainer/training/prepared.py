@@ -12,11 +12,12 @@ from pathlib import Path
 
 from trainer.base.errors import Problems
 from trainer.data.collate import TokenMasking
+from trainer.data.order import Mixture
 from trainer.data.sources import Split, Splits, load_splits, require_one_type
 from trainer.data.split import EncodedSplit
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import cache_folder
-from trainer.recipe.schema import Recipe
+from trainer.recipe.schema import FileData, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
@@ -39,6 +40,16 @@ class PreparedData:
     validation: EncodedSplit | None
     data_notes: tuple[str, ...] = ()
     evaluated: EvaluatedSplit | None = None  # the rows of `validation`
+
+    def mixture(self, recipe: Recipe) -> Mixture | None:
+        """Return the mixture of the training split's sources; None: an epoch has every row once.
+
+        Raises:
+            UsageError: the weight of a source is too small for a row in an epoch.
+        """
+        if not isinstance(recipe.data, FileData) or recipe.data.mixture is None or not self.train.sources:
+            return None
+        return Mixture(self.train.sources, recipe.data.mixture, recipe.training.seed)
 
     def notes(self, max_length: int) -> list[str]:
         """Return notes on tokenizer and classes, on rows cut to `max_length` tokens, and on unknown tokens."""
@@ -135,13 +146,27 @@ def prepare_data(
     ]
     found = (*_row_notes(recipe, task, used, train, validation), *class_notes(task, train, validation))
     notes = (*splits.notes, *data_notes, *found, *bounded)
-    return PreparedData(task, masking, preparation, train, validation, notes, evaluated)
+    prepared = PreparedData(task, masking, preparation, train, validation, notes, evaluated)
+    return replace(prepared, data_notes=(*notes, *_mixture_notes(recipe, prepared)))
 
 
 def _shown(split: Split, observer: Observer) -> Split:
     """Return the split, which tells the observer of its prepared rows."""
     observer.preparing(f"preparing {split.where}")
     return replace(split, show=partial(observer.preparing, f"preparing {split.where}"))
+
+
+def _mixture_notes(recipe: Recipe, prepared: PreparedData) -> list[str]:
+    """Return a note on the share of each source in an epoch."""
+    mixture = prepared.mixture(recipe)
+    if mixture is None:
+        return []
+    assert isinstance(recipe.data, FileData)
+    return [
+        f"mixture: {count:,} of the {mixture.num_rows:,} rows of an epoch are of `{entry}`, which has {size:,}:"
+        f" {count / size:.2f} passes"
+        for entry, count, size in zip(recipe.data.train, mixture.counts, prepared.train.sources, strict=True)
+    ]
 
 
 def _row_notes(
