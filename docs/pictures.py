@@ -72,7 +72,7 @@ def svg_of(figure: go.Figure, width: int, height: int) -> str:
     """Return a figure as SVG, in pixels; grey text is legible on light and dark ground."""
     figure.update_layout(
         template="none", font={"color": "#7d8590", "size": 12}, paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)", showlegend=len(figure.data) > 1 and figure.data[0].name is not None,
+        plot_bgcolor="rgba(0,0,0,0)", showlegend=bool(figure.data[0].name),
         margin={"l": 70, "r": 10, "t": 30, "b": 40},
     )  # fmt: skip
     figure.update_xaxes(gridcolor="rgba(128,128,128,.25)")
@@ -146,6 +146,7 @@ def _colour(name: str) -> str | None:
 
 def main() -> None:
     """Draw the pictures from the results of two comparisons, and from a run that is stopped in the middle."""
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))  # of the commands
     for words in (
         ["--processes", "2", "--steps", "30"],
         ["--layouts", "docs/pictures/dropout.txt", "--steps", "60", "--output", "runs/dropout-compare"],

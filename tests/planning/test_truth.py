@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -66,13 +67,20 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "zero2 offload": {"parallel": {"strategy": "zero2", "offload": "optimizer", **SMALL_BUCKETS}},
     "zero3 offload": {"parallel": {"strategy": "zero3", "offload": "parameters", **SMALL_BUCKETS}},
 }
-ON_TWO_RANKS = [
-    *(pytest.param(keys, id=name) for name, keys in TWO.items()),
-    *(pytest.param(keys, id=name, marks=pytest.mark.slow) for name, keys in DEEPSPEED.items()),
-]
+NIGHTLY = frozenset((
+    "one microbatch", "sgd", "adafactor", "torch dropout", "masked_lm", "packed documents", "question_answering",
+    "multiple_choice", "fsdp whole", "tensor", "fsdp muon", "pipeline bf16", "pipeline gpipe", "zero2 offload",
+))  # fmt: skip
+"""Cases with a near relative that runs each time."""
 
 
-@pytest.mark.parametrize("keys", ALONE.values(), ids=ALONE)
+def _cases(keys: Mapping[str, dict[str, Any]], mark: Any = ()) -> list[Any]:
+    return [
+        pytest.param(one, id=name, marks=pytest.mark.nightly if name in NIGHTLY else mark) for name, one in keys.items()
+    ]
+
+
+@pytest.mark.parametrize("keys", _cases(ALONE))
 def test_the_peak_of_one_process(keys: dict[str, Any]):
     most = MOST_OF_BF16 if "precision" in keys else MOST
     plan, found = planned(keys, 1, 0).allocated, measure(keys).allocated
@@ -84,7 +92,7 @@ def test_the_peak_of_one_process(keys: dict[str, Any]):
         assert plan == pytest.approx(found, rel=most)
 
 
-@pytest.mark.parametrize("keys", ON_TWO_RANKS)
+@pytest.mark.parametrize("keys", [*_cases(TWO), *_cases(DEEPSPEED, pytest.mark.slow)])
 def test_peak_and_collectives_of_each_rank(ranks: RankPools, keys: dict[str, Any]):
     measured = ranks(2).run(measure, keys)
     for rank, found in enumerate(measured):
