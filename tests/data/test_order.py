@@ -233,5 +233,5 @@ class TestMixture:
 
     @pytest.mark.parametrize(("sizes", "weights", "index"), [((30, 70), (1, 1e-9), 1), ((0, 70), (1, 1), 0)])
     def test_a_source_without_rows_is_refused(self, sizes, weights, index):
-        with pytest.raises(UsageError, match=rf"`data.mixture.{index}` must be the weight of a source with rows"):
+        with pytest.raises(UsageError, match=rf"`data.mixture\[{index}\]` must be the weight of a source with rows"):
             Mixture(sizes, weights, 0)

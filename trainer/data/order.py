@@ -58,7 +58,7 @@ class Mixture:
                     "its files have no row for the task" if not size else f"no row of {self.num_rows:,} is its share"
                 )
                 raise UsageError(
-                    f"`data.mixture.{index}` must be the weight of a source with rows in each epoch, but is"
+                    f"`data.mixture[{index}]` must be the weight of a source with rows in each epoch, but is"
                     f" {weights[index]}, and {reason}; use a larger weight, or remove the source"
                 )
         self._sizes = sizes
