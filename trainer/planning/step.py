@@ -112,28 +112,102 @@ def step_plan(plan: RunPlan, rank: int, found: Found) -> StepPlan:
 
 def simulate(plan: RunPlan, rank: int, length: int, cuda: bool, fused: bool = True) -> Found:
     """Run two steps of a rank, and return the result of the second; see `plan_step`."""
-    task = planned_task(plan)
     with without_collector(), simulated_mesh(plan.layout, rank) as mesh, simulated_deepspeed(plan):
-        built = _build(plan, task, mesh)
+        whole = _Simulation(plan, planned_task(plan), mesh, length, cuda, fused)
+        built = whole.build()
         # DeepSpeed fills buckets of a fixed size, so that its memory is not linear in the number of layers.
         stacks = [[] if plan.strategy.zero_stage else stacks_of(part.model) for part in built]
+        short = replace(whole, stacks=stacks)
         loaded, saved = _loaded(plan, built), sum(map(_saved, built))
-        found = _simulate(plan, task, mesh, length, cuda, fused, built, stacks)
+        found = short.run(built)
         if numbers := {stack.number for part in stacks for stack in part}:
-            longer = {
-                number: _simulate(plan, task, mesh, length, cuda, fused, _build(plan, task, mesh), stacks, number)
-                for number in numbers
-            }
+            longer = {number: short.run(short.build(), number) for number in numbers}
             found = lengthen(found, longer, [stack for part in stacks for stack in part])
         return replace(found, loaded=loaded, saved=saved)
 
 
-def _build(plan: RunPlan, task: Task, mesh: ParallelMesh) -> list[BuiltModel]:
-    recipe = plan.recipe
-    return [
-        build_shapes(recipe.model, recipe.training, task.auto_class_name, task.model_options(), cut)
-        for cut in planned_cuts(plan, mesh)
-    ]
+@dataclass(frozen=True)
+class _Simulation:
+    """The simulation of one rank.
+
+    Args:
+        plan: the recipe and its layout.
+        task: its task.
+        mesh: the simulated mesh.
+        length: the tokens of each text.
+        cuda: whether the device is a GPU.
+        fused: whether that GPU runs the fused attention kernel.
+        stacks: the stacks to shorten of each part of the model; None: all layers run.
+    """
+
+    plan: RunPlan
+    task: Task
+    mesh: ParallelMesh
+    length: int
+    cuda: bool
+    fused: bool
+    stacks: Sequence[Sequence[Stack]] | None = None
+
+    @property
+    def offload(self) -> Offload:
+        return self.plan.recipe.parallel.offload if self.cuda else "none"  # on a CPU, the device is the host
+
+    def build(self) -> list[BuiltModel]:
+        """Return the parts of the model on this rank, without memory."""
+        recipe, task = self.plan.recipe, self.task
+        return [
+            build_shapes(recipe.model, recipe.training, task.auto_class_name, task.model_options(), cut)
+            for cut in planned_cuts(self.plan, self.mesh)
+        ]
+
+    def run(self, built: Sequence[BuiltModel], longer: int | None = None) -> Found:
+        """Run two steps, and return the result of the second; see `shorten` for `longer`."""
+        with self.opened(built, longer) as (engine, ledger, batch):
+            engine.train_step(_smallest(batch, self.plan))  # makes the state of the optimizer
+            label_model(ledger, engine, built, self.offload)
+            gc.collect()  # cycles of the first step
+            ledger.restart()
+            resident = dict(ledger.alive)
+            totals = _run(engine, batch, ledger, self.plan)
+            return Found(
+                resident,
+                dict(ledger.peaks),
+                ledger.held,
+                ledger.most_gradients,
+                ledger.most_on_host,
+                totals,
+                group_axes(self.mesh, engine),
+            )
+
+    @contextmanager
+    def opened(
+        self, built: Sequence[BuiltModel], longer: int | None = None
+    ) -> Iterator[tuple[NativeEngine | ZeroEngine, Ledger, RankBatch]]:
+        """Open the engine, with its ledger and its batch."""
+        plan, task = self.plan, self.task
+        splits = self.offload != "none"
+        stacks = self.stacks or [[] for _ in built]
+        with (
+            shapes_only(self.cuda, self.fused),
+            Ledger(answers=True, splits=splits) as ledger,
+            labelled_deepspeed(ledger, plan),
+            copies_between_host_and_device(ledger, plan) if splits else nullcontext(),
+        ):
+            for part, own in zip(built, stacks, strict=True):
+                ledger.name_modules(shorten(part.model, own, longer))
+                _allocate(part.model)
+                freeze(part.model, task.unused_modules)
+                ledger.follow_gradients(part.model)
+            with ledger.creating(GRADIENTS):  # the buckets of DDP
+                # Kernels that a compiler would fuse are counted one by one.
+                uncompiled = replace(plan, recipe=plan.recipe.model_copy(update={"compile": False}))
+                teacher = _teacher(plan, task, self.mesh, ledger)
+                engine = build_engine(built, task, self.mesh, uncompiled, 2, teacher)
+            assert isinstance(engine, (NativeEngine, ZeroEngine))
+            label_model(ledger, engine, built, self.offload)
+            with ledger.creating(BATCH):
+                batch = blank_batch(plan.recipe, task, built[0].model.config, plan.batch, self.length)
+            yield engine, ledger, batch
 
 
 def _teacher(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> Teacher | None:
@@ -165,82 +239,14 @@ def _saved(built: BuiltModel) -> int:
     return sum(shape.numel() for shape in shapes) * _FP32_BYTES
 
 
-def _simulate(
-    plan: RunPlan,
-    task: Task,
-    mesh: ParallelMesh,
-    length: int,
-    cuda: bool,
-    fused: bool,
-    built: Sequence[BuiltModel],
-    stacks: Sequence[Sequence[Stack]],
-    longer: int | None = None,
-) -> Found:
-    """Run two steps with shortened stacks, and return the result of the second; see `shorten` for `longer`."""
-    with _opened(plan, task, mesh, length, cuda, fused, built, stacks, longer) as (engine, ledger, batch):
-        engine.train_step(_smallest(batch, plan))  # makes the state of the optimizer
-        label_model(ledger, engine, built, _offload(plan, cuda))
-        gc.collect()  # cycles of the first step
-        ledger.restart()
-        resident = dict(ledger.alive)
-        totals = _run(engine, batch, ledger, plan)
-        return Found(
-            resident,
-            dict(ledger.peaks),
-            ledger.held,
-            ledger.most_gradients,
-            ledger.most_on_host,
-            totals,
-            group_axes(mesh, engine),
-        )
-
-
-@contextmanager
-def _opened(
-    plan: RunPlan,
-    task: Task,
-    mesh: ParallelMesh,
-    length: int,
-    cuda: bool,
-    fused: bool,
-    built: Sequence[BuiltModel],
-    stacks: Sequence[Sequence[Stack]],
-    longer: int | None = None,
-) -> Iterator[tuple[NativeEngine | ZeroEngine, Ledger, RankBatch]]:
-    """Open the engine of a rank with shortened stacks, and its batch."""
-    offload = _offload(plan, cuda)
-    splits = offload != "none"
-    with (
-        shapes_only(cuda, fused),
-        Ledger(answers=True, splits=splits) as ledger,
-        labelled_deepspeed(ledger, plan),
-        copies_between_host_and_device(ledger, plan) if splits else nullcontext(),
-    ):
-        for part, own in zip(built, stacks, strict=True):
-            ledger.name_modules(shorten(part.model, own, longer))
-            _allocate(part.model)
-            freeze(part.model, task.unused_modules)
-            ledger.follow_gradients(part.model)
-        with ledger.creating(GRADIENTS):  # the buckets of DDP
-            # Kernels that a compiler would fuse are counted one by one.
-            uncompiled = replace(plan, recipe=plan.recipe.model_copy(update={"compile": False}))
-            engine = build_engine(built, task, mesh, uncompiled, 2, _teacher(plan, task, mesh, ledger))
-        assert isinstance(engine, (NativeEngine, ZeroEngine))
-        label_model(ledger, engine, built, offload)
-        with ledger.creating(BATCH):
-            batch = blank_batch(plan.recipe, task, built[0].model.config, plan.batch, length)
-        yield engine, ledger, batch
-
-
 @contextmanager
 def updated_engine(
     plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True
 ) -> Iterator[tuple[NativeEngine | ZeroEngine, ParallelMesh]]:
     """Open the engine of a rank with all its layers and the state of its optimizer, and its mesh; see `plan_step`."""
-    task = planned_task(plan)
     with without_collector(), simulated_mesh(plan.layout, rank) as mesh, simulated_deepspeed(plan):
-        built = _build(plan, task, mesh)
-        with _opened(plan, task, mesh, length, cuda, fused, built, [[] for _ in built]) as (engine, _, batch):
+        simulation = _Simulation(plan, planned_task(plan), mesh, length, cuda, fused)
+        with simulation.opened(simulation.build()) as (engine, _, batch):
             if isinstance(engine, ZeroEngine):
                 engine.train_step(_smallest(batch, plan))
             else:  # the update alone makes the state, whatever the gradients
@@ -250,10 +256,6 @@ def updated_engine(
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
             yield engine, mesh
-
-
-def _offload(plan: RunPlan, cuda: bool) -> Offload:
-    return plan.recipe.parallel.offload if cuda else "none"  # on a CPU, the device is the host
 
 
 def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, plan: RunPlan) -> Totals:
