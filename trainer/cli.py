@@ -378,7 +378,9 @@ def compare(
     peers: Annotated[
         list[str] | None,
         typer.Option(
-            "--with", metavar="PEER", help="Train the same batches by `pytorch`, a plain loop, or by `transformers`."
+            "--with",
+            metavar="PEER",
+            help="Train the same batches by `pytorch`, a plain loop, `transformers`, `accelerate` or `deepspeed`.",
         ),
     ] = None,
 ) -> None:

@@ -24,7 +24,7 @@ from trainer.cli import main
 from trainer.comparing import turns
 from trainer.comparing.contestants import contestants, kind_of
 from trainer.comparing.page import write_page
-from trainer.comparing.peers import NAMES, require_able
+from trainer.comparing.peers import NAMES, PEERS, require_able
 from trainer.comparing.results import TOLERANCES, results, warm_up
 from trainer.comparing.showing import table
 from trainer.comparing.turns import Comparison
@@ -271,7 +271,7 @@ def test_peers_refuse_what_they_lack(words: list[str], named: str):
 
 def test_an_unknown_peer_is_named(capsys: pytest.CaptureFixture[str]):
     assert main(["compare", "bert_sample", "--with", "lightning"]) == ExitCode.USER
-    assert "`--with` is 'lightning'; use pytorch or transformers" in capsys.readouterr().err
+    assert "`--with` is 'lightning'; use pytorch, transformers, accelerate, deepspeed" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -280,7 +280,7 @@ def test_layouts_and_peers_on_two_processes(tmp_path: Path):
     layouts = tmp_path / "layouts"
     layouts.write_text("recipe\nparallel.strategy=fsdp\nparallel.tensor=3\nmodel.config.hidden_size=7\n")
     words = ["compare", recipe, "--layouts", layouts, "--processes", "2", "--steps", "5", "-o", output]
-    peers = ["--with", "pytorch", "--with", "transformers"]
+    peers = [word for peer in PEERS for word in ("--with", peer)]
     ended = finish(warm.start([*words, *peers, "model.dropout=0", "training.micro_batch_size=2"]))
     assert ended.returncode == 0, ended.stderr
     assert "plain PyTorch trains " in ended.stdout
@@ -288,8 +288,8 @@ def test_layouts_and_peers_on_two_processes(tmp_path: Path):
     assert len(figures_of(output / "compare.html")["peak memory of the process of each rank"]) == 2
     assert [trace["name"] for trace in figures_of(output / "compare.html")["loss"]][2:] == list(NAMES.values())
     found = json.loads((output / "compare.json").read_text())["results"]
-    assert [result["reason"] is None for result in found] == [True, True, False, False, True, True]
-    assert [result["peer"] for result in found] == [None] * 4 + ["pytorch", "transformers"]
+    assert [result["reason"] is None for result in found] == [True, True, False, False, *[True] * len(PEERS)]
+    assert [result["peer"] for result in found] == [*[None] * 4, *PEERS]
     for result in found[4:]:
         assert result["likeness"]["leaves"] is None, result
         assert len(result["records"]) == 5

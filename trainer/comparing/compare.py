@@ -67,7 +67,7 @@ def compare(
     common, found = contestants(recipe, words, layouts, ranks, gpus)
     for peer in peers:
         if peer not in PEERS:
-            raise UsageError(f"`--with` is {peer!r}; use {' or '.join(PEERS)}")
+            raise UsageError(f"`--with` is {peer!r}; use {', '.join(PEERS)}")
     found += [Contestant((), ranks, peer) for peer in dict.fromkeys(peers)]
     folder = output or Path("runs") / f"{load_recipe(recipe, common).recipe.name}-compare"
     comparison = Comparison(recipe, common, found, steps, folder)

@@ -1,6 +1,6 @@
 """Peers: other loops that train the recipe's model on the same batches, for a comparison.
 
-Both have the recipe's optimizer, learning rates, clipping and precision, and torch's dropout. They neither check nor
+All have the recipe's optimizer, learning rates, clipping and precision, and torch's dropout. They neither check nor
 save.
 """
 
@@ -36,7 +36,12 @@ if TYPE_CHECKING:
     Told = Callable[["RankBatch", float, float], None]
     """A function that gets each batch after its step, with the loss of the global batch and the gradient norm."""
 
-NAMES = {"pytorch": "plain PyTorch", "transformers": "transformers' Trainer"}
+NAMES = {
+    "pytorch": "plain PyTorch",
+    "transformers": "transformers' Trainer",
+    "accelerate": "a loop of accelerate",
+    "deepspeed": "plain DeepSpeed, ZeRO-1",
+}
 """The names of the peers in a table."""
 
 
@@ -151,9 +156,85 @@ def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], t
         trainer.train()
 
 
+def accelerate_loop(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
+    """Train with the loop that accelerate's documentation shows, and DistributedDataParallel."""
+    import torch
+    import torch.nn.functional as F
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    recipe, ranks = training.recipe, training.plan.layout.world_size
+    device = next(training.model.parameters()).device
+    accelerator = Accelerator(
+        cpu=device.type == "cpu",
+        mixed_precision="bf16" if recipe.precision == "bf16" else "no",
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    )
+    made, schedule = training.optimizer()
+    model, optimizer = accelerator.prepare(training.model.train(), made)
+    for batch in islice(batches, training.num_steps):
+        total = torch.zeros((), device=device)
+        for microbatch in batch.microbatches:
+            is_last = microbatch is batch.microbatches[-1]
+            with nullcontext() if is_last else accelerator.no_sync(model):
+                rows = microbatch.to(device)
+                logits = model(**rows.inputs).logits
+                loss = F.cross_entropy(logits.float(), rows.labels, reduction="sum") / batch.num_rows
+                accelerator.backward(loss * ranks)  # DistributedDataParallel averages over the ranks
+                total += loss.detach()
+        norm = accelerator.clip_grad_norm_(model.parameters(), recipe.training.max_grad_norm or math.inf)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if tell is not None:
+            tell(batch, accelerator.reduce(total).item(), norm.item())
+
+
+def plain_deepspeed(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
+    """Train with the loop that DeepSpeed's documentation shows, under ZeRO-1."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+
+    from trainer.engine.zero import load_deepspeed
+
+    recipe, ranks = training.recipe, training.plan.layout.world_size
+    device = next(training.model.parameters()).device
+    made, schedule = training.optimizer()
+    engine, *_ = load_deepspeed(device).initialize(
+        model=training.model.train(),
+        optimizer=made,
+        dist_init_required=False,
+        config={
+            "train_micro_batch_size_per_gpu": training.plan.batch.micro_batch_size,
+            "gradient_accumulation_steps": 1,  # the loop marks the last microbatch
+            "gradient_clipping": recipe.training.max_grad_norm or 0.0,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        },
+    )
+    for batch in islice(batches, training.num_steps):
+        total = torch.zeros((), device=device)
+        for microbatch in batch.microbatches:
+            rows = microbatch.to(device)
+            engine.set_gradient_accumulation_boundary(microbatch is batch.microbatches[-1])
+            with torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext():
+                logits = engine(**rows.inputs).logits
+            loss = F.cross_entropy(logits.float(), rows.labels, reduction="sum") / batch.num_rows
+            engine.backward(loss * ranks)  # DeepSpeed averages over the ranks
+            engine.step()
+            total += loss.detach()
+        schedule.step()
+        if tell is not None:
+            dist.all_reduce(total)
+            tell(batch, total.item(), float(engine.get_global_grad_norm()))
+
+
 PEERS: dict[str, Callable[[PeerTraining, Iterable[RankBatch], Told | None], None]] = {
     "pytorch": plain_pytorch,
     "transformers": transformers_trainer,
+    "accelerate": accelerate_loop,
+    "deepspeed": plain_deepspeed,
 }
 
 
@@ -201,10 +282,16 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
         % (processes * plan_run(recipe, processes).batch.micro_batch_size)
         != 0,
     }
+    if peer == "deepspeed":
+        wrong |= {
+            "processes": processes == 1,
+            "optimizer.name": recipe.optimizer.name not in ("adamw", "sgd"),
+        }
     if found := [key for key, is_wrong in wrong.items() if is_wrong]:
         raise UsageError(
             f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it classifies texts by one label,"
-            " with `parallel.strategy` ddp, in fp32 or bf16, without recomputation, and in equal microbatches"
+            " with `parallel.strategy` ddp, in fp32 or bf16, without recomputation, and in equal microbatches; `deepspeed`"
+            " needs several processes, and AdamW or SGD"
         )
 
 

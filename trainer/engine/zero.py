@@ -56,7 +56,7 @@ _GATHERED_IN = "comm_dtype"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-def _deepspeed(device: torch.device) -> Any:
+def load_deepspeed(device: torch.device) -> Any:
     """Return the package, with the variable that it reads when it starts."""
     set_local_rank(device.index or 0)
     return import_deepspeed()
@@ -71,7 +71,7 @@ def partitioned_loading(plan: RunPlan, device: torch.device) -> Iterator[Gather]
     if plan.strategy.zero_stage != 3 or plan.layout.tp > 1:
         yield whole_already
         return
-    deepspeed = _deepspeed(device)
+    deepspeed = load_deepspeed(device)
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
     with redirect_stdout(io.StringIO()):
@@ -398,7 +398,7 @@ def _split_groups(optimizer: torch.optim.Optimizer) -> None:
 
 def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> ZeroEngine:
     """Return the engine of `zero1`, `zero2` and `zero3`."""
-    deepspeed = _deepspeed(mesh.device)
+    deepspeed = load_deepspeed(mesh.device)
     model = built.model
     placements = built.placements
     if placements is None:
