@@ -90,7 +90,7 @@ def files_of(pin: Requirement) -> list[dict[str, Any]]:
     sources = [file for file in files if _is_source(file["filename"], name, version)]
     found = wheels or sources
     if not found:
-        raise SystemExit(f"{_INDEX}/{name}/ has no file of {version} for the images")
+        raise SystemExit(f"{_INDEX}/{name}/ has no file of {version} for the images; pin another version")
     return sorted(found, key=lambda file: str(file["filename"]))
 
 

@@ -31,14 +31,20 @@ def requirements(extras: list[str]) -> list[str]:
 
 
 def hashed(file: Path, extras: list[str]) -> list[str]:
-    """Return the lines of the file's parts for trainer and `extras`, each package once."""
-    kept, entries = False, dict[str, None]()
+    """Return the lines of the file's parts for trainer and `extras`, each package once.
+
+    Raises:
+        SystemExit: an extra has no part.
+    """
+    part, parts = "", dict[str, list[str]]()
     for entry in re.split(r"\n(?! )", file.read_text(encoding="utf-8").strip()):
         if entry.startswith("# "):
-            kept = entry[2:] in ("trainer", *extras)
-        elif kept:
-            entries[entry] = None
-    return list(entries)
+            part = entry[2:]
+        parts.setdefault(part, []).append(entry)
+    if missing := [extra for extra in extras if extra not in parts]:
+        raise SystemExit(f"{file} must hold sums for EXTRAS, but has none for {', '.join(missing)}; set HASHES=none")
+    chosen = [entry for name in ("trainer", *extras) for entry in parts.get(name, ()) if not entry.startswith("#")]
+    return list(dict.fromkeys(chosen))
 
 
 def main() -> None:

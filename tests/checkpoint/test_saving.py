@@ -145,6 +145,15 @@ class TestIdentity:
         assert "Name another `checkpoint.folder`, or restore" in str(error.value)
         assert engine.loaded_step is None
 
+    def test_the_weights_of_a_mixture_may_not(self):
+        files = {"source": "files", "train": ["a.jsonl", "b.jsonl"]}
+        found = [
+            identity(tiny_recipe(data={**files, **more}), "data")
+            for more in ({}, {"mixture": [1, 2]}, {"mixture": [2, 1]})
+        ]
+        assert found[0] != found[1] != found[2] != found[0]
+        assert "mixture" not in found[0]["data"]
+
     def test_what_the_model_brings_beside_its_weights_may_not(self):
         recipe = tiny_recipe()
         assert identity(recipe, "data", {"buffers": None}) == identity(recipe, "data")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+import time
 import tracemalloc
 
 import numpy as np
@@ -231,7 +233,28 @@ class TestMixture:
             epoch_rows(walked, epoch)
         np.testing.assert_array_equal(self.mixed().batch(1, 20), walked.batch(1, 20))
 
-    @pytest.mark.parametrize(("sizes", "weights", "index"), [((30, 70), (1, 1e-9), 1), ((0, 70), (1, 1), 0)])
-    def test_a_source_without_rows_is_refused(self, sizes, weights, index):
-        with pytest.raises(UsageError, match=rf"`data.mixture\[{index}\]` must be the weight of a source with rows"):
+    def test_many_short_passes_are_fast(self):
+        mixture = Mixture((10, 200_000), (1, 1), 0)
+        start = time.process_time()
+        rows = mixture.rows(0, np.arange(mixture.num_rows))
+        assert time.process_time() - start < 5  # seconds; a search of each pass would take minutes
+        assert set(np.bincount(rows)[:10]) <= {10_000, 10_001}
+
+    def test_it_can_be_pickled(self):
+        mixture = Mixture((10, 20), (1, 1), 0)
+        rows = mixture.rows(1, np.arange(30))
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(mixture)).rows(1, np.arange(30)), rows)
+
+    def test_large_weights_are_shares_too(self):
+        assert Mixture((10, 20), (1e308, 1e308), 0).counts == [15, 15]
+
+    @pytest.mark.parametrize(
+        ("sizes", "weights", "message"),
+        [
+            ((30, 70), (1, 1e-9), r"\[1\]` must be at least one row's share"),
+            ((0, 70), (1, 1), r"\[0\]` must be the weight"),
+        ],
+    )
+    def test_a_source_without_rows_is_refused(self, sizes, weights, message):
+        with pytest.raises(UsageError, match=rf"`data.mixture{message}"):
             Mixture(sizes, weights, 0)

@@ -344,7 +344,24 @@ class TestMixture:
         assert train.sources == (in_a, 16 - in_a)
         assert all(text.startswith("a ") for text in train.rows["text"][:in_a])
 
-    def test_columns_of_other_types_are_told(self, in_folder):
-        write(in_folder, "c.jsonl", lines([{"text": [1, 2], "label": "x"}]))
-        with pytest.raises(DataError, match=r"`data.train` must name files with the same columns, but they differ"):
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            ({"text": [1, 2], "label": "x"}, "must name files with values of the same types in a column"),
+            ({"text": "a", "label": "x", "id": 1}, "`a.jsonl` has text, label and `c.jsonl` has text, label, id"),
+        ],
+    )
+    def test_columns_that_differ_are_told(self, in_folder, row, message):
+        write(in_folder, "c.jsonl", lines([row]))
+        with pytest.raises(DataError, match=message):
             self.load(in_folder, train=["a.jsonl", "c.jsonl"])
+
+    def test_numbers_are_converted_as_in_one_file(self, in_folder):
+        write(in_folder, "one.csv", "text,label\na,1.5\n")
+        write(in_folder, "two.csv", "text,label\na,1\n")
+        train = self.load(in_folder, train=["one.csv", "two.csv"]).train
+        assert train.rows["label"][:] == [1.5, 1.0]
+
+    def test_a_source_may_be_held_out_whole(self, in_folder):
+        write(in_folder, "one.jsonl", lines([{"text": "x", "label": "x"}]))
+        assert self.load(in_folder, train=["one.jsonl", "b-*.jsonl"], validation=0.8).train.sources[0] == 0

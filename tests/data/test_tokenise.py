@@ -101,7 +101,12 @@ def test_the_rows_of_a_source_are_apart_from_those_of_others(tokenizer, tmp_path
     np.testing.assert_array_equal(
         joined.tokens["input_ids"], np.concatenate([one.tokens["input_ids"] for one in alone])
     )
-    assert encode_split(Split(rows, "both"), task, tokenizer, 32, tmp_path).sources == ()
+    whole = encode_split(Split(rows, "both"), task, tokenizer, 32, tmp_path)
+    assert whole.sources == ()
+    assert whole.content_hash != joined.content_hash
+    for sources in ((0, 40, 60), (40, 0, 60), (40, 60, 0)):
+        found = encode_split(Split(rows, "both", sources=sources), task, tokenizer, 32, tmp_path).sources
+        assert [bool(number) for number in found] == [bool(number) for number in sources]
     again = encode_split(Split(rows, "both", sources=(40, 60)), task, tokenizer, 32, tmp_path)
     assert pickle.loads(pickle.dumps(again)).sources == joined.sources
 

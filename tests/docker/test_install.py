@@ -69,7 +69,7 @@ def test_a_fresh_prefix_holds_the_pinned_versions_and_the_recipes(tmp_path: Path
     sums = tmp_path / "hashes.txt"
     # The last part is not chosen: pip would refuse its sum.
     sums.write_text(
-        f"# trainer\nrich=={pins()['rich']} \\\n    --hash=sha256:{sha256(rich)}\n"
+        f"# deepspeed\n# tensorboard\n# trainer\nrich=={pins()['rich']} \\\n    --hash=sha256:{sha256(rich)}\n"
         f"# wandb\nnumpy=={pins()['numpy']} \\\n    --hash=sha256:{'0' * 64}\n"
     )
     empty_wheel(everything, "extra", "3.1")
@@ -148,3 +148,6 @@ def test_an_unknown_extra_is_refused():
     assert ended.returncode == 1
     assert "EXTRAS must name some of deepspeed, " in ended.stderr
     assert ", but has tensorbord" in ended.stderr
+    ended = run([sys.executable, DOCKER / "requirements.py", "--hashes", DOCKER / "hashes.txt", "docs"], 10)
+    assert ended.returncode == 1
+    assert "must hold sums for EXTRAS, but has none for docs" in ended.stderr

@@ -7,9 +7,9 @@ layout, stops and goes on from its checkpoint under the next one. Loss and gradi
 evaluations, and the exported model are compared with a run of one process, whose global batch is one microbatch.
 transformers loads both exported models and computes their outputs.
 
-An fp32 case beyond the limits runs again in fp64, with ddp in place of ZeRO, which needs fp32: a difference that
-rounding made then disappears, and one that a fault made stays. The report counts such cases, and the first step of each
-must be within its limits in fp32. With `--fp64`, all cases are computed so.
+An fp32 case somewhat beyond the limits runs again in fp64, with ddp in place of ZeRO, which needs fp32. A difference
+that rounding made then disappears, and one that a fault made stays, unless ZeRO made it. The report counts such cases.
+With `--fp64`, all cases are computed so.
 
 `--case K` runs one case, and `--wide --cases 1` a case of BERT-base's width. A failed case prints its recipes and the
 command that repeats it. With `--report FILE`, the results go into a file of JSON lines, cases in the file are not run
@@ -52,6 +52,8 @@ LIMITS: dict[str, tuple[float, float, float]] = {
 }
 NOISE = 1e-5  # norms below this are of rounding errors only
 FIRST_LOSS, FIRST_NORM = 1e-6, 1e-5  # of the first step in fp32
+EXPORTED = 1e-5  # of the loss of an exported model in fp32, computed by transformers
+MOST_ROUNDING = 10  # times the limits of fp32, for a case whose differences fp64 does not have
 _BEYOND = "differences beyond the limits"
 
 
@@ -262,13 +264,12 @@ class Fuzz:
         raise AssertionError(f"{MOST_ATTEMPTS} draws of case {number} were refused: {Counter(refused).most_common(3)}")
 
     def _may_be_rounding(self, result: Result) -> bool:
-        return (
-            result.failure.startswith(_BEYOND)
-            and result.precision == "fp32"
-            and not self.in_fp64
-            and result.worst["first loss"] <= FIRST_LOSS
-            and result.worst["first norm"] <= FIRST_NORM
-        )
+        if not result.failure.startswith(_BEYOND) or result.precision != "fp32" or self.in_fp64:
+            return False
+        loss, norm, outputs = LIMITS["fp32"]
+        limits = {"loss": MOST_ROUNDING * loss, "norm": MOST_ROUNDING * norm, "evaluation": MOST_ROUNDING * loss}
+        limits |= {"first loss": FIRST_LOSS, "first norm": FIRST_NORM, "outputs": outputs, "transformers": EXPORTED}
+        return all(result.worst.get(name, 0.0) <= limit for name, limit in limits.items())
 
     def drawn(self, number: int, attempt: int) -> Drawn:
         """Return a draw of a case; in fp64, with ddp in place of ZeRO."""

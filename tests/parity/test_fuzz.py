@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import RANK_STRATEGIES
+from tests.parity import fuzz
 from tests.parity.draws import TASKS, draw
 from tests.parity.fuzz import LIMITS, Fuzz
 
@@ -36,16 +37,19 @@ def test_the_cases_hold_every_task_and_strategy():
 
 
 def test_fp64_leaves_no_rounding(ranks: RankPools, tmp_path: Path):
-    fuzz = Fuzz(SEED, tmp_path, ranks, in_fp64=True)
-    (part,) = fuzz.drawn(253, 5).parts
+    in_fp64 = Fuzz(SEED, tmp_path, ranks, in_fp64=True)
+    (part,) = in_fp64.drawn(253, 5).parts
     assert part.sections["parallel"]["strategy"] == "ddp"
-    result, refusal = fuzz.try_case(fuzz.drawn(*QUICK[0]), 0)
+    result, refusal = in_fp64.try_case(in_fp64.drawn(*QUICK[0]), 0)
     assert (refusal, result.failure) == ("", "")
     assert 0 < max(result.worst[name] for name in ("loss", "norm", "evaluation")) < 1e-12
 
 
 def test_rounding_is_told_from_a_fault(ranks: RankPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(LIMITS, "fp32", (1e-12, 1e-12, 1e-4))
+    result = Fuzz(SEED, tmp_path, ranks).run(*QUICK[0])
+    assert result.failure, "too far beyond the limits"
+    monkeypatch.setattr(fuzz, "MOST_ROUNDING", 1e9)
     result = Fuzz(SEED, tmp_path, ranks).run(*QUICK[0])
     assert not result.failure
     assert result.rounding.startswith("differences beyond the limits: loss")

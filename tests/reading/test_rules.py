@@ -123,6 +123,14 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             " patterns there",
         ),
         (
+            [
+                *("data.source=files", f'data.train=["{__file__}", "{__file__}"]', "data.validation=null"),
+                *("data.mixture=[0.7, 0.3]", "task.class_weights=balanced"),
+            ],
+            '`task.class_weights` is "balanced", which counts every row once, but `data.mixture` changes how often each'
+            " is read; write the weights",
+        ),
+        (
             ["task.type=image_classification", "data.group_by_length=true"],
             "`data.group_by_length` applies to texts, but `task.type` is image_classification; remove it",
         ),

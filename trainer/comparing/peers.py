@@ -290,8 +290,9 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
     if found := [key for key, is_wrong in wrong.items() if is_wrong]:
         raise UsageError(
             f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it classifies texts by one label,"
-            " with `parallel.strategy` ddp, in fp32 or bf16, without recomputation, and in equal microbatches; `deepspeed`"
-            " needs several processes, and AdamW or SGD"
+            " with `parallel.strategy` ddp, in fp32 or bf16, without recomputation, and in equal microbatches"
+            + "; it needs several processes, and AdamW or SGD"
+            * (peer == "deepspeed")
         )
 
 

@@ -112,12 +112,13 @@ class EntryWriter:
         if error is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
             return
+        sources = [int(count) // self._texts_per_row for count in np.diff(self._ends, prepend=0)]
         meta = {
             "num_cut": self._num_cut,
             "num_cut_targets": self._num_cut_targets,
             "texts_per_row": self._texts_per_row,
-            "sources": [int(count) // self._texts_per_row for count in np.diff(self._ends, prepend=0)],
-            "content_hash": _digest(arrays),
+            "sources": sources,
+            "content_hash": _digest(arrays, sources),
             "arrays": arrays,
         }
         (self._partial / _META).write_text(json.dumps(meta, indent=1))
@@ -185,7 +186,7 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
     try:
         meta = json.loads((folder / _META).read_text())
         arrays = {name: _map_array(folder / name, array, verify) for name, array in meta["arrays"].items()}
-        if meta["content_hash"] != _digest(meta["arrays"]):
+        if meta["content_hash"] != _digest(meta["arrays"], meta["sources"]):
             raise CorruptEntryError(f"{folder / _META} was changed")
         columns = {
             role: {name: arrays[name] for name, array in meta["arrays"].items() if array["role"] == role}
@@ -280,5 +281,6 @@ def _blocks(file: IO[bytes]) -> Iterable[bytes]:
     return iter(lambda: file.read(_HASH_BLOCK_BYTES), b"")
 
 
-def _digest(arrays: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(arrays, sort_keys=True).encode()).hexdigest()
+def _digest(arrays: Mapping[str, Any], sources: Sequence[int]) -> str:
+    described = {"arrays": arrays, "sources": sources} if sources else arrays
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

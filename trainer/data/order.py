@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -25,6 +24,7 @@ LARGEST_ARRAY = 1 << 22
 """The most rows of an epoch with an order in an array, which takes 16 bytes a row for a moment, and then 8."""
 
 _FEISTEL_ROUNDS = 8
+_AT_ONCE = 1 << 18  # rows of a mixture, with 64 bytes of keys each
 _MEGA_BATCH = 50  # number of global batches sorted by length together: rows are well sorted and well shuffled
 
 
@@ -38,7 +38,8 @@ class Mixture:
     """The rows of an epoch that has a share of each source: a number of the epoch stands for a row.
 
     An epoch has as many rows as all sources together. A source is read pass by pass, each in another order, and an
-    epoch goes on where the epoch before it stopped. No row of a source is read twice more often than another.
+    epoch goes on where the epoch before it stopped. At the end of an epoch, each row of a source has been read equally
+    often, or once more than others. Within an epoch, its passes are mixed.
 
     Args:
         sizes: the number of rows of each source; the rows of a source are consecutive.
@@ -53,37 +54,38 @@ class Mixture:
         self.num_rows = sum(sizes)
         self.counts = _shares(self.num_rows, weights)
         for index, (count, size) in enumerate(zip(self.counts, sizes, strict=True)):
-            if not count or not size:
-                reason = (
-                    "its files have no row for the task" if not size else f"no row of {self.num_rows:,} is its share"
-                )
+            if not size:
                 raise UsageError(
-                    f"`data.mixture[{index}]` must be the weight of a source with rows in each epoch, but is"
-                    f" {weights[index]}, and {reason}; use a larger weight, or remove the source"
+                    f"`data.mixture[{index}]` must be the weight of rows to train on, but its files have none; remove"
+                    " them, or hold fewer rows out in `data.validation`"
+                )
+            if not count:
+                raise UsageError(
+                    f"`data.mixture[{index}]` must be at least one row's share of an epoch of {self.num_rows:,} rows,"
+                    f" but is {weights[index]}; use a larger weight"
                 )
         self._sizes = sizes
         self._first_rows = np.cumsum([0, *sizes])
         self._first_numbers = np.cumsum([0, *self.counts])
-        self._seed = seed
-        self._permutation = lru_cache(64)(self._new_permutation)
+        draws = [np.random.Philox(np.random.SeedSequence(seed, spawn_key=(source,))) for source in range(len(sizes))]
+        self._keys = [draw.random_raw(1).view(np.int64) for draw in draws]
 
     def rows(self, epoch: int, numbers: IndexArray) -> IndexArray:
         """Return the rows that numbers below `num_rows` stand for in an epoch, of the same shape `[n]`."""
+        pieces = [numbers[start : start + _AT_ONCE] for start in range(0, len(numbers), _AT_ONCE)]
+        return np.concatenate([self._rows(epoch, piece) for piece in pieces]) if pieces else numbers
+
+    def _rows(self, epoch: int, numbers: IndexArray) -> IndexArray:
         rows = np.empty_like(numbers)
         sources = np.searchsorted(self._first_numbers, numbers, side="right") - 1
         for source in np.unique(sources):
             own = np.flatnonzero(sources == source)
             read = epoch * self.counts[source] + numbers[own] - self._first_numbers[source]
             passes, places = np.divmod(read, self._sizes[source])
-            for number in np.unique(passes):
-                at = passes == number
-                permuted = self._permutation(int(source), int(number))(places[at])
-                rows[own[at]] = self._first_rows[source] + permuted
+            of_passes = derive_keys(torch.from_numpy(self._keys[source]), torch.from_numpy(passes)).squeeze(0)
+            keys = derive_keys(of_passes, torch.arange(_FEISTEL_ROUNDS)).T  # [rounds, n]
+            rows[own] = self._first_rows[source] + _permuted(places, self._sizes[source], keys)
         return rows
-
-    def _new_permutation(self, source: int, number: int) -> FeistelPermutation:
-        sequence = np.random.SeedSequence(self._seed, spawn_key=(source, number))
-        return FeistelPermutation(self._sizes[source], np.random.Philox(sequence))
 
 
 class _MixedLengths:
@@ -98,7 +100,8 @@ class _MixedLengths:
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
     """Return whole numbers with the sum `total`, in proportion to `weights` (largest remainders)."""
-    exact = [total * weight / sum(weights) for weight in weights]
+    relative = [weight / max(weights) for weight in weights]
+    exact = [total * weight / sum(relative) for weight in relative]
     shares = [int(share) for share in exact]
     by_rest = sorted(range(len(weights)), key=lambda index: shares[index] - exact[index])
     for index in by_rest[: total - sum(shares)]:
@@ -231,26 +234,39 @@ class FeistelPermutation:
 
     def __init__(self, size: int, draws: np.random.Philox) -> None:
         self._size = size
-        self._columns = math.isqrt(size - 1) + 1
-        self._rows = -(-size // self._columns)
-        self._keys = draws.random_raw(_FEISTEL_ROUNDS).view(np.int64)
+        self._keys = torch.from_numpy(draws.random_raw(_FEISTEL_ROUNDS).view(np.int64))
 
     def __call__(self, numbers: IndexArray) -> IndexArray:
         """Return the images of `numbers`, of the same shape `[n]`."""
-        images = self._once(numbers)
-        while (outside := images >= self._size).any():
-            images[outside] = self._once(images[outside])
-        return images
+        return _permuted(numbers, self._size, self._keys.unsqueeze(1))
 
-    def _once(self, numbers: IndexArray) -> IndexArray:
-        left, right = np.divmod(numbers, self._columns)
-        num_left, num_right = self._rows, self._columns
-        for key in self._keys:
-            words: NDArray[np.uint64] = derive_keys(torch.tensor(key), torch.from_numpy(right)).numpy().view(np.uint64)
-            sums = (left + (words % np.uint64(num_left)).astype(np.int64)) % num_left
-            left, right = right, sums
-            num_left, num_right = num_right, num_left
-        return left * num_right + right
+
+def _permuted(numbers: IndexArray, size: int, keys: torch.Tensor) -> IndexArray:
+    """Return the images of `numbers` `[n]` under `FeistelPermutation`s of `size` numbers with `keys`.
+
+    Args:
+        numbers: the numbers, below `size`.
+        size: the number of numbers.
+        keys: the keys of the rounds, `[rounds, n]`, or `[rounds, 1]` for all numbers.
+    """
+    images = _once(numbers, size, keys)
+    while (outside := images >= size).any():
+        own = keys if keys.shape[1] == 1 else keys[:, torch.from_numpy(outside)]
+        images[outside] = _once(images[outside], size, own)
+    return images
+
+
+def _once(numbers: IndexArray, size: int, keys: torch.Tensor) -> IndexArray:
+    num_right = math.isqrt(size - 1) + 1
+    num_left = -(-size // num_right)
+    left, right = np.divmod(numbers, num_right)
+    for of_round in keys:
+        found = derive_keys(of_round, torch.from_numpy(right).unsqueeze(1)).squeeze(1)
+        words: NDArray[np.uint64] = found.numpy().view(np.uint64)
+        sums = (left + (words % np.uint64(num_left)).astype(np.int64)) % num_left
+        left, right = right, sums
+        num_left, num_right = num_right, num_left
+    return left * num_right + right
 
 
 def _permutation(draws: np.random.Philox, size: int) -> IndexArray:

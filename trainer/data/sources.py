@@ -308,10 +308,22 @@ def _read_entries(
         rows, own = read_files(paths, file_format, text, key, most_rows)
         notes.extend(own)
         parts.append(_not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), key).rows)
+    first = parts[0]
+    for paths, rows in zip(entries[1:], parts[1:], strict=True):
+        if set(rows.column_names) != set(first.column_names):
+            own, other = (", ".join(one.column_names) for one in (first, rows))
+            raise DataError(
+                f"`{key}` must name files with the same columns, but `{entries[0][0]}` has {own} and `{paths[0]}` has"
+                f" {other}; rename or remove columns"
+            )
     try:
-        joined: Dataset = datasets.concatenate_datasets(parts)
-    except (ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"`{key}` must name files with the same columns, but they differ: {reason(error)}") from error
+        joined: Dataset = datasets.concatenate_datasets([rows.cast(first.features) for rows in parts])
+    except (TypeError, ValueError, pyarrow.ArrowException) as error:
+        names = " and ".join(f"`{paths[0]}`" for paths in entries)
+        raise DataError(
+            f"`{key}` must name files with values of the same types in a column, but {names} differ: {reason(error)};"
+            " write the values alike"
+        ) from error
     return joined, tuple(map(len, parts)), notes
 
 

@@ -120,7 +120,12 @@ def encode_split(
             with split.names_lines():
                 return encode_rows(rows.select(range(*span)), span[0], encode_from)
 
+        def end_sources(done: int) -> None:
+            for _ in range(ends.count(done) if split.sources else 0):  # none, or several if some have no row
+                writer.end_source()
+
         shown = time.monotonic()
+        end_sources(0)
         for (_, done), features in zip(
             spans, ordered_results(encode, spans, processes, "data.preparation_processes"), strict=True
         ):
@@ -130,11 +135,9 @@ def encode_split(
             if time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
                 sys.stderr.write(f"tokenised {done:,} of {len(rows):,} rows of {split.where}\n")
-            if done in ends:
-                if packer:
-                    writer.add(packer.finish())
-                if split.sources:
-                    writer.end_source()
+            if packer and done in ends:
+                writer.add(packer.finish())
+            end_sources(done)
 
     encoded = open_or_write(cache, _key(split, rows, encoder, tokenizer, max_length), write, encoder.own_lengths)
     if not len(encoded):

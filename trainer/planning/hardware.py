@@ -285,7 +285,7 @@ _KEYS: Mapping[str, Callable[[Any], bool]] = {
     "links_gb_per_second": _is_table(_is_number),
     "network": lambda value: isinstance(value, str) and _NETWORK.fullmatch(value) is not None,
     "link_latency_us": _is_table(_is_range, "inside", "between"),
-    "operation_us": _is_range,
+    "operation_us": lambda value: _is_range(value) and value[LIKELY] > 0,
     "shares": _is_table(lambda value: _is_range(value) and 0 not in value, "matmul", "memory", "link"),
 }
 
@@ -307,6 +307,8 @@ def _figures(file: Path) -> dict[str, Any]:
                 f"`--gpus` names the file {file}, in which `{key}` is {found!r}; write it as the files of known devices"
                 " do, or measure with `trainer plan --measure FILE.json`"
             )
+    if any("link" in found for found in figures.get("measured", {}).values()):
+        raise UsageError(f"`--gpus` names the file {file}, which an earlier version measured; measure again")
     return dict(figures)
 
 

@@ -255,8 +255,9 @@ class _Measurement:
         ranks, rank = self._number, dist.get_rank()
 
         def exchange(whole: Tensor, _: Tensor) -> None:
-            for sender in (0, 1) if rank < 2 else ():  # to the neighbour and back
-                dist.send(whole, 1 - rank) if rank == sender else dist.recv(whole, 1 - rank)
+            neighbour = rank ^ 1
+            for sender in (0, 1) if neighbour < ranks else ():  # to the neighbour and back, in all pairs at once
+                dist.send(whole, neighbour) if rank % 2 == sender else dist.recv(whole, neighbour)
 
         kinds: Mapping[str, tuple[float, int, Callable[[Tensor, Tensor], Any]]] = {
             "allreduce_": (1 / ranks, 2 * (ranks - 1), lambda whole, _: dist.all_reduce(whole)),
@@ -268,7 +269,8 @@ class _Measurement:
         }  # fmt: skip
         found = defaultdict(list)
         for size in _BYTES:
-            whole, part = (torch.zeros(size // 4 // parts, device=self._device) for parts in (1, ranks))
+            elements = size // 4 // ranks
+            whole, part = (torch.zeros(elements * parts, device=self._device) for parts in (ranks, 1))
             for name, (share, rounds, call) in kinds.items():
                 seconds = self._seconds(lambda call=call, whole=whole, part=part: call(whole, part))  # type: ignore[misc]
                 found[name].append((size * share, seconds / rounds))

@@ -189,8 +189,11 @@ def _data_places(data: Data) -> Iterator[Contradiction]:
             yield _clash("applies to a hub repository, but `data.name` is a folder; remove it", "data.revision")
 
 
-def _mixture(data: Data) -> Iterator[Contradiction]:
+def _mixture(data: Data, task: TaskSection) -> Iterator[Contradiction]:
     if isinstance(data, FileData) and data.mixture is not None:
+        if getattr(task, "class_weights", None) == "balanced":
+            text = "counts every row once, but `data.mixture` changes how often each is read; write the weights"
+            yield _clash(f'is "balanced", which {text}', "task.class_weights", "data.mixture")
         number = len(data.train) if isinstance(data.train, list) else 1
         if number == 1 or len(data.mixture) != number:
             entries = f"{number} entries; give each one weight"
@@ -622,7 +625,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("task", "training"), _microbatches),
     (("model",), _model_folders),
     (("data",), _data_places),
-    (("data",), _mixture),
+    (("data", "task"), _mixture),
     (("parallel",), _pipeline),
     (("parallel",), _deepspeed_keys),
     (("training",), _steps),
