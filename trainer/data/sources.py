@@ -311,10 +311,10 @@ def _read_entries(
     first = parts[0]
     for paths, rows in zip(entries[1:], parts[1:], strict=True):
         if set(rows.column_names) != set(first.column_names):
-            own, other = (", ".join(one.column_names) for one in (first, rows))
+            here, there = (", ".join(one.column_names) for one in (first, rows))
             raise DataError(
-                f"`{key}` must name files with the same columns, but `{entries[0][0]}` has {own} and `{paths[0]}` has"
-                f" {other}; rename or remove columns"
+                f"`{key}` must name files with the same columns, but `{entries[0][0]}` has {here} and `{paths[0]}` has"
+                f" {there}; rename or remove columns"
             )
     try:
         joined: Dataset = datasets.concatenate_datasets([rows.cast(first.features) for rows in parts])
