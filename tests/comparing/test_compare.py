@@ -310,6 +310,6 @@ def test_layouts_and_peers_on_two_processes(tmp_path: Path):
     assert found[1]["likeness"]["leaves"] is None
     assert found[1]["likeness"]["loss"] < TOLERANCES["fp32"][0]
     assert not list(output.glob("turns/**/step-*")), "a measurement saves nothing"
-    assert len(list(csv.DictReader((output / "compare.csv").open()))) == 6
+    assert len(list(csv.DictReader((output / "compare.csv").open()))) == 4 + len(PEERS)
     left = [process for process in psutil.process_iter(["cmdline"]) if str(output) in (process.info["cmdline"] or [])]
     assert not left
