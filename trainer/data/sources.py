@@ -317,7 +317,8 @@ def _read_entries(
                 f" {there}; rename or remove columns"
             )
     try:
-        joined: Dataset = datasets.concatenate_datasets([rows.cast(first.features) for rows in parts])
+        alike = [rows if rows.features == first.features else rows.cast(first.features) for rows in parts]
+        joined: Dataset = datasets.concatenate_datasets(alike)
     except (TypeError, ValueError, pyarrow.ArrowException) as error:
         names = " and ".join(f"`{paths[0]}`" for paths in entries)
         raise DataError(
