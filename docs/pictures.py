@@ -72,7 +72,7 @@ def svg_of(figure: go.Figure, width: int, height: int) -> str:
     """Return a figure as SVG, in pixels; grey text is legible on light and dark ground."""
     figure.update_layout(
         template="none", font={"color": "#7d8590", "size": 12}, paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)", showlegend=bool(figure.data[0].name),
+        plot_bgcolor="rgba(0,0,0,0)", showlegend=all(trace.name for trace in figure.data),
         margin={"l": 70, "r": 10, "t": 30, "b": 40},
     )  # fmt: skip
     figure.update_xaxes(gridcolor="rgba(128,128,128,.25)")
