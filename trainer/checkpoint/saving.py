@@ -32,7 +32,7 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import MODEL_PREFIX, Engine, EngineState
 from trainer.parallel.digest import joined, own_digest
 from trainer.parallel.mesh import ParallelMesh
-from trainer.recipe.schema import FileData, Recipe
+from trainer.recipe.schema import Recipe
 
 # Keys that do not change the training: a run may resume with other values.
 _HOW = ("name", "parallel", "activation_checkpointing", "compile", "evaluation", "checkpoint", "logging", "data")
@@ -63,8 +63,8 @@ def identity(
         sections["distillation"] |= {"teacher": teacher, "revision": None}
     sections["model"] |= {name: fact for name, fact in (beside or {}).items() if fact is not None}
     data: dict[str, Any] = {"group_by_length": recipe.data.group_by_length, "train": content_hash}
-    if isinstance(recipe.data, FileData) and recipe.data.mixture:
-        data["mixture"] = recipe.data.mixture
+    if weights := recipe.data.source_weights:
+        data["mixture"] = weights
     return {**sections, "data": data}
 
 

@@ -124,10 +124,15 @@ def of_strategies() -> list[tuple[str, Training]]:
     return [(kind, _training("bert", size, parallel=keys)) for kind, keys in layouts.items() for size in _SIZES]
 
 
+def _seconds_of_step(engine: Engine, batch: RankBatch) -> float:
+    """Train for some steps, and return the first quartile of the seconds of a step."""
+    return statistics.quantiles(seconds_of_steps(engine, batch, _WARM + _STEPS)[_WARM:], n=4)[0]
+
+
 def seconds_of(training: Training, ranks: int) -> float:
     """Train on this rank and all others, and return the first quartile of the seconds of a step."""
     engine, batch = engine_and_batch(training.plan(ranks), training.length, 1000)
-    return statistics.quantiles(seconds_of_steps(engine, batch, _WARM + _STEPS)[_WARM:], n=4)[0]
+    return _seconds_of_step(engine, batch)
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ def operations_of(training: Training) -> tuple[float, Sequence[Operation]]:
     The operations are those of one step, so that their seconds have the same pauses as each other.
     """
     engine, batch = engine_and_batch(training.plan(1), training.length, 1000)
-    seconds = statistics.quantiles(seconds_of_steps(engine, batch, _WARM + _STEPS)[_WARM:], n=4)[0]
+    seconds = _seconds_of_step(engine, batch)
     steps = []
     for _ in range(_TIMED):
         with _Stopwatch() as watch:

@@ -27,7 +27,6 @@ from trainer.planning.step import StepPlan, planned_task, updated_engine
 from trainer.ranks.messages import encode
 from trainer.reading.loading import ResolvedRecipe
 from trainer.recipe.plan import RunPlan, plan_run
-from trainer.recipe.schema import FileData
 
 _USUAL_RANKS = 8  # of a machine
 _MOST_SHOWN = 8  # rows or files on a line
@@ -159,7 +158,7 @@ def _places(plan: RunPlan, data_rank: int, num_rows: int) -> list[RowChunk] | No
 
 def _first_rows(plan: RunPlan, rows: int) -> Any:
     data = plan.recipe.data
-    if data.group_by_length or (isinstance(data, FileData) and data.mixture):  # the rows depend on the files
+    if data.group_by_length or data.source_weights:  # the rows depend on the files
         return None
     return GlobalOrder(rows, None, plan.batch.global_batch_size, plan.recipe.training.seed).batch(0, 0)
 

@@ -557,6 +557,11 @@ class _DataKeys(Section):
         description="Folder of the cache of tokenised texts and resized images; null: the user's cache folder.",
     )
 
+    @property
+    def source_weights(self) -> list[float] | None:
+        """The weights of the sources of a mixture; None: an epoch has every row once."""
+        return None
+
 
 class HubData(_DataKeys):
     """A data set on the hub, or a local folder with the same structure."""
@@ -605,6 +610,10 @@ class FileData(_DataKeys):
         description="File or files of the validation split, or the share of the training split to hold out, such as"
         " 0.1.",
     )
+
+    @property
+    def source_weights(self) -> list[float] | None:
+        return self.mixture
 
 
 class FolderData(_DataKeys):

@@ -47,9 +47,10 @@ class PreparedData:
         Raises:
             UsageError: the weight of a source is too small for a row in an epoch.
         """
-        if not isinstance(recipe.data, FileData) or recipe.data.mixture is None or not self.train.sources:
+        weights = recipe.data.source_weights
+        if weights is None or not self.train.sources:
             return None
-        return Mixture(self.train.sources, recipe.data.mixture, recipe.training.seed)
+        return Mixture(self.train.sources, weights, recipe.training.seed)
 
     def notes(self, max_length: int) -> list[str]:
         """Return notes on tokenizer and classes, on rows cut to `max_length` tokens, and on unknown tokens."""
