@@ -1,7 +1,8 @@
 """Pools of gloo ranks that run a test's function and report the traceback of a failing rank.
 
-A `RankPool` keeps its processes and their process group between calls, because importing torch takes seconds. After a
-failure it kills the processes, and the next call starts new ones. A test uses it like this:
+A `RankPool` keeps its processes and their process group between calls, because importing torch takes seconds. Between
+calls the processes are stopped: gloo has a thread for each group, which wakes 100 times a second. After a failure the
+pool kills the processes, and the next call starts new ones. A test uses it like this:
 
     def sum_of_ranks(offset):
         total = torch.tensor(dist.get_rank() + offset)
@@ -14,6 +15,7 @@ failure it kills the processes, and the next call starts new ones. A test uses i
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import importlib.util
 import multiprocessing
@@ -35,8 +37,11 @@ from typing import Any
 from tests.helpers.forking import forking
 
 START_SECONDS = 480.0  # imports and rendezvous, on a busy machine
-MOST_CALLS = 60  # before a pool starts anew: each group that a call leaves has a thread that wakes 100 times a second
+MOST_CALLS = 100  # before a pool starts anew, because calls leave process groups with their threads
 GRACE_SECONDS = 4.0  # for the other ranks to answer after one has failed
+
+_IS_LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class RankError(AssertionError):
@@ -62,10 +67,13 @@ class _Rank:
         assert self.process.pid is not None
         return self.process.pid
 
-    def kill(self) -> None:
-        """Kill the rank's process group: the rank and the processes that it started."""
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the rank's process group: the rank and the processes that it started."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -98,8 +106,12 @@ class RankPool:
             if not self._ranks:
                 self._start()
             for rank in self._ranks:
+                rank.signal(signal.SIGCONT)
                 rank.connection.send_bytes(call)
             replies = self._replies(timeout_seconds)
+            if _IS_LINUX:  # elsewhere nothing would kill a stopped rank when its parent dies
+                for rank in self._ranks:
+                    rank.signal(signal.SIGSTOP)
         except BaseException:
             self.close()
             raise
@@ -233,6 +245,8 @@ def _serve(rank: int, world_size: int, connection: Connection) -> None:
     os.setsid()
     parent = multiprocessing.parent_process()
     assert parent is not None
+    if _IS_LINUX:  # a stopped process runs no thread, but the kernel can kill it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     faulthandler.register(signal.SIGUSR1)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
