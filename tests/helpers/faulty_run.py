@@ -110,14 +110,14 @@ def put_in(fault: str, rank: str, step: int) -> None:
 
 
 def _before_step(engine: Any, action: Callable[[Any], None], rank: str, step: int) -> None:
-    train_step = engine.train_step
+    begin_step = engine.begin_step
 
-    def faulty(self: Any, batch: Any) -> Any:
+    def faulty(self: Any, *args: Any) -> Any:
         if self._step + 1 == step and _is_due(rank):
             action(self)
-        return train_step(self, batch)
+        return begin_step(self, *args)
 
-    engine.train_step = faulty
+    engine.begin_step = faulty
 
 
 def put_in_bad_rows(rank: str, step: int) -> None:

@@ -864,8 +864,8 @@ _ENGINE = [
         "overflow_is_applied",
         "A step with a gradient that is not finite is applied.",
         "engine/native.py",
-        "if result.is_finite and not self._is_guarded:",
-        "if not self._is_guarded:",
+        "            if result.is_finite and not self._is_guarded:",
+        "            if not self._is_guarded:",
         ("engine/test_native.py::TestNonFinite",),
     ),
     Defect(

@@ -58,6 +58,12 @@ class World(Observer):
     picture: None = None
     is_saved: bool = False  # whether the end waited for what was being written
 
+    def begin_step(self, batch: RankBatch, before_update: Callable[[], object]) -> Callable[[], StepResult]:
+        result = self.train_step(batch)
+        before_update()
+        self.events.append("update")
+        return lambda: result
+
     def train_step(self, batch: RankBatch) -> StepResult:
         self.step_done += 1
         if self.step_done == self.signal_at_step:
@@ -208,22 +214,30 @@ class TestProgress:
 
 class TestBadSteps:
     def test_the_first_ends_the_run_and_saves_nothing(self):
-        world = World(bad_steps=(4,))
+        world = World(bad_steps=(3,))
         run = loop(world, checkpoint={"every": "2 steps"})
-        with pytest.raises(NonFiniteError, match=r"`training.max_bad_steps` is 0.*step 4: the loss is nan and "):
+        with pytest.raises(NonFiniteError, match=r"`training.max_bad_steps` is 0.*step 3: the loss is nan and "):
             run.run()
         assert after(world, "save") == [2]
         assert world.is_saved, "what was begun before is good"
-        assert after(world, "bad") == [4]
-        assert run.progress.step == 3
+        assert world.events[-3:] == ["update", "step 4", "bad"], "read while the device works, before the next update"
 
     def test_as_many_as_allowed_are_skipped_and_counted(self):
         world = World(bad_steps=(2, 3))
         run = loop(world, training={"max_bad_steps": 2})
         assert run.run() == "finished"
         assert run.progress == Progress(step=6, samples=72, tokens=600, bad_steps=2)
-        assert after(world, "bad") == [2, 3]
+        assert after(world, "bad") == [3, 4]
         assert "skipped, 2 of at most 2 bad steps" in world.notes[-1]
+
+    def test_is_read_before_a_checkpoint_or_an_evaluation(self):
+        world = World([0.5, 0.5], bad_steps=(2, 3, 6))
+        sections = {"checkpoint": {"every": "2 steps"}, "evaluation": {"every": "3 steps"}}
+        loop(world, training={"max_bad_steps": 3}, **sections).run()
+        steps = [event for event in world.events if event in ("bad", "evaluate", "save") or event.startswith("step")]
+        assert steps[1:5] == ["step 2", "bad", "save", "step 3"]
+        assert steps[5:7] == ["bad", "evaluate"]
+        assert [event for event in steps if event != "best"][-3:] == ["bad", "evaluate", "save"]
 
     def test_a_resumed_run_remembers(self):
         world = World(bad_steps=(5,))

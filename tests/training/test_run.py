@@ -24,6 +24,7 @@ from tests.helpers.tiny_run import NUM_VALIDATION_ROWS, write_tiny_image_run, wr
 from trainer.base.errors import ExitCode, NonFiniteError, UsageError
 from trainer.checkpoint.files import SavedState, share_name
 from trainer.checkpoint.store import CheckpointStore
+from trainer.engine.forward import ModelForward
 from trainer.engine.native import NativeEngine
 from trainer.observe.metrics_file import Metrics, read_metrics
 from trainer.ranks.environment import LaunchEnvironment
@@ -71,14 +72,24 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def before_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[NativeEngine], None]) -> None:
-    train_step = NativeEngine.train_step
+    begin_step = NativeEngine.begin_step
 
-    def disturbed(self: NativeEngine, batch: Any) -> Any:
+    def disturbed(self: NativeEngine, *args: Any) -> Any:
         if self._step + 1 == step:
             action(self)
-        return train_step(self, batch)
+        return begin_step(self, *args)
 
-    monkeypatch.setattr(NativeEngine, "train_step", disturbed)
+    monkeypatch.setattr(NativeEngine, "begin_step", disturbed)
+
+
+def lose_the_loss(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Make the loss of a step NaN; it is finite when it is computed again."""
+    loss_sum = ModelForward.loss_sum
+
+    def lost(self: ModelForward, microbatch: Any) -> torch.Tensor:
+        return loss_sum(self, microbatch) * (math.nan if self._step + 1 == step else 1.0)
+
+    monkeypatch.setattr(ModelForward, "loss_sum", lost)
 
 
 def fail(engine: NativeEngine) -> None:
@@ -340,6 +351,21 @@ class TestFailures:
         shown = capsys.readouterr().out
         assert "exit code 3" in shown
         assert str(tmp_path / "run") in shown
+
+    def test_a_bad_step_that_is_read_one_step_late_is_the_same(self, tmp_path, monkeypatch):
+        """As on a GPU: step 3 is read after the passes of step 4, with the weights of step 2."""
+        lose_the_loss(monkeypatch, 3)
+        keys = ("logging.every=4 steps", "training.max_bad_steps=1")
+        at_once, late = (write_tiny_run(tmp_path / name) for name in ("at_once", "late"))
+        assert train(at_once, *keys) == ExitCode.DONE
+        monkeypatch.setattr(
+            NativeEngine, "_is_guarded", property(lambda self: True, lambda self, value: None), raising=False
+        )
+        assert train(late, *keys) == ExitCode.DONE
+        assert_same_run(at_once, late)
+        (one,), (other,) = metrics(at_once).bad_steps, metrics(late).bad_steps
+        assert one.step == 3
+        assert repr(one) == repr(other), "of NaN, too"
 
     def test_a_folder_that_cannot_be_written(self, tmp_path):
         recipe = write_tiny_run(tmp_path)

@@ -26,6 +26,10 @@ MODEL_PREFIX, OPTIMIZER_PREFIX, BUFFER_PREFIX = "model.", "optimizer.", "buffer.
 """Prefixes of the names of parameters, optimizer tensors and buffers in `EngineState`."""
 
 
+def nothing() -> None:
+    """Do nothing before an update."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The numbers of one optimizer step, equal on all ranks."""
@@ -145,15 +149,27 @@ class Engine(Protocol):
         """The placement of each parameter."""
         ...
 
-    def train_step(self, batch: RankBatch) -> StepResult:
+    def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
         """Run forward, backward, gradient sync, clipping, optimizer and schedule for one global batch.
+
+        The returned function gives the numbers of the step. It may wait for the device, which a caller avoids by
+        calling it in `before_update` of the next step.
 
         With a non-finite loss or gradient norm, weights and optimizer do not change. The step still counts; the
         learning rate's schedule continues, except after a skip of fp16.
 
+        Args:
+            batch: this rank's part of the global batch.
+            before_update: a function that is called once, at the same place on all ranks, before weights change. If
+                the engine can, it calls it after the passes, while the device is busy with them.
+
         Raises:
             NonFiniteError: the loss scale of fp16 falls below 1.
         """
+        ...
+
+    def train_step(self, batch: RankBatch) -> StepResult:
+        """Begin a step and wait for its numbers."""
         ...
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:

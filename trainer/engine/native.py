@@ -23,6 +23,7 @@ from trainer.engine.engine import (
     StateSource,
     StepResult,
     buffer_parts,
+    nothing,
     optimizer_keys,
     whole_tensors,
 )
@@ -152,6 +153,12 @@ class NativeEngine:
         )
 
     def train_step(self, batch: RankBatch) -> StepResult:
+        return self.begin_step(batch)()
+
+    def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
+        reads_late = self._is_guarded and self._scaler is None  # the next step of fp16 needs the scale
+        if not reads_late:
+            before_update()
         self._forward.begin_step(self._step, batch)
         scale = self._scaler.scale if self._scaler else 1.0
         share = self._schedule.run(batch.microbatches, self._forward.denominator(batch), scale)
@@ -168,15 +175,23 @@ class NativeEngine:
         rate = self._learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        if reads_late:
+            before_update()
         if self._is_guarded:
             self._update(numbers[1], scale, numbers)
-        loss_value, grad_norm = read()  # the host waits for the device only here
-        result = StepResult(loss_value, grad_norm, rate, loss_scale=scale if self._scaler else None)
-        if result.is_finite and not self._is_guarded:
-            self._update(grad_norm, scale)
+
+        def finish() -> StepResult:
+            loss_value, grad_norm = read()  # the host waits for the device only here
+            return StepResult(loss_value, grad_norm, rate, loss_scale=scale if self._scaler else None)
+
+        if not reads_late:
+            result = finish()
+            if result.is_finite and not self._is_guarded:
+                self._update(result.grad_norm, scale)
+            result = settle(result, self._scaler)
         self.optimizer.zero_grad()
         self._step += 1
-        return settle(result, self._scaler)
+        return finish if reads_late else lambda: result
 
     def _update(self, norm: float | Tensor, scale: float, finite: Tensor | None = None) -> None:
         """Clip the gradients and step the optimizer; it changes nothing unless the numbers `finite` are finite.

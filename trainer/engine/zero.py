@@ -11,7 +11,7 @@ after the optimizer step. Autocast rounds them anyway, so this changes no result
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from trainer.engine.engine import (
     StateSource,
     StepResult,
     buffer_parts,
+    nothing,
     optimizer_keys,
     whole_tensors,
 )
@@ -175,6 +176,10 @@ class ZeroEngine:
         self._is_partitioned = plan.strategy.cuts_parameters  # stage 3
 
     def train_step(self, batch: RankBatch) -> StepResult:
+        return self.begin_step(batch)()
+
+    def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
+        before_update()  # now, because DeepSpeed's own step waits for the device
         self._forward.begin_step(self._step, batch)
         if self._scaler:
             # DeepSpeed multiplies the loss by scale / N, and `_accumulate` by N. With scale * N instead, many ranks
@@ -193,7 +198,8 @@ class ZeroEngine:
             learning_rate=rate,
             loss_scale=self._scaler.scale if self._scaler else None,
         )
-        return settle(result, self._scaler)
+        result = settle(result, self._scaler)
+        return lambda: result
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         return self._forward.evaluate(microbatch)

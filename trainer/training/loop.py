@@ -46,6 +46,15 @@ class Batches(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _BegunStep:
+    """A step with numbers that the host has not read yet."""
+
+    number: int  # from 1
+    batch: RankBatch
+    read: Callable[[], StepResult]
+
+
 @dataclass
 class Loop:
     """Train until the last step, or until a signal, a file or the patience stops the run.
@@ -78,6 +87,7 @@ class Loop:
     stop: StopRequest
     validation: str | None = None
     _failure: TrainerError | None = field(default=None, init=False)
+    _begun: _BegunStep | None = field(default=None, init=False)
     _last_good: RankBatch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -105,23 +115,22 @@ class Loop:
             # Asked before the step and answered after it, so that no rank waits for the answer alone.
             asked = self.mesh.begin_agree_max(_FAILING if self._failure else self.stop.asked())
             settle_saving = self.saver.begin_poll()
-            result = self.engine.train_step(batch)
+            # The numbers of a step are read before the next update, while the device works, or below if needed.
+            read = self.engine.begin_step(batch, self._read_begun)
             settle_saving()
-            if result.is_bad:
-                self._bear(result, batch)
-            else:
-                self._last_good = batch
             self._count(batch)
+            self._begun = _BegunStep(self.progress.step, batch, read)
             if self._due(self.recipe.training.check_replicas):
                 check_replicas(self.engine.held(), self.engine.placements, self.mesh, self.progress.step)
             if self._due(self.recipe.logging.every):
-                self._log(result)
+                self._log()
             out_of_patience = self._due(self.recipe.evaluation.every) and self._evaluate()
             request = asked()
             if request == _FAILING:
                 self.mesh.on_rank_zero(self._settle)
             ending = self._ending(out_of_patience, request)
             if ending or request == SAVE or self._due(self.recipe.checkpoint.every):
+                self._read_begun()  # a checkpoint holds the number of bad steps
                 self._doing("saving a checkpoint")
                 with self.meter.paused():
                     self.saver.save()
@@ -136,10 +145,22 @@ class Loop:
             self._doing("waiting for rows")
         return "already_finished"
 
-    def _bear(self, result: StepResult, batch: RankBatch) -> None:
+    def _read_begun(self) -> StepResult | None:
+        """Return the numbers of the last step and report it if it is bad; None if they were read before."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return None
+        result = begun.read()
+        if result.is_bad:
+            self._bear(result, begun)
+        else:
+            self._last_good = begun.batch
+        return result
+
+    def _bear(self, result: StepResult, begun: _BegunStep) -> None:
         """Report a step that was not taken, and end the run after too many of them."""
-        rows = self.loader.row_ids(self.progress.step)
-        record = examine(self.progress.step + 1, result, batch, rows, self.engine, self.mesh, self._last_good)
+        rows = self.loader.row_ids(begun.number - 1)
+        record = examine(begun.number, result, begun.batch, rows, self.engine, self.mesh, self._last_good)
         self.progress.bad_steps += 1
         self._tell(lambda: self.observers.bad_step(record))
         allowed = self.recipe.training.max_bad_steps
@@ -181,7 +202,9 @@ class Loop:
         steps = every.count * (self.steps_per_epoch if every.unit == "epochs" else 1)
         return self.progress.step % steps == 0 or self.progress.step == self.total_steps
 
-    def _log(self, result: StepResult) -> None:
+    def _log(self) -> None:
+        result = self._read_begun()
+        assert result is not None, "the step was begun just now"
         rates = self.meter.read()
         memory = self._memory()
         record = StepRecord(
@@ -213,6 +236,7 @@ class Loop:
         """Evaluate, and return whether patience has run out."""
         if self.evaluator is None:
             return False
+        self._read_begun()
         self._doing("in an evaluation")
         with self.meter.paused():
             metrics = self.evaluator.evaluate()
