@@ -188,7 +188,7 @@ class TestStalls:
             assert line.endswith("no answer: it is stopped or its machine is gone") == (other == rank)
         answered = ", ".join(str(other) for other in told if other != rank)
         assert f"main thread of rank{'s' if world_size > 2 else ''} {answered}:" in ended.stderr
-        assert "train_step" in ended.stderr
+        assert "begin_step" in ended.stderr
         assert ended.stderr.count("no rank has made any progress") == 1
         if rank != 0:
             assert "exit code 1" in ended.stdout
