@@ -59,14 +59,14 @@ from pathlib import Path
 from trainer.cli import main
 from trainer.engine.native import NativeEngine
 
-train_step, gate = NativeEngine.train_step, Path({folder!r}) / f"gate{{os.environ.get('SLURM_RESTART_COUNT', '0')}}"
+begin_step, gate = NativeEngine.begin_step, Path({folder!r}) / f"gate{{os.environ.get('SLURM_RESTART_COUNT', '0')}}"
 
-def held(self, batch):
+def held(self, *args):
     while self._step == 5 and gate.exists():
         time.sleep(0.05)
-    return train_step(self, batch)
+    return begin_step(self, *args)
 
-NativeEngine.train_step = held
+NativeEngine.begin_step = held
 sys.exit(main())
 """
 
