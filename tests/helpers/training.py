@@ -531,6 +531,8 @@ def build_tiny(
     # Encoder-decoders classify at the end of a sequence.
     if recipe.model.config and recipe.model.config["model_type"] in ("t5", "bart"):
         split.tokens["input_ids"][split.offsets[1:] - 1] = T5_END
+    if recipe.data.source_weights:  # a fifth of the rows are of the first source
+        split.sources = (num_rows // 5, num_rows - num_rows // 5)
     batching = tiny.batching
     if isinstance(batching, Padding):
         batching = replace(batching, multiple_of=recipe.data.pad_to)

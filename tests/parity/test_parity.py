@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers.ranks import RankError, RankPools
 from tests.helpers.training import RANK_STRATEGIES, tiny_recipe, train_tiny
+from tests.helpers.turns import once
 from tests.parity.cases import (
     SHORT,
     Case,
@@ -26,6 +27,7 @@ from tests.parity.cases import (
     optimizer_matrix,
     pipeline_matrix,
     reference,
+    relative,
     tensor_matrix,
     train,
 )
@@ -95,6 +97,30 @@ def test_the_ragged_last_batch_leaves_a_rank_without_rows(ranks: RankPools, stra
     expected = train_tiny(tiny_recipe(**keys, training={"max_steps": 4}), num_rows=13)
     recipe = tiny_recipe(**keys, training={"max_steps": 4, "micro_batch_size": 2}, parallel={"strategy": strategy})
     for curve in ranks(3).run(train_tiny, recipe, num_rows=13):
+        assert_same_curve(curve, expected)
+
+
+MIXED = {"data": {"train": ["few", "many"], "mixture": [0.7, 0.3]}, "model": {"dropout": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (2, {"strategy": "ddp"}),
+        (3, {"strategy": "fsdp"}),
+        (2, {"strategy": "ddp", "pipeline": {"stages": 2}}),
+        pytest.param(2, {"strategy": "ddp", "tensor": 2}, marks=pytest.mark.nightly),
+        pytest.param(2, {"strategy": "zero2"}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_a_mixture_is_that_of_one_process(ranks: RankPools, world_size: int, parallel: dict[str, Any]):
+    """A source of ten rows gives 35 of the 50 rows of an epoch."""
+    expected = once("parity of a mixture", lambda: train_tiny(tiny_recipe(**MIXED), num_steps=SHORT))
+    plain = reference("fp32", 0.1).curve
+    assert relative(expected.losses[0], plain.losses[0]) > 1e-3, "or the mixture changes nothing"
+    recipe = tiny_recipe(**MIXED, training={"micro_batch_size": 2}, parallel=parallel)
+    for curve in ranks(world_size).run(train_tiny, recipe, num_steps=SHORT):
         assert_same_curve(curve, expected)
 
 
