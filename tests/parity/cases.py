@@ -151,6 +151,7 @@ class Case:
             | {"tensor": self.tensor, "sequence": self.sequence, "context": self.context, "pipeline": pipeline}
             | {"communication": {"gradients": self.gradients}},
             optimizer={"name": self.optimizer},
+            schedule={"name": "constant"} if self.optimizer == "schedule_free_adamw" else {},
             precision=self.precision,
             activation_checkpointing=self.checkpointing,
         )
@@ -273,7 +274,7 @@ def communication_matrix() -> Iterator[Case]:
 
 
 def optimizer_matrix() -> Iterator[Case]:
-    """Iterate over cases of the optimizers that need whole matrices, for each way to cut them."""
+    """Iterate over cases of the optimizers that need whole matrices or average weights, for each way to cut them."""
     for optimizer in ("muon", "adafactor"):
         facts = {"accumulates": False, "precision": "fp32", "checkpointing": "none", "dropout": 0.1}
         case = partial(Case, **facts, optimizer=optimizer)
@@ -282,6 +283,15 @@ def optimizer_matrix() -> Iterator[Case]:
         yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2")  # blocks of q, k and v
         yield case("ddp", 2, tensor=2, task="masked_lm")
         yield case("ddp", 2, stages=2, task="masked_lm")
+    facts = {"checkpointing": "none", "dropout": 0.1, "optimizer": "schedule_free_adamw"}
+    case = partial(Case, precision="fp32", accumulates=True, **facts)
+    yield case("ddp", 2, tensor=2, task="masked_lm")
+    yield case("fsdp", 3)
+    yield case("hsdp", 4)
+    yield case("zero2", 2)
+    yield case("ddp", 2, stages=2, task="masked_lm")
+    yield Case("zero1", 2, True, "bf16", **facts)
+    yield Case("fsdp", 4, True, "fp16", tensor=2, sequence=True, **facts)
 
 
 def image_cases() -> Iterator[Case]:

@@ -165,14 +165,29 @@ def test_a_lost_moment_would_be_seen(lost):
         assert_same_curve(curve, tail(reference("fp32", 0.1).curve))
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
-def test_whole_matrices_resume_in_another_layout(ranks: RankPools, tmp_path: Path, name: str):
+@pytest.mark.parametrize("name", ["muon", "adafactor", "schedule_free_adamw"])
+def test_other_optimizers_resume_in_another_layout(ranks: RankPools, tmp_path: Path, name: str):
     optimizer = {"name": name, "learning_rate": 1e-3, "weight_decay": 0.01}
     one, fsdp, tensor = (
-        tiny_recipe(model={"dropout": 0.1}, optimizer=optimizer, parallel=parallel)
+        tiny_recipe(model={"dropout": 0.1}, optimizer=optimizer, schedule={"name": "constant"}, parallel=parallel)
         for parallel in ({}, {"strategy": "fsdp"}, {"tensor": 2})
     )
     ranks(2).run(first_steps, fsdp, tmp_path)
     expected = tail(all_steps(one))
     for curve in ranks(2).run(last_steps, tensor, tmp_path):
         assert_same_curve(curve, expected)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero2", marks=pytest.mark.slow)])
+def test_averaged_weights_go_on_bit_for_bit(ranks: RankPools, tmp_path: Path, strategy: str):
+    recipe = tiny_recipe(
+        model={"dropout": 0.1},
+        optimizer={"name": "schedule_free_adamw", "learning_rate": 1e-2},
+        schedule={"name": "constant"},
+        parallel=parallel_keys(strategy, 2),
+    )
+    expected = tail(ranks(2).run(all_steps, recipe)[0])
+    ranks(2).run(first_steps, recipe, tmp_path)
+    for curve in ranks(2).run(last_steps, recipe, tmp_path):
+        assert (curve.losses, curve.grad_norms) == (expected.losses, expected.grad_norms)
+        assert largest_difference(curve, expected) == 0.0

@@ -27,6 +27,10 @@ ALONE: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1}},
     "muon": {"optimizer": {"name": "muon", "learning_rate": 0.1}},
     "adafactor": {"optimizer": {"name": "adafactor"}},
+    "schedule-free": {
+        "optimizer": {"name": "schedule_free_adamw", "learning_rate": 1e-3},
+        "schedule": {"name": "constant"},
+    },
     "torch dropout": {"training": {"global_batch_size": 16, "micro_batch_size": 4, "layout_invariant_dropout": False}},
     "masked_lm": {"task": TINY_TASKS["masked_lm"].keys},
     # its peak is where the gradients of the tied embedding are added
@@ -68,8 +72,9 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "zero3 offload": {"parallel": {"strategy": "zero3", "offload": "parameters", **SMALL_BUCKETS}},
 }
 NIGHTLY = frozenset((
-    "one microbatch", "sgd", "adafactor", "torch dropout", "masked_lm", "packed documents", "question_answering",
-    "multiple_choice", "fsdp whole", "tensor", "fsdp muon", "pipeline bf16", "pipeline gpipe", "zero2 offload",
+    "one microbatch", "sgd", "adafactor", "schedule-free", "torch dropout", "masked_lm", "packed documents",
+    "question_answering", "multiple_choice", "fsdp whole", "tensor", "fsdp muon", "pipeline bf16", "pipeline gpipe",
+    "zero2 offload",
 ))  # fmt: skip
 """Cases with a near relative that runs each time."""
 

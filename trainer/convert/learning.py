@@ -17,11 +17,13 @@ _GLOBAL, _MICRO, _STEPS, _ACCUMULATION = (
 )
 _RANKS = "the number of processes; give --processes N"
 
+_SCHEDULE_FREE = "schedule_free_adamw"
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw", "adam"), "adamw"),
     "sgd": "sgd",
     "muon": "muon",
     "adafactor": "adafactor",
+    _SCHEDULE_FREE: _SCHEDULE_FREE,
 }
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 _DEEPSPEED_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -191,7 +193,9 @@ def _named(draft: Draft, item: Item, name: str) -> None:
         note = "steps are relative to the weights; those of transformers are absolute" if is_adafactor else ""
         draft.take("optimizer.name", _OPTIMIZERS[name], item, note=note, differs=is_adafactor)
     else:
-        draft.refuse("optimizer.name", f"{name} has no counterpart: adamw, sgd, muon or adafactor", item)
+        draft.refuse(
+            "optimizer.name", f"{name} has no counterpart: adamw, sgd, muon, adafactor or schedule_free_adamw", item
+        )
 
 
 def _clipping(draft: Draft) -> None:
@@ -221,7 +225,9 @@ def schedule(draft: Draft) -> None:
     if item is None:
         return
     name = draft.text(item)
-    if name in _SCHEDULES:
+    if draft.value("optimizer.name") == _SCHEDULE_FREE:
+        name = _schedule_of_averages(draft, item, name)
+    elif name in _SCHEDULES:
         draft.take("schedule.name", _SCHEDULES[name], item)
     else:
         draft.refuse("schedule.name", f"{name} has no counterpart: linear, cosine or constant", item)
@@ -236,6 +242,14 @@ def schedule(draft: Draft) -> None:
         draft.unread("warmup_ratio has precedence", steps)
     else:
         draft.unread("it sets no warmup", steps)
+
+
+def _schedule_of_averages(draft: Draft, item: Item, name: str) -> str:
+    """Propose the one schedule of schedule-free AdamW, and return it; there, the optimizer itself warms up."""
+    decays = not name.startswith("constant")
+    note = f"the average of the weights replaces the schedule; transformers multiplies the rate by {name} too"
+    draft.take("schedule.name", "constant", item, note=note if decays else "", differs=decays)
+    return "constant_with_warmup"
 
 
 def _warmup(draft: Draft, amount: float, item: Item, shape: str = _WARMUP) -> None:

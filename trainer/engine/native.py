@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.base.errors import UsageError
@@ -32,6 +33,8 @@ from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_na
 from trainer.engine.precision import sent_dtype
 from trainer.engine.scaling import LossScaler, settle
 from trainer.engine.schedule import AccumulationSchedule, Schedule
+from trainer.engine.schedule_free import NAME as SCHEDULE_FREE
+from trainer.engine.schedule_free import AveragedWeights
 from trainer.engine.sharded import defer_all_reduce, shard
 from trainer.engine.whole_matrices import matrix_names, whole_access
 from trainer.models.building import BuiltModel
@@ -141,6 +144,9 @@ class NativeEngine:
             {name for model in models for name in matrix_names(model)} if is_muon else set(),
             whole_access(self.parameters.items(), placements, mesh),
         )
+        self._averaged: AveragedWeights | None = None
+        if plan.recipe.optimizer.name == SCHEDULE_FREE:
+            self._averaged = AveragedWeights(self.optimizer, self._free_gathered)
         # AdamW's fused kernel reads on the device whether to skip its update, so it need not wait for the host. The
         # device works while the host prepares the next step. SGD's kernel would leave its first momentum undefined.
         on_gpu = all(parameter.device.type == "cuda" for parameter in self.parameters.values())
@@ -159,6 +165,8 @@ class NativeEngine:
         reads_late = self._is_guarded and self._scaler is None  # the next step of fp16 needs the scale
         if not reads_late:
             before_update()
+        if self._averaged:
+            self._averaged.hide()
         self._forward.begin_step(self._step, batch)
         scale = self._scaler.scale if self._scaler else 1.0
         share = self._schedule.run(batch.microbatches, self._forward.denominator(batch), scale)
@@ -208,9 +216,11 @@ class NativeEngine:
         self.optimizer.step()
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
+        self._show_averages()
         return self._forward.evaluate(microbatch)
 
     def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        self._show_averages()
         return self._forward.answer(microbatch)
 
     def idle_share(self) -> float | None:
@@ -219,12 +229,27 @@ class NativeEngine:
     def held(self) -> dict[str, Tensor]:
         return {name: local_part(parameter.detach()) for name, parameter in self.parameters.items()}
 
+    def _show_averages(self) -> None:
+        if self._averaged:
+            self._averaged.show()
+
+    def _free_gathered(self) -> None:
+        """Free the gathered parameters of FSDP, which would keep their old values."""
+        for model in self._models:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
     def state(self) -> EngineState:
+        self._show_averages()
         own = [label for label in self.parameters if not self.placements[label].is_copy]
         parts = [part for label in own if self._is_saved(label) for part in self._parts(label)]
         return EngineState(
             (*parts, *buffer_parts(self._models, self._mesh)),
-            self._scaler.state() if self._scaler else {},
+            {
+                **(self._scaler.state() if self._scaler else {}),
+                **(self._averaged.state() if self._averaged else {}),
+            },
             tuple(part for label in own if not self._is_saved(label) for part in self._parts(label)),
         )
 
@@ -246,6 +271,8 @@ class NativeEngine:
         source.fill(part for label in self.parameters if self._is_saved(label) for part in self._parts(label))
         if self._scaler:
             self._scaler.load_state(source.scalars)
+        if self._averaged:
+            self._averaged.load_state(source.scalars)
         self._step = step
 
     @property
@@ -264,6 +291,7 @@ class NativeEngine:
                 yield tensor_part(name, value, placement, self._mesh)
 
     def export(self, folder: Path) -> None:
+        self._show_averages()
         weights = {label: parameter.detach for label, parameter in self.parameters.items()}
         tensors = whole_tensors(weights, self._models, self.placements, self._mesh)
         save_model(self._models[0], folder, tensors, self._mesh, self._recipe.model.adapter)

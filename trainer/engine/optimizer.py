@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer.engine.schedule_free import schedule_free_adamw
 from trainer.engine.whole_matrices import Adafactor, Muon, WholeAccess
 from trainer.recipe import schema
 from trainer.recipe.schema import AdamW, OptimizerSection, Schedule
@@ -67,6 +68,15 @@ def build_optimizer(
             beta2_decay=recipe.beta2_decay,
             d=recipe.clip_threshold,
             eps2=recipe.minimum_scale,
+        )
+    if isinstance(recipe, schema.ScheduleFreeAdamW):
+        on_gpu = all(parameter.device.type == "cuda" for _, parameter in trainable)
+        return schedule_free_adamw(
+            groups,
+            lr=recipe.learning_rate,
+            betas=tuple(recipe.betas),
+            eps=recipe.epsilon,
+            foreach=on_gpu,  # fewer kernels, but a temporary copy of the gradients
         )
     fused = all(parameter.device.type in ("cpu", "cuda") for _, parameter in trainable)
     if isinstance(recipe, AdamW | schema.Muon):

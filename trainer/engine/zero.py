@@ -38,6 +38,8 @@ from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast, sent_dtype
 from trainer.engine.scaling import LossScaler, settle
+from trainer.engine.schedule_free import NAME as SCHEDULE_FREE
+from trainer.engine.schedule_free import TRAINED, AveragedWeights
 from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import not_recorded
 from trainer.models.initialising import Gather, whole_already
@@ -54,7 +56,7 @@ from trainer.tasks.task import Task
 
 _GATHERED_IN = "comm_dtype"
 """The attribute of a parameter with the type in which it is gathered; stage 3 of DeepSpeed reads it too."""
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "z", TRAINED)
 
 
 def load_deepspeed(device: torch.device) -> Any:
@@ -174,12 +176,16 @@ class ZeroEngine:
         self._shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
         self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
         self._is_partitioned = plan.strategy.cuts_parameters  # stage 3
+        averages = plan.recipe.optimizer.name == SCHEDULE_FREE
+        self._averaged = AveragedWeights(optimizer, self._update_gathered) if averages else None
 
     def train_step(self, batch: RankBatch) -> StepResult:
         return self.begin_step(batch)()
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
         before_update()  # now, because DeepSpeed's own step waits for the device
+        if self._averaged:
+            self._averaged.hide()
         self._forward.begin_step(self._step, batch)
         if self._scaler:
             # DeepSpeed multiplies the loss by scale / N, and `_accumulate` by N. With scale * N instead, many ranks
@@ -202,9 +208,11 @@ class ZeroEngine:
         return lambda: result
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
+        self._show_averages()
         return self._forward.evaluate(microbatch)
 
     def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        self._show_averages()
         return self._forward.answer(microbatch)
 
     def idle_share(self) -> None:
@@ -215,7 +223,17 @@ class ZeroEngine:
             return {name: parameter.detach() for name, parameter in self.parameters.items()}
         return {name: self._partition(parameter) for name, parameter in self.parameters.items()}
 
+    def _show_averages(self) -> None:
+        if self._averaged:
+            self._averaged.show()
+
+    def _update_gathered(self) -> None:
+        """Gather the parameters of stages 1 and 2 after a change of the master weights; a collective."""
+        self._engine.optimizer.update_lp_params()
+        self._link_moments()
+
     def state(self) -> EngineState:
+        self._show_averages()
         self._link_moments()
         saved: list[TensorPart] = []
         frozen: list[TensorPart] = []
@@ -223,7 +241,10 @@ class ZeroEngine:
             (saved if self._is_saved(name) else frozen).extend(self._parts(name))
         return EngineState(
             (*saved, *buffer_parts([self._engine.module], self._mesh)),
-            self._scaler.state() if self._scaler else {},
+            {
+                **(self._scaler.state() if self._scaler else {}),
+                **(self._averaged.state() if self._averaged else {}),
+            },
             tuple(frozen),
         )
 
@@ -241,9 +262,12 @@ class ZeroEngine:
             self._engine.optimizer.update_lp_params()
         if self._scaler:
             self._scaler.load_state(source.scalars)
+        if self._averaged:
+            self._averaged.load_state(source.scalars)
         self._step = step
 
     def export(self, folder: Path) -> None:
+        self._show_averages()
         weights = {name: partial(self._whole, name) for name in self.parameters}
         tensors = whole_tensors(weights, [self._engine.module], self.placements, self._mesh)
         save_model(self._engine.module, folder, tensors, self._mesh, self._recipe.model.adapter)

@@ -206,6 +206,18 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         )
     ),
     Exclusion(
+        _is("optimizer.name", "schedule_free_adamw"),
+        _is("schedule.name", "linear", "cosine"),
+        "the average of the weights takes the place of a decaying rate",
+        "set `schedule.name` to constant; `schedule.warmup` may stay",
+    ),
+    Exclusion(
+        _is("optimizer.name", "schedule_free_adamw"),
+        _is(_STRATEGY, "zero3"),
+        "DeepSpeed steps each group of weights apart, but the average counts the steps of all",
+        "use zero2 or fsdp",
+    ),
+    Exclusion(
         _is("parallel.communication.gradients", "fp16"),
         _is("precision", "fp32", "bf16"),
         "small gradients become 0 without the loss scale of fp16",

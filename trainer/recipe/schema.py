@@ -840,7 +840,24 @@ class Adafactor(Section):
     minimum_scale: float = Field(1e-3, ge=0, description="Minimum size of a weight, which scales its update.")
 
 
-OptimizerSection = AdamW | SGD | Muon | Adafactor
+class ScheduleFreeAdamW(Section):
+    """Schedule-free AdamW (Defazio et al. 2024): averaged weights in place of a decaying learning rate.
+
+    Evaluations, checkpoints and exports have the averaged weights.
+    """
+
+    name: Literal["schedule_free_adamw"]
+    learning_rate: float = Field(gt=0, description="Peak learning rate of the schedule.")
+    weight_decay: float = Field(0.0, ge=0, description="Not applied to biases and norm weights.")
+    betas: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
+        default=[0.9, 0.999],
+        description="Share of the averaged weights in the trained ones; decay rate of the mean of the squared"
+        " gradient.",
+    )
+    epsilon: float = Field(1e-8, gt=0, description="Added to the square root of that mean.")
+
+
+OptimizerSection = AdamW | SGD | Muon | Adafactor | ScheduleFreeAdamW
 
 
 class Schedule(Section):

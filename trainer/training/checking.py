@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.base.errors import Problems
 from trainer.checkpoint.mirror import open_place
 from trainer.data.loader import require_fitting_rows
+from trainer.engine.schedule_free import require_package
 from trainer.models.adapters import adapt
 from trainer.models.building import build_on_meta, check_weights, load_config
 from trainer.models.families.table import FAMILIES
@@ -57,6 +58,8 @@ def check_parts(plan: RunPlan) -> Checked:
     hand = Hand.of(recipe)
     notes = list(hand.notes)
     problems = Problems()
+    with problems.collect():
+        require_package(recipe.optimizer.name)
     if recipe.checkpoint.mirror is not None:
         with problems.collect():
             open_place(recipe.checkpoint.mirror)
@@ -105,6 +108,8 @@ def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> Prepared
     recipe = plan.recipe
     problems = Problems()
     data = None
+    with problems.collect():
+        require_package(recipe.optimizer.name)
     if recipe.checkpoint.mirror is not None:
         with problems.collect():
             open_place(recipe.checkpoint.mirror)
