@@ -24,7 +24,7 @@ from trainer.engine.building import build_engine, planned_cuts
 from trainer.models.building import build_model
 from trainer.parallel.mesh import ParallelMesh
 from trainer.planning.batch import blank_batch
-from trainer.planning.rehearsal import Rehearsal, rehearse
+from trainer.planning.rehearsal import Rehearsal, lines, rehearse
 from trainer.planning.step import planned_task
 from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import plan_run
@@ -90,6 +90,11 @@ def test_ranks_read_each_byte_of_the_weights_once(tmp_path: Path, name: str):
             whole = sum(opened.get_tensor(key).nbytes for key in opened.keys())  # noqa: SIM118
         assert sum((one or {}).get(file.name, 0) for one in read) == whole
     assert all(one and sum(one.values()) for one in read)
+    keys["parallel"] = {**LAYOUTS[name], "load": "broadcast"}
+    first, second = (rehearsed(keys, tmp_path, 2, rank) for rank in range(2))
+    assert sum((first.weights_read or {}).values()) == sum(sum((one or {}).values()) for one in read)
+    assert second.weights_read == {}
+    assert any("from the first rank of its machine" in line for line in lines(second))
 
 
 def test_data_ranks_share_the_rows_of_the_loader(tmp_path: Path):

@@ -118,6 +118,11 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             "`data.pad_to` must divide `data.max_length` 100, so that no row is padded beyond it, but is 64; use 50",
         ),
         (
+            [*RANDOM, "parallel.load=broadcast"],
+            '`parallel.load` is "broadcast", which sends weights of files, but the weights are random (`model.config`);'
+            " remove it",
+        ),
+        (
             ["data.source=files", f"data.train={__file__}", "data.validation=null", "data.mixture=[0.7, 0.3]"],
             "`data.mixture` has the weights [0.7, 0.3], but `data.train` has one entry; list at least two files or"
             " patterns there",

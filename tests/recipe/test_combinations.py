@@ -73,6 +73,7 @@ def test_each_condition_is_that_of_a_key_of_the_recipe(row: Exclusion):
         ("parallel.tensor", 2, "no_tensor"),
         ("parallel.pipeline.stages", 2, "no_pipeline"),
         ("compile", True, "no_compile"),
+        ("parallel.load", "broadcast", "no_broadcast"),
     ],
 )
 def test_strategies_without_a_reason_combine(strategy: str, key: str, value: object, allowed: str):

@@ -48,6 +48,7 @@ from trainer.models.teacher import Teacher
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.linear import ColumnParallelLinear
+from trainer.parallel.node import NodeRanks
 from trainer.parallel.placement import Placements
 from trainer.recipe.schema import Model, Training
 
@@ -444,6 +445,7 @@ def build_model(
     pad_token_id: int | None = None,
     unused: Sequence[str] = (),
     packed: bool = False,
+    node: NodeRanks | None = None,
 ) -> BuiltModel:
     """Build the model, with the same weights on every rank and under every layout.
 
@@ -458,12 +460,15 @@ def build_model(
         pad_token_id: the tokenizer's padding token, for a model without one; None if there is no tokenizer.
         unused: modules of the base model to freeze, because the task does not use them.
         packed: whether rows hold several documents, which the model must keep apart.
+        node: the ranks of this node, if one of them reads the weights for all; this needs a cut, perhaps of nothing,
+            and the calls of all ranks of the node.
 
     Raises:
         UsageError: the model cannot be loaded, has no safetensors, has a dropout that cannot be keyed, cannot be cut,
             or does not keep documents apart.
     """
     assert cut is None or gather is whole_already, "parameters are either partitioned while they are built, or cut"
+    assert cut is not None or node is None, "a model that is built whole is read by each rank"
     config = load_config(recipe, options)
     keys = DropoutKeys(training.seed) if training.layout_invariant_dropout else None
     auto_class = getattr(transformers, auto_class_name)
@@ -514,13 +519,18 @@ def build_model(
             model, notes = build_whole()
             return BuiltModel(model, keys, [*notes, *trained, *checked, *fixed], lacking=lacking)
         try:
-            parts = load_parts(auto_class, recipe, config, attention, training.seed, prepare, cut)
+            parts = load_parts(auto_class, recipe, config, attention, training.seed, prepare, cut, node)
             notes = parts.notes if in_table else [*parts.notes, *check_sample()]
             cuts = parts.cut.placements, parts.cut.part
             return BuiltModel(
                 parts.model, keys, [*notes, *trained, *fixed], *cuts, lacking=lacking, shards=parts.shards
             )
         except CannotLoadPartsError as reason:
+            if node is not None:
+                raise UsageError(
+                    f"`parallel.load` is broadcast, but each rank must read this model whole, because {reason}; use"
+                    " read"
+                ) from reason
             model, notes = build_whole()
             notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
             made = cut(model)

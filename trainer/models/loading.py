@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,13 @@ from trainer.models.initialising import draw_weights
 from trainer.models.names import aliases
 from trainer.parallel.communication import group_size, index_in_group
 from trainer.parallel.low_rank import drawn_factor
+from trainer.parallel.node import NodeRanks
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.slicing import ranges_of_part
 from trainer.recipe.schema import Model
 
 _CHUNK_ELEMENTS = 1 << 22  # compared at once
+_CHUNK_BYTES = 1 << 23  # sent at once
 
 
 class CannotLoadPartsError(Exception):
@@ -117,6 +120,13 @@ class Checkpoint:
                     part.narrow(dim, place, rows.shape[dim]).copy_(rows)
         return part
 
+    def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
+        """Return which tensors of a list must be read, given those that this rank needs."""
+        return needed
+
+    def read_along(self, key: str) -> None:
+        """Take part in the reading of a tensor that another rank needs."""
+
     def _slices(
         self, key: str, placement: ParameterPlacement, cut: ModelCut
     ) -> tuple[list[int], list[tuple[int, int, tuple[slice, ...]]]]:
@@ -160,6 +170,89 @@ class Checkpoint:
             if not torch.equal(*rows):
                 return False
         return True
+
+
+class SharedCheckpoint(Checkpoint):
+    """The tensors of safetensors files that one rank of each node reads and sends to the others, in chunks of rows.
+
+    Each byte is read once for a node, and sent in the type of the file. A rank holds a chunk beside its part. All ranks
+    of the node must make the same calls, with the same keys.
+
+    Args:
+        files: the safetensors files.
+        node: the ranks of this node.
+
+    Raises:
+        OSError, SafetensorError: a file is damaged; on every rank of the node.
+    """
+
+    def __init__(self, files: Sequence[str | Path], node: NodeRanks) -> None:
+        self._node = node
+        described = node.read(lambda: self._describe(files))
+        self.shapes = {key: tuple(shape) for key, (shape, _) in described.items()}
+        self._types: dict[str, torch.dtype] = {key: getattr(torch, name) for key, (_, name) in described.items()}
+
+    def _describe(self, files: Sequence[str | Path]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Open the files on the reader, and return the shape and type of each tensor."""
+        super().__init__(files)
+        described = {}
+        for key, shape in self.shapes.items():
+            with safe_open(self._files[key], framework="pt") as opened:
+                one = opened.get_slice(key)[:0] if shape else opened.get_tensor(key)
+            described[key] = shape, str(one.dtype).removeprefix("torch.")
+        return described
+
+    def read(self, key: str) -> Tensor:
+        shape = self.shapes[key]
+        dtype = torch.float32 if self._types[key].is_floating_point else self._types[key]
+        tensor = torch.empty(shape, dtype=dtype)
+        rows = tensor if shape else tensor.view(1)
+        for start, chunk in self._chunks(key):
+            rows[start : start + len(chunk)] = chunk
+        return tensor
+
+    def read_part(self, key: str, placement: ParameterPlacement, cut: ModelCut) -> Tensor:
+        if not self.shapes[key] or (not placement.splits and cut.shard is None):
+            return self.read(key)
+        extent, slices = self._slices(key, placement, cut)
+        part = torch.zeros(extent)
+        for start, chunk in self._chunks(key):
+            for dim, place, (own, *rest) in slices:
+                first, last = max(own.start, start), min(own.stop, start + len(chunk))
+                if first < last:
+                    index = (slice(first - start, last - start), *rest)
+                    rows = chunk[index]
+                    block = part.narrow(dim, place, rows.shape[dim]) if dim else part[place:]
+                    block[first - own.start : last - own.start] = rows
+        return part
+
+    def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
+        return self._node.any_of(needed)
+
+    def read_along(self, key: str) -> None:
+        for _ in self._chunks(key):
+            pass
+
+    def equal(self, key: str, other: str) -> bool:
+        same: bool = self._node.read(lambda: super(SharedCheckpoint, self).equal(key, other))
+        return same
+
+    def _chunks(self, key: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows of a tensor in chunks, each with the index of its first row; a scalar is one row."""
+        num_rows, *columns = self.shapes[key] or (1,)
+        dtype = self._types[key]
+        step = max(1, _CHUNK_BYTES // max(1, torch.Size(columns).numel() * dtype.itemsize))
+        for start in range(0, num_rows, step):
+            stop = min(num_rows, start + step)
+            yield start, self._node.read_tensor(partial(self._rows, key, start, stop), (stop - start, *columns), dtype)
+
+    def _rows(self, key: str, start: int, stop: int) -> Tensor:
+        with safe_open(self._files[key], framework="pt") as opened:
+            if not self.shapes[key]:
+                scalar: Tensor = opened.get_tensor(key)
+                return scalar.clone()
+            rows: Tensor = opened.get_slice(key)[start:stop]
+            return rows.clone()
 
 
 class CountedCheckpoint(Checkpoint):
@@ -211,6 +304,7 @@ def load_parts(
     seed: int,
     prepare: Callable[[nn.Module, Sequence[str]], Any],
     cut: ModelCut,
+    node: NodeRanks | None = None,
 ) -> PartedModel:
     """Build the model of a recipe in parts that are bit for bit equal to a cut of the whole model.
 
@@ -223,6 +317,7 @@ def load_parts(
         prepare: the function that is called before the cut, with the model and the names of the parameters that a
             pretrained model lacks.
         cut: the cut of the model.
+        node: the ranks of this node, if one of them reads the files for all; all of them must call it then.
 
     Raises:
         CannotLoadPartsError: the model must be built whole.
@@ -230,7 +325,8 @@ def load_parts(
         OSError, RuntimeError, SafetensorError: transformers cannot build the model, or a file cannot be read.
         UsageError: the model cannot be cut.
     """
-    checkpoint = Checkpoint([] if recipe.is_random else _weight_files(recipe, config))
+    files = [] if recipe.is_random else _weight_files(recipe, config)
+    checkpoint = Checkpoint(files) if node is None else SharedCheckpoint(files, node)
     with torch.random.fork_rng(devices=[]):
         parts, made, whole, sources, factors = _empty_parts(
             auto_class, recipe, config, attention, prepare, cut, checkpoint
@@ -504,11 +600,14 @@ class _Parts:
 
     def read(self, checkpoint: Checkpoint, renamed: Mapping[str, str]) -> None:
         """Fill the tensors that need no conversion; tensors of other stages are not read."""
-        for name, key in renamed.items():
+        wanted = checkpoint.wanted([self.holds(name) or name in self._buffers for name in renamed])
+        for (name, key), is_wanted in zip(renamed.items(), wanted, strict=True):
             if self.holds(name):
                 self._fill(name, checkpoint.read_part(key, self._placement(name), self._cut))
             elif name in self._buffers:
                 self._fill_buffer(name, checkpoint.read(key))
+            elif is_wanted:
+                checkpoint.read_along(key)
 
     def convert(self, checkpoint: Checkpoint, groups: Sequence[Sequence[str]], whole: Any) -> None:
         """Fill the tensors that must be merged or split; each group is read whole into `whole`, one group at a time."""

@@ -63,7 +63,8 @@ class Rehearsal:
         step: the memory, communication and arithmetic of its step.
         microbatches: the places of its rows in the global batch of the first step; None if they depend on the data.
         rows: the row ids at these places; None if the number of rows is unknown.
-        weights_read: the bytes that it reads of each file of pretrained weights; None if these are not on this machine.
+        weights_read: the bytes that it reads of each file of pretrained weights, at most; None if these are not on this
+            machine.
         state: its share of a checkpoint.
         model_files: the bytes of each file of the final model that it writes.
         num_model_files: the number of files of the final model.
@@ -128,7 +129,7 @@ def rehearse(
     with simulated_mesh(plan.layout, rank) as mesh:
         position = {axis: mesh.index(axis) for axis in AXES if mesh.size(axis) > 1}
         data_rank = mesh.index("dp")
-        weights_read = _weights_read(plan, mesh)
+        weights_read = _weights_read(plan, mesh, is_reader=rank % local == 0)
     places = _places(plan, data_rank, min(rows or plan.batch.global_batch_size, plan.batch.global_batch_size))
     order = None if rows is None or places is None else _first_rows(plan, rows)
     files = _model_files(plan)
@@ -163,14 +164,18 @@ def _first_rows(plan: RunPlan, rows: int) -> Any:
     return GlobalOrder(rows, None, plan.batch.global_batch_size, plan.recipe.training.seed).batch(0, 0)
 
 
-def _weights_read(plan: RunPlan, mesh: ParallelMesh) -> Mapping[str, int] | None:
+def _weights_read(plan: RunPlan, mesh: ParallelMesh, is_reader: bool) -> Mapping[str, int] | None:
+    """Return the bytes of each file; a rank that reads for its whole machine needs all of them at most."""
     model, task = plan.recipe.model, planned_task(plan)
     if model.is_random:
         return {}
     if not any(Path(str(model.name_or_path)).glob("*.safetensors")):
         return None
+    is_shared = plan.recipe.parallel.load == "broadcast" and mesh.world_size > 1
+    if is_shared and not is_reader:
+        return {}
     sums: dict[str, int] = {}
-    for cut in planned_cuts(plan, mesh):
+    for cut in [None] if is_shared else planned_cuts(plan, mesh):
         read = count_weight_reads(model, plan.recipe.training, task.auto_class_name, task.model_options(), cut)
         for name, count in read.items():
             sums[name] = sums.get(name, 0) + count
@@ -241,8 +246,11 @@ def _load_text(found: Rehearsal) -> str:
     built = f"{size(found.step.loaded)} of fp32 weights on the host"
     if found.weights_read is None:
         return f"{built}; the files of weights are not in a folder of this machine, so their bytes are unknown"
+    if found.plan.recipe.model.is_random:
+        return f"{built}, drawn from the seed"
     if not found.weights_read:
-        return f"{built}, from no file" if not found.plan.recipe.model.is_random else f"{built}, drawn from the seed"
+        is_shared = found.plan.recipe.parallel.load == "broadcast"
+        return f"{built}, from the first rank of its machine" if is_shared else f"{built}, from no file"
     names = _some([f"{name} ({size(count)})" for name, count in found.weights_read.items()])
     return f"{built}, from {size(sum(found.weights_read.values()))} of {names}"
 

@@ -113,6 +113,15 @@ def _adapter(model: Model, parallel: Parallel) -> Iterator[Contradiction]:
         )
 
 
+def _reader(model: Model, parallel: Parallel) -> Iterator[Contradiction]:
+    if parallel.load == "broadcast" and model.config is not None and model.is_random:
+        yield _clash(
+            'is "broadcast", which sends weights of files, but the weights are random (`model.config`); remove it',
+            "parallel.load",
+            "model.config",
+        )
+
+
 def _tokenizer(task: TaskSection, model: Model) -> Iterator[Contradiction]:
     reads_text = not isinstance(task, ImageKeys)
     if reads_text and model.config is not None and model.is_random and model.tokenizer is None:
@@ -619,6 +628,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("task", "data"), _windows),
     (("model",), _weights),
     (("model", "parallel"), _adapter),
+    (("model", "parallel"), _reader),
     (("task", "model"), _tokenizer),
     (("task", "data"), _text_lengths),
     (("task", "data"), _padded_lengths),

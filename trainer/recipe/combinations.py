@@ -16,7 +16,7 @@ from trainer.recipe.strategies import STRATEGIES, Strategy
 
 _DOES_NOT_COMBINE = "is {value}, which {other} does not combine with: {reason}; {remedy}"
 _STRATEGY, _STAGES, _TENSOR = "parallel.strategy", "parallel.pipeline.stages", "parallel.tensor"
-_CONTEXT = "parallel.context"
+_CONTEXT, _LOAD = "parallel.context", "parallel.load"
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         form=f"is {{value}}, but `{_TENSOR}` is {{other}}: {{reason}}; {{remedy}}",
     ),
     *_of_offloads(),
+    *_of_strategies(_is(_LOAD, "broadcast"), lambda row: row.no_broadcast),
     *_of_strategies(_is("compile", True), lambda row: row.no_compile),
     _of_others(
         Condition("parallel.shard", "a number", lambda value: value != "auto"), _strategies(lambda row: row.groups)

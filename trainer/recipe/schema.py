@@ -715,6 +715,11 @@ class Parallel(Section):
     offload: Literal["none", "optimizer", "parameters"] = Field(
         "none", description="Keep the optimizer state, or parameters and optimizer state, in CPU memory."
     )
+    load: Literal["read", "broadcast"] = Field(
+        "read",
+        description="read: every rank reads its parts of pretrained weights from the files; broadcast: one rank of each"
+        " node reads them and sends chunks to the others, for a slow shared file system.",
+    )
     communication: Communication = Field(
         Communication(),
         description="Types of the numbers that ranks send each other. Weights and hidden states of matrix products"

@@ -33,6 +33,7 @@ class Strategy:
     no_tensor: str = ""  # the reason if it does not combine with `parallel.tensor` above 1
     no_pipeline: str = ""  # the reason if it does not combine with `parallel.pipeline.stages` above 1
     no_compile: str = ""  # the reason if it does not combine with `compile`
+    no_broadcast: str = ""  # the reason if it does not combine with `parallel.load` broadcast
 
     def local_ranks(self, num_gpus: int) -> int:
         """Return the default number of ranks that `trainer run` starts on one machine."""
@@ -100,6 +101,7 @@ STRATEGIES: dict[str, Strategy] = {
             offloads=("none", "optimizer", "parameters"),
             no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
             no_compile="DeepSpeed gathers each weight by hooks inside of the layers, which no graph can hold",
+            no_broadcast="transformers partitions the weights while each rank reads them",
             **_CUT_ALL,
         ),
         Strategy(
@@ -110,6 +112,7 @@ STRATEGIES: dict[str, Strategy] = {
             no_tensor=_ONE_PROCESS,
             no_pipeline=_ONE_PROCESS,
             no_compile="its threads would trace the same layers at the same time",
+            no_broadcast=_ONE_PROCESS,
         ),
     )
 }

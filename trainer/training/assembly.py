@@ -9,6 +9,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,12 +25,14 @@ from trainer.data.order import GlobalOrder
 from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
 from trainer.models.building import BuiltModel, build_model
+from trainer.models.cutting import ModelCut
 from trainer.models.generating import set_generation
 from trainer.models.saving import save_configuration
 from trainer.models.statistics import buffers_hash
 from trainer.observe.observer import Observer
 from trainer.observe.records import Idling, RunInfo
 from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.node import ranks_of_node
 from trainer.parallel.placement import Placements
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.drawing import layers_text
@@ -247,7 +250,8 @@ def assemble(
         UsageError: the model cannot be reached, or cannot be laid out like this.
     """
     recipe, task = plan.recipe, data.task
-    with partitioned_loading(plan, mesh.device) as gather:
+    reading = ranks_of_node(mesh) if recipe.parallel.load == "broadcast" else nullcontext()
+    with partitioned_loading(plan, mesh.device) as gather, reading as node:
         built = [
             build_model(
                 recipe.model,
@@ -255,10 +259,11 @@ def assemble(
                 task.auto_class_name,
                 task.model_options(),
                 gather,
-                cut,
+                cut if node is None else cut or ModelCut(None),
                 data.preparation.padding_token,
                 task.unused_modules,
                 task.packs_documents,
+                node,
             )
             for cut in planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
         ]
