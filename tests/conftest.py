@@ -6,6 +6,9 @@ import os
 import signal
 from collections.abc import Iterator
 
+# Before torch is imported. With more threads than cores, each operation would wait for threads of other workers.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 from hypothesis import HealthCheck, settings
 

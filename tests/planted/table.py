@@ -397,6 +397,22 @@ _PARALLEL = [
         ("parallel/test_dropout.py",),
     ),
     Defect(
+        "heads_share_a_mask_in_the_kernel",
+        "The fused kernel draws one dropout mask for all heads.",
+        "parallel/attention_kernels.py",
+        "head.to(tl.uint64) * _HEAD_STRIDE",
+        "head.to(tl.uint64) * 0",
+        ("models/test_fused_attention.py::test_the_kernel_in_tritons_interpreter",),
+    ),
+    Defect(
+        "causal_kernel_hides_the_token_itself",
+        "The fused kernel hides the position of the query itself under a causal mask.",
+        "parallel/attention_kernels.py",
+        "scores = tl.where(query >= key, scores, _LOWEST)",
+        "scores = tl.where(query > key, scores, _LOWEST)",
+        ("models/test_fused_attention.py::test_the_kernel_in_tritons_interpreter",),
+    ),
+    Defect(
         "microbatch_order_of_a_pipeline",
         "The last stage meets the labels of the microbatches in reverse order.",
         "parallel/pipeline.py",
@@ -867,6 +883,14 @@ _ENGINE = [
         "            if result.is_finite and not self._is_guarded:",
         "            if not self._is_guarded:",
         ("engine/test_native.py::TestNonFinite",),
+    ),
+    Defect(
+        "late_step_is_not_read",
+        "A step with numbers that are still on the device is not read before the next update, so a bad one is lost.",
+        "engine/native.py",
+        "        if reads_late:\n            before_update()",
+        "        if False:\n            before_update()",
+        ("training/test_run.py::TestFailures::test_a_bad_step_that_is_read_one_step_late_is_the_same",),
     ),
     Defect(
         "moments_lost",
