@@ -25,6 +25,7 @@ _OPTIMIZERS = {
     "adafactor": "adafactor",
     _SCHEDULE_FREE: _SCHEDULE_FREE,
 }
+_FEW_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 _DEEPSPEED_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _MEAN = "the loss of a step is the mean over all its valid labels, not the mean over the means of microbatches"
@@ -192,6 +193,9 @@ def _named(draft: Draft, item: Item, name: str) -> None:
         is_adafactor = name == "adafactor"
         note = "steps are relative to the weights; those of transformers are absolute" if is_adafactor else ""
         draft.take("optimizer.name", _OPTIMIZERS[name], item, note=note, differs=is_adafactor)
+    elif name in _FEW_BITS:
+        advice = "use adafactor, whose state is smaller still, or adamw with zero1 or fsdp, which shard the moments"
+        draft.refuse("optimizer.name", f"{name} would give each layout other moments; {advice}", item)
     else:
         draft.refuse(
             "optimizer.name", f"{name} has no counterpart: adamw, sgd, muon, adafactor or schedule_free_adamw", item
