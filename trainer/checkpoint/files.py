@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -165,32 +166,48 @@ def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
     return names
 
 
-class SavedState:
-    """A `StateSource` that reads any part of a checkpoint from the disk.
+@dataclass(frozen=True)
+class SavedBox:
+    """A block of a whole tensor in a file, named by `key` there."""
+
+    file: Path
+    key: str
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of_key(cls, file: Path, key: str, shape: tuple[int, ...]) -> SavedBox:
+        """Return the block that a key describes.
+
+        Raises:
+            ValueError: the key describes none.
+        """
+        name, _, corner = key.rpartition("@")
+        start = tuple(int(number) for number in corner.split(",") if number)
+        if len(start) != len(shape) or any(number < 0 for number in start):
+            raise ValueError(f"it is damaged: {key} is no part of a tensor")
+        return cls(file, key, name, start, shape)
+
+
+class SavedBoxes:
+    """A `StateSource` of saved blocks of tensors.
 
     Args:
-        folder: the folder of a verified checkpoint.
+        folder: the place of the checkpoint, for messages.
+        facts: everything but tensors.
+        boxes: the blocks; together they are the whole tensors, each element once.
 
     Raises:
-        OSError: a file is missing or cannot be read.
-        ValueError: the files do not match `state.json`.
+        ValueError: elements are missing or saved twice.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, facts: Facts, boxes: Iterable[SavedBox]) -> None:
         self.folder = folder
-        described = _read_json(folder)
-        self.file_names = sorted(described["files"])  # without `state.json` and `SHA256SUMS`
-        try:
-            self.facts = Facts.from_json(described)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"it is damaged: {FACTS} has no {error}") from error
-        self._boxes: dict[str, list[_SavedBox]] = {}
-        for file in filter(_SHARE_NAME.fullmatch, self.file_names):
-            try:
-                for box in _boxes_of(folder / file):
-                    self._boxes.setdefault(box.name, []).append(box)
-            except SafetensorError as error:
-                raise ValueError(f"it is damaged: {file}: {error}") from error
+        self.facts = facts
+        self._boxes: dict[str, list[SavedBox]] = {}
+        for box in boxes:
+            self._boxes.setdefault(box.name, []).append(box)
         self._refuse_incomplete()
 
     @property
@@ -210,7 +227,7 @@ class SavedState:
             OSError, SafetensorError: a file cannot be read.
             ValueError: a tensor is missing.
         """
-        wanted: dict[Path, list[tuple[_SavedBox, Box]]] = {}
+        wanted: dict[Path, list[tuple[SavedBox, Box]]] = {}
         for part in parts:
             for box in part.boxes:
                 found = 0
@@ -221,7 +238,7 @@ class SavedState:
                 if found != box.view.numel():
                     raise ValueError(f"{self.folder} lacks elements of {part.name}")
         for file in sorted(wanted):
-            with safe_open(file, framework="pt") as opened:
+            with self.open_file(file) as opened:
                 for saved, box in wanted[file]:
                     _copy(opened, saved, box)
 
@@ -236,9 +253,14 @@ class SavedState:
         self.fill([TensorPart(name, shape, (Box((0,) * len(shape), whole),))])
         return whole
 
+    def open_file(self, file: Path) -> AbstractContextManager[Any]:
+        """Open a file of tensors for reading, with the methods of safetensors' `safe_open`."""
+        opened: AbstractContextManager[Any] = safe_open(file, framework="pt")
+        return opened
+
     def _dtype(self, name: str) -> torch.dtype:
         first = self._boxes[name][0]
-        with safe_open(first.file, framework="pt") as opened:
+        with self.open_file(first.file) as opened:
             none = opened.get_slice(first.key)[:0] if first.shape else opened.get_tensor(first.key)
             dtype: torch.dtype = none.dtype
             return dtype
@@ -254,37 +276,71 @@ class SavedState:
                 raise ValueError(f"it is damaged: the parts of {name} are not the whole of it")
 
 
+class SavedState(SavedBoxes):
+    """A `StateSource` that reads any part of a checkpoint from the disk.
+
+    Args:
+        folder: the folder of a verified checkpoint.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: the files do not match `state.json`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        described = _read_json(folder)
+        self.file_names = sorted(described["files"])  # without `state.json` and `SHA256SUMS`
+        super().__init__(folder, _facts_of(described), saved_boxes(folder, self.file_names))
+
+
+def read_facts(folder: Path) -> Facts:
+    """Return everything but the tensors of a verified checkpoint.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: `state.json` is damaged.
+    """
+    return _facts_of(_read_json(folder))
+
+
+def _facts_of(described: Mapping[str, Any]) -> Facts:
+    try:
+        return Facts.from_json(described)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is damaged: {FACTS} has no {error}") from error
+
+
+def saved_boxes(folder: Path, file_names: Iterable[str]) -> Iterator[SavedBox]:
+    """Yield the blocks in the files of ranks in a folder.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: a file is damaged.
+    """
+    for file in filter(_SHARE_NAME.fullmatch, file_names):
+        try:
+            yield from _boxes_of(folder / file)
+        except SafetensorError as error:
+            raise ValueError(f"it is damaged: {file}: {error}") from error
+
+
 def open_verified(folder: Path, turn: int = 0, num_turns: int = 1) -> SavedState:
     """Return a checkpoint after `verify`, with its arguments and errors."""
     verify(folder, turn, num_turns)
     return SavedState(folder)
 
 
-@dataclass(frozen=True)
-class _SavedBox:
-    file: Path
-    key: str
-    name: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
 def _key(name: str, start: tuple[int, ...]) -> str:
     return f"{name}@{','.join(map(str, start))}"
 
 
-def _boxes_of(file: Path) -> Iterator[_SavedBox]:
+def _boxes_of(file: Path) -> Iterator[SavedBox]:
     with safe_open(file, framework="pt") as opened:
         for key in opened.keys():  # noqa: SIM118  # not a mapping
-            name, _, corner = key.rpartition("@")
-            start = tuple(int(number) for number in corner.split(",") if number)
-            shape = tuple(opened.get_slice(key).get_shape())
-            if len(start) != len(shape) or any(number < 0 for number in start):
-                raise ValueError(f"it is damaged: {key} is no part of a tensor")
-            yield _SavedBox(file, key, name, start, shape)
+            yield SavedBox.of_key(file, key, tuple(opened.get_slice(key).get_shape()))
 
 
-def _overlap(saved: _SavedBox, box: Box) -> list[tuple[int, int]]:
+def _overlap(saved: SavedBox, box: Box) -> list[tuple[int, int]]:
     """Return start and stop of the overlap of two boxes along each dimension; equal if they do not overlap."""
     bounds = []
     for first, size, other_first, other_size in zip(saved.start, saved.shape, box.start, box.shape, strict=True):
@@ -293,16 +349,22 @@ def _overlap(saved: _SavedBox, box: Box) -> list[tuple[int, int]]:
     return bounds
 
 
-def _copy(opened: Any, saved: _SavedBox, box: Box) -> None:
+def _copy(opened: Any, saved: SavedBox, box: Box) -> None:
     bounds = _overlap(saved, box)
     target = box.view
     for dim, ((start, stop), first) in enumerate(zip(bounds, box.start, strict=True)):
         target = target.narrow(dim, start - first, stop - start)
+    places = [[start - first, stop - first] for (start, stop), first in zip(bounds, saved.start, strict=True)]
+    target.copy_(read_block(opened, saved.key, places))
+
+
+def read_block(opened: Any, key: str, bounds: Sequence[Sequence[int]]) -> Tensor:
+    """Return the elements between two bounds along each dimension of a tensor in an open file."""
     if not bounds:
-        target.copy_(opened.get_tensor(saved.key))
-        return
-    places = tuple(slice(start - first, stop - first) for (start, stop), first in zip(bounds, saved.start, strict=True))
-    target.copy_(opened.get_slice(saved.key)[places])
+        whole: Tensor = opened.get_tensor(key)
+        return whole
+    block: Tensor = opened.get_slice(key)[tuple(slice(start, stop) for start, stop in bounds)]
+    return block
 
 
 def _regular(path: Path) -> os.stat_result:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import socket
-import threading
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.text import dotted_leaves
+from trainer.checkpoint.background import FAILED, WRITING, Background
 from trainer.checkpoint.files import (
     MODEL_FOLDER,
     Facts,
-    SavedState,
+    SavedBoxes,
     WrittenFile,
     open_verified,
     share_name,
@@ -26,12 +27,14 @@ from trainer.checkpoint.files import (
     write_bytes,
     write_share,
 )
+from trainer.checkpoint.memory import Found, HostMemory, MemoryState
 from trainer.checkpoint.mirror import Mirror
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import MODEL_PREFIX, Engine, EngineState
 from trainer.parallel.digest import joined, own_digest
 from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parts import own_share
 from trainer.recipe.schema import Recipe
 
 # Keys that do not change the training: a run may resume with other values.
@@ -81,38 +84,6 @@ class Saved:
     model_files: Mapping[str, bytes] = field(default_factory=dict)
 
 
-class _Share:
-    """This rank's files of one checkpoint, written by a thread during the training."""
-
-    def __init__(self, facts: Facts, write: Callable[[], list[WrittenFile]]) -> None:
-        self.facts = facts
-        self.files: list[WrittenFile] = []
-        self.error: Exception | None = None
-        self._write = write
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.files = self._write()
-        except Exception as error:
-            self.error = error  # all ranks report it at the next step
-
-    @property
-    def status(self) -> int:
-        """`_WRITTEN`, `_WRITING` or `_FAILED`; ranks agree on the largest."""
-        if self._thread.is_alive():
-            return _WRITING
-        return _FAILED if self.error else _WRITTEN
-
-    def wait(self) -> None:
-        """Wait for the end of the thread."""
-        self._thread.join()
-
-
-_WRITTEN, _WRITING, _FAILED = 0, 1, 2
-
-
 class Saver:
     """The saver of the engine's state and the run's progress, which also restores them.
 
@@ -124,6 +95,7 @@ class Saver:
         asynchronous: whether the training continues while a thread writes a copy in CPU memory.
         check_owner: raises an error on rank 0 if the folder no longer belongs to this run.
         mirror: the URL of copies; None: there are none.
+        memory: the checkpoints in the memory of the hosts; None: there are none.
 
     Raises:
         UsageError: `mirror` cannot be opened.
@@ -138,6 +110,7 @@ class Saver:
         asynchronous: bool = True,
         check_owner: Callable[[], None] = lambda: None,
         mirror: str | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
         self._store = store
         self._engine = engine
@@ -151,10 +124,12 @@ class Saver:
             store.needed = self._mirror.needed
         self.note: Callable[[str], None] = warnings.warn
         """Show a note on rank 0."""
-        self._share: _Share | None = None
+        self._memory = memory
+        self._facts: Facts | None = None  # of the checkpoint that is being written
+        self._share: Background[list[WrittenFile]] | None = None
         self._frozen: str | None = None  # the digest, computed once
         self.progress = Progress()
-        self.has_checkpoint = False  # a complete one that this run has loaded or saved
+        self.has_checkpoint = False  # a complete one, on the disk or in memory, that this run has loaded or saved
 
     def resume(self, mode: Literal["auto", "never"]) -> list[str]:
         """Resume from the newest complete checkpoint, if there is one, of any layout.
@@ -166,28 +141,51 @@ class Saver:
             UsageError: the checkpoint is of another training or model, `mode` is "never" and a checkpoint exists, or
                 the folder cannot be written.
         """
-        marker, notes = self._mesh.on_rank_zero(lambda: self._open_store(mode == "auto"))
+        marker, key, notes = self._mesh.on_rank_zero(lambda: self._open_store(mode == "auto"))
         self._refuse_other_folders(marker)
-        steps = self._mesh.share(self._store.steps())
-        for step in reversed(steps):
-            state, problem = self._open(step)
+        on_disk: list[tuple[int, Found | None]] = [(step, None) for step in self._mesh.share(self._store.steps())]
+        in_memory: list[tuple[int, Found | None]] = []
+        if self._memory is not None:
+            self._memory.open(key)
+            in_memory = [(found.step, found) for found in self._memory.found()]
+        resumed: Found | None = None
+        for step, found in sorted([*on_disk, *in_memory], key=lambda one: (one[0], one[1] is not None), reverse=True):
+            name = f"the checkpoint of step {step} in memory" if found else f"the checkpoint {self._store.path(step)}"
+            state, problems = self._open(step) if found is None else self._open_in_memory(found)
             if state is None:
-                notes.append(f"passed over the checkpoint {self._store.path(step)}: {problem}")
+                notes.append(f"passed over {name}: {problems[0]}")
                 continue
+            notes += [f"passed over a part of {name}: {problem}" for problem in problems]
             if mode == "never":
                 raise UsageError(
-                    f"`checkpoint.resume` is never, but {self._store.path(step)} exists; name another"
+                    f"`checkpoint.resume` is never, but {name.removeprefix('the checkpoint ')} exists; name another"
                     " `checkpoint.folder`, or remove it"
                 )
             self._refuse_another_training(state)
             self._refuse_another_model(state)
-            self._engine.load_state(state, state.facts.progress.step)
+            with self._memory.serving(state) if self._memory and isinstance(state, MemoryState) else nullcontext():
+                self._engine.load_state(state, step)
             self.progress = state.facts.progress
             self.has_checkpoint = True
+            resumed = found
             break
-        if self.has_checkpoint:
+        if self._memory is not None:
+            self._memory.keep(resumed.step if resumed else None)
+            self._memory.require_room(self._share_bytes())
+            if self.has_checkpoint:
+                place = "memory" if resumed else "the disk; memory holds no newer one that is complete"
+                notes.append(
+                    f"resumed from the checkpoint of step {self.progress.step} in {place}; the last whole one on the"
+                    f" disk is {self._store.name_of_last()}"
+                )
+        if self.has_checkpoint and not resumed:
             self._on_mirror(lambda mirror: mirror.send_missing(self.progress.step))
         return notes
+
+    def clear_memory(self) -> None:
+        """Free the memory of the hosts at the end of a run; all ranks must call it."""
+        if self._memory is not None:
+            self._memory.clear()
 
     def finish_mirror(self, model: Path | None) -> None:
         """Wait until all copies are uploaded, with the final model if there is one; all ranks must call it.
@@ -211,30 +209,46 @@ class Saver:
         self.finish()
         step = self.progress.step
         self._mesh.on_rank_zero(lambda: self._or_fail(step, lambda: self._store.begin(step)))
-        state = self._engine.state()
-        tensors = snapshot(state.parts)
-        facts = Facts(
-            Progress.from_json(self.progress.to_json()),
-            self._identity(state),
-            self._saved.origin,
-            {part.name: part.shape for part in state.parts},
-            state.scalars,
-        )
-        self._share = _Share(facts, partial(self._write, self._store.unfinished_path(step), tensors))
+        self._facts, tensors = self._snapshot(self._saved.origin)
+        self._share = Background(partial(self._write, self._store.unfinished_path(step), tensors))
         if not self._asynchronous:
             self.finish()
+
+    def save_in_memory(self) -> None:
+        """Copy the state and start to write it to the memory of the hosts; a failed write is a note.
+
+        Raises:
+            UsageError: a host has too little memory.
+        """
+        assert self._memory is not None
+        facts, tensors = self._snapshot({})
+        self._tell(self._memory.save(facts, tensors))
+
+    def _snapshot(self, origin: Mapping[str, Any]) -> tuple[Facts, dict[str, Tensor]]:
+        """Return copies of what this rank saves. All ranks must call it."""
+        state = self._engine.state()
+        shapes = {part.name: part.shape for part in state.parts}
+        progress = Progress.from_json(self.progress.to_json())
+        return Facts(progress, self._identity(state), origin, shapes, state.scalars), snapshot(state.parts)
+
+    def _share_bytes(self) -> int:
+        return sum(box.view.nbytes for _, box in own_share(self._engine.state().parts))
+
+    def _tell(self, note: str | None) -> None:
+        if note is not None:
+            self.note(note)
 
     def begin_poll(self) -> Callable[[], None]:
         """Start to compare the status of all ranks, and return a function that completes a written checkpoint.
 
         Call this before a step and the function after it, on all ranks; then no rank waits.
         """
-        if self._share is None:
-            return _nothing
-        answer = self._mesh.begin_agree_max(self._share.status)
+        settle_memory = self._memory.begin_poll() if self._memory is not None else _nothing
+        answer = self._mesh.begin_agree_max(self._share.status) if self._share is not None else None
 
         def settle() -> None:
-            if (status := answer()) != _WRITING:
+            self._tell(settle_memory())
+            if answer is not None and (status := answer()) != WRITING:
                 self._settle(status)
 
         return settle
@@ -248,6 +262,8 @@ class Saver:
         if self._share is not None:
             self._share.wait()
             self._settle(self._mesh.agree_max(self._share.status))
+        if self._memory is not None:
+            self._tell(self._memory.finish())
 
     def _write(self, folder: Path, tensors: Mapping[str, Tensor]) -> list[WrittenFile]:
         files = [write_share(folder, share_name(self._mesh.rank, self._mesh.world_size), tensors)]
@@ -261,13 +277,15 @@ class Saver:
     def _settle(self, status: int) -> None:
         """Complete the checkpoint, or raise the error of one rank on all."""
         share, self._share = self._share, None
+        facts = self._facts
         assert share is not None
-        facts, step = share.facts, share.facts.progress.step
-        if status == _FAILED:
+        assert facts is not None
+        step = facts.progress.step
+        if status == FAILED:
             failure = f"rank {self._mesh.rank}: {share.error}" if share.error else None
             failures = [told for told in self._mesh.gather(failure) or [] if told]
             self._mesh.on_rank_zero(lambda: self._fail(step, failures[0], share.error))
-        gathered = self._mesh.gather(([asdict(file) for file in share.files], dict(facts.shapes)))
+        gathered = self._mesh.gather(([asdict(file) for file in share.result or []], dict(facts.shapes)))
 
         def complete() -> None:
             files = [WrittenFile(**file) for files, _ in gathered or [] for file in files]
@@ -314,14 +332,14 @@ class Saver:
                 " file that rank 0 made there is not seen; use a file system that the nodes share"
             )
 
-    def _open_store(self, fetches: bool) -> tuple[str, list[str]]:
-        """Open the store, fetch a copy into an empty one, and create a marker in it; return the marker and notes."""
+    def _open_store(self, fetches: bool) -> tuple[str, str, list[str]]:
+        """Open the store, and fetch a copy into an empty one; return a marker in it, the key of memory, and notes."""
         try:
             self._store.open()
             notes: list[str] = []
             if self._mirror is not None and not self._store.steps():
                 notes = self._mirror.fetch() if fetches else self._mirror.refuse_copies()
-            return self._store.make_marker(), notes
+            return self._store.make_marker(), self._store.memory_key() if self._memory else "", notes
         except OSError as error:
             raise storage_error(
                 f"`checkpoint.folder` must be a folder that can be written, but {self._store.folder} is not: {error};"
@@ -329,7 +347,7 @@ class Saver:
                 error,
             ) from error
 
-    def _open(self, step: int) -> tuple[SavedState | None, str]:
+    def _open(self, step: int) -> tuple[SavedBoxes | None, list[str]]:
         """Return the checkpoint of a step, or the problem of a damaged one; each rank verifies its share."""
         state, problem = None, ""
         try:
@@ -337,8 +355,19 @@ class Saver:
         except (OSError, ValueError) as error:
             problem = str(error)
         problems = self._mesh.share(self._mesh.gather(problem))
-        first = next((told for told in problems if told), "")
-        return (None, first) if first else (state, "")
+        found = [told for told in problems if told]
+        return (None, found) if found else (state, [])
+
+    def _open_in_memory(self, found: Found) -> tuple[SavedBoxes | None, list[str]]:
+        """Return a checkpoint in memory, with the problems of its shares; None if it is damaged or of another training.
+
+        Nothing is lost if memory is passed over, so another training is no error here.
+        """
+        assert self._memory is not None
+        state, problems = self._memory.read(found)
+        if state is not None and (differences := self._differences(state)):
+            return None, [f"it is of another training: {'; '.join(differences)}"]
+        return state, problems
 
     def _is_partly_frozen(self) -> bool:
         model = self._saved.identity.get("model")
@@ -353,7 +382,7 @@ class Saver:
             self._frozen = joined(self._mesh.share(self._mesh.gather(own_digest(frozen))))
         return {**self._saved.identity, "model": {**self._saved.identity["model"], FROZEN_WEIGHTS: self._frozen}}
 
-    def _refuse_another_model(self, state: SavedState) -> None:
+    def _refuse_another_model(self, state: SavedBoxes) -> None:
         """Compare names and shapes, since `model.name_or_path` is not part of the identity."""
         saved = {
             name.removeprefix(MODEL_PREFIX): shape
@@ -375,17 +404,22 @@ class Saver:
                     " `checkpoint.folder`, or restore `model`"
                 )
 
-    def _refuse_another_training(self, state: SavedState) -> None:
+    def _differences(self, state: SavedBoxes) -> list[str]:
+        """Return the differences between the identity of a checkpoint and that of this run."""
         was, now = dotted_leaves(state.facts.identity), dotted_leaves(self._identity())
-        differences = [
+        return [
             "the prepared training rows differ (data, tokenizer or `data.max_length`)"
             if key == _ROWS
             else f"`{key}` was {was.get(key)!r} and is {now.get(key)!r}"
             for key in sorted(was.keys() | now.keys())
             if was.get(key) != now.get(key)
         ]
+
+    def _refuse_another_training(self, state: SavedBoxes) -> None:
+        differences = self._differences(state)
         if not differences:
             return
+        was, now = dotted_leaves(state.facts.identity), dotted_leaves(self._identity())
         remedy = "Name another `checkpoint.folder`, or restore the values"
         if any(was.get(key) != now.get(key) for key in ("training.epochs", "training.max_steps")):
             remedy += (
@@ -399,6 +433,9 @@ class IdleSaver(Saver):
     """A saver that writes no checkpoint, for measurements."""
 
     def save(self) -> None:
+        pass
+
+    def save_in_memory(self) -> None:
         pass
 
 

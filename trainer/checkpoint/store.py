@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from trainer.checkpoint.files import Facts, WrittenFile, seal
 
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,})")
 _REPLACED, _REMOVED, _LATEST = ".replaced-", ".removed-", "latest"
-_MARKER = ".seen-"
+_MARKER, _MEMORY_KEY = ".seen-", "memory-key"
 
 FOLDER_SECONDS = 60.0
 """The longest time until a machine sees the files of another one, since NFS caches the entries of a folder."""
@@ -71,6 +71,17 @@ class CheckpointStore:
             if not final.exists():  # killed between the two renames of `complete`
                 os.rename(aside, final)
         self._remove_leftovers()
+
+    def memory_key(self) -> str:
+        """Return the random name of this run's checkpoints in memory, which goes with the folder.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        file = self.folder / _MEMORY_KEY
+        if not file.exists():
+            replace_text(file, secrets.token_hex(8))
+        return file.read_text(encoding="utf-8")
 
     def make_marker(self) -> str:
         """Create a file that shows other ranks that they see the same folder, and return its name.
@@ -155,7 +166,11 @@ class CheckpointStore:
     def _rotate(self, step: int, best: int | None) -> None:
         steps = self.steps()
         kept = {*[other for other in steps if other <= step][-self._keep :], *({best} if best is not None else ())}
-        for other in set(steps) - kept - self.needed():
+        self.keep_only(kept | self.needed())
+
+    def keep_only(self, kept: Container[int | None]) -> None:
+        """Remove the checkpoints of all other steps; errors are ignored."""
+        for other in (step for step in self.steps() if step not in kept):
             with suppress(OSError):  # an extra checkpoint does no harm
                 # Renamed first: a partly removed checkpoint must not look like a damaged one.
                 os.rename(self.path(other), self.folder / f"{_REMOVED}{self.path(other).name}")

@@ -96,6 +96,14 @@ class ParallelMesh:
                 mine = group
         return mine
 
+    def new_group(self) -> dist.ProcessGroup:
+        """Create a further group of all ranks for CPU tensors, which a thread may use beside the training.
+
+        All ranks must call it.
+        """
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
+
     def send(self, tensor: Tensor | None, source: int, target: int, like: Tensor) -> Tensor | None:
         """Return the tensor of rank `source` on rank `target`, on its CPU if that is another rank; None elsewhere.
 

@@ -589,6 +589,18 @@ def _folder_name(checkpoint: Checkpoint) -> Iterator[Contradiction]:
             yield _clash(f"has {shown_value(placeholder)}; the only placeholder is {{name}}", "checkpoint.folder")
 
 
+def _often_in_memory(checkpoint: Checkpoint) -> Iterator[Contradiction]:
+    memory, every = checkpoint.memory, checkpoint.every
+    if (
+        memory is not None
+        and every is not None
+        and memory.every.unit == every.unit
+        and memory.every.count >= every.count
+    ):
+        text = f'must be more often than `checkpoint.every`, which is "{every}", but is "{memory.every}"; lower it'
+        yield _clash(text, "checkpoint.memory.every", "checkpoint.every")
+
+
 def _project(logging: Logging) -> Iterator[Contradiction]:
     if logging.project is not None and not {"wandb", "mlflow"} & set(logging.to):
         yield _clash(
@@ -643,6 +655,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Contradiction]]], ...
     (("task", "evaluation"), _best_metric),
     (("data", "evaluation"), _nothing_evaluated),
     (("checkpoint",), _folder_name),
+    (("checkpoint",), _often_in_memory),
     (("logging",), _project),
     (("logging", "training"), _profiled_steps),
 )

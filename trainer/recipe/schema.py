@@ -895,6 +895,17 @@ class Evaluation(Section):
     )
 
 
+class MemoryCheckpoint(Section):
+    """Checkpoints in the memory of the hosts, from which a run resumes after the failure of a process or a host."""
+
+    every: IntervalField = Field(description="How often to save one; more often than `checkpoint.every`.")
+    folder: RunPathField = Field(
+        "/dev/shm",
+        description="Folder of each host, on a memory file system. The run frees it at its end, and after a failure"
+        " keeps it for the next start.",
+    )
+
+
 class Checkpoint(Section):
     """Folder of the run, frequency of checkpoints, and resumption."""
 
@@ -916,6 +927,11 @@ class Checkpoint(Section):
         "auto",
         description="auto: resume from the newest checkpoint in the folder; never: a folder with a checkpoint is an"
         " error.",
+    )
+    memory: MemoryCheckpoint | None = Field(
+        None,
+        description="Further checkpoints in the memory of the hosts, each also on the next host; null: none."
+        " A restart resumes from the newest complete checkpoint, in memory or on the disk.",
     )
     mirror: str | None = Field(
         None,

@@ -17,6 +17,7 @@ from torch import nn
 
 from trainer.base.disk import UNFINISHED
 from trainer.base.errors import TrainerError
+from trainer.checkpoint.memory import HostMemory
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import IdleSaver, Saved, Saver, identity
 from trainer.checkpoint.store import FOLDER_SECONDS, CheckpointStore
@@ -142,7 +143,10 @@ class Assembly:
         store = CheckpointStore(Path(checkpoint.folder), checkpoint.keep, patience)
         kind = Saver if saves else IdleSaver
         mirror = checkpoint.mirror if saves else None
-        return kind(store, self.engine, self.mesh, self.saved, checkpoint.asynchronous, check_owner, mirror)
+        memory = None
+        if saves and checkpoint.memory is not None:
+            memory = HostMemory(Path(checkpoint.memory.folder), Path(checkpoint.folder), self.mesh)
+        return kind(store, self.engine, self.mesh, self.saved, checkpoint.asynchronous, check_owner, mirror, memory)
 
     def info(self, environment: LaunchEnvironment) -> RunInfo:
         """Return the facts for the start-up summary. All ranks must call it."""

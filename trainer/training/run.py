@@ -136,6 +136,7 @@ def _train(
         stop=stop,
         validation=validation,
     ).run()
+    saver.clear_memory()  # the checkpoint of the end is on the disk
 
     session.idling = parts.idling()
     if recipe.compile:

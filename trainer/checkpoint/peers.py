@@ -1,0 +1,72 @@
+"""Messages and files between ranks, in a process group beside that of the training, so that threads can use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_CHUNK_BYTES = 1 << 26
+_ABSENT = -1  # the size of a file that its rank could not write
+_FILES = 3  # a tag of its own, so that files and messages do not mix
+
+
+class Peers:
+    """Point-to-point transport over one process group of all ranks, for tensors on the CPU."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def send(self, message: bytes, rank: int, tag: int) -> None:
+        """Send a message to a rank, and wait until it is taken."""
+        dist.send(torch.tensor([len(message)]), rank, self._group, tag)
+        if message:
+            dist.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), rank, self._group, tag)
+
+    def receive(self, rank: int | None, tag: int) -> tuple[int, bytes]:
+        """Wait for a message of a rank, or of any (None); return its sender and the message."""
+        size = torch.zeros(1, dtype=torch.int64)
+        sender = dist.recv(size, rank, self._group, tag)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        if len(message):
+            dist.recv(message, sender, self._group, tag)
+        return sender, message.numpy().tobytes()
+
+    def begin_send(self, files: Sequence[Path], rank: int) -> list[dist.Work | None]:
+        """Begin to send files to a rank, which calls `take`; return what must be waited for."""
+        sizes = [file.stat().st_size if file.exists() else _ABSENT for file in files]
+        parts = [torch.tensor(sizes)]
+        for file, size in zip(files, sizes, strict=True):
+            if size > 0:
+                parts += torch.split(torch.from_file(str(file), size=size, dtype=torch.uint8), _CHUNK_BYTES)
+        return [dist.isend(part, rank, self._group, _FILES) for part in parts]
+
+    def take(self, files: Sequence[Path], rank: int) -> None:
+        """Write the files that a rank sends. All of them are received, also after an error.
+
+        Raises:
+            FileNotFoundError: the rank has sent none.
+            OSError: a file cannot be written.
+        """
+        sizes = self._received(torch.zeros(len(files), dtype=torch.int64), rank).tolist()
+        error: OSError | None = None
+        for file, size in zip(files, sizes, strict=True):
+            for start in range(0, size, _CHUNK_BYTES):
+                chunk = self._received(torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8), rank)
+                try:
+                    if error is None:
+                        with file.open("ab") as opened:
+                            opened.write(chunk.numpy().data)
+                except OSError as raised:
+                    error = raised
+        if error is not None:
+            raise error
+        if _ABSENT in sizes:
+            raise FileNotFoundError(f"rank {rank} has not written its part")
+
+    def _received(self, tensor: Tensor, rank: int) -> Tensor:
+        dist.recv(tensor, rank, self._group, _FILES)
+        return tensor
