@@ -31,6 +31,7 @@ class Node:
     namespace: str
     hosts: str  # the file that is mounted as /etc/hosts
     own_folders: tuple[str, ...] = ()  # not shared with the other node, and empty at first
+    memory: tuple[str, str] | None = None  # a folder, and the place of it that the processes of the node see
 
     def enter(self) -> None:
         """Move this process and its future children to the node, permanently.
@@ -51,11 +52,17 @@ class Node:
         call("mount", self.hosts.encode(), b"/etc/hosts", None, _MS_BIND, None)
         for folder in self.own_folders:
             call("mount", b"tmpfs", folder.encode(), b"tmpfs", 0, None)
+        if self.memory is not None:
+            call("mount", self.memory[0].encode(), self.memory[1].encode(), None, _MS_BIND, None)
         socket.sethostname(self.name)
 
     def without(self, *folders: Path) -> Node:
         """Return the node with these folders not shared."""
         return replace(self, own_folders=tuple(map(str, folders)))
+
+    def with_memory(self, folder: Path, place: Path) -> Node:
+        """Return the node with `folder`, which outlives its processes, at `place`."""
+        return replace(self, memory=(str(folder), str(place)))
 
     def command(self, words: Sequence[str | Path]) -> list[str]:
         """Return the command that runs `words` on the node."""
@@ -148,5 +155,6 @@ def _ip(*words: str) -> str:
 
 if __name__ == "__main__":
     described = json.loads(sys.argv[1])
-    Node(**{**described, "own_folders": tuple(described["own_folders"])}).enter()
+    described["own_folders"] = tuple(described["own_folders"])
+    Node(**described).enter()
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ pytestmark = [
 BIN = Path(sys.executable).parent
 LAUNCHERS = processes.ROOT / "launchers"
 PORT = "29500"  # free in the namespaces, in which nothing else listens
+SHOWN = {"every": "1 step", "to": ["console", "jsonl"]}
 LAYOUTS = {
     "hsdp": {"strategy": "hsdp"},
     "pipeline": {"pipeline": {"stages": 2, "microbatches": 2}},
@@ -215,6 +217,39 @@ def test_a_node_that_was_killed_and_started_again_goes_on(nodes, one_process, tm
     assert len(numbers(recipe).steps) < len(one_process.steps)
     assert [code for code, _ in finish([*start(nodes[0], 0, recipe), *start(nodes[1], 2, recipe)])] == [0] * 4
     assert_same(recipe, one_process)
+
+
+def test_a_node_that_was_lost_with_its_memory_resumes_from_the_copies(nodes, undisturbed, tmp_path):
+    keys = {"every": None, "memory": {"every": "3 steps", "folder": str(tmp_path / "memory")}}
+    recipe = write_tiny_run(
+        tmp_path, parallel={"strategy": "fsdp"}, training={"max_steps": LONG}, checkpoint=keys, logging=SHOWN
+    )
+    (tmp_path / "memory").mkdir()
+    both = []
+    for node, name in zip(nodes, ("memory0", "memory1"), strict=True):
+        (tmp_path / name).mkdir()
+        both.append(node.with_memory(tmp_path / name, tmp_path / "memory"))
+
+    def started() -> list[warm.WarmProcess]:
+        return [rank for number, node in enumerate(both) for rank in start(node, number, recipe, world_size=2)]
+
+    ranks = started()
+    try:
+        wait_for_step(tmp_path / "run", 8)
+    finally:
+        for rank in ranks:
+            processes.kill(rank)  # type: ignore[arg-type]
+    finish(ranks)
+    (lost,) = (tmp_path / "memory1").iterdir()
+    shutil.rmtree(lost)
+    first, second = started()
+    output, _ = first.communicate(timeout=240)
+    finish([second])
+    print(output)
+    assert first.returncode == second.returncode == 0
+    assert re.search(r"resumed from the checkpoint of step \d+ in memory; the newest on the disk is none", output)
+    assert_same(recipe, undisturbed)
+    assert not list(tmp_path.glob("memory*/*")), "the end frees the memory"
 
 
 LONG = 40  # steps: enough time to kill a process

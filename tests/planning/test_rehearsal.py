@@ -129,6 +129,17 @@ def test_a_rank_of_many_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
     found = json.loads(capsys.readouterr().out)
     assert found["position"] == {"pp": 1, "dp_replicate": 31}
     assert found["checkpoint"]["written"] > 0
+    assert found["checkpoints_in_memory"] == 0
+
+
+def test_checkpoints_in_memory_are_shown(tmp_path: Path):
+    keys = {"checkpoint": {"memory": {"every": "2 steps"}}}
+    one = rehearsed(keys, tmp_path, 2, 0)
+    assert one.in_memory == 2 * one.state.written
+    assert one.host["checkpoint"] - rehearsed({}, tmp_path, 2, 0).host["checkpoint"] == one.in_memory
+    several = rehearse(load_recipe(written(keys, tmp_path)), 2, 0, local_ranks=1)
+    assert several.in_memory == 4 * several.state.written
+    assert any("with the copy of a rank of another host" in line for line in lines(several))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ from trainer.ranks.messages import decode, encode
 
 _PLACE = re.compile(r"rank-([0-9]{5,})-of-([0-9]{5,})")
 _HOST = "host"
-_KEPT = 2  # checkpoints in memory: the newest complete one, and the next or the one before
+KEPT = 2
+"""Checkpoints in memory: the newest complete one, and the one before or the next."""
 _QUESTION, _ANSWER = 1, 2  # tags of messages
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -141,7 +142,7 @@ class HostMemory:
         held: dict[str, list[int]] = {}
         if self._leads:
             for place in self._places():
-                store = CheckpointStore(place, _KEPT)
+                store = CheckpointStore(place, KEPT)
                 store.open()
                 held[place.name] = store.steps()
         holders: dict[tuple[int, int], dict[int, list[int]]] = {}
@@ -203,7 +204,7 @@ class HostMemory:
         self._complete = step
         if self._leads:
             for place in self._places():
-                CheckpointStore(place, _KEPT).keep_only({step})
+                CheckpointStore(place, KEPT).keep_only({step})
         self._mesh.barrier()  # no rank writes a new share beside an old one of another rank
 
     def require_room(self, num_bytes: int) -> None:
@@ -215,7 +216,7 @@ class HostMemory:
         shares = self._mesh.agree_each(num_bytes)
         ranks = [rank for rank in range(self._mesh.world_size) if self._hosts[rank] == self._host]
         copied = [rank for rank in range(self._mesh.world_size) if self._peers and self._target_of(rank) in ranks]
-        needed = _KEPT * (sum(shares[rank] for rank in ranks) + sum(shares[rank] for rank in copied))
+        needed = KEPT * (sum(shares[rank] for rank in ranks) + sum(shares[rank] for rank in copied))
         problem = ""
         if self._leads:
             held = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
@@ -318,10 +319,10 @@ class HostMemory:
         return [place for place in self._root.iterdir() if _PLACE.fullmatch(place.name)]
 
     def _store(self, rank: int) -> CheckpointStore:
-        return CheckpointStore(self._root / _place(rank, self._mesh.world_size), _KEPT)
+        return CheckpointStore(self._root / _place(rank, self._mesh.world_size), KEPT)
 
     def _share_folder(self, found: Found, part: int) -> Path:
-        return CheckpointStore(Path(_place(part, found.size)), _KEPT).path(found.step)
+        return CheckpointStore(Path(_place(part, found.size)), KEPT).path(found.step)
 
     def _state(self, found: Found, chosen: Mapping[int, int], mine: Sequence[int]) -> MemoryState:
         """Return the state of verified shares; each rank tells the others the blocks of its own."""

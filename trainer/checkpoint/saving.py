@@ -158,8 +158,8 @@ class Saver:
             notes += [f"passed over a part of {name}: {problem}" for problem in problems]
             if mode == "never":
                 raise UsageError(
-                    f"`checkpoint.resume` is never, but {name.removeprefix('the checkpoint ')} exists; name another"
-                    " `checkpoint.folder`, or remove it"
+                    f"`checkpoint.resume` is never, but {name} exists; name another `checkpoint.folder`, or remove"
+                    " `checkpoints` there"
                 )
             self._refuse_another_training(state)
             self._refuse_another_model(state)
@@ -173,10 +173,10 @@ class Saver:
             self._memory.keep(resumed.step if resumed else None)
             self._memory.require_room(self._share_bytes())
             if self.has_checkpoint:
-                place = "memory" if resumed else "the disk; memory holds no newer one that is complete"
+                place = "in memory" if resumed else "on the disk; memory holds no newer one that is complete"
                 notes.append(
-                    f"resumed from the checkpoint of step {self.progress.step} in {place}; the last whole one on the"
-                    f" disk is {self._store.name_of_last()}"
+                    f"resumed from the checkpoint of step {self.progress.step} {place}; the newest on the disk is"
+                    f" {self._store.name_of_last()}"
                 )
         if self.has_checkpoint and not resumed:
             self._on_mirror(lambda mirror: mirror.send_missing(self.progress.step))

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.base.errors import UsageError
 from trainer.checkpoint.files import WrittenFile, share_name
+from trainer.checkpoint.memory import KEPT
 from trainer.data.order import GlobalOrder
 from trainer.data.partition import RowChunk, partition
 from trainer.engine.building import planned_cuts
@@ -88,9 +89,22 @@ class Rehearsal:
         return RecipePlan(self.plan, Devices(self.local_ranks, "", 0), self.length, (self.step,))
 
     @property
+    def in_memory(self) -> int:
+        """The bytes of `checkpoint.memory` on its host: its share of two checkpoints, and the copy of another rank's.
+
+        One host keeps no copies.
+        """
+        if self.plan.recipe.checkpoint.memory is None:
+            return 0
+        return KEPT * self.state.written * (2 if self.plan.layout.world_size > self.local_ranks else 1)
+
+    @property
     def host(self) -> Mapping[str, int]:
-        """The bytes that the rank needs on its host: at the start, to write a checkpoint, and to write the model."""
-        stepping = sum(self.step.host.values())
+        """The bytes that the rank needs on its host: at the start, to write a checkpoint, and to write the model.
+
+        Checkpoints in memory stay there from the first one on.
+        """
+        stepping = sum(self.step.host.values()) + self.in_memory
         return {
             "start": self.step.loaded + HOST_RESERVED,
             "checkpoint": stepping + self.state.written + HOST_RESERVED,
@@ -218,6 +232,9 @@ def lines(found: Rehearsal) -> Iterator[str]:
         f" {plan.layout.world_size:,} such files"
     )
     yield f"          a message of {state.report / 2**10:,.1f} KiB to rank 0, which gets one from each rank"
+    if found.in_memory:
+        copy = ", with the copy of a rank of another host" if found.in_memory > KEPT * state.written else ""
+        yield f"          {size(found.in_memory)} on the host for {KEPT} checkpoints in memory{copy}"
     yield f"resume    reads {size(state.read)} of tensors from a checkpoint of this layout"
     written = _some([f"{name} ({size(count)})" for name, count in found.model_files.items()])
     files = f"{found.num_model_files:,} file{'s' * (found.num_model_files > 1)}"
@@ -273,6 +290,7 @@ def as_json(found: Rehearsal) -> str:
         "microbatch_rows": found.rows,
         "weights_read": found.weights_read,
         "checkpoint": asdict(found.state),
+        "checkpoints_in_memory": found.in_memory,
         "model_files": found.model_files,
         "num_model_files": found.num_model_files,
         "host_needed": found.host,

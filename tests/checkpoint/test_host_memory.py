@@ -1,0 +1,254 @@
+"""Checkpoints in the memory of the hosts. A host of a test is a folder: its ranks see no other."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import tiny_recipe
+from trainer.base.errors import RecipeError, UsageError
+from trainer.checkpoint import memory
+from trainer.checkpoint.files import WrittenFile, share_name, write_share
+from trainer.checkpoint.memory import HostMemory
+from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.saving import Saved, Saver, identity
+from trainer.checkpoint.store import CheckpointStore
+from trainer.engine.engine import EngineState, StateSource
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.parts import Box, TensorPart, whole_part
+from trainer.parallel.placement import ParameterPlacement
+
+ROWS = 8
+
+
+class ShardedEngine:
+    """An engine with a weight whose rows are sharded over the ranks, and a replicated one. Elements tell their step."""
+
+    def __init__(self, mesh: ParallelMesh, step: int = 0) -> None:
+        self.mesh = mesh
+        self.placements = {
+            "sharded": ParameterPlacement("sharded", (ROWS, 2)),
+            "whole": ParameterPlacement("whole", (3,)),
+        }
+        self.rows = ROWS // mesh.world_size
+        self.sharded = torch.full((self.rows, 2), float(step)) + self._offset()
+        self.whole = torch.full((3,), float(step))
+        self.loaded_step: int | None = None
+
+    def _offset(self) -> Tensor:
+        return (torch.arange(self.rows) + self.rows * self.mesh.rank)[:, None] / 16
+
+    def state(self) -> EngineState:
+        box = Box((self.rows * self.mesh.rank, 0), self.sharded)
+        sharded = TensorPart("model.sharded", (ROWS, 2), (box,))
+        return EngineState((sharded, whole_part("model.whole", self.whole, self.mesh)), {"scale": 2.0})
+
+    def load_state(self, source: StateSource, step: int) -> None:
+        source.fill(self.state().parts)
+        self.loaded_step = step
+
+    def is_of(self, step: int) -> bool:
+        expected = torch.full((self.rows, 2), float(step)) + self._offset()
+        return torch.equal(self.sharded, expected) and torch.equal(self.whole, torch.full((3,), float(step)))
+
+
+def saver(folder: Path, per_host: int, step: int = 0, **recipe: Any) -> Saver:
+    """Return a saver; `per_host` ranks share a host."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = ParallelMesh(torch.device("cpu"), dp_replicate=world_size)
+    host = folder / f"host{mesh.rank // per_host}"
+    host.mkdir(exist_ok=True)
+    in_memory = HostMemory(host, folder / "run", mesh)
+    saved = Saved(identity(tiny_recipe(**recipe), "data"))
+    store = CheckpointStore(folder / "run", 2, seconds=2.0)
+    run = Saver(store, ShardedEngine(mesh, step), mesh, saved, memory=in_memory)
+    run.notes = []
+    run.note = run.notes.append
+    return run
+
+
+def save(folder: Path, steps: list[int], per_host: int = 1, on_disk: int | None = None, failing: int | None = None):
+    """Save steps in memory, and perhaps one on the disk. Return the notes and where each rank's share lies."""
+    run = saver(folder, per_host)
+    run.resume("auto")
+    for step in steps:
+        run._engine = ShardedEngine(run._mesh, step)
+        run.progress = Progress(step, 12 * step)
+        if step == on_disk:
+            run.save()
+            continue
+        memory.write_share = _no_room if failing == run._mesh.rank and step == steps[-1] else write_share
+        try:
+            run.save_in_memory()
+            run.finish()
+        finally:
+            memory.write_share = write_share
+    run.finish()
+    return run.notes, [path.name for path in run._memory._store(run._mesh.rank).folder.glob("step-*")]
+
+
+def _no_room(folder: Path, name: str, tensors: Any) -> WrittenFile:
+    raise OSError(28, "No space left on device")
+
+
+def resume(folder: Path, per_host: int = 1, **recipe: Any) -> tuple[int | None, bool, list[str]]:
+    """Return the step from which a run resumes, whether all elements are those of that step, and the notes."""
+    run = saver(folder, per_host, **recipe)
+    notes = run.resume("auto")
+    engine = run._engine
+    return engine.loaded_step, engine.loaded_step is not None and engine.is_of(engine.loaded_step), notes
+
+
+def share_of(folder: Path, host: int, rank: int, size: int, step: int) -> Path:
+    """Return the file of a rank's share on a host."""
+    (place,) = (folder / f"host{host}").glob(f"trainer-*/*/rank-{rank:05d}-of-{size:05d}")
+    return place / "checkpoints" / f"step-{step:08d}" / share_name(rank, size)
+
+
+def damage(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+class TestOneHost:
+    def test_a_run_resumes_from_memory_where_it_is_newer_than_the_disk(self, tmp_path):
+        save(tmp_path, [3, 6, 9], on_disk=6)
+        step, is_whole, notes = resume(tmp_path)
+        assert (step, is_whole) == (9, True)
+        assert notes == ["resumed from the checkpoint of step 9 in memory; the newest on the disk is that of step 6"]
+
+    def test_a_newer_one_on_the_disk_is_preferred(self, tmp_path):
+        save(tmp_path, [3, 6], on_disk=6)
+        step, is_whole, notes = resume(tmp_path)
+        assert (step, is_whole) == (6, True)
+        assert "on the disk; memory holds no newer one" in notes[0]
+
+    def test_the_two_newest_are_kept(self, tmp_path):
+        _, names = save(tmp_path, [1, 2, 3])
+        assert sorted(names) == ["step-00000002", "step-00000003"]
+
+    def test_damage_is_passed_over_for_the_one_before_and_then_the_disk(self, tmp_path):
+        save(tmp_path, [2, 4, 6], on_disk=2)
+        damage(share_of(tmp_path, 0, 0, 1, 6))
+        step, is_whole, notes = resume(tmp_path)
+        assert (step, is_whole) == (4, True)
+        assert "passed over the checkpoint of step 6 in memory: the share of rank 0 on" in notes[0]
+        assert "does not match its sum" in notes[0]
+        damage(share_of(tmp_path, 0, 0, 1, 4))
+        step, is_whole, notes = resume(tmp_path)
+        assert (step, is_whole) == (2, True)
+        assert "passed over the checkpoint of step 4 in memory" in notes[0]
+
+    def test_another_training_is_passed_over(self, tmp_path):
+        save(tmp_path, [2])
+        step, _, notes = resume(tmp_path, training={"seed": 1})
+        assert step is None
+        assert "it is of another training: `training.seed` was 42 and is 1" in notes[0]
+
+    def test_a_run_in_a_new_folder_at_the_same_place_finds_nothing(self, tmp_path):
+        save(tmp_path, [2])
+        shutil.rmtree(tmp_path / "run")
+        assert resume(tmp_path) == (None, False, [])
+        assert not list(tmp_path.glob("host0/*/*/rank*/checkpoints/step*"))
+
+    def test_never_refuses_one_in_memory(self, tmp_path):
+        save(tmp_path, [2])
+        with pytest.raises(
+            UsageError, match=r"`checkpoint.resume` is never, but the checkpoint of step 2 in memory exists"
+        ):
+            saver(tmp_path, 1).resume("never")
+
+    def test_the_end_frees_the_memory(self, tmp_path):
+        run = saver(tmp_path, 1)
+        run.resume("auto")
+        run.progress = Progress(2)
+        run.save_in_memory()
+        run.clear_memory()
+        assert list((tmp_path / "host0").iterdir()) == []
+
+    def test_too_little_room_is_refused(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 90, 10))
+        with pytest.raises(UsageError, match=r"needs 0.0 MiB in .* two checkpoints of its ranks \(1\), but the folder"):
+            saver(tmp_path, 1).resume("auto")
+
+    def test_a_folder_that_is_not_there_is_refused(self, tmp_path):
+        run = saver(tmp_path, 1)
+        (tmp_path / "host0").rmdir()
+        with pytest.raises(UsageError, match=r"`checkpoint.memory.folder` must be a folder of each host .* but is"):
+            run.resume("auto")
+
+    def test_a_failed_write_is_a_note_and_the_one_before_stays(self, tmp_path):
+        notes, names = save(tmp_path, [2, 4], failing=0)
+        assert names == ["step-00000002"]
+        assert "step 4 could not be written to the memory" in notes[0]
+        assert "No space left on device; the training goes on" in notes[0]
+        assert resume(tmp_path)[0] == 2
+
+    def test_rarer_than_on_the_disk_is_a_contradiction(self):
+        with pytest.raises(RecipeError, match=r"`checkpoint.memory.every` must be more often than `checkpoint.every`"):
+            resolved_tiny({"every": "10 steps", "memory": {"every": "10 steps"}})
+
+
+def resolved_tiny(checkpoint: dict[str, Any]) -> None:
+    from trainer.reading.rules import RULES, message
+
+    recipe = tiny_recipe(checkpoint=checkpoint)
+    found = [message(one) for sections, rule in RULES for one in rule(*(getattr(recipe, name) for name in sections))]
+    if found:
+        raise RecipeError(*found)
+
+
+class TestSeveralHosts:
+    @pytest.mark.parametrize("per_host", [1, 2])
+    def test_the_loss_of_a_host_loses_nothing(self, ranks: RankPools, tmp_path, per_host):
+        ranks(4).run(save, tmp_path, [2, 4], per_host)
+        shutil.rmtree(tmp_path / "host1")
+        for step, is_whole, notes in ranks(4).run(resume, tmp_path, per_host):
+            assert (step, is_whole) == (4, True)
+            assert "resumed from the checkpoint of step 4 in memory" in notes[0]
+
+    def test_the_loss_of_neighbours_falls_back_to_the_disk(self, ranks: RankPools, tmp_path):
+        ranks(4).run(save, tmp_path, [2, 4], 1, 2)
+        for host in (1, 2):
+            shutil.rmtree(tmp_path / f"host{host}")
+        for step, is_whole, notes in ranks(4).run(resume, tmp_path):
+            assert (step, is_whole) == (2, True)
+            assert "on the disk; memory holds no newer one that is complete" in notes[0]
+
+    def test_a_damaged_share_is_read_from_its_copy(self, ranks: RankPools, tmp_path):
+        ranks(2).run(save, tmp_path, [2, 4])
+        damage(share_of(tmp_path, 0, 0, 2, 4))
+        for step, is_whole, notes in ranks(2).run(resume, tmp_path):
+            assert (step, is_whole) == (4, True)
+            assert "passed over a part of the checkpoint of step 4 in memory: the share of rank 0" in notes[0]
+
+    def test_damage_of_share_and_copy_is_passed_over(self, ranks: RankPools, tmp_path):
+        ranks(2).run(save, tmp_path, [2, 4])
+        damage(share_of(tmp_path, 0, 0, 2, 4))
+        damage(share_of(tmp_path, 1, 0, 2, 4))
+        assert [found[:2] for found in ranks(2).run(resume, tmp_path)] == [(2, True)] * 2
+
+    def test_fewer_ranks_resume_after_the_loss_of_a_host(self, ranks: RankPools, tmp_path):
+        ranks(4).run(save, tmp_path, [2, 4], 2)
+        shutil.rmtree(tmp_path / "host1")
+        assert [found[:2] for found in ranks(2).run(resume, tmp_path, 2)] == [(4, True)] * 2
+
+    @pytest.mark.parametrize("failing", [0, 1])
+    def test_a_failed_write_of_one_rank_waits_for_nothing(self, ranks: RankPools, tmp_path, failing):
+        for notes, names in ranks(2).run(save, tmp_path, [2, 4], 1, None, failing):
+            assert names == ["step-00000002"]
+            assert all("rank 0" in note or "rank 1" in note for note in notes)
+        assert [found[:2] for found in ranks(2).run(resume, tmp_path)] == [(2, True)] * 2
+
+    def test_a_share_of_an_incomplete_checkpoint_is_not_used(self, ranks: RankPools, tmp_path):
+        ranks(2).run(save, tmp_path, [2, 4], 2)
+        shutil.rmtree(share_of(tmp_path, 0, 1, 2, 4).parent)
+        assert [found[:2] for found in ranks(2).run(resume, tmp_path, 2)] == [(2, True)] * 2
+        assert not share_of(tmp_path, 0, 0, 2, 4).exists(), "it must not be mixed with a later one"

@@ -1,0 +1,179 @@
+"""Ranks that are killed, and resume from checkpoints in memory: the weights equal those of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers import processes, warm
+from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.turns import once
+from trainer.base.errors import ExitCode
+from trainer.observe.heartbeat import read_statuses
+
+STEPS = 40
+RESUMED = re.compile(r"resumed from the checkpoint of step (\d+) (in memory|on the disk).*on the disk is (.*)")
+
+
+def write(folder: Path, every: str | None = None, steps: int = STEPS, memory: str | None = None) -> Path:
+    """Write a recipe with checkpoints in memory every 3 steps, in a folder of the test or in `memory`."""
+    (folder / "memory").mkdir(parents=True)
+    return write_tiny_run(
+        folder,
+        training={"max_steps": steps},
+        evaluation={"every": None},
+        checkpoint={"every": every, "memory": {"every": "3 steps", "folder": memory or str(folder / "memory")}},
+        logging={"every": "1 step", "to": ["console", "jsonl"]},
+    )
+
+
+def start(recipe: Path, *options: str) -> warm.WarmProcess:
+    return warm.start(["run", recipe, "--processes", "2", *options])
+
+
+def finish(process: warm.WarmProcess, seconds: float = 240.0) -> str:
+    """Wait for the end of a run, and return its output."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        processes.kill(process)  # type: ignore[arg-type]
+    print(out, err, sep="\n")
+    return out + err
+
+
+def weights(recipe: Path) -> bytes:
+    return (recipe.parent / "run" / "model" / "model.safetensors").read_bytes()
+
+
+def undisturbed(folder: Path, steps: int = STEPS) -> bytes:
+    def train() -> bytes:
+        recipe = write(folder, steps=steps)
+        process = start(recipe)
+        finish(process)
+        assert process.returncode == ExitCode.DONE
+        assert list((folder / "memory").iterdir()) == [], "the end frees the memory"
+        return weights(recipe)
+
+    return once(f"memory: {steps} undisturbed steps", train)
+
+
+def kill_at(process: warm.WarmProcess, folder: Path, step: int, rank: int) -> None:
+    """Kill a rank when all ranks have come to a step."""
+    end = time.monotonic() + 240
+    while True:
+        statuses = read_statuses(folder)
+        if len(statuses) == 2 and all(status.step >= step for status in statuses.values()):
+            break
+        assert time.monotonic() < end, "the run has not come that far"
+        assert process.poll() is None, "the run has ended"
+        time.sleep(0.01)
+    psutil.Process(statuses[rank].pid).kill()
+
+
+def test_a_killed_rank_resumes_from_memory(tmp_path):
+    recipe = write(tmp_path / "killed")
+    process = start(recipe, "--max-restarts", "2")
+    kill_at(process, tmp_path / "killed" / "run", step=8, rank=1)
+    output = finish(process)
+    assert process.returncode == ExitCode.DONE
+    (found,) = RESUMED.findall(output)
+    assert int(found[0]) >= 6
+    assert found[1:] == ("in memory", "none")
+    assert weights(recipe) == undisturbed(tmp_path / "whole")
+
+
+def test_damaged_memory_falls_back_to_the_disk(tmp_path):
+    recipe = write(tmp_path / "killed", every="4 steps")
+    process = start(recipe)
+    kill_at(process, tmp_path / "killed" / "run", step=11, rank=0)
+    assert "was killed by SIGKILL" in finish(process)
+    for share in (tmp_path / "killed" / "memory").rglob("state-*.safetensors"):
+        content = share.read_bytes()
+        share.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    again = start(recipe)
+    output = finish(again)
+    assert again.returncode == ExitCode.DONE
+    (found,) = RESUMED.findall(output)
+    assert found[1:] == ("on the disk", f"that of step {found[0]}")
+    assert "does not match its sum" in output
+    assert weights(recipe) == undisturbed(tmp_path / "whole")
+
+
+def may_kill(process: warm.WarmProcess, folder: Path, draw: random.Random) -> bool:
+    """Wait for a random moment, of five kills once during the start; return whether the run has not ended."""
+    is_early = draw.random() < 0.2
+    while process.poll() is None and not is_early:
+        with suppress(psutil.NoSuchProcess):
+            pids = {child.pid for child in psutil.Process(process.pid).children()}
+            if any(status.pid in pids and status.step > 0 for status in read_statuses(folder).values()):
+                break
+        time.sleep(0.02)
+    time.sleep(draw.uniform(0.0, 2.0))
+    return process.poll() is None
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+def test_fifty_kills_at_random_moments(tmp_path):
+    kills, steps = 50, 120
+    whole = undisturbed(tmp_path / "whole", steps)
+    draw, done, runs, sources = random.Random(kills), 0, 0, []
+    while done < kills:
+        runs += 1
+        recipe = write(tmp_path / f"killed{runs}", steps=steps, memory="/dev/shm")
+        process = start(recipe, "--max-restarts", "60")
+        try:
+            while done < kills and may_kill(process, recipe.parent / "run", draw):
+                with suppress(psutil.NoSuchProcess):
+                    if ranks := psutil.Process(process.pid).children():
+                        draw.choice(ranks).kill()
+                        done += 1
+        finally:
+            output = finish(process, 600)
+        assert process.returncode == ExitCode.DONE
+        sources += [source for _, source, _ in RESUMED.findall(output)]
+        assert weights(recipe) == whole
+    assert "on the disk" not in sources  # which has no checkpoint before the end
+    assert len(sources) > kills / 2
+    print(f"{done} kills in {runs} runs; {len(sources)} restarts resumed from memory")
+
+
+LARGER = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 8000}
+
+
+@pytest.mark.nightly
+@pytest.mark.alone
+@pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "disk"])
+def test_seconds_from_a_kill_to_the_step_after_it(tmp_path, in_memory):
+    """Kill a run at step 35, with checkpoints on the disk every 20 steps, and measure its restart (`pytest -s`)."""
+    recipe = write(tmp_path / "killed", every="20 steps", steps=60, memory="/dev/shm")
+    keys = json.loads(recipe.read_text())
+    keys["model"]["config"] |= LARGER
+    if not in_memory:
+        del keys["checkpoint"]["memory"]
+    recipe.write_text(json.dumps(keys))
+    folder = recipe.parent / "run"
+    process = start(recipe, "--max-restarts", "1")
+    kill_at(process, folder, 35, rank=1)
+    begun, before = time.monotonic(), read_statuses(folder)
+    killed_at, old = max(status.step for status in before.values()), {status.pid for status in before.values()}
+    seconds: dict[int, float] = {}  # from the kill, by the step that rank 0 has taken
+    while process.poll() is None:
+        status = read_statuses(folder).get(0)
+        if status is not None and status.pid not in old:
+            seconds.setdefault(status.step, time.monotonic() - begun)
+        time.sleep(0.005)
+    finish(process)
+    assert process.returncode == ExitCode.DONE
+    first, regained = sorted(seconds)[1], min(step for step in seconds if step > killed_at)
+    assert first <= 21 if not in_memory else first > 31
+    print(
+        f"killed in step {killed_at + 1}: step {first} after {seconds[first]:.1f} s, {regained} {seconds[regained]:.1f} s"
+    )
