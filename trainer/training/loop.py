@@ -135,8 +135,10 @@ class Loop:
                 with self.meter.paused():
                     self.saver.save()
             elif self.recipe.checkpoint.memory and self._due(self.recipe.checkpoint.memory.every):
+                self._read_begun()
                 self._doing("saving a checkpoint in memory")
-                self.saver.save_in_memory()
+                with self.meter.paused():
+                    self.saver.save_in_memory()
             if ending:
                 self.saver.finish()
                 self.mesh.on_rank_zero(self._settle)
