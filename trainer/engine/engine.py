@@ -189,7 +189,7 @@ class Engine(Protocol):
         ...
 
     def state(self) -> EngineState:
-        """Return this rank's part of a checkpoint, without communication."""
+        """Return this rank's part of a checkpoint; all ranks must call it."""
         ...
 
     def load_state(self, source: StateSource, step: int) -> None:
