@@ -11,6 +11,8 @@
 # resolve to it. After a failure, start the same command on all machines: they resume from the last checkpoint. With
 # c10d and RESTARTS=N they restart by themselves, N times at most. A lost machine may return alone, except the one at
 # MASTER_ADDR, which hosts the rendezvous.
+# NODES=MIN:MAX, also with c10d, lets machines join and leave, if the recipe has `parallel.elastic`. RENDEZVOUS_CONF adds
+# settings of torchrun's rendezvous, such as last_call_timeout=10.
 # c10d reads pickles from MASTER_PORT: whoever can connect can run code. Use it in a closed network only.
 set -euo pipefail
 
@@ -36,7 +38,8 @@ if [[ $RENDEZVOUS == c10d ]]; then
     options+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${JOB:-trainer}")
     # With a kept store, torchrun does not send the address of the rendezvous to late machines.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    options+=(--rdzv-conf "join_timeout=${JOIN_SECONDS:-600},read_timeout=45" ${ADDRESS:+--local-addr "$ADDRESS"})
+    options+=(--rdzv-conf "join_timeout=${JOIN_SECONDS:-600},read_timeout=45${RENDEZVOUS_CONF:+,$RENDEZVOUS_CONF}"
+        ${ADDRESS:+--local-addr "$ADDRESS"})
 else
     options+=(--node-rank "${NODE_RANK:?number of this machine, from 0}")
     options+=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")

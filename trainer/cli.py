@@ -785,6 +785,17 @@ def _pipeline_as_json(pipeline: PipelinePlan, stages: list[StageContents] | None
     }
 
 
+def _elastic_line(plan: RunPlan) -> str:
+    """Return the numbers of ranks without spare ones; empty if nodes may not join and leave."""
+    from trainer.recipe.elastic import fitting_sizes
+
+    if plan.recipe.parallel.elastic == "none":
+        return ""
+    most = max(16, plan.layout.world_size)
+    sizes = ", ".join(map(str, fitting_sizes(plan.recipe, most)))
+    return f"elastic   {plan.recipe.parallel.elastic}: of up to {most} processes, all train if there are {sizes}"
+
+
 def _show(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageContents] | None) -> None:
     from trainer.recipe.deepspeed import deepspeed_config
     from trainer.recipe.drawing import layout_lines, stage_lines
@@ -800,6 +811,8 @@ def _show(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageContents] |
     typer.echo(
         f"\nlayout    {plan.layout}\nbatch     {plan.batch}\nstrategy  {plan.strategy.name}: {plan.strategy.summary}"
     )
+    if line := _elastic_line(plan):
+        typer.echo(line)
     if plan.pipeline is not None:
         typer.echo("\n".join([f"pipeline  {plan.pipeline}", *(f"{'':10}{line}" for line in stage_lines(plan, stages))]))
     if config := deepspeed_config(plan):

@@ -31,6 +31,7 @@ from trainer.ranks.report import Kind, Report, read_reports
 from trainer.ranks.stopping import SHOW_CURSOR, stop_before_training
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES, Strategy
+from trainer.training.elastic import plan_on_ranks
 
 if TYPE_CHECKING:
     from trainer.reading.loading import ResolvedRecipe
@@ -128,7 +129,7 @@ def plan_start(
                 f"--max-restarts is {max_restarts}, but {environment.launcher} started the ranks, and only what starts"
                 " them can start them again; drop --max-restarts, and let the launcher or the batch system restart"
             )
-        plan_run(recipe, environment.world_size, environment.local_world_size)
+        plan_on_ranks(recipe, environment)
         _check_devices(environment.local_world_size)
         return environment, None
     number = _number_of_processes(environment, processes, STRATEGIES[recipe.parallel.strategy])

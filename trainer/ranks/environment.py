@@ -10,10 +10,12 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+import psutil
 
 from trainer.base.errors import LaunchError, RecipeError, UsageError
 
@@ -67,6 +69,7 @@ class LaunchEnvironment:
     error_file: Path | None = None  # where a rank that `trainer run` started leaves its error
     listen_fd: int | None = None  # the socket on which rank 0 serves the store, where `trainer run` has opened it
     has_agent_store: bool = False  # whether torch's elastic agent has opened the port where the ranks meet
+    elastic_nodes: tuple[int, int] | None = None  # the least and most nodes, if nodes may join and leave
 
     @property
     def has_ranks(self) -> bool:
@@ -243,7 +246,27 @@ def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, st
     local_size = "LOCAL_SIZE" if launcher == "deepspeed" else "LOCAL_WORLD_SIZE"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", local_size)
     environment = _environment(launcher, environ, names, accelerate)
-    return replace(environment, has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return environment
+    has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return replace(environment, has_agent_store=has_store, elastic_nodes=_elastic_nodes(environ))
+
+
+def _elastic_nodes(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the range of `--nnodes`, which torchrun does not pass to its ranks; None for a fixed number."""
+    nodes = environ.get("PET_NNODES", "")  # torchrun's own variable; its command line takes precedence
+    for process in psutil.Process().parents()[:3]:
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            for word, following in zip(words, [*words[1:], ""], strict=True):
+                if match := re.fullmatch(r"--nn(?:o(?:d(?:es?)?)?)?(?:=(.*))?", word):
+                    nodes = match[1] or following
+                    break
+            else:
+                continue
+            break
+    match = re.fullmatch(r"([0-9]+):([0-9]+)", nodes)
+    return (int(match[1]), int(match[2])) if match and match[1] != match[2] else None
 
 
 def _from_mpi(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment | None:

@@ -109,6 +109,33 @@ class Rendezvous:
         self._count_in("arrived")
         _await_all(own, deadline, lambda until: self._came("arrived", until - time.monotonic()) or None, self._missing)
 
+    def of_first(self, environment: LaunchEnvironment) -> Rendezvous:
+        """Return the rendezvous of the first ranks alone.
+
+        Args:
+            environment: of this rank among them.
+        """
+        return Rendezvous(PrefixStore("first", self.store), environment, self._hosts_store)
+
+    def dismiss(self, waiting: int, code: int) -> None:
+        """Give `waiting` other ranks, which are in `dismissed`, the exit code of the run."""
+        self._put("dismissed/code", code)
+        end = time.monotonic() + _LINGER_SECONDS
+        wait_until(lambda: self.store.add("dismissed/known", 0) >= waiting, end)
+
+    def dismissed(self) -> int:
+        """Wait until `dismiss` is called on another rank, and return its exit code.
+
+        Raises:
+            LostPeerError: the store has gone.
+        """
+        with _lost_store():
+            while not self.store.check(["dismissed/code"]):
+                time.sleep(_RETRY_SECONDS)
+            code = int(decode(self.store.get("dismissed/code")))
+            self.store.add("dismissed/known", 1)
+        return code
+
     def together(self, action: Callable[[], Result], timeout_seconds: float) -> Result:
         """Run `action` on all ranks; returns this rank's result when all have finished.
 

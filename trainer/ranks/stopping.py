@@ -89,6 +89,12 @@ class StopRequest:
             self._found = next((number for number, name in _FILES.items() if (self._folder / name).exists()), 0)
         return max(self.received, self._found)
 
+    def wait(self, seconds: float) -> None:
+        """Wait until a signal has been received, at most for that time."""
+        end = self._clock() + seconds
+        while not self.received and self._clock() < end:
+            time.sleep(0.05)
+
     def obeyed(self, *numbers: int) -> None:
         """Remove the files of the requests `numbers`, which are done."""
         if self._folder is not None:

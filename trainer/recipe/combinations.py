@@ -187,6 +187,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     _of_others(
         Condition("parallel.shard", "a number", lambda value: value != "auto"), _strategies(lambda row: row.groups)
     ),
+    _of_others(_is("parallel.elastic", "shards"), _strategies(lambda row: row.groups)),
+    Exclusion(_is("parallel.elastic", "data"), _is(_STRATEGY, "dp"), "one process has no ranks", "use ddp"),
     _of_others(
         _is("parallel.reshard_after_forward", False),
         _strategies(lambda row: row.cuts_parameters and not row.zero_stage),

@@ -171,7 +171,7 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
         return Layout(dp_replicate=ranks, tp=tensor, pp=stages, context=context)
     shard = ranks
     if strategy.groups and parallel.shard != "auto":
-        shard = parallel.shard
+        shard = min(parallel.shard, ranks) if parallel.elastic == "shards" else parallel.shard
     elif strategy.groups:
         shard = max(1, min(local_world_size // tensor, ranks))
         if shard == 1 < ranks:  # would need as much memory as ddp

@@ -707,6 +707,12 @@ class Parallel(Section):
         Pipeline(),
         description="Pipeline stages and their schedule.",
     )
+    elastic: Literal["none", "data", "shards"] = Field(
+        "none",
+        description="Axis that follows the number of ranks while nodes join and leave (`torchrun --nnodes MIN:MAX`)."
+        " data: the data-parallel ranks, under hsdp in whole shard groups; shards: under hsdp, a last shard group may"
+        " shrink too; none: such a launch is refused. Global batch, tensor, context and pipeline sizes never change.",
+    )
     reshard_after_forward: bool = Field(
         True,
         description="Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again for"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
 
+from trainer.base.errors import ExitCode, LostPeerError
 from trainer.base.text import without_secrets
 from trainer.checkpoint.owner import FolderOwner
 from trainer.checkpoint.progress import Progress
@@ -17,9 +19,10 @@ from trainer.observe.observer import Observer
 from trainer.observe.records import Compilation, EndRecord
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
-from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.plan import RunPlan
 from trainer.training.assembly import assemble
 from trainer.training.checking import prepare_checked
+from trainer.training.elastic import among_training, outlast_agent, plan_on_ranks, spare_note, wait_as_spare
 from trainer.training.loop import Ending, Loop
 from trainer.training.memory import Forecast, explains_full_memory
 from trainer.training.prepared import PreparedData
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
     """Train the recipe as the rank of `environment`, and return the exit code; the errors are those of `train`."""
+    plan = plan_on_ranks(resolved.recipe, environment)
+    if environment.rank >= plan.layout.world_size:
+        return wait_as_spare(resolved, plan, environment)
     return train(resolved, environment).exit_code
 
 
@@ -51,20 +57,42 @@ def train(
     Raises:
         TrainerError: the user can mend the cause; the observers have shown the end.
     """
-    recipe = resolved.recipe
-    plan = plan_run(recipe, environment.world_size, environment.local_world_size)
+    plan = plan_on_ranks(resolved.recipe, environment)
+    with StopRequest() as stop:
+        try:
+            record = _train_and_report(resolved, plan, environment, stop, saves, observer)
+        except LostPeerError:
+            outlast_agent(environment, stop)
+            raise
+        if record.exit_code == ExitCode.STOPPED:
+            outlast_agent(environment, stop)
+        return record
+
+
+def _train_and_report(
+    resolved: ResolvedRecipe,
+    plan: RunPlan,
+    everyone: LaunchEnvironment,
+    stop: StopRequest,
+    saves: bool,
+    observer: Observer | None,
+) -> EndRecord:
+    """Train as one of the ranks that train, of `everyone`."""
+    recipe, environment = resolved.recipe, among_training(everyone, plan)
     session = open_session(recipe, environment, observer)
     with (
-        StopRequest() as stop,
         FolderOwner(session.folder) as owner,
         closing(session.observers),
         session.reports_failures(),
         explains_full_memory(resolved, environment),
         Forecast(resolved, environment) as forecast,
     ):
-        if environment.world_size > 1:
-            session.observers.preparing(f"waiting for {environment.world_size} ranks")
-        meeting = meet_ranks(resolved, plan, environment)
+        if everyone.world_size > 1:
+            session.observers.preparing(f"waiting for {everyone.world_size} ranks")
+        meeting = whole_meeting = meet_ranks(resolved, plan, everyone)
+        spares = everyone.world_size - environment.world_size
+        if whole_meeting is not None and spares:
+            meeting = whole_meeting.of_first(environment)
         session.observers.preparing("checking the model")
         data = together(meeting, recipe, lambda: prepare_checked(plan, session.observers))
         device = open_device(environment, recipe.tf32)
@@ -72,8 +100,12 @@ def train(
             session.observers.preparing("compiling operations of DeepSpeed")
         with process_group(plan, environment, device, meeting):
             stop.listen(speaks=environment.rank == 0)
-            ending = _train(plan, environment, data, device, session, stop, owner, saves, forecast)
-        return session.ended(ending)
+            notes = spare_note(recipe, everyone, plan)
+            ending = _train(plan, environment, data, device, session, stop, owner, saves, forecast, notes)
+        record = session.ended(ending)
+        if whole_meeting is not None and spares and environment.rank == 0:
+            whole_meeting.dismiss(spares, record.exit_code)
+        return record
 
 
 def _train(
@@ -86,6 +118,7 @@ def _train(
     owner: FolderOwner,
     saves: bool,
     forecast: Forecast,
+    more_notes: Sequence[str],
 ) -> Ending:
     """Train on the joined ranks; all that holds the process group is gone when this returns."""
     recipe, observers, folder = plan.recipe, session.observers, session.folder
@@ -101,6 +134,7 @@ def _train(
     validation = data.validation.content_hash if data.validation is not None else None
     notes = [
         *([unprotected] if unprotected else []),
+        *more_notes,
         *([] if saver.progress.step else parts.built[0].notes),  # a checkpoint has replaced the weights
         *data.notes(recipe.data.max_length),
         *resumed,

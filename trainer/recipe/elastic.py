@@ -1,0 +1,70 @@
+"""Layouts of a run that nodes join and leave: the number of ranks that train, for any number that is there.
+
+The global batch is the recipe's. `parallel.elastic` names the axis that follows the number of ranks; the others are
+fixed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from trainer.base.errors import RecipeError, UsageError
+from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.schema import Recipe
+
+
+def plan_elastic(recipe: Recipe, world_size: int, local_world_size: int) -> RunPlan:
+    """Plan on the most ranks that the recipe fits: whole nodes, or a part of one. The layout tells their number.
+
+    Args:
+        recipe: A recipe with an axis in `parallel.elastic`.
+        world_size: The ranks that are there.
+        local_world_size: The ranks on each node.
+
+    Raises:
+        RecipeError: The recipe fits no number of ranks up to this one; it is the error for `world_size`.
+    """
+    whole_nodes = range(world_size, local_world_size, -local_world_size)
+    problem: RecipeError | None = None
+    for size in (*whole_nodes, *range(min(world_size, local_world_size), 0, -1)):
+        try:
+            return plan_run(recipe, size, min(size, local_world_size))
+        except RecipeError as error:
+            problem = problem or error
+    assert problem is not None, "there is at least one rank"
+    raise problem
+
+
+def check_nodes(recipe: Recipe, nodes: tuple[int, int], local_world_size: int) -> None:
+    """Check that a recipe fits an elastic launch, so that no later change of the nodes can end the run.
+
+    Args:
+        recipe: The recipe.
+        nodes: The least and the most nodes.
+        local_world_size: The ranks on each node.
+
+    Raises:
+        UsageError: `parallel.elastic` is none, or the recipe does not fit the most or the least nodes.
+    """
+    least, most = nodes
+    launch = f"torchrun's --nnodes {least}:{most}"
+    if recipe.parallel.elastic == "none":
+        raise UsageError(
+            f"`parallel.elastic` must name the axis that follows the nodes under {launch}, but is none; set it to data,"
+            f" or use --nnodes {most}"
+        )
+    for number, plan, other in ((most, plan_run, "the most"), (least, plan_elastic, "the least")):
+        try:
+            plan(recipe, number * local_world_size, local_world_size)
+        except RecipeError as error:
+            raise UsageError(f"{error}; {launch} makes this {other} number of processes") from error
+
+
+def fitting_sizes(recipe: Recipe, most: int) -> list[int]:
+    """Return the numbers of ranks up to `most`, on one machine, on which all ranks train."""
+    fitting = []
+    for size in range(1, most + 1):
+        with suppress(RecipeError):
+            plan_run(recipe, size)
+            fitting.append(size)
+    return fitting
