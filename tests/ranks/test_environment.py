@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from trainer.base.errors import LaunchError, UsageError
@@ -202,3 +204,24 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     monkeypatch.setattr(Path, "home", without_home)
     with pytest.raises(UsageError, match="set XDG_CACHE_HOME or HOME"):
         cache_folder({})
+
+
+class TestNodesThatJoinAndLeave:
+    @pytest.mark.parametrize(
+        ("words", "variable", "nodes"),
+        [
+            (["--nnodes", "1:4"], "", (1, 4)),
+            (["--nnodes=2:8"], "1:4", (2, 8)),
+            (["--nnodes", "3"], "1:4", None),
+            (["--nnodes", "4:4"], "", None),
+            ([], "1:4", (1, 4)),
+            ([], "", None),
+        ],
+    )
+    def test_the_range_is_that_of_torchrun(self, monkeypatch, words, variable, nodes):
+        torchrun = SimpleNamespace(cmdline=lambda: ["python", "torchrun", *words, "-m", "trainer", "run", "R"])
+        monkeypatch.setattr(psutil.Process, "parents", lambda process: [torchrun])
+        assert detect(TORCHRUN | {"PET_NNODES": variable}).elastic_nodes == nodes
+
+    def test_another_launcher_has_a_fixed_number(self):
+        assert detect(RANKS | {"PET_NNODES": "1:4"}).elastic_nodes is None

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainer.base.errors import RecipeError, UsageError
+from trainer.base.errors import ExitCode, RecipeError, UsageError
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
 from trainer.recipe.elastic import check_nodes, plan_elastic
@@ -73,7 +74,13 @@ def wait_as_spare(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEn
         f"rank {environment.rank} on {socket.gethostname()} waits as a spare: the training fits"
         f" {plan.layout.world_size} of the {environment.world_size} processes\n"
     )
-    return rendezvous.dismissed()
+    code: int = ExitCode.FAILED
+    try:
+        code = rendezvous.dismissed()
+    finally:
+        if code:
+            time.sleep(_AGENT_SECONDS)  # as `outlast_agent`; a signal ends this process at once
+    return code
 
 
 def outlast_agent(environment: LaunchEnvironment, stop: StopRequest) -> None:

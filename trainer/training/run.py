@@ -102,7 +102,7 @@ def _train_and_report(
             stop.listen(speaks=environment.rank == 0)
             notes = spare_note(recipe, everyone, plan)
             ending = _train(plan, environment, data, device, session, stop, owner, saves, forecast, notes)
-        record = session.ended(ending)
+        record = session.ended(ending, everyone.elastic_nodes is not None)
         if whole_meeting is not None and spares and environment.rank == 0:
             whole_meeting.dismiss(spares, record.exit_code)
         return record

@@ -90,9 +90,12 @@ class Session:
             self.end(ExitCode.FAILED, f"{type(error).__name__}: {error}")
             raise
 
-    def ended(self, ending: Ending) -> EndRecord:
-        """Tell the observers how the loop ended, and return the record."""
-        return self.end(*_ENDINGS[ending])
+    def ended(self, ending: Ending, elastic: bool = False) -> EndRecord:
+        """Tell the observers how the loop ended, and return the record; `elastic`: nodes may join and leave."""
+        code, message = _ENDINGS[ending]
+        if ending == "signal" and elastic:
+            message = "stopped by a signal; torchrun starts the ranks again if a node has joined or left"
+        return self.end(code, message)
 
     def end(self, code: ExitCode, message: str | None) -> EndRecord:
         """Tell the observers how the run ended, and return the record."""
