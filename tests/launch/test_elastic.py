@@ -22,6 +22,7 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.launch.test_launchers import free_port
 from tests.launch.test_two_nodes import BIN, LAUNCHERS, assert_same, finish, numbers
 from trainer.base.errors import ExitCode
+from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.heartbeat import Status, read_statuses
 
 WHY_NOT = problem()
@@ -109,13 +110,14 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 120.0)
         time.sleep(0.01)
 
 
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
+    with two_nodes(tmp_path) as both:
+        yield both
+
+
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "there are nodes")
 class TestTorchrun:
-    @pytest.fixture(scope="class")
-    def nodes(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
-        with two_nodes(tmp_path_factory.mktemp("nodes")) as both:
-            yield both
-
     @pytest.fixture
     def started(self) -> Iterator[list[subprocess.Popen[str]]]:
         """A list of the agents that a test starts, which are killed after the test."""
@@ -139,9 +141,13 @@ class TestTorchrun:
         # Each departure counts as a failure of the node that stays; a node that joins must not.
         first, second = (self.agent(node, recipe, times) for node in nodes)
         started += [first, second]
-        for _ in range(times):
+        for count in range(times):
             train_on(recipe, {"node0", "node1"})
-            processes.kill(second)
+            if count % 2:
+                second.terminate()
+                processes.finish(second)
+            else:
+                processes.kill(second)
             alone = train_on(recipe, {"node0"})
             alone.suspend()  # until the other node has come, however long that takes
             second = self.agent(nodes[1], recipe, times)
@@ -157,7 +163,7 @@ class TestTorchrun:
 
 
 def train_on(recipe: Path, hosts: set[str]) -> psutil.Process:
-    """Wait until living ranks on these hosts have trained three steps, and return the process of rank 0."""
+    """Wait until living ranks on these hosts train and have saved a checkpoint, and return the process of rank 0."""
 
     def living() -> list[Status]:
         found = [*statuses(recipe).values()]
@@ -166,7 +172,8 @@ def train_on(recipe: Path, hosts: set[str]) -> psutil.Process:
 
     wait_for(living, f"ranks on {hosts}")
     first = min(one.step for one in living())
-    wait_for(lambda: any(one.step >= first + 3 for one in living()), f"three steps on {hosts}")
+    store = CheckpointStore(recipe.parent / "run", keep=1)
+    wait_for(lambda: max(store.steps(), default=0) > first, f"a checkpoint of the ranks on {hosts}")
     return psutil.Process(statuses(recipe)[0].pid)
 
 

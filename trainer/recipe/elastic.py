@@ -44,7 +44,8 @@ def check_nodes(recipe: Recipe, nodes: tuple[int, int], local_world_size: int) -
         local_world_size: The ranks on each node.
 
     Raises:
-        UsageError: `parallel.elastic` is none, or the recipe does not fit the most or the least nodes.
+        UsageError: `parallel.elastic` is none, the run may not resume, or the recipe does not fit the most or the
+            least nodes.
     """
     least, most = nodes
     launch = f"torchrun's --nnodes {least}:{most}"
@@ -52,6 +53,11 @@ def check_nodes(recipe: Recipe, nodes: tuple[int, int], local_world_size: int) -
         raise UsageError(
             f"`parallel.elastic` must name the axis that follows the nodes under {launch}, but is none; set it to data,"
             f" or use --nnodes {most}"
+        )
+    if recipe.checkpoint.resume == "never":
+        raise UsageError(
+            f"`checkpoint.resume` must be auto under {launch}, because a change of the nodes starts the ranks again,"
+            " but is never; set it to auto, and name an empty `checkpoint.folder`"
         )
     for number, plan, other in ((most, plan_run, "the most"), (least, plan_elastic, "the least")):
         try:
