@@ -52,7 +52,10 @@ def assert_same_training(recipe: Path, other: Path) -> None:
     weights, others = (load_file(one.parent / "run" / "model" / "model.safetensors") for one in (recipe, other))
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, others[name], rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
+        if not name.endswith("key.bias"):  # its gradient is rounding alone, which Adam scales to whole steps
+            torch.testing.assert_close(
+                weight, others[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text
+            )
 
 
 def layouts(recipe: Path) -> list[str]:

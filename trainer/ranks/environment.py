@@ -255,16 +255,12 @@ def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, st
 def _elastic_nodes(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return the range of `--nnodes`, which torchrun does not pass to its ranks; None for a fixed number."""
     nodes = environ.get("PET_NNODES", "")  # torchrun's own variable; its command line takes precedence
-    for process in psutil.Process().parents()[:3]:
-        with suppress(psutil.Error):
+    with suppress(psutil.Error):
+        for process in reversed(psutil.Process().parents()[:3]):  # the nearest ancestor decides
             words = process.cmdline()
             for word, following in zip(words, [*words[1:], ""], strict=True):
-                if match := re.fullmatch(r"--nn(?:o(?:d(?:es?)?)?)?(?:=(.*))?", word):
+                if match := re.fullmatch(r"--nn(?:o(?:d(?:es?)?)?)?(?:=(.*))?", word):  # argparse takes a prefix
                     nodes = match[1] or following
-                    break
-            else:
-                continue
-            break
     match = re.fullmatch(r"([0-9]+):([0-9]+)", nodes)
     return (int(match[1]), int(match[2])) if match and match[1] != match[2] else None
 
