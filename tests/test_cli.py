@@ -106,6 +106,11 @@ def test_check_prints_the_whole_deepspeed_configuration(capsys: pytest.CaptureFi
     assert config["zero_optimization"]["stage"] == 2
 
 
+def test_check_shows_the_numbers_of_ranks_without_spares(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "bert_base_mrpc", "parallel.elastic=data", "--quick"]) == 0
+    assert "elastic   data: of up to 16 processes, all train if there are 1, 2, 4, 8, 16\n" in capsys.readouterr().out
+
+
 def test_check_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "bert_base_mrpc", "--json", "--processes", "2"]) == 0
     answer = json.loads(capsys.readouterr().out)
