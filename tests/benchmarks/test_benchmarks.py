@@ -11,6 +11,7 @@ import pytest
 
 from tests.benchmarks.throughput import regressions
 from tests.helpers import processes
+from tests.helpers.memory import needs_peak
 
 NUMBER = r"-?\d+\.\d+"
 
@@ -52,6 +53,25 @@ def test_startup():
     assert float(re.match(NUMBER, imports)[0]) > 0
     assert float(re.match(NUMBER, whole)[0]) > 0
     assert all(re.match(NUMBER, cell) for cell in added)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@needs_peak
+def test_memory():
+    """Half of a model on each of two ranks: no phase holds more multiples of the whole than its state has."""
+    (row,) = run("tests.benchmarks.memory", "--ranks=2", "--layouts=fsdp", "--layers", "2", "8")
+    assert row[:2] == ["2", "fsdp"]
+    kept, loading, drawing, training, checkpoint, export, device = (
+        float(re.match(NUMBER, cell)[0]) for cell in row[2:]
+    )
+    assert kept == pytest.approx(0.5, abs=0.01)
+    assert 0.4 < loading < 0.75, "the rows of a rank"
+    assert 0.4 < drawing < 0.75
+    assert 1.8 < training < 2.4, "weights, gradients and two moments"
+    assert 1.3 < checkpoint < 1.8, "the copy of weights and moments"
+    assert abs(export) < 0.25, "files of 8 MB"
+    assert 1.8 < device < 2.4
 
 
 @pytest.mark.slow

@@ -221,6 +221,11 @@ def test_gradients_in_16_bits_take_half_of_the_bytes(parallel: dict[str, Any], o
     assert halved == pytest.approx(whole / 2, rel=0.03)  # loss and norm are summed in fp64
 
 
+def test_gradients_of_tied_weights_are_summed_over_stages():
+    keys = {"task": {"type": "masked_lm", "text": "text"}, "parallel": {"pipeline": {"stages": 2}}}
+    assert sent("allreduce", "all", **keys) == SMALL_BERT["vocab_size"] * SMALL_BERT["hidden_size"] * 4
+
+
 def test_partial_gradients_of_tensor_ranks_take_half_of_the_bytes():
     whole, halved = (
         sent("allreduce", "tp", parallel={"tensor": 2, "sequence": True, "communication": {"gradients": kind}})

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -87,7 +88,8 @@ class ParallelMesh:
         All ranks must call it, with the same arguments.
         """
         assert self.device_mesh is not None
-        lines = self.device_mesh.mesh.movedim(AXES.index(axis), -1).flatten(0, -2)
+        mesh = np.arange(self.world_size).reshape(list(self._sizes.values()))  # a plan has no values of tensors
+        lines = np.moveaxis(mesh, AXES.index(axis), -1).reshape(-1, self.size(axis))
         mine = None
         for line in lines.tolist():
             ranks = [line[index] for index in indices]
