@@ -11,7 +11,7 @@
 # resolve to it. After a failure, start the same command on all machines: they resume from the last checkpoint. With
 # c10d and RESTARTS=N they restart by themselves, N times at most. A lost machine may return alone, except the one at
 # MASTER_ADDR, which hosts the rendezvous.
-# NODES=MIN:MAX, also with c10d, lets machines join and leave, if the recipe has `parallel.elastic`. RENDEZVOUS_CONF adds
+# NODES=MIN:MAX needs RENDEZVOUS=c10d and `parallel.elastic` in the recipe. Machines then join and leave. RENDEZVOUS_CONF adds
 # settings of torchrun's rendezvous, such as last_call_timeout=10.
 # c10d reads pickles from MASTER_PORT: whoever can connect can run code. Use it in a closed network only.
 set -euo pipefail
@@ -19,7 +19,7 @@ set -euo pipefail
 ARGUMENTS=("$@")
 FOLDER=$PWD # where relative paths begin
 VENV=${VENV:-}
-NODES=${NODES:?number of machines}
+NODES=${NODES:?number of machines, or MIN:MAX}
 PROCESSES=${PROCESSES:-gpu}
 MASTER_ADDR=${MASTER_ADDR:?address of machine 0}
 MASTER_PORT=${MASTER_PORT:-29500}

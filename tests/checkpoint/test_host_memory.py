@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
 from trainer.base.errors import RecipeError, UsageError
 from trainer.checkpoint import memory
+from trainer.checkpoint.background import FAILED
 from trainer.checkpoint.files import WrittenFile, share_name, write_share
 from trainer.checkpoint.memory import HostMemory
 from trainer.checkpoint.progress import Progress
@@ -130,6 +133,42 @@ class TestOneHost:
         assert (step, is_whole) == (6, True)
         assert "on the disk; memory holds no newer one" in notes[0]
 
+    def test_a_run_of_the_same_path_in_another_container_is_left_alone(self, tmp_path):
+        one, other = (HostMemory(tmp_path, tmp_path / "run", ParallelMesh(torch.device("cpu"))) for _ in range(2))
+        one.open("key-1")
+        other.open("key-2")
+        assert {path.name for path in one.folder.iterdir()} == {"key-1", "key-2"}
+        other.clear()
+        assert {path.name for path in one.folder.iterdir()} == {"key-1"}
+        one._use.close()  # as its process ends
+        other.open("key-2")
+        assert {path.name for path in one.folder.iterdir()} == {"key-2"}
+        other.clear()
+        assert not one.folder.exists()
+
+    def test_a_failed_write_is_settled_after_the_writers_of_all_ranks(self, tmp_path):
+        run = saver(tmp_path, 1)
+        run.resume("auto")
+        run.progress = Progress(2, 24)
+        gate = threading.Event()
+        with patch.object(memory, "write_share", lambda *args: gate.wait(10) and write_share(*args)):
+            run.save_in_memory()
+            threading.Timer(0.3, gate.set).start()
+            run._memory._settle(FAILED)  # as after the failure of another rank
+        assert gate.is_set(), "two threads would write"
+
+    def test_a_run_that_stops_before_its_first_step_has_its_state_on_the_disk(self, tmp_path):
+        save(tmp_path, [3])
+        run = saver(tmp_path, 1)
+        assert not run.has_checkpoint
+        run.resume("auto")
+        assert run.has_checkpoint
+        run.clear_memory()
+        assert not any(tmp_path.glob("host0/trainer-*"))
+        step, is_whole, notes = resume(tmp_path)
+        assert (step, is_whole) == (3, True)
+        assert "on the disk" in notes[0]
+
     def test_the_two_newest_are_kept(self, tmp_path):
         _, names = save(tmp_path, [1, 2, 3])
         assert sorted(names) == ["step-00000002", "step-00000003"]
@@ -175,7 +214,9 @@ class TestOneHost:
 
     def test_too_little_room_is_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 90, 10))
-        with pytest.raises(UsageError, match=r"needs 0.0 MiB in .* two checkpoints of its ranks \(1\), but the folder"):
+        with pytest.raises(
+            UsageError, match=r"needs 0.0 MiB in .* two checkpoints of its ranks \(1\), but only .* free in the folder"
+        ):
             saver(tmp_path, 1).resume("auto")
 
     def test_a_folder_that_is_not_there_is_refused(self, tmp_path):
@@ -242,9 +283,13 @@ class TestSeveralHosts:
 
     @pytest.mark.parametrize("failing", [0, 1])
     def test_a_failed_write_of_one_rank_waits_for_nothing(self, ranks: RankPools, tmp_path, failing):
-        for notes, names in ranks(2).run(save, tmp_path, [2, 4], 1, None, failing):
-            assert names == ["step-00000002"]
-            assert all("rank 0" in note or "rank 1" in note for note in notes)
+        (notes, names), (others, names_of_other) = ranks(2).run(save, tmp_path, [2, 4], 1, None, failing)
+        assert names == names_of_other == ["step-00000002"]
+        (note,) = notes
+        assert "the checkpoint of step 4 could not be written to the memory" in note
+        assert f"rank {failing} on" in note
+        assert "No space left on device; the training goes on" in note
+        assert others == []
         assert [found[:2] for found in ranks(2).run(resume, tmp_path)] == [(2, True)] * 2
 
     def test_a_share_of_an_incomplete_checkpoint_is_not_used(self, ranks: RankPools, tmp_path):

@@ -219,8 +219,14 @@ class TestNodesThatJoinAndLeave:
         ],
     )
     def test_the_range_is_that_of_torchrun(self, monkeypatch, words, variable, nodes):
-        torchrun = SimpleNamespace(cmdline=lambda: ["python", "torchrun", *words, "-m", "trainer", "run", "R"])
-        monkeypatch.setattr(psutil.Process, "parents", lambda process: [torchrun])
+        def refused() -> list[str]:
+            raise psutil.AccessDenied
+
+        of_root = SimpleNamespace(cmdline=refused, parent=lambda: None)
+        command = ["python", "torchrun", *words, "-m", "trainer", "run", "R"]
+        torchrun = SimpleNamespace(cmdline=lambda: command, parent=lambda: of_root)
+        between = SimpleNamespace(cmdline=refused, parent=lambda: torchrun)
+        monkeypatch.setattr(psutil.Process, "parent", lambda process: between)
         assert detect(TORCHRUN | {"PET_NNODES": variable}).elastic_nodes == nodes
 
     def test_another_launcher_has_a_fixed_number(self):

@@ -73,8 +73,18 @@ def test_a_launch_that_fits_is_not_refused() -> None:
             " set it to data, or use --nnodes 4",
         ),
         (("checkpoint.resume=never",), "data", (1, 4), "`checkpoint.resume` must be auto under .* but is never"),
-        ((), "data", (1, 3), "data-parallel size 3, but is 32; .*; torchrun's --nnodes 1:3 makes this the most number"),
-        (("parallel.tensor=2",), "data", (1, 4), "must divide the 1 process, .* --nnodes 1:4 makes this the least"),
+        (
+            (),
+            "data",
+            (1, 3),
+            "with 3 nodes, the largest number of torchrun's --nnodes 1:3: .*data-parallel size 3, but is 32",
+        ),
+        (
+            ("parallel.tensor=2",),
+            "data",
+            (1, 4),
+            "with 1 nodes, the smallest number of .* --nnodes 1:4: .*must divide the 1 process",
+        ),
         (("parallel.strategy=hsdp",), "data", (1, 4), "nothing would be sharded"),
     ],
 )

@@ -11,6 +11,7 @@ A checkpoint is complete when the share of each rank is on some host. Only a com
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 from safetensors import safe_open
@@ -86,6 +87,12 @@ class MemoryState(SavedBoxes):
         return super().open_file(self.folder / file) if file in self.local else nullcontext(self._ask(file))
 
 
+def folder_of_run(folder: Path, run_folder: Path) -> Path:
+    """Return the folder of a run's checkpoints in memory."""
+    run = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:16]
+    return folder.absolute() / f"trainer-{os.getuid()}-{run}"
+
+
 class HostMemory:
     """The checkpoints of one run in the memory of the hosts. All ranks must call each method.
 
@@ -96,9 +103,9 @@ class HostMemory:
     """
 
     def __init__(self, folder: Path, run_folder: Path, mesh: ParallelMesh) -> None:
-        run = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:16]
-        self.folder = folder.absolute() / f"trainer-{os.getuid()}-{run}"
+        self.folder = folder_of_run(folder, run_folder)
         self._root = self.folder
+        self._use: BinaryIO | None = None  # the lock that keeps other runs from removing the checkpoints
         self._mesh = mesh
         self._hosts: list[int] = []  # the index of the host of each rank
         self._names: list[str] = []  # the name of the host of each rank
@@ -108,6 +115,11 @@ class HostMemory:
         self._step = 0  # of the checkpoint that is being written
         self._background: Background[None] | None = None
         self._has_room = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no checkpoint is complete."""
+        return self._complete is None
 
     def open(self, key: str) -> None:
         """Create the folder on each host, and remove checkpoints of earlier runs with another key.
@@ -220,15 +232,15 @@ class HostMemory:
         problem = ""
         if self._leads:
             held = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
-            room = {"the folder": shutil.disk_usage(self.folder).free + held}
+            room = {"in the folder": shutil.disk_usage(self.folder).free + held}
             if _is_in_memory(self.folder):
-                room["its memory"] = psutil.virtual_memory().available + held
+                room["in the memory of the host"] = psutil.virtual_memory().available + held
             least = min(room, key=lambda name: room[name])
             if needed > room[least]:
                 copies = f" and copies of {len(copied)}" if copied else ""
                 problem = (
                     f"`checkpoint.memory` needs {_size(needed)} in {self.folder.parent} of {self._name}, for two"
-                    f" checkpoints of its ranks ({len(ranks)}){copies}, but {least} has room for {_size(room[least])};"
+                    f" checkpoints of its ranks ({len(ranks)}){copies}, but only {_size(room[least])} are free {least};"
                     " enlarge it (docker run --shm-size), use more hosts, or set `checkpoint.memory` to null"
                 )
         if problems := [text for text in self._mesh.share(self._mesh.gather(problem)) if text]:
@@ -269,8 +281,13 @@ class HostMemory:
     def clear(self) -> None:
         """Free the memory on all hosts."""
         self.finish()
+        self._complete = None
+        if self._use is not None:
+            self._use.close()
         if self._leads:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self._root, ignore_errors=True)
+            with suppress(OSError):  # another run of this path, in another container, may use it
+                self.folder.rmdir()
 
     @property
     def _host(self) -> int:
@@ -292,7 +309,7 @@ class HostMemory:
         if self.folder.is_symlink() or self.folder.stat().st_uid != os.getuid():
             raise PermissionError(f"{self.folder} belongs to another user")
         for other in self.folder.iterdir():
-            if other.name != key:
+            if other.name != key and not _is_used(other):
                 shutil.rmtree(other, ignore_errors=True)
         self._root.mkdir(exist_ok=True)
         draft = self._root / f".{_HOST}-{secrets.token_hex(8)}"
@@ -300,7 +317,9 @@ class HostMemory:
         with suppress(FileExistsError):
             os.link(draft, self._root / _HOST)  # the first rank names the host
         draft.unlink()
-        return (self._root / _HOST).read_text()
+        self._use = (self._root / _HOST).open("rb")
+        fcntl.flock(self._use, fcntl.LOCK_SH)
+        return self._use.read().decode()
 
     def _target_of(self, rank: int) -> int:
         """Return the rank of the next host that keeps the copy of a rank's share."""
@@ -316,6 +335,8 @@ class HostMemory:
         return ranks[part % len(ranks)]
 
     def _places(self) -> list[Path]:
+        if not self._root.is_dir():  # a cleaner of the memory file system has removed it
+            return []
         return [place for place in self._root.iterdir() if _PLACE.fullmatch(place.name)]
 
     def _store(self, rank: int) -> CheckpointStore:
@@ -401,6 +422,7 @@ class HostMemory:
         store.adopt(step)
 
     def _begin(self, store: CheckpointStore, step: int) -> None:
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # again, if a cleaner has removed it
         store.folder.mkdir(parents=True, exist_ok=True)
         store.keep_only({self._complete})
         store.begin(step)
@@ -408,16 +430,19 @@ class HostMemory:
     def _settle(self, status: int) -> str | None:
         background, self._background = self._background, None
         assert background is not None
+        background.wait()  # after a failure of another rank, this one may still write
         stores = [self._store(rank) for rank in (self._mesh.rank, *self._sources)]
         if status == FAILED:
-            failure = f"rank {self._mesh.rank} on {self._name}: {background.error}" if background.error else ""
+            error = background.error
+            is_consequence = isinstance(error, FileNotFoundError)  # another rank had nothing to send
+            failure = (is_consequence, f"rank {self._mesh.rank} on {self._name}: {error}") if error else None
             for store in stores:
                 store.discard(self._step)
                 store.keep_only({self._complete})
-            failures = [text for text in self._mesh.gather(failure) or [] if text]
+            failures = sorted(one for one in self._mesh.gather(failure) or [] if one)
             return (
                 f"the checkpoint of step {self._step} could not be written to the memory in {self.folder}:"
-                f" {failures[0]}; the training goes on, and the next one is tried"
+                f" {failures[0][1]}; the training goes on, and the next one is tried"
                 if failures  # on rank 0
                 else None
             )
@@ -470,6 +495,18 @@ def _numbers(name: str) -> tuple[int, int]:
     match = _PLACE.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2])
+
+
+def _is_used(root: Path) -> bool:
+    """Return whether a run on this host uses the checkpoints in a folder."""
+    try:
+        with (root / _HOST).open("rb") as host:
+            fcntl.flock(host, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _is_in_memory(folder: Path) -> bool:

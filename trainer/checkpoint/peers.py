@@ -36,7 +36,7 @@ class Peers:
         return sender, message.numpy().tobytes()
 
     def begin_send(self, files: Sequence[Path], rank: int) -> list[dist.Work | None]:
-        """Begin to send files to a rank, which calls `take`; return what must be waited for."""
+        """Begin to send files to a rank, which calls `take`; return the pending sends."""
         sizes = [file.stat().st_size if file.exists() else _ABSENT for file in files]
         parts = [torch.tensor(sizes)]
         for file, size in zip(files, sizes, strict=True):

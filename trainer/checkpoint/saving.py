@@ -129,7 +129,13 @@ class Saver:
         self._share: Background[list[WrittenFile]] | None = None
         self._frozen: str | None = None  # the digest, computed once
         self.progress = Progress()
-        self.has_checkpoint = False  # a complete one, on the disk or in memory, that this run has loaded or saved
+        self._is_saved = False  # whether this run has loaded or saved a checkpoint
+        self._is_in_memory_only = False  # whether the state that was loaded is in memory, but not on the disk
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a complete checkpoint of this run exists, on the disk or in memory."""
+        return self._is_saved or (self._memory is not None and not self._memory.is_empty)
 
     def resume(self, mode: Literal["auto", "never"]) -> list[str]:
         """Resume from the newest complete checkpoint, if there is one, of any layout.
@@ -166,10 +172,11 @@ class Saver:
             with self._memory.serving(state) if self._memory and isinstance(state, MemoryState) else nullcontext():
                 self._engine.load_state(state, step)
             self.progress = state.facts.progress
-            self.has_checkpoint = True
+            self._is_saved = True
             resumed = found
             break
         if self._memory is not None:
+            self._is_in_memory_only = resumed is not None
             self._memory.keep(resumed.step if resumed else None)
             self._memory.require_room(self._share_bytes())
             if self.has_checkpoint:
@@ -183,8 +190,11 @@ class Saver:
         return notes
 
     def clear_memory(self) -> None:
-        """Free the memory of the hosts at the end of a run; all ranks must call it."""
+        """Free the memory of the hosts at the end of a run, with its state on the disk; all ranks must call it."""
         if self._memory is not None:
+            if self._is_in_memory_only:
+                self.save()
+            self.finish()
             self._memory.clear()
 
     def finish_mirror(self, model: Path | None) -> None:
@@ -207,6 +217,7 @@ class Saver:
             TrainerError: this checkpoint or the previous one cannot be written.
         """
         self.finish()
+        self._is_in_memory_only = False
         step = self.progress.step
         self._mesh.on_rank_zero(lambda: self._or_fail(step, lambda: self._store.begin(step)))
         self._facts, tensors = self._snapshot(self._saved.origin)
@@ -221,11 +232,12 @@ class Saver:
             UsageError: a host has too little memory.
         """
         assert self._memory is not None
+        self._tell(self._memory.finish())  # first, so that no two copies of the state are held
         facts, tensors = self._snapshot({})
         self._tell(self._memory.save(facts, tensors))
 
     def _snapshot(self, origin: Mapping[str, Any]) -> tuple[Facts, dict[str, Tensor]]:
-        """Return copies of what this rank saves. All ranks must call it."""
+        """Return copies of this rank's part of the state. All ranks must call it."""
         state = self._engine.state()
         shapes = {part.name: part.shape for part in state.parts}
         progress = Progress.from_json(self.progress.to_json())
@@ -293,7 +305,7 @@ class Saver:
             self._store.complete(replace(facts, shapes=shapes), files)
 
         self._mesh.on_rank_zero(lambda: self._or_fail(step, complete))
-        self.has_checkpoint = True
+        self._is_saved = True
         if self._mirror is not None:
             if problem := self._mirror.problem():
                 self.note(f"{problem}; the training goes on, and the next checkpoint is tried")

@@ -159,7 +159,7 @@ class Checkpoint:
         if self.shapes[key] != self.shapes[other]:
             return False
         if not self.shapes[key]:
-            return torch.equal(self.read(key), self.read(other))
+            return torch.equal(Checkpoint.read(self, key), Checkpoint.read(self, other))
         num_rows, *columns = self.shapes[key]
         step = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(columns).numel()))
         for start in range(0, num_rows, step):

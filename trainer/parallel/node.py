@@ -1,4 +1,4 @@
-"""The ranks of one node, of which the first reads files for all."""
+"""The ranks of one node; the first reads files for all."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class NodeRanks:
                 sent[:-1] = tensor.contiguous().flatten().view(torch.uint8)
                 del tensor
         self._broadcast(sent)
-        self._raise(error, "the files cannot be read" if sent[-1] else None)
+        self._raise(error, "its error names the file that cannot be read" if sent[-1] else None)
         return sent[:-1].view(dtype).reshape(shape)
 
     def any_of(self, values: Sequence[bool]) -> list[bool]:
@@ -106,7 +106,7 @@ def ranks_of_node(mesh: ParallelMesh) -> Iterator[NodeRanks | None]:
     own: Any = None
     for node in dict.fromkeys(nodes):
         ranks = [rank for rank, name in enumerate(nodes) if name == node]
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, backend="gloo")  # the tensors are on the CPU
         own = group if mesh.rank in ranks else own
     try:
         yield NodeRanks(own)

@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
-
-import psutil
 
 from trainer.base.errors import LaunchError, RecipeError, UsageError
 
@@ -254,15 +252,35 @@ def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, st
 
 def _elastic_nodes(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return the range of `--nnodes`, which torchrun does not pass to its ranks; None for a fixed number."""
-    nodes = environ.get("PET_NNODES", "")  # torchrun's own variable; its command line takes precedence
-    with suppress(psutil.Error):
-        for process in reversed(psutil.Process().parents()[:3]):  # the nearest ancestor decides
-            words = process.cmdline()
-            for word, following in zip(words, [*words[1:], ""], strict=True):
-                if match := re.fullmatch(r"--nn(?:o(?:d(?:es?)?)?)?(?:=(.*))?", word):  # argparse takes a prefix
-                    nodes = match[1] or following
+    named = (_nnodes(words) for words in _commands_of_ancestors(3))
+    # The nearest command that names a number decides, before torchrun's own variable.
+    nodes = next((found for found in named if found is not None), environ.get("PET_NNODES", ""))
     match = re.fullmatch(r"([0-9]+):([0-9]+)", nodes)
     return (int(match[1]), int(match[2])) if match and match[1] != match[2] else None
+
+
+def _commands_of_ancestors(number: int) -> Iterator[list[str]]:
+    """Yield the command line of each ancestor that can be read, the nearest first."""
+    import psutil  # here, because the doctor runs without it
+
+    process = psutil.Process()
+    with suppress(psutil.Error):
+        for _ in range(number):
+            parent = process.parent()
+            if parent is None:
+                return
+            with suppress(psutil.Error):  # it may belong to another user
+                yield parent.cmdline()
+            process = parent
+
+
+def _nnodes(words: Sequence[str]) -> str | None:
+    """Return the value of torchrun's `--nnodes` in a command line, or of a prefix, which argparse takes too."""
+    found = None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if match := re.fullmatch(r"--nn(?:o(?:d(?:es?)?)?)?(?:=(.*))?", word):
+            found = match[1] or following
+    return found
 
 
 def _from_mpi(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment | None:

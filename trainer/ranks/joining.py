@@ -129,7 +129,7 @@ class Rendezvous:
         Raises:
             LostPeerError: the store has gone.
         """
-        with _lost_store():
+        with _lost_store("the training on the other ranks has ended with an error; their messages give the reason"):
             while not self.store.check(["dismissed/code"]):
                 time.sleep(_RETRY_SECONDS)
             code = int(decode(self.store.get("dismissed/code")))
@@ -394,8 +394,10 @@ def _listen_for_ranks(environment: LaunchEnvironment) -> int:
 
 
 @contextmanager
-def _lost_store() -> Iterator[None]:
-    """Convert errors of a store that has gone with its rank or agent.
+def _lost_store(
+    text: str = "another rank has gone before all were ready; its message gives the reason",
+) -> Iterator[None]:
+    """Convert errors of a store that has gone with its rank or agent into an error with `text`.
 
     Raises:
         LostPeerError: the store has gone.
@@ -403,7 +405,7 @@ def _lost_store() -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
-        raise LostPeerError("another rank has gone before all were ready; its message gives the reason") from error
+        raise LostPeerError(text) from error
 
 
 def _this_start(store: Store, environment: LaunchEnvironment, deadline: float) -> str:

@@ -59,11 +59,11 @@ def check_nodes(recipe: Recipe, nodes: tuple[int, int], local_world_size: int) -
             f"`checkpoint.resume` must be auto under {launch}, because a change of the nodes starts the ranks again,"
             " but is never; set it to auto, and name an empty `checkpoint.folder`"
         )
-    for number, plan, other in ((most, plan_run, "the most"), (least, plan_elastic, "the least")):
+    for number, plan, other in ((most, plan_run, "largest"), (least, plan_elastic, "smallest")):
         try:
             plan(recipe, number * local_world_size, local_world_size)
         except RecipeError as error:
-            raise UsageError(f"{error}; {launch} makes this {other} number of processes") from error
+            raise UsageError(f"with {number} nodes, the {other} number of {launch}: {error}") from error
 
 
 def fitting_sizes(recipe: Recipe, most: int) -> list[int]:

@@ -5,10 +5,12 @@ torchrun starts all ranks again when the nodes change, and they resume. This mod
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.base.errors import ExitCode, RecipeError, UsageError
@@ -21,7 +23,7 @@ from trainer.recipe.schema import Recipe
 if TYPE_CHECKING:
     from trainer.reading.loading import ResolvedRecipe
 
-_AGENT_SECONDS = 5.0  # until the agent of this node sees what the others have seen; it looks ten times a second
+_AGENT_SECONDS = 5.0  # until the agent of this node sees the change that others have seen; it looks ten times a second
 
 
 def plan_on_ranks(recipe: Recipe, environment: LaunchEnvironment) -> RunPlan:
@@ -66,7 +68,8 @@ def wait_as_spare(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEn
     Raises:
         TrainerError: ranks are missing, differ from this one, or have gone.
     """
-    from trainer.training.process_group import meet_ranks  # brings torch
+    from trainer.checkpoint.memory import folder_of_run  # brings torch
+    from trainer.training.process_group import meet_ranks
 
     rendezvous = meet_ranks(resolved, plan, environment)
     assert rendezvous is not None, "others train"
@@ -77,6 +80,10 @@ def wait_as_spare(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEn
     code: int = ExitCode.FAILED
     try:
         code = rendezvous.dismissed()
+        kept = resolved.recipe.checkpoint.memory
+        if kept is not None and code in (ExitCode.DONE, ExitCode.STOPPED):  # as the ranks that train
+            folder = folder_of_run(Path(kept.folder), Path(resolved.recipe.checkpoint.folder))
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         if code:
             time.sleep(_AGENT_SECONDS)  # as `outlast_agent`; a signal ends this process at once

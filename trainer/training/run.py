@@ -154,7 +154,8 @@ def _train(
     for note in notes:
         observers.note(note)
 
-    if mesh.agree_max(stop.received):  # it came while the model was built, and there is nothing to save
+    if mesh.agree_max(stop.received):  # it came while the model was built, and there is no new step to save
+        saver.clear_memory()
         return "signal"
     ending = Loop(
         recipe=recipe,
