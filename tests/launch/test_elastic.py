@@ -121,14 +121,6 @@ def nodes(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "there are nodes")
 class TestTorchrun:
-    @pytest.fixture
-    def started(self) -> Iterator[list[subprocess.Popen[str]]]:
-        """A list of the agents that a test starts, which are killed after the test."""
-        agents: list[subprocess.Popen[str]] = []
-        yield agents
-        for agent in agents:
-            processes.kill(agent)
-
     def agent(self, node: Node, recipe: Path, times: int) -> subprocess.Popen[str]:
         sizes = {"NODES": "1:2", "PROCESSES": "1", "RESTARTS": str(times), "RENDEZVOUS": "c10d"}
         meeting = {"MASTER_ADDR": "node0", "ADDRESS": node.address, "RENDEZVOUS_CONF": CONF}

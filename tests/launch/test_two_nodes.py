@@ -269,14 +269,6 @@ class TestTorchrunHandsOutTheRanks:
         keys = {"training": {"max_steps": LONG}, "checkpoint": {"every": "2 steps"}}
         return write_tiny_run(tmp_path, parallel={"strategy": "fsdp"}, **keys)
 
-    @pytest.fixture
-    def started(self) -> Iterator[list[subprocess.Popen[str]]]:
-        """A list of the processes that a test starts, which are killed after the test."""
-        both: list[subprocess.Popen[str]] = []
-        yield both
-        for process in both:
-            processes.kill(process)
-
     def finish(self, started: Sequence[subprocess.Popen[str]]) -> None:
         ended = [processes.finish(process) for process in started]
         print(*(process.stdout + process.stderr for process in ended), sep="\n")

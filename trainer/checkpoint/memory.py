@@ -93,6 +93,16 @@ def folder_of_run(folder: Path, run_folder: Path) -> Path:
     return folder.absolute() / f"trainer-{os.getuid()}-{run}"
 
 
+def remove_unused(folder: Path, kept: str | None = None) -> None:
+    """Remove the checkpoints of a run's folder in memory that no process of this host uses, but those of a key."""
+    with suppress(FileNotFoundError):
+        for root in folder.iterdir():
+            if root.name != kept and not _is_used(root):
+                shutil.rmtree(root, ignore_errors=True)
+    with suppress(OSError):  # another run of this path, in another container, may use it
+        folder.rmdir()
+
+
 class HostMemory:
     """The checkpoints of one run in the memory of the hosts. All ranks must call each method.
 
@@ -279,8 +289,7 @@ class HostMemory:
         return self._settle(self._mesh.agree_max(self._background.status))
 
     def clear(self) -> None:
-        """Free the memory on all hosts."""
-        self.finish()
+        """Free the memory on all hosts, after `finish`."""
         self._complete = None
         if self._use is not None:
             self._use.close()
@@ -308,10 +317,8 @@ class HostMemory:
             self.folder.mkdir(mode=0o700)
         if self.folder.is_symlink() or self.folder.stat().st_uid != os.getuid():
             raise PermissionError(f"{self.folder} belongs to another user")
-        for other in self.folder.iterdir():
-            if other.name != key and not _is_used(other):
-                shutil.rmtree(other, ignore_errors=True)
         self._root.mkdir(exist_ok=True)
+        remove_unused(self.folder, key)
         draft = self._root / f".{_HOST}-{secrets.token_hex(8)}"
         draft.write_text(secrets.token_hex(8))
         with suppress(FileExistsError):

@@ -159,7 +159,7 @@ class Checkpoint:
         if self.shapes[key] != self.shapes[other]:
             return False
         if not self.shapes[key]:
-            return torch.equal(Checkpoint.read(self, key), Checkpoint.read(self, other))
+            return torch.equal(self.read(key), self.read(other))
         num_rows, *columns = self.shapes[key]
         step = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(columns).numel()))
         for start in range(0, num_rows, step):
@@ -194,10 +194,10 @@ class SharedCheckpoint(Checkpoint):
 
     def _describe(self, files: Sequence[str | Path]) -> dict[str, tuple[tuple[int, ...], str]]:
         """Open the files on the reader, and return the shape and type of each tensor."""
-        super().__init__(files)
+        self._own = Checkpoint(files)
         described = {}
-        for key, shape in self.shapes.items():
-            with safe_open(self._files[key], framework="pt") as opened:
+        for key, shape in self._own.shapes.items():
+            with safe_open(self._own._files[key], framework="pt") as opened:
                 one = opened.get_slice(key)[:0] if shape else opened.get_tensor(key)
             described[key] = shape, str(one.dtype).removeprefix("torch.")
         return described
@@ -234,7 +234,7 @@ class SharedCheckpoint(Checkpoint):
             pass
 
     def equal(self, key: str, other: str) -> bool:
-        same: bool = self._node.read(lambda: super(SharedCheckpoint, self).equal(key, other))
+        same: bool = self._node.read(lambda: self._own.equal(key, other))
         return same
 
     def _chunks(self, key: str) -> Iterator[tuple[int, Tensor]]:
@@ -247,7 +247,7 @@ class SharedCheckpoint(Checkpoint):
             yield start, self._node.read_tensor(partial(self._rows, key, start, stop), (stop - start, *columns), dtype)
 
     def _rows(self, key: str, start: int, stop: int) -> Tensor:
-        with safe_open(self._files[key], framework="pt") as opened:
+        with safe_open(self._own._files[key], framework="pt") as opened:
             if not self.shapes[key]:
                 scalar: Tensor = opened.get_tensor(key)
                 return scalar.clone()

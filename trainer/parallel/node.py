@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -13,12 +12,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from trainer.base.processes import this_machine
 from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.messages import decode, encode
 
 Result = TypeVar("Result")
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class NodeRanks:
@@ -116,7 +114,4 @@ def ranks_of_node(mesh: ParallelMesh) -> Iterator[NodeRanks | None]:
 
 def node_name() -> str:
     """Return a name that the processes of one machine share, and no others."""
-    name = socket.gethostname()
-    with suppress(OSError):  # machines may have one name
-        name += f" {_BOOT_ID.read_text(encoding='ascii').strip()}"
-    return name
+    return f"{socket.gethostname()} {this_machine()}"  # machines may have one name

@@ -5,7 +5,6 @@ torchrun starts all ranks again when the nodes change, and they resume. This mod
 
 from __future__ import annotations
 
-import shutil
 import socket
 import sys
 import time
@@ -68,7 +67,7 @@ def wait_as_spare(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEn
     Raises:
         TrainerError: ranks are missing, differ from this one, or have gone.
     """
-    from trainer.checkpoint.memory import folder_of_run  # brings torch
+    from trainer.checkpoint.memory import folder_of_run, remove_unused  # brings torch
     from trainer.training.process_group import meet_ranks
 
     rendezvous = meet_ranks(resolved, plan, environment)
@@ -82,8 +81,7 @@ def wait_as_spare(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEn
         code = rendezvous.dismissed()
         kept = resolved.recipe.checkpoint.memory
         if kept is not None and code in (ExitCode.DONE, ExitCode.STOPPED):  # as the ranks that train
-            folder = folder_of_run(Path(kept.folder), Path(resolved.recipe.checkpoint.folder))
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_unused(folder_of_run(Path(kept.folder), Path(resolved.recipe.checkpoint.folder)))
     finally:
         if code:
             time.sleep(_AGENT_SECONDS)  # as `outlast_agent`; a signal ends this process at once
