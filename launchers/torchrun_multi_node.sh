@@ -24,6 +24,7 @@ PROCESSES=${PROCESSES:-gpu}
 MASTER_ADDR=${MASTER_ADDR:?address of machine 0}
 MASTER_PORT=${MASTER_PORT:-29500}
 RENDEZVOUS=${RENDEZVOUS:-static}
+RESTARTS=${RESTARTS:-0}
 
 cd -- "$FOLDER"
 if [[ -n $VENV ]]; then
@@ -32,7 +33,7 @@ fi
 if [[ $PROCESSES =~ ^[0-9]+$ ]]; then # torchrun would set one thread
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > PROCESSES ? $(nproc) / PROCESSES : 1))}
 fi
-options=(--nnodes "$NODES" --nproc-per-node "$PROCESSES" --max-restarts "${RESTARTS:-0}")
+options=(--nnodes "$NODES" --nproc-per-node "$PROCESSES" --max-restarts "$RESTARTS")
 if [[ $RENDEZVOUS == c10d ]]; then
     # A machine without a connection reports it after read_timeout seconds; one that waits alone, after join_timeout.
     options+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${JOB:-trainer}")

@@ -475,7 +475,12 @@ def doctor(
 def launch_script(
     recipe: RecipeArgument,
     target: Annotated[Target, typer.Option("--on", help="Program that starts the ranks.", show_default=False)],
-    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines.", show_default=False)],
+    nodes: Annotated[
+        str,
+        typer.Option(
+            metavar="N|MIN:MAX", help="Machines; MIN:MAX: they may join and leave (torchrun).", show_default=False
+        ),
+    ],
     gpus: Annotated[
         int, typer.Option(min=1, metavar="M", help="GPUs of each machine, with a rank for each.", show_default=False)
     ],
@@ -505,7 +510,7 @@ def launch_script(
     ] = None,
     restarts: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Times to queue the job again after a failure; default: 0 (slurm)."),
+        typer.Option(min=0, metavar="N", help="Times to start again after a failure; default: 0, or 10 for MIN:MAX."),
     ] = None,
 ) -> None:
     """Write the script that starts a recipe on several machines.

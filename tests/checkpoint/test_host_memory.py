@@ -19,7 +19,9 @@ from trainer.base.errors import RecipeError, UsageError
 from trainer.checkpoint import memory
 from trainer.checkpoint.background import FAILED
 from trainer.checkpoint.files import WrittenFile, share_name, write_share
+from trainer.checkpoint.handover import hand_over
 from trainer.checkpoint.memory import HostMemory
+from trainer.checkpoint.mirror import Mirror
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import Saved, Saver, identity
 from trainer.checkpoint.store import CheckpointStore
@@ -27,8 +29,10 @@ from trainer.engine.engine import EngineState, StateSource
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.parts import Box, TensorPart, whole_part
 from trainer.parallel.placement import ParameterPlacement
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.ranks.joining import Rendezvous
 
-ROWS = 8
+ROWS = 12
 
 
 class ShardedEngine:
@@ -169,6 +173,15 @@ class TestOneHost:
         assert (step, is_whole) == (3, True)
         assert "on the disk" in notes[0]
 
+    def test_a_mirror_gets_a_checkpoint_that_it_missed_if_the_run_goes_on_from_memory(self, tmp_path):
+        save(tmp_path, [3, 6], on_disk=3)
+        run = saver(tmp_path, 1)
+        run._mirror, run._is_mirrored = Mirror(str(tmp_path / "copies"), run._store), True
+        run.resume("auto")
+        assert run.progress.step == 6
+        run.finish_mirror(None)
+        assert run._mirror.steps() == [3]
+
     def test_the_two_newest_are_kept(self, tmp_path):
         _, names = save(tmp_path, [1, 2, 3])
         assert sorted(names) == ["step-00000002", "step-00000003"]
@@ -280,6 +293,25 @@ class TestSeveralHosts:
         ranks(4).run(save, tmp_path, [2, 4], 2)
         shutil.rmtree(tmp_path / "host1")
         assert [found[:2] for found in ranks(2).run(resume, tmp_path, 2)] == [(4, True)] * 2
+
+    def test_shares_of_spare_hosts_move_to_those_that_train(self, ranks: RankPools, tmp_path):
+        ranks(3).run(save, tmp_path, [2, 4], 1, 2)
+        store, notes = dist.HashStore(), {}
+
+        def start(rank: int) -> None:
+            place = LaunchEnvironment("torchrun", rank=rank, world_size=3, local_world_size=1)
+            folders = tmp_path / f"host{rank}", tmp_path / "run"
+            notes[rank] = hand_over(*folders, Rendezvous(store, place), place, 1, 20.0)
+
+        starts = [threading.Thread(target=start, args=(rank,)) for rank in range(3)]
+        for thread in starts:
+            thread.start()
+        for thread in starts:
+            thread.join()
+        note = "the checkpoint of step 4 in memory: 1 share came from hosts of spare ranks"
+        assert notes == {rank: [note] for rank in range(3)}
+        assert not any(list((tmp_path / f"host{spare}").iterdir()) for spare in (1, 2)), "spare hosts are freed"
+        assert resume(tmp_path)[:2] == (4, True)
 
     @pytest.mark.parametrize("failing", [0, 1])
     def test_a_failed_write_of_one_rank_waits_for_nothing(self, ranks: RankPools, tmp_path, failing):

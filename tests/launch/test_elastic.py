@@ -73,8 +73,10 @@ def rank_of(rank: int, size: int, recipe: Path, *overrides: str, **variables: st
 
 @pytest.mark.parametrize("signal", [None, SIGTERM])
 def test_a_rank_too_many_waits_for_the_others(signal, tmp_path):
-    recipe, port = recipe_of(tmp_path, 8, **ELASTIC), str(free_port())
-    ranks = [rank_of(rank, 3, recipe, MASTER_PORT=port) for rank in range(3)]
+    recipe, port, memory = recipe_of(tmp_path, 8, **ELASTIC), str(free_port()), tmp_path / "memory"
+    memory.mkdir()
+    kept = f'checkpoint.memory={{"every": "1 step", "folder": "{memory}"}}'
+    ranks = [rank_of(rank, 3, recipe, kept, MASTER_PORT=port) for rank in range(3)]
     if signal:
         wait_for(lambda: statuses(recipe), "the first step")
         ranks[0].send_signal(signal)
@@ -84,6 +86,7 @@ def test_a_rank_too_many_waits_for_the_others(signal, tmp_path):
     assert "rank 2 on" in ended[2][1]
     assert "waits as a spare: the training fits 2 of the 3 processes" in ended[2][1]
     assert layouts(recipe) == ["dp_shard 2"]
+    assert list(memory.iterdir()) == []
     if not signal:
         assert_same_training(recipe, undisturbed(tmp_path / "whole", 8))
 

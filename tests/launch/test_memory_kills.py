@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +18,7 @@ import pytest
 from tests.helpers import processes, warm
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.turns import once
+from tests.launch.test_two_nodes import BIN
 from trainer.base.errors import ExitCode
 from trainer.observe.heartbeat import read_statuses
 
@@ -22,11 +26,27 @@ STEPS = 40
 RESUMED = re.compile(r"resumed from the checkpoint of step (\d+) (in memory|on the disk).*on the disk is (.*)")
 
 
-def write(folder: Path, every: str | None = None, steps: int = STEPS, memory: str | None = None) -> Path:
+Process = warm.WarmProcess | subprocess.Popen[str]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2"},
+    "zero3": {"strategy": "zero3"},
+    "tensor": {"tensor": 2},
+    "stages": {"pipeline": {"stages": 2, "microbatches": 2}},
+}
+IN_CI = "tensor"
+
+
+def write(
+    folder: Path, every: str | None = None, steps: int = STEPS, memory: str | None = None, layout: str = IN_CI
+) -> Path:
     """Write a recipe with checkpoints in memory every 3 steps, in a folder of the test or in `memory`."""
     (folder / "memory").mkdir(parents=True)
     return write_tiny_run(
         folder,
+        parallel=LAYOUTS[layout],
         training={"max_steps": steps},
         evaluation={"every": None},
         checkpoint={"every": every, "memory": {"every": "3 steps", "folder": memory or str(folder / "memory")}},
@@ -38,12 +58,19 @@ def start(recipe: Path, *options: str) -> warm.WarmProcess:
     return warm.start(["run", recipe, "--processes", "2", *options])
 
 
-def finish(process: warm.WarmProcess, seconds: float = 240.0) -> str:
+def start_torchrun(recipe: Path) -> subprocess.Popen[str]:
+    """Start the ranks by torchrun, whose agent restarts them."""
+    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", "--no-python"]
+    variables = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    return processes.start([*command, "trainer", "run", recipe], **variables)
+
+
+def finish(process: Process, seconds: float = 240.0) -> str:
     """Wait for the end of a run, and return its output."""
     try:
         out, err = process.communicate(timeout=seconds)
     finally:
-        processes.kill(process)  # type: ignore[arg-type]
+        processes.kill(process)
     print(out, err, sep="\n")
     return out + err
 
@@ -52,19 +79,19 @@ def weights(recipe: Path) -> bytes:
     return (recipe.parent / "run" / "model" / "model.safetensors").read_bytes()
 
 
-def undisturbed(folder: Path, steps: int = STEPS) -> bytes:
+def undisturbed(folder: Path, steps: int = STEPS, layout: str = IN_CI) -> bytes:
     def train() -> bytes:
-        recipe = write(folder, steps=steps)
+        recipe = write(folder, steps=steps, layout=layout)
         process = start(recipe)
         finish(process)
         assert process.returncode == ExitCode.DONE
         assert list((folder / "memory").iterdir()) == [], "the end frees the memory"
         return weights(recipe)
 
-    return once(f"memory: {steps} undisturbed steps", train)
+    return once(f"memory: {steps} undisturbed steps under {layout}", train)
 
 
-def kill_at(process: warm.WarmProcess, folder: Path, step: int, rank: int) -> None:
+def kill_at(process: Process, folder: Path, step: int, rank: int) -> None:
     """Kill a rank when all ranks have come to a step."""
     end = time.monotonic() + 240
     while True:
@@ -77,16 +104,24 @@ def kill_at(process: warm.WarmProcess, folder: Path, step: int, rank: int) -> No
     psutil.Process(statuses[rank].pid).kill()
 
 
-def test_a_killed_rank_resumes_from_memory(tmp_path):
-    recipe = write(tmp_path / "killed")
-    process = start(recipe, "--max-restarts", "2")
+@pytest.mark.parametrize(
+    ("launcher", "layout"),
+    [
+        ("trainer", IN_CI),
+        *(pytest.param("trainer", layout, marks=pytest.mark.nightly) for layout in LAYOUTS if layout != IN_CI),
+        *(pytest.param("torchrun", layout, marks=pytest.mark.nightly) for layout in LAYOUTS),
+    ],
+)
+def test_a_killed_rank_resumes_from_memory(launcher, layout, tmp_path):
+    recipe = write(tmp_path / "killed", layout=layout)
+    process = start_torchrun(recipe) if launcher == "torchrun" else start(recipe, "--max-restarts", "2")
     kill_at(process, tmp_path / "killed" / "run", step=8, rank=1)
     output = finish(process)
     assert process.returncode == ExitCode.DONE
     (found,) = RESUMED.findall(output)
     assert int(found[0]) >= 6
     assert found[1:] == ("in memory", "none")
-    assert weights(recipe) == undisturbed(tmp_path / "whole")
+    assert weights(recipe) == undisturbed(tmp_path / "whole", layout=layout)
 
 
 def test_damaged_memory_falls_back_to_the_disk(tmp_path):
@@ -106,7 +141,7 @@ def test_damaged_memory_falls_back_to_the_disk(tmp_path):
     assert weights(recipe) == undisturbed(tmp_path / "whole")
 
 
-def may_kill(process: warm.WarmProcess, folder: Path, draw: random.Random) -> bool:
+def may_kill(process: Process, folder: Path, draw: random.Random) -> bool:
     """Wait for a random moment, of five kills once during the start; return whether the run has not ended."""
     is_early = draw.random() < 0.2
     while process.poll() is None and not is_early:

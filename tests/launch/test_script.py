@@ -195,6 +195,14 @@ def test_hosts(capsys):
     assert "\nNODES=2\nPROCESSES=4\nMASTER_ADDR=${MASTER_ADDR:?address of machine 0}\n" in text
 
 
+def test_nodes_that_join_and_leave(here, capsys):
+    options = ["--on", "torchrun", "--nodes", "1:4", "--gpus", "2", "--hosts", "node0", "parallel.elastic=data"]
+    text = written("reviews.json", *options, capsys=capsys)
+    assert "\nNODES=1:4\nPROCESSES=2\nMASTER_ADDR=${MASTER_ADDR:-node0}\n" in text
+    assert "\nRENDEZVOUS=c10d\nRESTARTS=${RESTARTS:-10}\n" in text
+    assert "\nRESTARTS=${RESTARTS:-3}\n" in written("reviews.json", *options, "--restarts", "3", capsys=capsys)
+
+
 def test_kubernetes(here, capsys):
     options = ["--name", "try-1", "--claim", "disk", "--container", "registry/trainer:1", "--cpus", "4"]
     text = written("reviews.json", *options_of("kubernetes"), *options, "training.seed=7", capsys=capsys)
@@ -259,6 +267,12 @@ REFUSED = {
     ),
     "too few hosts": (f"{TORCHRUN} --hosts a", "--hosts must name 2 machines"),
     "hosts that are none": (f"{TORCHRUN} --hosts 'a,$(id)'", "--hosts must name 2 machines"),
+    "a range for slurm": ("--on slurm --nodes 1:2 --gpus 8", "--nodes must be one number with --on slurm, but is 1:2"),
+    "a range from above": ("--on torchrun --nodes 4:2 --gpus 8", "--nodes must be a number or MIN:MAX"),
+    "a range without an axis": (
+        "--on torchrun --nodes 1:2 --gpus 8",
+        "`parallel.elastic` must name the axis that follows the nodes under torchrun's --nnodes 1:2, but is none",
+    ),
     "no hosts": ("--on deepspeed --nodes 2 --gpus 8", "--on deepspeed needs the names"),
     "a name": (f"{JOB} --name 'My Job'", "--name must be at most 50 small letters"),
     "data that pods lack": (JOB, "which pods do not have; copy it"),

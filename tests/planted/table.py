@@ -1167,7 +1167,7 @@ _LAUNCH = [
         "hosts_not_counted",
         "More names of hosts than nodes are accepted.",
         "launch/script.py",
-        "if len(hosts) != job.nodes or len(set(hosts)) != len(hosts) or",
+        "if too_few_or_many or len(set(hosts)) != len(hosts) or",
         "if len(set(hosts)) != len(hosts) or",
         ("launch/test_script.py::test_hosts", "launch/test_script.py::test_what_cannot_be_is_refused"),
     ),

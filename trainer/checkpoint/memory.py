@@ -51,7 +51,8 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.messages import decode, encode
 
 _PLACE = re.compile(r"rank-([0-9]{5,})-of-([0-9]{5,})")
-_HOST = "host"
+HOST = "host"
+"""The file with the random name of a host."""
 KEPT = 2
 """Checkpoints in memory: the newest complete one, and the one before or the next."""
 _QUESTION, _ANSWER = 1, 2  # tags of messages
@@ -93,11 +94,23 @@ def folder_of_run(folder: Path, run_folder: Path) -> Path:
     return folder.absolute() / f"trainer-{os.getuid()}-{run}"
 
 
+def claim(folder: Path) -> None:
+    """Create the folder of a run's checkpoints in memory.
+
+    Raises:
+        OSError: it cannot be created, or belongs to another user.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+
+
 def remove_unused(folder: Path, kept: str | None = None) -> None:
     """Remove the checkpoints of a run's folder in memory that no process of this host uses, but those of a key."""
     with suppress(FileNotFoundError):
         for root in folder.iterdir():
-            if root.name != kept and not _is_used(root):
+            if root.name != kept and not is_used(root):
                 shutil.rmtree(root, ignore_errors=True)
     with suppress(OSError):  # another run of this path, in another container, may use it
         folder.rmdir()
@@ -161,16 +174,11 @@ class HostMemory:
 
     def found(self) -> list[Found]:
         """Return the complete checkpoints, newest first."""
-        held: dict[str, list[int]] = {}
-        if self._leads:
-            for place in self._places():
-                store = CheckpointStore(place, KEPT)
-                store.open()
-                held[place.name] = store.steps()
+        held = held_in(self._root) if self._leads else {}
         holders: dict[tuple[int, int], dict[int, list[int]]] = {}
         for rank, places in enumerate(self._mesh.share(self._mesh.gather(held))):
             for name, steps in places.items():
-                part, size = _numbers(name)
+                part, size = numbers_of(name)
                 for step in steps:
                     holders.setdefault((step, size), {}).setdefault(part, []).append(self._hosts[rank])
         complete = [Found(*key, parts) for key, parts in holders.items() if len(parts) == key[1]]
@@ -202,11 +210,11 @@ class HostMemory:
                     except (OSError, ValueError) as error:
                         verified.remove(part)
                         damages.append((part, chosen[part], f"the share of rank {part} on {self._name}: {error}"))
-            told = [damage for some in self._mesh.share(self._mesh.gather(damages)) for damage in some]
-            if not told:
+            damaged = [damage for some in self._mesh.share(self._mesh.gather(damages)) for damage in some]
+            if not damaged:
                 return self._state(found, chosen, mine), problems
-            refused |= {(part, host) for part, host, _ in told}
-            problems += [text for _, _, text in told]
+            refused |= {(part, host) for part, host, _ in damaged}
+            problems += [text for _, _, text in damaged]
 
     @contextmanager
     def serving(self, state: MemoryState) -> Iterator[None]:
@@ -225,7 +233,7 @@ class HostMemory:
         """Remove all checkpoints but that of a step; None: all."""
         self._complete = step
         if self._leads:
-            for place in self._places():
+            for place in _places(self._root):
                 CheckpointStore(place, KEPT).keep_only({step})
         self._mesh.barrier()  # no rank writes a new share beside an old one of another rank
 
@@ -313,18 +321,15 @@ class HostMemory:
 
     def _enter(self, key: str) -> str:
         """Create the folder of the run, and return the name of this host."""
-        with suppress(FileExistsError):
-            self.folder.mkdir(mode=0o700)
-        if self.folder.is_symlink() or self.folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{self.folder} belongs to another user")
+        claim(self.folder)
         self._root.mkdir(exist_ok=True)
         remove_unused(self.folder, key)
-        draft = self._root / f".{_HOST}-{secrets.token_hex(8)}"
+        draft = self._root / f".{HOST}-{secrets.token_hex(8)}"
         draft.write_text(secrets.token_hex(8))
         with suppress(FileExistsError):
-            os.link(draft, self._root / _HOST)  # the first rank names the host
+            os.link(draft, self._root / HOST)  # the first rank names the host
         draft.unlink()
-        self._use = (self._root / _HOST).open("rb")
+        self._use = (self._root / HOST).open("rb")
         fcntl.flock(self._use, fcntl.LOCK_SH)
         return self._use.read().decode()
 
@@ -341,30 +346,25 @@ class HostMemory:
         ranks = [rank for rank, its in enumerate(self._hosts) if its == host]
         return ranks[part % len(ranks)]
 
-    def _places(self) -> list[Path]:
-        if not self._root.is_dir():  # a cleaner of the memory file system has removed it
-            return []
-        return [place for place in self._root.iterdir() if _PLACE.fullmatch(place.name)]
-
     def _store(self, rank: int) -> CheckpointStore:
-        return CheckpointStore(self._root / _place(rank, self._mesh.world_size), KEPT)
+        return CheckpointStore(self._root / place_of(rank, self._mesh.world_size), KEPT)
 
     def _share_folder(self, found: Found, part: int) -> Path:
-        return CheckpointStore(Path(_place(part, found.size)), KEPT).path(found.step)
+        return CheckpointStore(Path(place_of(part, found.size)), KEPT).path(found.step)
 
     def _state(self, found: Found, chosen: Mapping[int, int], mine: Sequence[int]) -> MemoryState:
-        """Return the state of verified shares; each rank tells the others the blocks of its own."""
-        told: list[Any] = []
+        """Return the state of verified shares; each rank lists the blocks of its own for the others."""
+        listed: list[Any] = []
         for part in mine:
             folder = self._share_folder(found, part)
             file = share_name(part, found.size)
             boxes = [(box.key, box.shape) for box in saved_boxes(self._root / folder, [file])]
-            told.append((part, read_facts(self._root / folder).to_json(), boxes))
-        all_told = [one for some in self._mesh.share(self._mesh.gather(told)) for one in some]
+            listed.append((part, read_facts(self._root / folder).to_json(), boxes))
+        listed_by_all = [one for some in self._mesh.share(self._mesh.gather(listed)) for one in some]
         shapes: dict[str, tuple[int, ...]] = {}
         boxes_of_all: list[SavedBox] = []
         files: dict[Path, int] = {}
-        for part, described, boxes in all_told:
+        for part, described, boxes in listed_by_all:
             facts = Facts.from_json(described)
             shapes |= facts.shapes
             file_path = self._share_folder(found, part) / share_name(part, found.size)
@@ -414,8 +414,7 @@ class HostMemory:
                 except Exception as raised:
                     error = error or raised
             for work in sent:
-                if work is not None:
-                    work.wait()
+                work.wait()
         if error is not None:
             raise error
 
@@ -457,8 +456,8 @@ class HostMemory:
         if self._leads:
             here = [rank for rank in range(self._mesh.world_size) if self._hosts[rank] == self._host]
             kept = {*here, *(rank for rank in range(self._mesh.world_size) if self._target_of(rank) in here)}
-            names = {_place(rank, self._mesh.world_size) for rank in kept}
-            for place in self._places():
+            names = {place_of(rank, self._mesh.world_size) for rank in kept}
+            for place in _places(self._root):
                 if place.name not in names:  # of another layout, or of a rank that has moved to another host
                     shutil.rmtree(place, ignore_errors=True)
         return None
@@ -494,20 +493,38 @@ class _RemoteSlice:
         return self._block([[place.start, place.stop] for place in places])
 
 
-def _place(rank: int, size: int) -> str:
+def place_of(rank: int, size: int) -> str:
+    """Return the name of the folder of a rank's shares."""
     return f"rank-{rank:05d}-of-{size:05d}"
 
 
-def _numbers(name: str) -> tuple[int, int]:
+def numbers_of(name: str) -> tuple[int, int]:
+    """Return the rank and the number of ranks of a folder's name."""
     match = _PLACE.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2])
 
 
-def _is_used(root: Path) -> bool:
+def held_in(root: Path) -> dict[str, list[int]]:
+    """Return the steps of the shares in a folder of this host, by the name of their place."""
+    held = {}
+    for place in _places(root):
+        store = CheckpointStore(place, KEPT)
+        store.open()
+        held[place.name] = store.steps()
+    return held
+
+
+def _places(root: Path) -> list[Path]:
+    if not root.is_dir():  # a cleaner of the memory file system has removed it
+        return []
+    return [place for place in root.iterdir() if _PLACE.fullmatch(place.name)]
+
+
+def is_used(root: Path) -> bool:
     """Return whether a run on this host uses the checkpoints in a folder."""
     try:
-        with (root / _HOST).open("rb") as host:
+        with (root / HOST).open("rb") as host:
             fcntl.flock(host, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

@@ -15,34 +15,36 @@ _FILES = 3  # a tag of its own, so that files and messages do not mix
 
 
 class Peers:
-    """Point-to-point transport over one process group of all ranks, for tensors on the CPU."""
+    """Point-to-point transport over one gloo group of all ranks; the group need not be registered with torch."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def send(self, message: bytes, rank: int, tag: int) -> None:
         """Send a message to a rank, and wait until it is taken."""
-        dist.send(torch.tensor([len(message)]), rank, self._group, tag)
+        self._group.send([torch.tensor([len(message)])], rank, tag).wait()
         if message:
-            dist.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), rank, self._group, tag)
+            self._group.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], rank, tag).wait()
 
     def receive(self, rank: int | None, tag: int) -> tuple[int, bytes]:
         """Wait for a message of a rank, or of any (None); return its sender and the message."""
         size = torch.zeros(1, dtype=torch.int64)
-        sender = dist.recv(size, rank, self._group, tag)
+        pending = self._group.recv([size], rank, tag) if rank is not None else self._group.recv_anysource([size], tag)
+        pending.wait()
+        sender = pending._source_rank() if rank is None else rank
         message = torch.empty(int(size), dtype=torch.uint8)
         if len(message):
-            dist.recv(message, sender, self._group, tag)
+            self._group.recv([message], sender, tag).wait()
         return sender, message.numpy().tobytes()
 
-    def begin_send(self, files: Sequence[Path], rank: int) -> list[dist.Work | None]:
+    def begin_send(self, files: Sequence[Path], rank: int) -> list[dist.Work]:
         """Begin to send files to a rank, which calls `take`; return the pending sends."""
         sizes = [file.stat().st_size if file.exists() else _ABSENT for file in files]
         parts = [torch.tensor(sizes)]
         for file, size in zip(files, sizes, strict=True):
             if size > 0:
                 parts += torch.split(torch.from_file(str(file), size=size, dtype=torch.uint8), _CHUNK_BYTES)
-        return [dist.isend(part, rank, self._group, _FILES) for part in parts]
+        return [self._group.send([part], rank, _FILES) for part in parts]
 
     def take(self, files: Sequence[Path], rank: int) -> None:
         """Write the files that a rank sends. All of them are received, also after an error.
@@ -68,5 +70,5 @@ class Peers:
             raise FileNotFoundError(f"rank {rank} has not written its part")
 
     def _received(self, tensor: Tensor, rank: int) -> Tensor:
-        dist.recv(tensor, rank, self._group, _FILES)
+        self._group.recv([tensor], rank, _FILES).wait()
         return tensor

@@ -185,9 +185,14 @@ class Saver:
                     f"resumed from the checkpoint of step {self.progress.step} {place}; the newest on the disk is"
                     f" {self._store.name_of_last()}"
                 )
-        if self.has_checkpoint and not resumed:
-            self._on_mirror(lambda mirror: mirror.send_missing(self.progress.step))
+        if self.has_checkpoint:
+            self._on_mirror(self._send_newest)
         return notes
+
+    def _send_newest(self, mirror: Mirror) -> None:
+        """Upload the newest checkpoint on the disk up to this step, also if the run goes on from memory."""
+        if steps := [step for step in self._store.steps() if step <= self.progress.step]:
+            mirror.send_missing(steps[-1])
 
     def clear_memory(self) -> None:
         """Free the memory of the hosts at the end of a run, with its state on the disk; all ranks must call it."""
@@ -295,7 +300,7 @@ class Saver:
         step = facts.progress.step
         if status == FAILED:
             failure = f"rank {self._mesh.rank}: {share.error}" if share.error else None
-            failures = [told for told in self._mesh.gather(failure) or [] if told]
+            failures = [one for one in self._mesh.gather(failure) or [] if one]
             self._mesh.on_rank_zero(lambda: self._fail(step, failures[0], share.error))
         gathered = self._mesh.gather(([asdict(file) for file in share.result or []], dict(facts.shapes)))
 
@@ -367,7 +372,7 @@ class Saver:
         except (OSError, ValueError) as error:
             problem = str(error)
         problems = self._mesh.share(self._mesh.gather(problem))
-        found = [told for told in problems if told]
+        found = [one for one in problems if one]
         return (None, found) if found else (state, [])
 
     def _open_in_memory(self, found: Found) -> tuple[SavedBoxes | None, list[str]]:

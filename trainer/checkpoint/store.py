@@ -81,7 +81,15 @@ class CheckpointStore:
         file = self.folder / _MEMORY_KEY
         if not file.exists():
             replace_text(file, secrets.token_hex(8))
-        return file.read_text(encoding="utf-8")
+        return self.read_memory_key()
+
+    def read_memory_key(self) -> str:
+        """Return the name that `memory_key` has given.
+
+        Raises:
+            OSError: it has given none, or the folder cannot be read.
+        """
+        return (self.folder / _MEMORY_KEY).read_text(encoding="utf-8")
 
     def make_marker(self) -> str:
         """Create a file that shows other ranks that they see the same folder, and return its name.

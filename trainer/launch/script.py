@@ -18,6 +18,7 @@ from trainer.base.errors import UsageError
 from trainer.reading.loading import ResolvedRecipe, load_recipe
 from trainer.reading.parser import DEFAULT
 from trainer.reading.shipped import shipped_folder, shipped_recipes
+from trainer.recipe.elastic import check_nodes
 from trainer.recipe.plan import plan_run
 
 RUNS = "/runs"
@@ -28,6 +29,9 @@ _FOLDER_KEY = "checkpoint.folder"
 _MEMORY_PER_GPU_GIB = 32
 _POD_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
 _BY_HAND = "NODE_RANK=0 bash {file}  # on each node, with its own number"
+_ANY_TIME = "bash {file}  # on each node, now or later"
+_NODES = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
+_ELASTIC_RESTARTS = 10  # torchrun counts each node that leaves as a failure of those that stay
 _PLAIN = re.compile(r"[\w.:+,@/=-]+")  # values that an #SBATCH line accepts without quotes
 _SLURM_TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}")
 
@@ -66,9 +70,14 @@ class _Job:
     source: str  # the recipe on the command line
     overrides: Sequence[str]
     resolved: ResolvedRecipe
-    nodes: int
+    nodes: int  # the most
     gpus: int  # of each node, and ranks
     options: Options
+    least_nodes: int
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.least_nodes < self.nodes
 
     @property
     def recipe(self) -> str:
@@ -78,7 +87,8 @@ class _Job:
     @property
     def title(self) -> str:
         name = self.resolved.recipe.name
-        return f"{name} on {self.nodes} nodes with {self.gpus} GPUs each, written by `trainer launch-script`."
+        nodes = f"{self.least_nodes} to {self.nodes}" if self.is_elastic else self.nodes
+        return f"{name} on {nodes} nodes with {self.gpus} GPUs each, written by `trainer launch-script`."
 
     @property
     def is_shipped(self) -> bool:
@@ -102,7 +112,7 @@ class _Job:
 
 
 def write_launch_script(
-    source: str, overrides: Sequence[str], target: str, nodes: int, gpus: int, options: Options
+    source: str, overrides: Sequence[str], target: str, nodes: str, gpus: int, options: Options
 ) -> tuple[str, str]:
     """Return the script or manifest, and the command that starts it, with `{file}` for the path of the script.
 
@@ -110,26 +120,41 @@ def write_launch_script(
         source: a recipe file, or the name of a shipped recipe.
         overrides: overrides of the recipe, as `key=value`.
         target: the launcher, a key of `KINDS`.
-        nodes: the number of machines.
+        nodes: the number of machines, or `MIN:MAX` if they may join and leave.
         gpus: the number of GPUs, and of ranks, of each machine.
         options: further options of the job.
 
     Raises:
         RecipeError: the recipe is not valid, or does not fit on that many ranks.
-        UsageError: the target does not use an option, or does not accept its value.
+        UsageError: the target does not use an option, or does not accept its value; the recipe is not ready for nodes
+            that join and leave.
     """
     kind = KINDS[target]
+    least, most = _parse_nodes(nodes)
+    if least < most and kind is not KINDS["torchrun"]:
+        raise UsageError(f"--nodes must be one number with --on {target}, but is {nodes}; only torchrun has MIN:MAX")
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     for name, value in given.items():
         if value is not None and name not in kind.options:
             users = ", ".join(other for other, row in KINDS.items() if name in row.options)
             raise UsageError(f"--{name} has no use with --on {target}; drop it (it is for {users})")
     resolved = load_recipe(source, overrides)
-    plan_run(resolved.recipe, nodes * gpus, gpus)
+    plan_run(resolved.recipe, most * gpus, gpus)
+    if least < most:
+        check_nodes(resolved.recipe, (least, most), gpus)
     file = _File((shipped_folder("launchers") / kind.file).read_text(encoding="utf-8"))
-    kind.fill(file, _Job(source, overrides, resolved, nodes, gpus, options))
+    kind.fill(file, _Job(source, overrides, resolved, most, gpus, options, least))
+    start = _ANY_TIME if least < most else kind.start
     has_address = kind.start is not _BY_HAND or options.hosts is not None
-    return file.text, kind.start if has_address else f"MASTER_ADDR=NODE0 {kind.start}"
+    return file.text, start if has_address else f"MASTER_ADDR=NODE0 {start}"
+
+
+def _parse_nodes(text: str) -> tuple[int, int]:
+    match = _NODES.fullmatch(text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if least > most:
+        raise UsageError(f"--nodes must be a number or MIN:MAX, such as 4 or 2:4, but is {text}")
+    return least, most
 
 
 class _File:
@@ -213,7 +238,15 @@ def _fill_slurm(file: _File, job: _Job) -> None:
 
 
 def _fill_torchrun(file: _File, job: _Job) -> None:
-    file.assign("NODES", str(job.nodes))
+    restarts = job.options.restarts
+    if job.is_elastic or restarts:
+        file.assign("RENDEZVOUS", "c10d")  # only its machines announce a change
+        file.assign("RESTARTS", f"${{RESTARTS:-{_ELASTIC_RESTARTS if restarts is None else restarts}}}")
+    _fill_nodes(file, job)
+
+
+def _fill_nodes(file: _File, job: _Job) -> None:
+    file.assign("NODES", f"{job.least_nodes}:{job.nodes}" if job.is_elastic else str(job.nodes))
     file.assign("PROCESSES", str(job.gpus))
     _fill_shell(file, job)
     _fill_first_host(file, job)
@@ -241,8 +274,10 @@ def _fill_first_host(file: _File, job: _Job) -> list[str]:
     if job.options.hosts is None:
         return []
     hosts = job.options.hosts.split(",")
-    if len(hosts) != job.nodes or len(set(hosts)) != len(hosts) or not all(re.fullmatch(r"[\w.:-]+", h) for h in hosts):
-        raise UsageError(f"--hosts must name {job.nodes} machines with commas between them, but is {job.options.hosts}")
+    too_few_or_many = not job.least_nodes <= len(hosts) <= job.nodes
+    if too_few_or_many or len(set(hosts)) != len(hosts) or not all(re.fullmatch(r"[\w.:-]+", host) for host in hosts):
+        number = f"{job.least_nodes} to {job.nodes}" if job.is_elastic else job.nodes
+        raise UsageError(f"--hosts must name {number} machines with commas between them, but is {job.options.hosts}")
     file.assign("MASTER_ADDR", f"${{MASTER_ADDR:-{hosts[0]}}}")
     return hosts
 
@@ -406,7 +441,7 @@ KINDS: dict[str, _Kind] = {
     "slurm": _Kind("slurm.sbatch", _SLURM_OPTIONS, _fill_slurm, "sbatch {file}"),
     "kubernetes": _Kind("kubernetes_job.yaml", _POD_OPTIONS, _fill_kubernetes, _APPLY),
     "pytorchjob": _Kind("pytorchjob.yaml", _POD_OPTIONS, _fill_pytorchjob, _APPLY),
-    "torchrun": _Kind("torchrun_multi_node.sh", _SHELL_OPTIONS, _fill_torchrun, _BY_HAND),
+    "torchrun": _Kind("torchrun_multi_node.sh", _SHELL_OPTIONS | {"restarts"}, _fill_torchrun, _BY_HAND),
     "deepspeed": _Kind("deepspeed.sh", _SHELL_OPTIONS, _fill_deepspeed, _BY_HAND),
-    "accelerate": _Kind("accelerate_multi_node.sh", _SHELL_OPTIONS, _fill_torchrun, _BY_HAND),
+    "accelerate": _Kind("accelerate_multi_node.sh", _SHELL_OPTIONS, _fill_nodes, _BY_HAND),
 }

@@ -20,6 +20,7 @@ from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 
 if TYPE_CHECKING:
+    from trainer.ranks.joining import Rendezvous
     from trainer.reading.loading import ResolvedRecipe
 
 _AGENT_SECONDS = 5.0  # until the agent of this node sees the change that others have seen; it looks ten times a second
@@ -67,11 +68,11 @@ def wait_as_spare(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEn
     Raises:
         TrainerError: ranks are missing, differ from this one, or have gone.
     """
-    from trainer.checkpoint.memory import folder_of_run, remove_unused  # brings torch
-    from trainer.training.process_group import meet_ranks
+    from trainer.training.process_group import meet_ranks  # brings torch
 
     rendezvous = meet_ranks(resolved, plan, environment)
     assert rendezvous is not None, "others train"
+    hand_over_shares(resolved.recipe, plan, environment, rendezvous)
     sys.stderr.write(
         f"rank {environment.rank} on {socket.gethostname()} waits as a spare: the training fits"
         f" {plan.layout.world_size} of the {environment.world_size} processes\n"
@@ -79,13 +80,25 @@ def wait_as_spare(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEn
     code: int = ExitCode.FAILED
     try:
         code = rendezvous.dismissed()
-        kept = resolved.recipe.checkpoint.memory
-        if kept is not None and code in (ExitCode.DONE, ExitCode.STOPPED):  # as the ranks that train
-            remove_unused(folder_of_run(Path(kept.folder), Path(resolved.recipe.checkpoint.folder)))
     finally:
         if code:
             time.sleep(_AGENT_SECONDS)  # as `outlast_agent`; a signal ends this process at once
     return code
+
+
+def hand_over_shares(
+    recipe: Recipe, plan: RunPlan, environment: LaunchEnvironment, rendezvous: Rendezvous
+) -> list[str]:
+    """Give the ranks that train the checkpoints in memory of the spare ones, and return notes; see `hand_over`."""
+    kept = recipe.checkpoint.memory
+    if kept is None:
+        return []
+    from trainer.checkpoint.handover import hand_over  # brings torch
+    from trainer.training.process_group import collective_timeout
+
+    seconds = collective_timeout(recipe).total_seconds()
+    folders = Path(kept.folder), Path(recipe.checkpoint.folder)
+    return hand_over(*folders, rendezvous, environment, plan.layout.world_size, seconds)
 
 
 def outlast_agent(environment: LaunchEnvironment, stop: StopRequest) -> None:

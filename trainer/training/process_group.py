@@ -57,7 +57,7 @@ def together(rendezvous: Rendezvous | None, recipe: Recipe, action: Callable[[],
     Raises:
         TrainerError: the error of any rank, on every rank.
     """
-    return action() if rendezvous is None else rendezvous.together(action, _collective_timeout(recipe).total_seconds())
+    return action() if rendezvous is None else rendezvous.together(action, collective_timeout(recipe).total_seconds())
 
 
 def device_type() -> str:
@@ -83,7 +83,8 @@ def open_mesh(layout: Layout, device: torch.device) -> ParallelMesh:
     return ParallelMesh(device, **layout.sizes)
 
 
-def _collective_timeout(recipe: Recipe) -> timedelta:
+def collective_timeout(recipe: Recipe) -> timedelta:
+    """Return the limit of a collective: longer than that of the watchdog, and than a rank that still reads data."""
     stall = timedelta(seconds=recipe.parallel.stall_timeout.seconds)
     return max(stall, _LEAST_COLLECTIVE_TIMEOUT) + _AFTER_WATCHDOG
 
@@ -104,7 +105,7 @@ def process_group(
         yield
         return
     store = dist.HashStore() if rendezvous is None else rendezvous.store  # type: ignore[attr-defined]
-    init_process_group(device, environment.rank, environment.world_size, store, _collective_timeout(plan.recipe))
+    init_process_group(device, environment.rank, environment.world_size, store, collective_timeout(plan.recipe))
     try:
         with linear_restored():
             yield

@@ -22,7 +22,14 @@ from trainer.ranks.stopping import StopRequest
 from trainer.recipe.plan import RunPlan
 from trainer.training.assembly import assemble
 from trainer.training.checking import prepare_checked
-from trainer.training.elastic import among_training, outlast_agent, plan_on_ranks, spare_note, wait_as_spare
+from trainer.training.elastic import (
+    among_training,
+    hand_over_shares,
+    outlast_agent,
+    plan_on_ranks,
+    spare_note,
+    wait_as_spare,
+)
 from trainer.training.loop import Ending, Loop
 from trainer.training.memory import Forecast, explains_full_memory
 from trainer.training.prepared import PreparedData
@@ -91,8 +98,10 @@ def _train_and_report(
             session.observers.preparing(f"waiting for {everyone.world_size} ranks")
         meeting = whole_meeting = meet_ranks(resolved, plan, everyone)
         spares = everyone.world_size - environment.world_size
+        notes: list[str] = []
         if whole_meeting is not None and spares:
             meeting = whole_meeting.of_first(environment)
+            notes = [*spare_note(recipe, everyone, plan), *hand_over_shares(recipe, plan, everyone, whole_meeting)]
         session.observers.preparing("checking the model")
         data = together(meeting, recipe, lambda: prepare_checked(plan, session.observers))
         device = open_device(environment, recipe.tf32)
@@ -100,7 +109,6 @@ def _train_and_report(
             session.observers.preparing("compiling operations of DeepSpeed")
         with process_group(plan, environment, device, meeting):
             stop.listen(speaks=environment.rank == 0)
-            notes = spare_note(recipe, everyone, plan)
             ending = _train(plan, environment, data, device, session, stop, owner, saves, forecast, notes)
         record = session.ended(ending, everyone.elastic_nodes is not None)
         if whole_meeting is not None and spares and environment.rank == 0:
