@@ -66,7 +66,8 @@ def state(name: str, strategy: str, num_ranks: int, tensor: int = 1) -> StateByt
         {"dp_shard": num_ranks if row.cuts_anything else 1, "tp": tensor},
         cut_gradients=row.cuts_gradients,
         cut_optimizer=row.cuts_optimizer,
-        optimizer_tensors=lambda _: 3 if row.zero_stage else 2,
+        weight_bytes=lambda _: 4,
+        optimizer_bytes=lambda _: 12 if row.zero_stage else 8,
     )
 
 

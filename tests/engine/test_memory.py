@@ -93,7 +93,7 @@ def live_tensors() -> list[Tensor]:
     return [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
 
 
-def measure(strategy: str, world_size: int) -> Measured:
+def measure(strategy: str, world_size: int, **sections: Any) -> Measured:
     """Looks before each forward pass of two steps and, also at all else that is alive, at each optimizer step."""
     parallel = parallel_keys(strategy, world_size)
     if STRATEGIES[strategy].zero_stage:
@@ -102,6 +102,7 @@ def measure(strategy: str, world_size: int) -> Measured:
         model={"config": MODEL},
         training={"max_steps": 2, "micro_batch_size": 1, "global_batch_size": MICROBATCHES * world_size},
         parallel=parallel,
+        **sections,
     )
     earlier, known = live_tensors(), set[int]()  # DeepSpeed keeps engines of stage 3 that earlier tests have closed
     storage_bytes(earlier, known)
@@ -167,6 +168,16 @@ def test_a_rank_holds_what_the_summary_says(ranks: RankPools, strategy, world_si
     for measured in outcomes:
         allowed = 0.01 * measured.planned.total + working_bytes(strategy, measured, world_size)
         assert measured.other_bytes <= allowed, "beside parameters, gradients and optimizer state"
+
+
+@pytest.mark.parametrize("weights", ["bf16_compensated", pytest.param("bf16_stochastic", marks=pytest.mark.nightly)])
+def test_weights_in_bf16_hold_what_the_summary_says(ranks: RankPools, weights: str):
+    measured = ranks(2).run(measure, "ddp", 2, precision="bf16", weights=weights)[0]
+    (fp32,) = {found.planned.total for found in ranks(2).run(measure, "ddp", 2)}
+    for kind in ("parameters", "gradients", "optimizer"):
+        held, planned = getattr(measured.held, kind), getattr(measured.planned, kind)
+        assert 0.95 * planned <= held <= 1.05 * planned + padding_bytes("ddp", 2), kind
+    assert measured.planned.total == fp32 if weights == "bf16_compensated" else measured.planned.total < 0.95 * fp32
 
 
 def test_each_strategy_holds_less_than_the_one_before(ranks: RankPools):

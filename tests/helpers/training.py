@@ -580,5 +580,5 @@ def digests_of(training: TinyTraining) -> dict[str, str]:
         elif training.mesh.size("pp") > 1:
             parts.append(f"pp {training.mesh.index('pp')}")
         key = " ".join(parts)
-        hashes.setdefault(key, hashlib.sha256()).update(part.cpu().numpy().tobytes())
+        hashes.setdefault(key, hashlib.sha256()).update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return {key: digest.hexdigest() for key, digest in hashes.items()}

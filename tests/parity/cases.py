@@ -85,6 +85,7 @@ class Case:
     gradients: str = "fp32"  # the type in which they are sent
     optimizer: str = "adamw"
     context: int = 1
+    weights: str = "fp32"  # how they are stored
 
     def __str__(self) -> str:
         words = [self.strategy, f"{self.world_size}ranks", self.precision]
@@ -93,7 +94,7 @@ class Case:
         words += [f"pipeline{self.stages}", self.schedule] * (self.stages > 1)
         words += [self.model_type] * (self.model_type != "bert") + [self.task] * (self.task == "masked_lm")
         words += [f"gradients_{self.gradients}"] * (self.gradients != "fp32")
-        words += [self.optimizer] * (self.optimizer != "adamw")
+        words += [self.optimizer] * (self.optimizer != "adamw") + [self.weights] * (self.weights != "fp32")
         words += ["accumulated"] * self.accumulates + [f"recompute_{self.checkpointing}"] * (
             self.checkpointing != "none"
         )
@@ -153,6 +154,7 @@ class Case:
             optimizer={"name": self.optimizer},
             schedule={"name": "constant"} if self.optimizer == "schedule_free_adamw" else {},
             precision=self.precision,
+            weights=self.weights,
             activation_checkpointing=self.checkpointing,
         )
 
@@ -294,6 +296,21 @@ def optimizer_matrix() -> Iterator[Case]:
     yield Case("fsdp", 4, True, "fp16", tensor=2, sequence=True, **facts)
 
 
+def weights_matrix() -> Iterator[Case]:
+    """Iterate over cases with weights in bf16, for each way to cut them and each way to sum their gradients."""
+    for weights in ("bf16_compensated", "bf16_stochastic"):
+        facts = {"precision": "bf16", "checkpointing": "none", "dropout": 0.1, "weights": weights}
+        case = partial(Case, accumulates=True, **facts)
+        yield case("ddp", 2)
+        yield case("fsdp", 3)  # which does not divide the matrices
+        yield case("hsdp", 4, num_layers=4)
+        yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2")  # blocks of q, k and v
+        yield case("ddp", 2, tensor=2, task="masked_lm")
+        yield case("ddp", 2, stages=2, num_layers=4, task="masked_lm", schedule="zero_bubble")
+        yield case("fsdp", 4, stages=2, num_layers=4, task="masked_lm")
+        yield Case("ddp", 4, False, context=2, **facts)
+
+
 def image_cases() -> Iterator[Case]:
     """Iterate over cases of a ViT (every kind of engine, tensor ranks) and of a ResNet (FSDP, stages)."""
     for strategy, accumulates, checkpointing in (
@@ -322,7 +339,7 @@ class Outcome:
 
 def train(case: Case) -> Outcome:
     """Train a case on this rank."""
-    if case.model_type not in SGD_FAMILIES or case.optimizer != "adamw":
+    if case.model_type not in SGD_FAMILIES or case.optimizer != "adamw" or case.weights != "fp32":
         return Outcome(train_tiny(case.recipe(), num_steps=case.num_steps), None, None)
     # Not with ZeRO, whose master weights are fp32, and not on four ranks, which take long on few cores.
     in_fp64 = (
@@ -371,6 +388,7 @@ def assert_parity(outcomes: list[Outcome], case: Case) -> None:
     same = {"task": case.task, "num_layers": case.num_layers}
     same |= {"gradients": case.gradients} if case.gradients != "fp32" else {}
     same |= {"optimizer": case.optimizer} if case.optimizer != "adamw" else {}
+    same |= {"weights": case.weights} if case.weights != "fp32" else {}
     expected, tolerance = reference(case.precision, case.dropout, case.model_type, **same), TOLERANCES[case.tolerance]
     digests: dict[str, str] = {}
     for outcome in outcomes:

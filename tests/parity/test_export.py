@@ -89,12 +89,14 @@ def train_save_and_export(recipe: Recipe, folder: Path) -> None:
 MASKED_LM = {"type": "masked_lm", "text": "text"}
 RESNET = {"task": {"type": "image_classification"}, "model": {"config": TINY_RESNET}}
 FOUR_LAYERS = {"model": {"config": {**TINY_BERT, "num_hidden_layers": 4}}}
+IN_BF16 = {"precision": "bf16", "weights": "bf16_stochastic"}
 INTERLEAVED = {"stages": 2, "stages_per_rank": 2, "schedule": "interleaved_1f1b"}
 LAYOUTS = [
     *[pytest.param(2, {}, parallel_keys(strategy, 2), id=strategy) for strategy in RANK_STRATEGIES],
     pytest.param(2, {}, {"tensor": 2}, id="tensor parts, with padding"),
     pytest.param(2, {}, {"pipeline": {"stages": 2}}, id="stages"),
     pytest.param(2, RESNET, {"strategy": "fsdp"}, id="buffers"),
+    pytest.param(2, IN_BF16, {"pipeline": {"stages": 2}}, id="weights in bf16"),
     pytest.param(2, FOUR_LAYERS, {"pipeline": INTERLEAVED}, id="several stages a rank", marks=pytest.mark.slow),
     pytest.param(4, {}, {"strategy": "fsdp", "tensor": 2}, id="fsdp x tensor", marks=pytest.mark.slow),
     pytest.param(4, {}, {"strategy": "zero3", "tensor": 2}, id="zero3 x tensor", marks=pytest.mark.slow),
@@ -110,7 +112,7 @@ def test_a_checkpoint_of_any_layout_gives_the_same_folder(ranks: RankPools, tmp_
         parallel=parallel,
     )
     ranks(world_size).run(train_save_and_export, recipe, tmp_path)
-    export(tmp_path, tmp_path / "out")
+    export(tmp_path, tmp_path / "out", "bf16" if sections is IN_BF16 else "fp32")
     (tmp_path / "out" / "README.md").unlink()
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
     for path in (tmp_path / "out").iterdir():

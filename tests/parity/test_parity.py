@@ -30,6 +30,7 @@ from tests.parity.cases import (
     relative,
     tensor_matrix,
     train,
+    weights_matrix,
 )
 from trainer.models.families.table import FAMILIES
 
@@ -40,6 +41,7 @@ ALL = (
     *pipeline_matrix(),
     *communication_matrix(),
     *optimizer_matrix(),
+    *weights_matrix(),
     *image_cases(),
 )
 

@@ -165,6 +165,18 @@ def test_a_lost_moment_would_be_seen(lost):
         assert_same_curve(curve, tail(reference("fp32", 0.1).curve))
 
 
+@pytest.mark.parametrize("weights", ["bf16_compensated", "bf16_stochastic"])
+def test_weights_in_bf16_go_on_bit_for_bit(ranks: RankPools, tmp_path: Path, weights: str):
+    recipe = tiny_recipe(
+        model={"dropout": 0.1}, precision="bf16", weights=weights, parallel={"strategy": "fsdp", "tensor": 1}
+    )
+    expected = tail(ranks(2).run(all_steps, recipe)[0])
+    ranks(2).run(first_steps, recipe, tmp_path)
+    for curve in ranks(2).run(last_steps, recipe, tmp_path):
+        assert (curve.losses, curve.grad_norms) == (expected.losses, expected.grad_norms)
+        assert largest_difference(curve, expected) == 0.0
+
+
 @pytest.mark.parametrize("name", ["muon", "adafactor", "schedule_free_adamw"])
 def test_other_optimizers_resume_in_another_layout(ranks: RankPools, tmp_path: Path, name: str):
     optimizer = {"name": name, "learning_rate": 1e-3, "weight_decay": 0.01}

@@ -23,6 +23,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "fp32": {},
     "one microbatch": {"training": {"global_batch_size": 4, "micro_batch_size": 4}},
     "bf16": {"precision": "bf16"},
+    "weights in bf16": {"precision": "bf16", "weights": "bf16_stochastic"},
     "recomputed": {"activation_checkpointing": "full"},
     "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1}},
     "muon": {"optimizer": {"name": "muon", "learning_rate": 0.1}},
@@ -64,6 +65,7 @@ TWO: dict[str, dict[str, Any]] = {
     "fsdp muon": {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "muon", "learning_rate": 0.1}},
     "pipeline bf16": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}, "precision": "bf16"},
     "ddp, gradients in bf16": {"parallel": {"strategy": "ddp", "communication": {"gradients": "bf16"}}},
+    "fsdp, weights in bf16": {"parallel": {"strategy": "fsdp"}, "precision": "bf16", "weights": "bf16_compensated"},
     "pipeline gpipe": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2, "schedule": "gpipe"}}},
 }
 DEEPSPEED: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 Kind = Literal["layout", "precision", "training"]
-"""The keys in which two recipes differ: of the layout alone; of layout and precision; of the training."""
+"""The keys in which two recipes differ: of the layout alone; of layout, precision and weights; of the training."""
 
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.DOTALL)
 _UNREAD_DATA = {"cache", "num_workers"}
@@ -149,4 +149,4 @@ def kind_of(recipe: Recipe, first: Recipe) -> Kind:
         for one in (recipe, first)
     )
     differing = {key for key in own.keys() | other.keys() if own.get(key) != other.get(key)}
-    return "layout" if not differing else "precision" if differing == {"precision"} else "training"
+    return "layout" if not differing else "precision" if differing <= {"precision", "weights"} else "training"

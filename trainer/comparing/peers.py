@@ -275,6 +275,7 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
         "parallel.pipeline.stages": parallel.pipeline.stages > 1,
         "activation_checkpointing": recipe.activation_checkpointing != "none",
         "precision": recipe.precision == "fp16",
+        "weights": recipe.weights != "fp32",
         "model.adapter and freeze": recipe.model.is_partly_frozen,
         "distillation": recipe.distillation is not None,
         "training.micro_batch_tokens": recipe.training.micro_batch_tokens is not None,
@@ -290,9 +291,8 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
     if found := [key for key, is_wrong in wrong.items() if is_wrong]:
         raise UsageError(
             f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it classifies texts by one label,"
-            " with `parallel.strategy` ddp, in fp32 or bf16, without recomputation, and in equal microbatches"
-            + "; it needs several processes, and AdamW or SGD"
-            * (peer == "deepspeed")
+            " with `parallel.strategy` ddp, in fp32 or bf16, with fp32 weights, without recomputation, and in equal"
+            " microbatches" + "; it needs several processes, and AdamW or SGD" * (peer == "deepspeed")
         )
 
 

@@ -64,7 +64,7 @@ class EvalResult:
 class EngineState:
     """This rank's part of the training state, without copies, by the names of the unsharded model.
 
-    Names are `model.NAME` for fp32 weights, `optimizer.NAME.KEY` for tensors of the optimizer, and `buffer.NAME` for
+    Names are `model.NAME` for weights, `optimizer.NAME.KEY` for tensors of the optimizer, and `buffer.NAME` for
     saved buffers. `scalars` are equal on all ranks. `frozen` are weights that a checkpoint leaves out, because the
     model below an adapter is loaded again.
     """

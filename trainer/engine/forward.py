@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.engine.bf16_weights import store_in_bf16
 from trainer.engine.engine import EvalResult
 from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.precision import cast_forward
@@ -48,6 +49,8 @@ def prepare_model(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan) -> None:
     if plan.recipe.compile:
         layers = layers_of(built.model).values()
         built.compiled.append(CompiledLayers(layers, built.dropout_keys, mesh.device))
+    if plan.recipe.weights != "fp32":
+        store_in_bf16(built)
     cast_forward(built.model, plan.recipe.precision, mesh.device)
 
 

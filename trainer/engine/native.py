@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.base.errors import UsageError
+from trainer.engine.bf16_weights import COMPENSATION, stored_in_bf16, written_dtype
 from trainer.engine.engine import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
@@ -39,13 +40,15 @@ from trainer.engine.sharded import defer_all_reduce, shard
 from trainer.engine.whole_matrices import matrix_names, whole_access
 from trainer.models.building import BuiltModel
 from trainer.models.saving import save_model
-from trainer.parallel.gradients import round_gradients_
+from trainer.parallel.dtypes import at_least_fp32
+from trainer.parallel.gradients import round_gradients_, sum_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
 from trainer.parallel.partial import sum_partial_gradients_
 from trainer.parallel.parts import TensorPart, tensor_part, whole_part
 from trainer.parallel.placement import TENSOR_AXIS, Placements, whole
+from trainer.parallel.rounding import KeyedRounding
 from trainer.parallel.whole import local_part
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
@@ -63,11 +66,18 @@ def _sum_gradients(group: dist.ProcessGroup, sent_in: torch.dtype | None, bucket
     return summed
 
 
-def wrap_ddp(model: nn.Module, mesh: ParallelMesh, sent_in: torch.dtype | None = None) -> DistributedDataParallel:
+def wrap_ddp(
+    model: nn.Module, mesh: ParallelMesh, sent_in: torch.dtype | None = None, left_out: Iterable[str] = ()
+) -> DistributedDataParallel:
     """Return `model` in DDP, with gradients summed, not averaged, during the backward pass.
 
-    Gradients are sent in the type `sent_in`; None: in their own.
+    Args:
+        model: the model.
+        mesh: the ranks.
+        sent_in: the type in which gradients are sent; None: their own.
+        left_out: the names of parameters with gradients that DDP does not sum.
     """
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)  # type: ignore[no-untyped-call]
     group = mesh.group("dp")
     # Buffers of transformers' models are constants, such as position ids; torch 2.13 renamed the option.
     options = inspect.signature(DistributedDataParallel).parameters
@@ -136,6 +146,10 @@ class NativeEngine:
         self._step = 0
         self.parameters = {name: p for model in models for name, p in model.named_parameters()}
         no_decay = {name for model in models for name in no_decay_names(model)}
+        self._rounding: KeyedRounding | None = None
+        if plan.recipe.weights == "bf16_stochastic":
+            placed = {parameter: placements[name] for name, parameter in self.parameters.items()}
+            self._rounding = KeyedRounding(placed, mesh, plan.recipe.training.seed)
         is_muon = plan.recipe.optimizer.name == "muon"
         self.optimizer = build_optimizer(
             plan.recipe.optimizer,
@@ -143,6 +157,7 @@ class NativeEngine:
             no_decay,
             {name for model in models for name in matrix_names(model)} if is_muon else set(),
             whole_access(self.parameters.items(), placements, mesh),
+            self._rounding,
         )
         self._averaged: AveragedWeights | None = None
         if plan.recipe.optimizer.name == SCHEDULE_FREE:
@@ -150,7 +165,7 @@ class NativeEngine:
         # AdamW's fused kernel reads on the device whether to skip its update, so it need not wait for the host. The
         # device works while the host prepares the next step. SGD's kernel would leave its first momentum undefined.
         on_gpu = all(parameter.device.type == "cuda" for parameter in self.parameters.values())
-        self._is_guarded = on_gpu and type(self.optimizer) is torch.optim.AdamW
+        self._is_guarded = on_gpu and plan.recipe.optimizer.name == "adamw"
         self._schedule = schedule
         self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
         # Without DDP, as with pipeline stages, no bucket waits for a missing gradient.
@@ -211,6 +226,8 @@ class NativeEngine:
         """
         factor = clip_factor(norm, self._recipe.training.max_grad_norm)
         multiply_gradients_(self.parameters.values(), factor / scale)
+        if self._rounding is not None:
+            self._rounding.step = self._step
         if finite is not None:
             self.optimizer.found_inf = (~finite.isfinite().all()).float()  # type: ignore[attr-defined]
         self.optimizer.step()
@@ -263,7 +280,7 @@ class NativeEngine:
             if keys := optimizer_keys(source, name):
                 shapes = {key: source.shapes[f"{OPTIMIZER_PREFIX}{name}.{key}"] for key in keys}
                 self.optimizer.state[parameter] = {
-                    key: torch.zeros_like(parameter)
+                    key: torch.zeros_like(parameter, dtype=torch.int16 if key == COMPENSATION else torch.float32)
                     if shape == self.placements[label].shape and not self._keeps_whole_state
                     else torch.zeros(shape, dtype=torch.float32, device=local_part(parameter).device)
                     for key, shape in shapes.items()
@@ -292,9 +309,11 @@ class NativeEngine:
 
     def export(self, folder: Path) -> None:
         self._show_averages()
-        weights = {label: parameter.detach for label, parameter in self.parameters.items()}
+        weights = {label: partial(at_least_fp32, parameter.detach()) for label, parameter in self.parameters.items()}
         tensors = whole_tensors(weights, self._models, self.placements, self._mesh)
-        save_model(self._models[0], folder, tensors, self._mesh, self._recipe.model.adapter)
+        save_model(
+            self._models[0], folder, tensors, self._mesh, self._recipe.model.adapter, written_dtype(self._recipe)
+        )
 
     def _refuse_unused_parameters(self) -> None:
         """Refuse unused parameters: DDP does not sum the gradients in their bucket, and fails one step too late."""
@@ -340,8 +359,13 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
     else:
         model.to(mesh.device)
         if mesh.size("dp") > 1:
-            call = wrapped = wrap_ddp(model, mesh, sent_in)
-            no_sync = wrapped.no_sync
+            # DDP has gradients in the type of the weights only, so it leaves out those in bf16.
+            in_bf16 = stored_in_bf16(model)
+            if in_bf16:
+                complete = partial(sum_gradients_, list(in_bf16.values()), mesh.group("dp"), sent_in)
+            if any(p.requires_grad and name not in in_bf16 for name, p in model.named_parameters()):
+                call = wrapped = wrap_ddp(model, mesh, sent_in, in_bf16)
+                no_sync = wrapped.no_sync
         elif sent_in is not None:
             complete = partial(round_gradients_, list(model.parameters()), sent_in)
     synced = plan.strategy.cuts_parameters

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer.engine.bf16_weights import RoundedAdamW
 from trainer.engine.schedule_free import schedule_free_adamw
 from trainer.engine.whole_matrices import Adafactor, Muon, WholeAccess
+from trainer.parallel.rounding import KeyedRounding
 from trainer.recipe import schema
 from trainer.recipe.schema import AdamW, OptimizerSection, Schedule
 
@@ -38,6 +40,7 @@ def build_optimizer(
     no_decay: set[str],
     matrices: set[str] = frozenset(),  # type: ignore[assignment]
     whole: WholeAccess | None = None,
+    rounding: KeyedRounding | None = None,
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer with two groups: with and without weight decay.
 
@@ -49,6 +52,7 @@ def build_optimizer(
         no_decay: the names of those without weight decay.
         matrices: the names of those that Muon updates.
         whole: the access to whole tensors; None if no parameter is sharded.
+        rounding: the stochastic rounding of weights in bf16; None: such weights have a compensation.
     """
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     groups = [
@@ -89,6 +93,8 @@ def build_optimizer(
         }
         if isinstance(recipe, schema.Muon):
             return Muon(groups, whole or WholeAccess({}), **options)
+        if any(parameter.dtype == torch.bfloat16 for _, parameter in trainable):
+            return RoundedAdamW(groups, rounding, **options)
         return torch.optim.AdamW(groups, **options)
     fused = fused and not any(isinstance(p, DTensor) for _, p in trainable)  # torch fuses DTensors for Adam only
     return torch.optim.SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum, fused=fused or None)

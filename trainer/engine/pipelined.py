@@ -104,9 +104,8 @@ class PipelinedForward(ModelForward):
         self._compiled = [layers for stage in built for layers in stage.compiled]
         self._batch = plan.batch
         self._pipeline: PipelinePlan = plan.pipeline
-        self._own_type = next(
-            (p.dtype for p in first.model.parameters() if p.is_floating_point()), torch.get_default_dtype()
-        )
+        types = {p.dtype for p in first.model.parameters() if p.is_floating_point()} - {torch.bfloat16}
+        self._own_type = types.pop() if types else torch.get_default_dtype()
         self._sent_in = COMPUTE_DTYPES.get(plan.recipe.precision)  # hidden states travel in the type of the products
         stages = plan.pipeline.stages_of(mesh.index(PIPELINE_AXIS))
         for stage in built:

@@ -1,4 +1,4 @@
-"""Precision of the forward pass; master weights, gradients and loss are fp32 in every precision."""
+"""Precision of the forward pass; gradients and loss are fp32 in every precision, as weights are by default."""
 
 from __future__ import annotations
 

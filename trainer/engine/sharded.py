@@ -106,7 +106,7 @@ def _fill(model: nn.Module, shards: dict[str, Tensor], device: torch.device) -> 
     for name, empty in model.named_parameters(remove_duplicate=False):
         if empty not in filled:
             assert isinstance(empty, DTensor)
-            rows = shards[name].to(device)
+            rows = shards[name].to(device, empty.dtype)
             assert rows.shape == empty.to_local().shape, f"{name} has {rows.shape[0]} rows"
             whole = DTensor.from_local(
                 rows, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
@@ -130,6 +130,7 @@ def _gather_rounded(model: nn.Module, names: set[str], dtype: torch.dtype) -> No
         group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for parameter in group.fsdp_params if group else ():
             if parameter.sharded_param in chosen:
+                parameter.sharded_param.grad_dtype = torch.float32
                 parameter.init_dtype_attrs = partial(_gathered_in, dtype, parameter, parameter.init_dtype_attrs)
                 parameter.init_unsharded_param = partial(_with_fp32_gradient, parameter, parameter.init_unsharded_param)
 
@@ -139,6 +140,7 @@ def _gathered_in(
 ) -> None:
     set_types(policy)
     parameter.param_dtype = dtype
+    parameter.orig_dtype = torch.float32  # the type of the sharded gradient, also of a weight that is stored in bf16
 
 
 def _with_fp32_gradient(parameter: Any, gather: Callable[[], None]) -> None:

@@ -135,7 +135,7 @@ _PRECISION: dict[str, Counterpart] = {
     "fp16.fp16_master_weights_and_grads": none(_MASTER_WEIGHTS, False),
     "bf16.immediate_grad_update": none("gradients are fp32", False, True),
     "bf16.check_grad_overflow": none("the run ends at a non-finite loss or norm, or skips the step", True),
-    "bf16.bf16_master_weights_and_grads": none(_MASTER_WEIGHTS, False),
+    "bf16.bf16_master_weights_and_grads": none("see weights: bf16 with compensated or random rounding", False),
     "bf16.bf16_optimizer_states": none(say.FP32_STATE, False),
     "torch_autocast.dtype": mapped("precision", None, note=say.WORD_OF_PRECISION),
     "torch_autocast.lower_precision_safe_modules": none("torch's list of operations for autocast applies", None),

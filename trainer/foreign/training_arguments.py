@@ -217,7 +217,7 @@ SCRIPTS: dict[str, Counterpart] = {
     **alike(none("set the token by HF_TOKEN or `hf auth login`", None, False), "token", "use_auth_token"),
     "use_fast_tokenizer": same(say.ALWAYS_ON, True),
     "ignore_mismatched_sizes": none("a head of another size is an error", False),
-    **alike(none("master weights are fp32; see precision", None), "torch_dtype", "dtype"),
+    **alike(none("trained weights are fp32 or bf16; see precision and weights", None), "torch_dtype", "dtype"),
     "low_cpu_mem_usage": same(say.OWN_PART, False, True),
     "dataset_name": mapped("data.name", None, note=say.HUB),
     "dataset_config_name": mapped("data.subset", None, note=say.HUB),

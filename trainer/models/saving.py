@@ -23,30 +23,30 @@ from trainer.parallel.whole import WholeTensors
 from trainer.recipe.schema import Adapter
 
 
-def save_configuration(model: nn.Module, folder: Path) -> None:
-    """Write the files, except the weights, from which transformers rebuilds the model.
+def save_configuration(model: nn.Module, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the files, except the weights, from which transformers rebuilds the model with weights of type `dtype`.
 
     Raises:
         OSError: a file cannot be written.
     """
     described: Any = model
-    _saved_config(model).save_pretrained(folder)
+    _saved_config(model, dtype).save_pretrained(folder)
     if described.can_generate():
         described.generation_config.save_pretrained(folder)
 
 
-def _saved_config(model: Any) -> Any:
+def _saved_config(model: Any, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(model.config)
     config.architectures = [transformers_class(model).__name__]
-    config.dtype = torch.float32
+    config.dtype = dtype
     return config
 
 
-def files_of_weights(model: nn.Module, adapter: Adapter | None) -> WeightFiles:
+def files_of_weights(model: nn.Module, adapter: Adapter | None, dtype: torch.dtype = torch.float32) -> WeightFiles:
     """Return the files that `save_model` writes for a whole model, perhaps on `meta`."""
     weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
-    return plan_weights(json.loads(_saved_config(model).to_json_string()), weights | buffers, adapter)[1]
+    return plan_weights(json.loads(_saved_config(model, dtype).to_json_string()), weights | buffers, adapter)[1]
 
 
 def save_model(
@@ -55,6 +55,7 @@ def save_model(
     tensors: WholeTensors,
     mesh: ParallelMesh,
     adapter: Adapter | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write a Hugging Face folder with safetensors and configuration; all ranks must call it.
 
@@ -67,6 +68,7 @@ def save_model(
         tensors: all tensors of the whole model; tied tensors appear once.
         mesh: the ranks.
         adapter: the recipe's adapter, which is merged into the weights; None without one.
+        dtype: the type of the written weights.
 
     Raises:
         TrainerError: a file cannot be written; on every rank.
@@ -75,7 +77,7 @@ def save_model(
     def begin() -> dict[str, Any]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            save_configuration(model, folder)
+            save_configuration(model, folder, dtype)
             described: dict[str, Any] = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         except OSError as error:
             raise _cannot_write(folder, error) from error
@@ -109,7 +111,7 @@ def plan_weights(
     """Return the weights of a `config.json` and their files, from the shapes of the tensors of a trained model."""
     model = described_model(described)
     merged = MergedWeights(model, shapes, adapter.alpha / adapter.rank if adapter else 1.0)
-    return merged, plan_files(model, merged.shapes)
+    return merged, plan_files(model, merged.shapes, getattr(torch, described["dtype"]))
 
 
 def writer_of(number: int, world_size: int) -> int:

@@ -75,6 +75,11 @@ def _parameter_rows(groups: tuple[ParameterGroup, ...]) -> list[str]:
     return [f"  {label:<{_LABEL_WIDTH}}{line}" for label, line in zip(labels, lines, strict=False)]
 
 
+def _weights_text(run: RunInfo) -> str:
+    weights = run.recipe.get("weights", "fp32")
+    return "" if weights == "fp32" else f", weights {weights}"
+
+
 def _state_text(run: RunInfo) -> str:
     parts = asdict(run.state_bytes).items()
     return f"{', '.join(f'{name} {format_bytes(size)}' for name, size in parts)} a rank"
@@ -108,7 +113,7 @@ def start_summary(run: RunInfo) -> list[str]:
     return [
         run.name,
         *_row("ranks", f"{ranks} on {run.device}{_launcher_text(run.launcher)}"),
-        *_row("layout", f"{run.layout}, {run.strategy}, {run.precision}"),
+        *_row("layout", f"{run.layout}, {run.strategy}, {run.precision}{_weights_text(run)}"),
         *_parameter_rows(run.parameters),
         *_row("state", _state_text(run)),
         *[line for index, text in enumerate(run.stages) for line in _row("" if index else "pipeline", text)],

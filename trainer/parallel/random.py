@@ -117,13 +117,17 @@ def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: 
         The mask from column `first_column` of the whole row on, uint8 `[..., num_columns]`. Torch's CPU kernels compare
         into uint8, and multiply by it, several times faster than with bool.
     """
+    lanes = random_lanes(keys, num_columns, first_column)
+    threshold = dropped_levels(probability) - LANE_LEVELS // 2
+    return torch.ge(lanes, threshold, out=torch.empty(lanes.shape, dtype=torch.uint8, device=keys.device))
+
+
+def random_lanes(keys: Tensor, num_columns: int, first_column: int = 0) -> Tensor:
+    """Return 16 random bits for each element of rows, as int16 `[..., num_columns]`; see `keep_mask`."""
     first_word, last_word = first_column // LANES, (first_column + num_columns + LANES - 1) // LANES
     words = derive_keys(keys, torch.arange(first_word, last_word, device=keys.device))
-    lanes = words.view(torch.int16)
-    threshold = dropped_levels(probability) - LANE_LEVELS // 2
     start = first_column - first_word * LANES
-    lanes = lanes[..., start : start + num_columns]
-    return torch.ge(lanes, threshold, out=torch.empty(lanes.shape, dtype=torch.uint8, device=keys.device))
+    return words.view(torch.int16)[..., start : start + num_columns]
 
 
 def quantised(probability: float) -> float:

@@ -1,7 +1,7 @@
 """The bytes of training state on one rank, computed by formula before a model is built.
 
-Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 3.1, in fp32. Parameters, gradients and optimizer tensors
-have 4 bytes per element. Each of the three is whole or sharded over the shard group.
+Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 3.1. Gradients have 4 bytes per element. Parameters,
+gradients and optimizer state are each whole or sharded over the shard group.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def state_bytes(
     *,
     cut_gradients: bool,
     cut_optimizer: bool,
-    optimizer_tensors: Callable[[str], int],
+    weight_bytes: Callable[[str], int],
+    optimizer_bytes: Callable[[str], int],
 ) -> StateBytes:
     """Return the bytes on the rank that holds the most.
 
@@ -45,11 +46,11 @@ def state_bytes(
         sizes: the size of each mesh axis.
         cut_gradients: whether gradients are sharded over the shard group.
         cut_optimizer: whether the optimizer state is sharded over the shard group.
-        optimizer_tensors: the number of optimizer tensors of the size of a parameter, by its name in `placements`: 2
-            for AdamW, 3 with a master copy of the sharded parameter, as in DeepSpeed.
+        weight_bytes: the bytes of an element of a parameter, by its name in `placements`.
+        optimizer_bytes: the bytes of the optimizer state for it: 8 for AdamW, 12 with a master copy, as in DeepSpeed.
     """
     trainable = [placement for placement in placements.values() if placement.trainable]
-    held = sum(placement.num_elements(sizes) for placement in placements.values())
+    held = sum(placement.num_elements(sizes) * weight_bytes(name) for name, placement in placements.items())
     whole = sum(placement.num_elements(sizes) for placement in trainable)  # the part of a tensor rank
 
     def sharded(placement: ParameterPlacement) -> int:
@@ -57,12 +58,12 @@ def state_bytes(
         return number if "dp_shard" in placement.split_axes else ceil(number / sizes["dp_shard"])
 
     optimizer = sum(
-        (sharded(placement) if cut_optimizer else placement.num_elements(sizes)) * optimizer_tensors(name)
+        (sharded(placement) if cut_optimizer else placement.num_elements(sizes)) * optimizer_bytes(name)
         for name, placement in placements.items()
         if placement.trainable
     )
     return StateBytes(
-        parameters=held * _FP32_BYTES,
+        parameters=held,
         gradients=(sum(map(sharded, trainable)) if cut_gradients else whole) * _FP32_BYTES,
-        optimizer=optimizer * _FP32_BYTES,
+        optimizer=optimizer,
     )

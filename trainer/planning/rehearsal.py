@@ -14,6 +14,7 @@ from trainer.checkpoint.files import WrittenFile, share_name
 from trainer.checkpoint.memory import KEPT
 from trainer.data.order import GlobalOrder
 from trainer.data.partition import RowChunk, partition
+from trainer.engine.bf16_weights import written_dtype
 from trainer.engine.building import planned_cuts
 from trainer.models.building import build_shapes, count_weight_reads
 from trainer.models.saving import files_of_weights, writer_of
@@ -210,7 +211,8 @@ def _state_files(plan: RunPlan, rank: int, length: int) -> StateFiles:
 def _model_files(plan: RunPlan) -> dict[str, int]:
     recipe, task = plan.recipe, planned_task(plan)
     whole = build_shapes(recipe.model, recipe.training, task.auto_class_name, task.model_options())
-    return {file.name: file.num_bytes for file in files_of_weights(whole.model, recipe.model.adapter).files}
+    files = files_of_weights(whole.model, recipe.model.adapter, written_dtype(recipe)).files
+    return {file.name: file.num_bytes for file in files}
 
 
 def lines(found: Rehearsal) -> Iterator[str]:

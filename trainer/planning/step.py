@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from trainer.engine.bf16_weights import store_in_bf16
 from trainer.engine.building import build_engine, planned_cuts
 from trainer.engine.native import NativeEngine
 from trainer.engine.zero import ZeroEngine
@@ -197,6 +198,8 @@ class _Simulation:
                 ledger.name_modules(shorten(part.model, own, longer))
                 _allocate(part.model)
                 freeze(part.model, task.unused_modules)
+                if plan.recipe.weights != "fp32":  # before hooks fix the type of the gradients
+                    store_in_bf16(part)
                 ledger.follow_gradients(part.model)
             with ledger.creating(GRADIENTS):  # the buckets of DDP
                 # Kernels that a compiler would fuse are counted one by one.
@@ -252,7 +255,7 @@ def updated_engine(
             else:  # the update alone makes the state, whatever the gradients
                 for parameter in engine.parameters.values():
                     if parameter.requires_grad:
-                        parameter.grad = torch.zeros_like(parameter)
+                        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
             yield engine, mesh

@@ -140,6 +140,8 @@ def _of_schedules() -> Iterator[Exclusion]:
     )
 
 
+_BF16_WEIGHTS = _is("weights", "bf16_compensated", "bf16_stochastic")
+
 EXCLUSIONS: tuple[Exclusion, ...] = (
     *_of_strategies(_above_one(_STAGES), lambda row: row.no_pipeline),
     Exclusion(
@@ -219,6 +221,30 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         _is(_STRATEGY, "zero3"),
         "DeepSpeed steps each group of weights apart, but the average counts the steps of all",
         "use zero2 or fsdp",
+    ),
+    Exclusion(
+        _BF16_WEIGHTS,
+        _is("precision", "fp32", "fp16"),
+        "weights are stored in the type of the matrix products",
+        "use precision bf16, or weights fp32",
+    ),
+    Exclusion(
+        _BF16_WEIGHTS,
+        _is("optimizer.name", "sgd", "muon", "adafactor", "schedule_free_adamw"),
+        "only the update of AdamW keeps small changes of such weights",
+        "use adamw, or weights fp32",
+    ),
+    Exclusion(
+        _BF16_WEIGHTS,
+        _is(_STRATEGY, *_strategies(lambda row: bool(row.zero_stage))),
+        "DeepSpeed keeps fp32 master weights, or rounds updates to the nearest bf16, which loses small ones",
+        "use fsdp, or weights fp32",
+    ),
+    Exclusion(
+        _BF16_WEIGHTS,
+        _is(_STRATEGY, "dp"),
+        "its copies on the GPUs have gradients in the type of the weights",
+        "use ddp, which runs on any number of processes",
     ),
     Exclusion(
         _is("parallel.communication.gradients", "fp16"),

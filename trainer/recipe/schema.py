@@ -1005,7 +1005,13 @@ class Recipe(Section):
     parallel: Parallel = Parallel()
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
-        description="bf16, fp16: matrix products in that type; master weights, loss, gradients and norms in fp32.",
+        description="bf16, fp16: matrix products in that type; loss, gradients, norms and by default weights in fp32.",
+    )
+    weights: Literal["fp32", "bf16_compensated", "bf16_stochastic"] = Field(
+        "fp32",
+        description="Storage of the trained weights of matrix products with `precision` bf16; others are fp32."
+        " bf16_compensated: bf16, and in the optimizer the 16 bits that rounding cuts off; bf16_stochastic: bf16 alone,"
+        " rounded at random.",
     )
     tf32: bool = Field(
         False,

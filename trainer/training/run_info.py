@@ -7,7 +7,7 @@ import itertools
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import nn
 
 from trainer.base.text import listed
 from trainer.data.split import EncodedSplit
+from trainer.engine.bf16_weights import stored_in_bf16
 from trainer.engine.whole_matrices import matrix_names
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
@@ -45,7 +46,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _own_parameter_groups(
-    models: Sequence[nn.Module], placements: Placements, mesh: ParallelMesh, bytes_per_element: int
+    models: Sequence[nn.Module], placements: Placements, mesh: ParallelMesh
 ) -> tuple[ParameterGroup, ...]:
     names = Counter(id(p) for model in models for _, p in model.named_parameters(remove_duplicate=False))
     tied = {name for model in models for name, p in model.named_parameters() if names[id(p)] > 1}
@@ -56,19 +57,27 @@ def _own_parameter_groups(
             yield "tied"
 
     sizes = {axis: mesh.size(axis) for axis in AXES}
+    weight_bytes = _weight_bytes(models)
     groups = []
     for name in get_args(Kind):
-        members = [placement for label, placement in placements.items() if name in kinds(label, placement)]
+        labels = [label for label, placement in placements.items() if name in kinds(label, placement)]
+        members = [placements[label] for label in labels]
         if members:
             groups.append(
                 ParameterGroup(
                     placement=name,
                     num_tensors=sum(not member.is_copy for member in members),
                     num_parameters=sum(int(np.prod(member.shape)) for member in members if not member.is_copy),
-                    bytes_per_rank=sum(member.num_elements(sizes) for member in members) * bytes_per_element,
+                    bytes_per_rank=sum(placements[label].num_elements(sizes) * weight_bytes(label) for label in labels),
                 )
             )
     return tuple(groups)
+
+
+def _weight_bytes(models: Iterable[nn.Module]) -> Callable[[str], int]:
+    """Return a function from the name of a parameter to the bytes of each of its elements."""
+    in_bf16 = {name for model in models for name in stored_in_bf16(model)}
+    return lambda name: 2 if name in in_bf16 else 4
 
 
 def _parameter_groups(own: tuple[ParameterGroup, ...], mesh: ParallelMesh) -> tuple[ParameterGroup, ...]:
@@ -95,6 +104,7 @@ def planned_state_bytes(
     plan: RunPlan, models: Iterable[nn.Module], placements: Placements, mesh: ParallelMesh
 ) -> StateBytes:
     """Return the bytes of the training state on the rank that holds the most, by formula. All ranks must call it."""
+    models = list(models)
     optimizer, strategy = plan.recipe.optimizer, plan.strategy
     matrices = {name for model in models for name in matrix_names(model)} if isinstance(optimizer, Muon) else set()
 
@@ -104,12 +114,19 @@ def planned_state_bytes(
         return 0 if isinstance(optimizer, Adafactor) else 1 if name in matrices else 2
 
     master_copies = int(strategy.zero_stage > 0)  # DeepSpeed keeps one beside the parameters, in fp32 too
+    weight_bytes = _weight_bytes(models)
+    has_compensation = plan.recipe.weights == "bf16_compensated"
+
+    def rest(name: str) -> int:
+        return weight_bytes(name) if has_compensation and weight_bytes(name) == 2 else 0
+
     own = state_bytes(
         placements,
         {axis: mesh.size(axis) for axis in AXES},
         cut_gradients=strategy.cuts_gradients,
         cut_optimizer=strategy.cuts_optimizer,
-        optimizer_tensors=lambda name: tensors(name) + master_copies,
+        weight_bytes=weight_bytes,
+        optimizer_bytes=lambda name: 4 * (tensors(name) + master_copies) + rest(name),
     )
     if isinstance(optimizer, Adafactor):  # whole rows and columns on every rank
         own = replace(own, optimizer=4 * sum(_factored(p.shape) for p in placements.values() if p.trainable))
@@ -259,8 +276,8 @@ def run_info(
         precision=recipe.precision,
         state_bytes=planned_state_bytes(plan, models, placements, mesh),
         parameters=_parameter_groups(
-            _own_parameter_groups(models, placements, mesh, bytes_per_element=4),
-            mesh,  # fp32 master weights
+            _own_parameter_groups(models, placements, mesh),
+            mesh,
         ),
         num_train_rows=len(train),
         num_validation_rows=None if validation is None else len(validation),

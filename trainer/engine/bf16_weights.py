@@ -1,0 +1,151 @@
+"""Weights of matrix products in bf16, without fp32 masters.
+
+Autocast reads these weights in bf16 only, so the passes are those of fp32 masters. Updates are computed in fp32, and
+most are smaller than the distance of two bf16 numbers. Either the optimizer keeps the 16 bits that rounding cuts off,
+as a compensated sum does (Kahan 1965, doi:10.1145/363707.363723), but exactly. Or updates are rounded at random, so
+that their mean is right (Gupta et al. 2015, arXiv:1502.02551). Gradients are fp32, since each layout adds them in
+another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from trainer.engine.precision import rounded_by_autocast
+from trainer.models.building import BuiltModel
+from trainer.parallel.placement import Placements
+from trainer.parallel.rounding import KeyedRounding
+from trainer.parallel.whole import local_part
+from trainer.recipe.schema import Recipe
+
+COMPENSATION = "compensation"
+"""The key of the optimizer's state under which the rest of a rounded weight is kept, in units of fp32's last bit."""
+_PIECE = 2**23  # elements that are updated at once; their fp32 copies need memory
+
+
+def store_in_bf16(built: BuiltModel) -> None:
+    """Round the trained weights of matrix products to bf16, in place; their gradients are fp32.
+
+    Tied weights, embeddings and norms compute in fp32 and stay so, on stages of a pipeline too. Frozen weights stay as
+    their checkpoint has them.
+    """
+    placements: Placements = built.placements or {}
+    tied = {name for name, placement in placements.items() if placement.stages}
+    rounded = rounded_by_autocast(built.model) - tied
+    for name, parameter in built.model.named_parameters():
+        if name in rounded and parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+            parameter.grad_dtype = torch.float32
+
+
+def stored_in_bf16(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that `store_in_bf16` rounded, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.bfloat16}
+
+
+def written_dtype(recipe: Recipe) -> torch.dtype:
+    """Return the type of the weights of the final model."""
+    return torch.float32 if recipe.weights == "fp32" else torch.bfloat16
+
+
+class RoundedAdamW(torch.optim.AdamW):
+    """AdamW with weights in bf16 and in fp32; its arithmetic is that of torch's in fp32.
+
+    In steps with the flag `found_inf`, no bit changes: numbers that did not change are rounded as before.
+
+    Args:
+        groups: parameter groups.
+        rounding: the stochastic rounding; None: weights have a compensation.
+        options: the options of AdamW.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], rounding: KeyedRounding | None, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self._rounding = rounding
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        every = self.param_groups
+        self.param_groups = [{**group, "params": [p for p in group["params"] if not _is_bf16(p)]} for group in every]
+        try:
+            loss: float | None = super().step(closure)
+        finally:
+            self.param_groups = every
+        for group in every:
+            for parameter in filter(_is_bf16, group["params"]):
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+            if self._rounding is None:
+                state[COMPENSATION] = torch.zeros_like(parameter, dtype=torch.int16)
+        assert parameter.grad is not None
+        weight, first, second = (_flat(one) for one in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]))
+        rest = None if self._rounding is not None else _flat(state[COMPENSATION])
+        gradient = local_part(parameter.grad).reshape(-1)
+        steps = state["step"]
+        for start, stop in _pieces(weight.numel()):
+            exact = torch.empty(stop - start, dtype=torch.float32, device=weight.device).copy_(weight[start:stop])
+            if rest is not None:
+                exact.view(torch.int32).add_(rest[start:stop])
+            steps = state["step"].clone()  # the update counts it up
+            adamw(
+                [exact],
+                [gradient[start:stop]],
+                [first[start:stop]],
+                [second[start:stop]],
+                [],
+                [steps],
+                fused=bool(group["fused"]),
+                foreach=False,
+                grad_scale=None,
+                found_inf=getattr(self, "found_inf", None),
+                amsgrad=False,
+                maximize=False,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+            )
+            if rest is None:
+                assert self._rounding is not None
+                weight[start:stop] = self._rounding.round_(parameter, start, exact)
+            else:
+                weight[start:stop] = exact
+                rest[start:stop] = _cut_off(exact)
+        state["step"].copy_(steps)
+
+
+def _is_bf16(parameter: nn.Parameter) -> bool:
+    return parameter.dtype == torch.bfloat16
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return local_part(tensor).view(-1)
+
+
+def _pieces(size: int) -> Iterator[tuple[int, int]]:
+    """Yield start and stop of each piece; an empty shard has an empty one, which counts the step."""
+    for start in range(0, max(size, 1), _PIECE):
+        yield start, min(start + _PIECE, size)
+
+
+def _cut_off(exact: Tensor) -> Tensor:
+    """Return the bits that rounding to bf16 takes from fp32 numbers, as a signed number of their last bit.
+
+    The rest of a number in the middle of two, if it is rounded down, would need 17 bits, and loses the last one.
+    """
+    rounded = exact.bfloat16().float().view(torch.int32)
+    return (exact.view(torch.int32) - rounded).clamp_(max=torch.iinfo(torch.int16).max).short()
