@@ -17,15 +17,19 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.base.errors import UsageError
+from trainer.models.checkpointing import not_recorded
 from trainer.models.dropout import has_site, site_of
 from trainer.parallel import fused_attention
 from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.packed import PackedTokens
 from trainer.parallel.random import LANES
+from trainer.parallel.ring_attention import BlockAttention, BlockMask, Ring, ring_attention
 from trainer.parallel.sequence import ContextCut
 
 KEYED_ATTENTION = "trainer_keyed"
+RING_ATTENTION = "trainer_ring"
+"""The same function, with masks that are computed block by block."""
 PACKED = "packed"
 """The argument of models, layers and attention with the `PackedTokens` of their hidden states."""
 
@@ -96,7 +100,7 @@ def keyed_attention(
     if variant := next((name for name in _VARIANTS if kwargs.get(name) is not None), None):
         raise UsageError(f"this model's attention uses {variant}, which has no keyed form; {REMEDY}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = _is_causal(module, is_causal)
     if fused_attention.obstacle(query.device) is None:
         inputs = _Inputs(_autocast(query), _autocast(key), _autocast(value), attention_mask, position_bias)
         obstacle = _obstacle(module, inputs)
@@ -110,6 +114,10 @@ def keyed_attention(
     probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
     dropped = site_of(module).drop(probabilities, dropout, row_keys)
     return torch.matmul(dropped, value).transpose(1, 2).contiguous(), probabilities
+
+
+def _is_causal(module: nn.Module, given: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 class _Inputs(NamedTuple):
@@ -134,10 +142,8 @@ def _autocast(tensor: Tensor) -> Tensor:
 def _obstacle(module: nn.Module, inputs: _Inputs) -> str | None:
     """Return the reason why the fused kernel does not take the arguments of a call; None if it takes them."""
     query, key, value, mask, bias = inputs
-    if query.dtype not in fused_attention.DTYPES or not query.dtype == key.dtype == value.dtype:
-        return f"the fused kernel does not compute in {query.dtype}"
-    if max(query.shape[-1], value.shape[-1]) > fused_attention.MAX_HEAD_DIM:
-        return f"heads of the fused kernel have at most {fused_attention.MAX_HEAD_DIM} dimensions"
+    if obstacle := _obstacle_of_states(query, key, value):
+        return obstacle
     for name, added in (("mask", mask), ("position bias", bias)):
         if added is not None and not _broadcasts(added, inputs.shape):
             return f"the fused kernel does not take a {name} {list(added.shape)} for scores {list(inputs.shape)}"
@@ -145,6 +151,14 @@ def _obstacle(module: nn.Module, inputs: _Inputs) -> str | None:
         return f"the first key of this rank is no multiple of {LANES}"
     if getattr(getattr(module, "config", None), "output_attentions", False):
         return "the model returns its attentions"
+    return None
+
+
+def _obstacle_of_states(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    if query.dtype not in fused_attention.DTYPES or not query.dtype == key.dtype == value.dtype:
+        return f"the fused kernel does not compute in {query.dtype}"
+    if max(query.shape[-1], value.shape[-1]) > fused_attention.MAX_HEAD_DIM:
+        return f"heads of the fused kernel have at most {fused_attention.MAX_HEAD_DIM} dimensions"
     return None
 
 
@@ -185,7 +199,8 @@ def _expanded(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 def attention_notes(model: nn.Module, device: torch.device) -> list[str]:
     """Return a note on the function that computes attention with dropout on a GPU; none for other models."""
     config = getattr(model, "config", None)
-    if device.type != "cuda" or getattr(config, "_attn_implementation", None) != KEYED_ATTENTION:
+    implementation = getattr(config, "_attn_implementation", None)
+    if device.type != "cuda" or implementation not in (KEYED_ATTENTION, RING_ATTENTION):
         return []
     obstacle = fused_attention.obstacle(device)
     if obstacle is None:
@@ -198,7 +213,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     packed: PackedTokens | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -212,7 +227,10 @@ def _attention(
     cut: ContextCut | None = getattr(module, _CUT, None)
     if cut is not None:
         query, key, value = (cut.to_heads(states) for states in (query, key, value))
-        output, _ = keyed_attention(module, query, key, value, attention_mask, **options)
+        if cut.of_heads.ring > 1:
+            output = _around_ring(cut, module, query, key, value, attention_mask, **options)
+        else:
+            output, _ = keyed_attention(module, query, key, value, attention_mask, **options)
         return cut.to_positions(output.transpose(1, 2)).transpose(1, 2), None
     if packed is None:
         return keyed_attention(module, query, key, value, attention_mask, **options)
@@ -232,6 +250,85 @@ def _attention(
     return torch.cat(outputs).unsqueeze(0), None
 
 
+def _around_ring(
+    cut: ContextCut,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Return the output `[batch, queries, heads, head_dim]` of attention to the keys of all ranks of a ring.
+
+    The arguments are those of `keyed_attention`, with blocks of positions. Evaluation computes the same blocks, without
+    dropout.
+
+    Raises:
+        UsageError: the model needs a variant of attention that has no blocks.
+    """
+    for name in ("position_bias", *_VARIANTS):
+        if kwargs.get(name) is not None:
+            raise UsageError(
+                f"this model's attention uses {name}, which has no form for a ring of ranks; set `parallel.context` to"
+                f" {cut.of_heads.heads}, which needs no ring"
+            )
+    query, key, value = map(_autocast, (query, key, value))
+    row_keys = None
+    if dropout:
+        assert has_site(module), "context ranks need keyed dropout"
+        site = site_of(module)
+        row_keys = site.keys.row_keys(site.name, query.shape)
+    fused = fused_attention.obstacle(query.device) is None
+    if fused and (obstacle := _obstacle_of_states(query, key, value)):
+        warnings.warn(f"attention around a ring runs without the fused kernel, because {obstacle}", stacklevel=2)
+        fused = False
+    mask = (
+        attention_mask
+        if attention_mask is None or isinstance(attention_mask, BlockMask)
+        else BlockMask.of(attention_mask)
+    )
+    options = BlockAttention(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        dropout,
+        mask,
+        mask is None and _is_causal(module, is_causal),
+        cut.head_part * query.shape[1],
+        fused,
+    )
+    ring = Ring(cut.group, cut.of_heads.heads, cut.block, cut.blocks)
+    # Selective recomputation would keep the scores of each block, which are products of matrices.
+    return not_recorded(ring_attention)(query, key, value, row_keys, options, ring)  # type: ignore[no-any-return]
+
+
+def _block_mask(
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **options: Any,
+) -> BlockMask | None:
+    """Return the mask of `sdpa_mask` for the same arguments, without a tensor of all queries and all keys."""
+    if attention_mask is None and local_size is None and (allow_is_causal_skip or allow_is_bidirectional_skip):
+        return None
+
+    def compute(queries: range, keys: range) -> Tensor:
+        mask: Tensor = sdpa_mask(
+            q_length=len(queries), kv_length=len(keys), q_offset=q_offset + queries.start,
+            kv_offset=kv_offset + keys.start, attention_mask=attention_mask, allow_is_causal_skip=False, **options,
+        )  # fmt: skip
+        return mask
+
+    return BlockMask(compute)
+
+
 def share_heads(module: nn.Module, cut: ContextCut) -> None:
     """Let an attention module, which has this rank's positions, compute all positions of this rank's heads."""
     setattr(module, _CUT, cut)
@@ -239,3 +336,5 @@ def share_heads(module: nn.Module, cut: ContextCut) -> None:
 
 ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, sdpa_mask)
+ALL_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _block_mask)

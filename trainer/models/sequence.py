@@ -24,10 +24,12 @@ class Stacks:
     Args:
         layers: all repeated layers of the model in order, by their names in the model.
         group: the group of the tensor axis.
-        kind: the class of the cuts.
+        kind: makes the cut of a stack for the group.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], group: Group, kind: type[SequenceCut] = SequenceCut) -> None:
+    def __init__(
+        self, layers: Mapping[str, nn.Module], group: Group, kind: Callable[[Group], SequenceCut] = SequenceCut
+    ) -> None:
         self._cuts: dict[str, SequenceCut] = {}
         self._layers = dict(layers)
         for name in layers:

@@ -9,17 +9,18 @@ parameter keeps its name in the unsharded model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import Problems, UsageError
-from trainer.models.attention import share_heads
+from trainer.models.attention import RING_ATTENTION, share_heads
 from trainer.models.dropout import move_site
 from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
 from trainer.models.families.table import family_of, layers_of
@@ -32,12 +33,11 @@ from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEm
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.low_rank import LowRank
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
-from trainer.parallel.sequence import SEQUENCE_DIM, ContextCut, SequenceCut
+from trainer.parallel.sequence import SEQUENCE_DIM, ContextCut, ContextSplit, SequenceCut
 from trainer.parallel.slicing import part_of
 from trainer.parallel.stage import Absent
 
 _INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # named arguments that are inputs
-_TENSOR, _CONTEXT = "`parallel.tensor`", "`parallel.context`"
 _HEADS_DIM = 1  # in attention probabilities `[batch, heads, queries, keys]`
 
 
@@ -62,23 +62,23 @@ def check_split(model: nn.Module, degree: int, sequence: bool = False, context: 
         context: whether the degree is that of `parallel.context`.
 
     Raises:
-        UsageError: the model is in no family, or its family has not this parallelism. The degree does not divide heads
-            or features. A pattern matches nothing, or the family does not name a matrix.
+        UsageError: the model is in no family, or its family has not this parallelism. A tensor degree does not divide
+            heads or features. A pattern matches nothing, or the family does not name a matrix.
         RecipeError: several of these hold.
     """
     family = family_of(model)
     plan = _plan_of(family, context)
     places = list(_places(model))
     problems = Problems()
-    for key in plan.heads:
-        with problems.collect():
-            _check_heads(model.config, plan, key, degree, _CONTEXT if context else _TENSOR)
     if sequence:
         with problems.collect():
             _check_sequence(model, family)
     if context:
         problems.raise_all()
         return
+    for key in plan.heads:
+        with problems.collect():
+            _check_heads(model.config, plan, key, degree)
     with problems.collect():
         _check_patterns(model, family, places)
     split_features = [(pattern, 0, blocks) for pattern, blocks in plan.columns.items()]
@@ -90,14 +90,20 @@ def check_split(model: nn.Module, degree: int, sequence: bool = False, context: 
     problems.raise_all()
 
 
-def _check_heads(config: Any, plan: TensorPlan, key: str, degree: int, name: str) -> None:
+def context_split(model: nn.Module, degree: int) -> ContextSplit:
+    """Return the split of attention over the context ranks, for a model that `check_split` takes."""
+    plan = _plan_of(family_of(model), context=True)
+    return ContextSplit.of(degree, [getattr(model.config, name) for name in plan.heads])
+
+
+def _check_heads(config: Any, plan: TensorPlan, key: str, degree: int) -> None:
     common = gcd(*(getattr(config, name) for name in plan.heads))
     fitting = [str(number) for number in range(1, common + 1) if common % number == 0]
     heads = getattr(config, key)
     if heads % degree:
         kind = "attention head" if key != "num_key_value_heads" else "key and value head"
         raise UsageError(
-            f"{name} must divide the model's {heads} {kind}{'s' * (heads > 1)}, but is {degree}; use"
+            f"`parallel.tensor` must divide the model's {heads} {kind}{'s' * (heads > 1)}, but is {degree}; use"
             f" {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
         )
 
@@ -151,7 +157,13 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False, context:
     tied = tied_names(model)
     places = list(_places(model))
     shared = [place.name for place in places if _any(plan.shared_inputs, place)]
-    stacks = _stacks(model, group, ContextCut if context else SequenceCut) if sequence or context else None
+    kind: Callable[[Group], SequenceCut] = SequenceCut
+    if context:
+        split = context_split(model, group_size(group))
+        kind = partial(ContextCut, split=split)
+        if split.ring > 1:
+            cast(Any, model.config)._attn_implementation = RING_ATTENTION
+    stacks = _stacks(model, group, kind) if sequence or context else None
     placements: Placements = {}
     replaced: set[str] = set()
     for place in places:
@@ -206,7 +218,7 @@ def _plan_of(family: ModelFamily, context: bool = False) -> TensorPlan:
     return family.tensor
 
 
-def _stacks(model: nn.Module, group: Group, kind: type[SequenceCut]) -> Stacks:
+def _stacks(model: nn.Module, group: Group, kind: Callable[[Group], SequenceCut]) -> Stacks:
     layers = {id(layer) for layer in layers_of(model).values()}
     return Stacks({name: module for name, module in model.named_modules() if id(module) in layers}, group, kind)
 
@@ -307,9 +319,10 @@ def _sum_input_gradients(module: nn.Module, group: Group, cut: SequenceCut | Non
 
 def _cut_dropout(place: _Place, plan: TensorPlan, group: Group, cut: SequenceCut | None) -> None:
     """Set the part of a dropout that works on this rank's heads, features or positions."""
+    part = cut.head_part if isinstance(cut, ContextCut) else index_in_group(group)
 
     def on_heads(site: DropoutSite) -> DropoutSite:
-        return replace(site, cut_dim=_HEADS_DIM, part=index_in_group(group))
+        return replace(site, cut_dim=_HEADS_DIM, part=part)
 
     if _any(plan.attention, place):
         move_site(place.module, on_heads)

@@ -26,7 +26,7 @@ returns its input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -138,27 +138,64 @@ def join_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
     return _apply(_JoinSequence, x, group, dim, total)
 
 
-def positions_to_heads(x: Tensor, group: Group) -> Tensor:
-    """Return all positions of this rank's heads: y_r = cat_s x_s[heads r], dx_r = cat_s dy_s[r].
+def positions_to_heads(x: Tensor, group: Group, degree: int) -> Tensor:
+    """Return more positions of this rank's heads: y_r = cat_s x_s[heads r], dx_r = cat_s dy_s[r].
+
+    Each `degree` consecutive ranks of the group exchange with each other only; r and s are their indices.
 
     Source: Jacobs et al. 2023 (arXiv:2309.14509), section 3.1.
 
     Args:
-        x: all heads of this rank's positions, `[batch, heads, positions / ranks, head_dim]`; dx has this shape.
-        group: the ranks; their number divides heads and positions.
+        x: all heads of this rank's positions, `[batch, heads, positions, head_dim]`; dx has this shape.
+        group: the ranks.
+        degree: the number of ranks that exchange; it divides the heads and the ranks.
 
     Returns:
-        y, `[batch, heads / ranks, positions, head_dim]`; dy has this shape.
+        y, `[batch, heads / degree, positions * degree, head_dim]`; dy has this shape.
     """
-    return _apply(_PositionsToHeads, x, group)
+    return x if degree == 1 else _apply(_PositionsToHeads, x, group, degree)
 
 
-def heads_to_positions(x: Tensor, group: Group) -> Tensor:
+def heads_to_positions(x: Tensor, group: Group, degree: int) -> Tensor:
     """Return all heads of this rank's positions: y_r = cat_s x_s[r], dx_r = cat_s dy_s[heads r].
 
     It is the inverse of `positions_to_heads`, with the same shapes in the other order.
     """
-    return _apply(_HeadsToPositions, x, group)
+    return x if degree == 1 else _apply(_HeadsToPositions, x, group, degree)
+
+
+def begin_shift(tensors: Sequence[Tensor], group: Group, distance: int, tag: int = 0) -> Callable[[], list[Tensor]]:
+    """Begin to send tensors to the rank `distance` further in the group, and to receive those of the rank before.
+
+    The last ranks send to the first ones, so ranks at this distance form rings. All ranks of the group must call it.
+
+    Args:
+        tensors: tensors of the same shapes and types on all ranks; they must not change before the returned call.
+        group: the ranks.
+        distance: the distance of the neighbours.
+        tag: a number that tells apart shifts that run at the same time, on gloo; NCCL keeps their order.
+
+    Returns:
+        A function that waits and returns the received tensors.
+    """
+    assert group is not None, "a ring has several ranks"
+    size, index = group_size(group), index_in_group(group)
+    sent = [tensor.contiguous() for tensor in tensors]
+    received = [torch.empty_like(tensor) for tensor in sent]
+    operations = []
+    for number, (ours, theirs) in enumerate(zip(sent, received, strict=True)):
+        for transfer, tensor, step in ((dist.isend, ours, distance), (dist.irecv, theirs, -distance)):
+            peer = dist.get_global_rank(group, (index + step) % size)
+            operations.append(dist.P2POp(transfer, tensor, peer, group, tag=tag + number))
+    works = dist.batch_isend_irecv(operations)
+
+    def wait() -> list[Tensor]:
+        for work in works:
+            work.wait()
+        sent.clear()
+        return received
+
+    return wait
 
 
 def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group, *args: int) -> Tensor:
@@ -240,26 +277,26 @@ class _JoinSequence(torch.autograd.Function):
 
 class _PositionsToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _to_heads(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
+        ctx.group, ctx.degree = group, degree
+        return _to_heads(x, group, degree)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_positions(grad, ctx.group), None
+        return _to_positions(grad, ctx.group, ctx.degree), None, None
 
 
 class _HeadsToPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _to_positions(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
+        ctx.group, ctx.degree = group, degree
+        return _to_positions(x, group, degree)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_heads(grad, ctx.group), None
+        return _to_heads(grad, ctx.group, ctx.degree), None, None
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -312,23 +349,32 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return received.narrow(dim, 0, stop - start)
 
 
-def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _to_heads(x: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
     batch, _, part, width = x.shape
-    parts = x.reshape(batch, group_size(group), -1, part, width).movedim(1, 0)
+    parts = x.reshape(batch, degree, -1, part, width).movedim(1, 0)
     return _exchange(parts, group).movedim(0, 2).flatten(2, 3)  # by the owner of the positions
 
 
-def _to_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _to_positions(x: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
     batch, heads, _, width = x.shape
-    parts = x.reshape(batch, heads, group_size(group), -1, width).movedim(2, 0)
+    parts = x.reshape(batch, heads, degree, -1, width).movedim(2, 0)
     return _exchange(parts, group).movedim(0, 1).flatten(1, 2)  # by the owner of the heads
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send part s of the first dimension to rank s, and return the parts received, in the order of the ranks."""
+    """Send part s of the first dimension to rank s of as many consecutive ranks, and return the parts received.
+
+    The parts received are in the order of the ranks. Other ranks of the group get nothing, which needs no further
+    group.
+    """
     sent = parts.contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received.view(-1), sent.view(-1), group=group)
+    degree, size = len(parts), group_size(group)
+    sizes = None
+    if degree < size:
+        first = index_in_group(group) // degree * degree
+        sizes = [sent[0].numel() if first <= rank < first + degree else 0 for rank in range(size)]
+    dist.all_to_all_single(received.view(-1), sent.view(-1), sizes, sizes, group=group)
     return received
 
 

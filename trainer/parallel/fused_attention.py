@@ -231,7 +231,7 @@ def _empty_results(
 
 
 @custom_op("trainer::keyed_attention_backward", mutates_args=())
-def _backward_of(
+def backward_of(
     output_gradient: Tensor,
     output: Tensor,
     sums: Tensor,
@@ -249,6 +249,11 @@ def _backward_of(
     offsets: Sequence[int],
     with_bias: bool,
 ) -> list[Tensor]:
+    """Return the gradients of query, key and value, and that of the bias `with_bias`.
+
+    `output` and `sums` are the results of `fused_attention`, for these keys or for more keys, these among them. In the
+    second case, the gradients are those of these keys. The other arguments are those of `fused_attention`.
+    """
     query, key, value, output_gradient = map(_with_rows, (query, key, value, output_gradient))
     gradients: list[Tensor] = _empty_gradients(
         output_gradient, output, sums, query, key, value, row_keys, mask, bias, key_tiles, query_tiles, scale,
@@ -299,7 +304,7 @@ def _backward_of(
     return gradients
 
 
-@_backward_of.register_fake
+@backward_of.register_fake
 def _empty_gradients(
     output_gradient: Tensor,
     output: Tensor,
@@ -337,7 +342,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, output_gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     with_bias = ctx.needs_input_grad[5]
-    gradients = _backward_of(output_gradient, *ctx.saved_tensors, *ctx.numbers, with_bias)
+    gradients = backward_of(output_gradient, *ctx.saved_tensors, *ctx.numbers, with_bias)
     return *gradients[:3], None, None, gradients[3] if with_bias else None, *[None] * 6
 
 

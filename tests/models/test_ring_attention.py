@@ -1,0 +1,137 @@
+"""Attention around a ring of ranks, forward and backward, against the eager function of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tests.helpers.ranks import RankPools
+from trainer.models.attention import RING_ATTENTION, keyed_attention, share_heads
+from trainer.models.dropout import key_dropout, move_site
+from trainer.parallel import ring_attention
+from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+from trainer.parallel.sequence import ContextCut, ContextSplit
+
+KEY = MicrobatchKey(2, torch.tensor([5, 3, 8]))
+BATCH, WIDTH = 3, 4
+
+
+class Attention(nn.Module):
+    is_causal = False
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int = 3
+    key_heads: int = 3
+    length: int = 23
+    mask: str | None = None  # a function of transformers' masks, or a kind of tensor
+    pads: bool = True
+    causal: bool = False
+    dropout: float = 0.3
+    dtype: torch.dtype = torch.float64
+
+    def states(self) -> list[Tensor]:
+        random = torch.Generator().manual_seed(1)
+        sizes = (self.heads, self.key_heads, self.key_heads)
+        return [
+            torch.randn(BATCH, heads, self.length, WIDTH, generator=random, dtype=torch.float64).to(self.dtype)
+            for heads in sizes
+        ]
+
+    def masked(self, make: Any) -> Any:
+        tokens = torch.ones(BATCH, self.length, dtype=torch.bool)
+        tokens[1, self.length // 2 :] = False
+        tokens[2] = False  # a row of padding
+        if self.mask in ("additive", "infinite"):
+            lowest = -torch.inf if self.mask == "infinite" else torch.finfo(self.dtype).min
+            tokens[2, 1] = True
+            return torch.zeros(BATCH, 1, 1, self.length, dtype=self.dtype).masked_fill(~tokens[:, None, None], lowest)
+        functions = {
+            "bidirectional": bidirectional_mask_function,
+            "causal": causal_mask_function,
+            "window": sliding_window_causal_mask_function(5),
+        }
+        if self.mask is None:
+            return None
+        return make(
+            batch_size=BATCH, q_length=self.length, kv_length=self.length, mask_function=functions[self.mask],
+            attention_mask=tokens if self.pads else None, allow_is_causal_skip=False,
+        )  # fmt: skip
+
+
+CASES = [
+    Case(mask="bidirectional"),
+    Case(mask="bidirectional", heads=4, key_heads=2, length=6, dropout=0.0),
+    Case(mask="causal", heads=4, key_heads=2),
+    Case(mask="window", heads=6, key_heads=1, pads=False),
+    Case(mask="additive", heads=2, key_heads=1, length=9),
+    Case(mask="infinite", heads=2, key_heads=2, length=17),
+    Case(causal=True, heads=4, key_heads=2, length=19),
+    Case(causal=True, heads=1, key_heads=1, length=1),
+    Case(heads=5, key_heads=5, length=31),
+    Case(mask="causal", heads=4, key_heads=2, dtype=torch.bfloat16),
+]
+
+
+def run(case: Case, cut: ContextCut | None) -> list[Tensor]:
+    """Return the output and the gradients of query, key and value, all positions and heads."""
+    keys, model = DropoutKeys(7), nn.ModuleDict({"attention": Attention()})
+    key_dropout(model, keys)
+    module = model["attention"]
+    module.num_key_value_groups = case.heads // case.key_heads
+    states = [tensor.requires_grad_() for tensor in case.states()]
+    with keys.use(KEY):
+        options = {"dropout": case.dropout, "scaling": 0.4, "is_causal": case.causal}
+        if cut is None:
+            mask = case.masked(sdpa_mask)
+            output, _ = keyed_attention(module, *states, mask, **options)
+        else:
+            move_site(module, lambda site: replace(site, cut_dim=1, part=cut.head_part))
+            share_heads(module, cut)
+            parts = [cut.split(tensor.transpose(1, 2).flatten(2)).unflatten(2, (-1, WIDTH)) for tensor in states]
+            parts = [part.transpose(1, 2) for part in parts]
+            mask = case.masked(ALL_MASK_ATTENTION_FUNCTIONS[RING_ATTENTION] if cut.of_heads.ring > 1 else sdpa_mask)
+            output, _ = ALL_ATTENTION_FUNCTIONS[RING_ATTENTION](module, *parts, mask, **options)
+            output = cut.join(output.flatten(2)).unflatten(2, (-1, WIDTH))
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    visible = torch.ones(BATCH, case.length, 1, 1, dtype=torch.bool)
+    if case.mask in ("bidirectional", "causal") and case.pads:
+        visible[2] = False  # its queries see no key
+    output = output * visible
+    (output * weights).sum().backward()
+    return [output.detach(), *(tensor.grad for tensor in states)]
+
+
+def differences(most_scores: int) -> list[float]:
+    """Return the largest difference of each case from one process, relative to the tolerance of its type."""
+    found = []
+    for case in CASES:
+        cut = ContextCut(dist.group.WORLD, ContextSplit.of(dist.get_world_size(), (case.heads, case.key_heads)))
+        with mock.patch.object(ring_attention, "_MOST_SCORES", most_scores):
+            ours = run(case, cut)
+        tolerance = 1e-12 if case.dtype == torch.float64 else 4 * torch.finfo(case.dtype).eps
+        pairs = zip(ours, run(case, None), strict=True)
+        found.append(max(((own - whole).abs() / (1 + whole.abs())).max().item() / tolerance for own, whole in pairs))
+    return found
+
+
+@pytest.mark.parametrize(("size", "most_scores"), [(2, 1 << 24), (3, 100), (4, 100)])
+def test_outputs_and_gradients_are_those_of_one_process(ranks: RankPools, size: int, most_scores: int):
+    """Two, three and four ranks split the heads of some cases and not of others; 100 scores make several tiles."""
+    for found in ranks(size).run(differences, most_scores):
+        assert all(difference <= 1 for difference in found), dict(zip(map(str, CASES), found, strict=True))

@@ -1,0 +1,370 @@
+"""Attention over blocks of positions that go around a ring of ranks.
+
+Each rank has the queries of its block, and keys and values of one block at a time (Liu et al. 2023, Ring Attention,
+arXiv:2310.01889). The blocks of a query's row are joined by a running maximum and sum (Milakov & Gimelshein 2018,
+arXiv:1805.02867). The backward pass computes the probabilities again; the gradients of keys and values go around behind
+them.
+
+A block is computed by the fused kernel if it runs on the device, else by operations of torch. Dropout masks are those
+of one process, drawn at the positions of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainer.parallel import fused_attention
+from trainer.parallel.communication import Group, begin_shift
+from trainer.parallel.dtypes import at_least_fp32
+from trainer.parallel.random import element_keys, keep_mask, quantised
+
+_MOST_SCORES = 1 << 24
+"""The scores of a tile of queries, unless one query has more: 64 MiB in fp32."""
+
+_GRADIENTS_TAG = 2  # of shifts of gradients, behind those of keys and values
+
+
+class BlockMask:
+    """A mask of scores that is computed for some queries and keys at a time.
+
+    Args:
+        compute: returns the mask of a range of queries and a range of keys: boolean (True: visible), or added to the
+            scores. It is broadcastable to `[batch, heads, queries, keys]`.
+    """
+
+    def __init__(self, compute: Callable[[range, range], Tensor]) -> None:
+        self.compute = compute
+        self._hidden: dict[tuple[range, range], bool] = {}
+
+    @classmethod
+    def of(cls, mask: Tensor) -> BlockMask:
+        """Return the blocks of a whole mask, broadcastable to `[batch, heads, queries, keys]`."""
+
+        def compute(queries: range, keys: range) -> Tensor:
+            part = mask[(None,) * (4 - mask.dim())]
+            part = part if part.shape[2] == 1 else part[:, :, queries.start : queries.stop]
+            return part if part.shape[3] == 1 else part[..., keys.start : keys.stop]
+
+        return cls(compute)
+
+    def hides(self, queries: range, keys: range) -> bool:
+        """Return whether no query of a block sees a key of it; the answer is kept, since layers share a mask."""
+        found = self._hidden.get((queries, keys))
+        if found is None:
+            mask = self.compute(queries, keys)
+            found = self._hidden[queries, keys] = mask.dtype == torch.bool and not bool(mask.any().item())
+        return found
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A rank's place in a ring.
+
+    Attributes:
+        group: the context ranks.
+        distance: the distance of neighbours of the ring in the group.
+        index: the index of this rank's block.
+        blocks: the positions of each block, in the order of the ring; the last ones may have none.
+    """
+
+    group: Group
+    distance: int
+    index: int
+    blocks: Sequence[range]
+
+    @property
+    def size(self) -> int:
+        return len(self.blocks)
+
+    def begin_shift(self, tensors: Sequence[Tensor], tag: int = 0) -> Callable[[], list[Tensor]]:
+        return begin_shift(tensors, self.group, self.distance, tag)
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """The options of a call of attention that its blocks share.
+
+    Attributes:
+        scale: the factor of the products of queries and keys.
+        probability: the share of the probabilities to drop, in [0, 1).
+        mask: the mask, or None.
+        is_causal: whether a query sees no key at a later position; it excludes `mask`.
+        first_head: the index of the first head in those of one process.
+        fused: whether the fused kernel computes the blocks; blocks of keys then begin at multiples of 4.
+    """
+
+    scale: float
+    probability: float
+    mask: BlockMask | None
+    is_causal: bool
+    first_head: int
+    fused: bool
+
+    def skips(self, queries: range, keys: range) -> bool:
+        """Return whether a block has nothing to compute. The kernel passes over hidden tiles itself."""
+        if not queries or not keys or (self.is_causal and keys.start >= queries.stop):
+            return True
+        return not self.fused and self.mask is not None and self.mask.hides(queries, keys)
+
+    def scores(self, query: Tensor, key: Tensor, queries: range, keys: range) -> Tensor:
+        """Return the masked scores of a tile in at least fp32, `[batch, heads, queries, keys]`."""
+        products = torch.matmul(_grouped(query, key), key.transpose(2, 3)).view(*query.shape[:3], key.shape[2])
+        scores = at_least_fp32(products * self.scale)
+        mask = None
+        if self.mask is not None:
+            mask = self.mask.compute(queries, keys)
+        elif self.is_causal and keys.stop > queries.start + 1:
+            mask = _positions(queries, key)[:, None] >= _positions(keys, key)
+        if mask is None:
+            return scores
+        if mask.dtype == torch.bool:  # see the eager function for the lowest number
+            return scores.masked_fill_(mask.logical_not(), torch.finfo(scores.dtype).min)
+        return scores + mask
+
+    def kept(self, row_keys: Tensor, heads: int, queries: range, keys: range) -> Tensor:
+        """Return the dropout mask of a tile, uint8 `[batch, heads, queries, keys]`."""
+        streams = element_keys(row_keys, (heads, len(queries)), (self.first_head, queries.start))
+        return keep_mask(streams, len(keys), self.probability, keys.start)
+
+    @property
+    def kept_scale(self) -> float:
+        return 1.0 / (1.0 - quantised(self.probability))
+
+    def forward_block(self, sums: Sums, query: Tensor, block: Block) -> None:
+        """Add a block of keys to the sums of its queries, `[batch, heads, queries, head_dim]`."""
+        if self.fused:
+            output, found = fused_attention.fused_attention(*self._arguments(query, block))
+            total = found[1].exp2()
+            sums.add(slice(None), at_least_fp32(output).transpose(1, 2) * total.unsqueeze(-1), found[0], total)
+            return
+        key, value, row_keys, queries, keys = block
+        for tile, positions in _tiles(query, key, queries):
+            scores = self.scores(query[:, :, tile], key, positions, keys)
+            largest = scores.amax(-1)
+            shares = scores.sub_(_finite(largest).unsqueeze(-1)).exp_()
+            total = shares.sum(-1)
+            if self.probability:
+                kept = self.kept(row_keys, query.shape[1], positions, keys)
+                shares = shares.mul_(kept).mul_(self.kept_scale)
+            shares = shares.to(value.dtype)
+            products = torch.matmul(_grouped(shares, value), value).view(*shares.shape[:3], value.shape[-1])
+            sums.add(tile, at_least_fp32(products), largest, total)
+
+    def backward_block(self, gradients: Sequence[Tensor], output_gradient: Tensor, results: Results, query: Tensor,
+                       block: Block) -> None:  # fmt: skip
+        """Add the gradients of a block to `gradients`, those of query, key and value in at least fp32.
+
+        The gradient of the output is `[batch, queries, heads, value_dim]`. `results` are those of all keys.
+        """
+        if self.fused:
+            sums = torch.stack([results.largest, results.total.log2()])
+            arguments = self._arguments(query, block)
+            found = fused_attention.backward_of(output_gradient, results.output, sums, *arguments, False)
+            for gradient, part in zip(gradients, found, strict=True):
+                gradient += part
+            return
+        key, value, row_keys, queries, keys = block
+        for tile, positions in _tiles(query, key, queries):
+            rows = query[:, :, tile]
+            of_output = output_gradient[:, tile].transpose(1, 2)
+            delta = at_least_fp32(of_output * results.output[:, tile].transpose(1, 2)).sum(-1)
+            scores = self.scores(rows, key, positions, keys)
+            shares = scores.sub_(_finite(results.largest[:, :, tile]).unsqueeze(-1)).exp_()
+            shares.div_(results.total[:, :, tile].unsqueeze(-1))
+            of_output = _grouped(of_output, value)
+            of_shares = at_least_fp32(torch.matmul(of_output, value.transpose(2, 3))).view(shares.shape)
+            dropped = shares
+            if self.probability:
+                kept = self.kept(row_keys, query.shape[1], positions, keys)
+                dropped = shares.mul(kept).mul_(self.kept_scale)
+                of_shares = of_shares.mul_(kept).mul_(self.kept_scale)
+            dropped = _grouped(dropped.to(value.dtype), value)
+            of_scores = (shares * of_shares.sub_(delta.unsqueeze(-1))).mul_(self.scale).to(key.dtype)
+            of_scores = _grouped(of_scores, key)
+            gradients[0][:, :, tile] += torch.matmul(of_scores, key).view(rows.shape)
+            gradients[1].add_(torch.matmul(of_scores.transpose(2, 3), _grouped(rows, key)))
+            gradients[2].add_(torch.matmul(dropped.transpose(2, 3), of_output))
+
+    def _arguments(self, query: Tensor, block: Block) -> tuple[Any, ...]:
+        """Return the arguments of the fused kernel for a block."""
+        key, value, row_keys, queries, keys = block
+        mask = None
+        if self.mask is not None:
+            mask = self.mask.compute(queries, keys)
+            mask = mask[(None,) * (4 - mask.dim())]
+            mask = mask.expand(*mask.shape[:2], len(queries), len(keys))
+        is_diagonal = self.is_causal and queries.start == keys.start
+        tiles = fused_attention.visible_tiles(mask, query, key, value) or (None, None)
+        offsets = [self.first_head, queries.start, keys.start]
+        return query, key, value, row_keys, mask, None, *tiles, self.scale, self.probability, is_diagonal, offsets
+
+
+class Block(NamedTuple):
+    """Keys and values for some queries.
+
+    Attributes:
+        key: the keys `[batch, key_value_heads, keys, head_dim]`.
+        value: the values `[batch, key_value_heads, keys, value_dim]`.
+        row_keys: the keys of the rows for the dropout mask, int64 `[batch]`.
+        queries: the positions of the queries.
+        keys: the positions of the keys.
+    """
+
+    key: Tensor
+    value: Tensor
+    row_keys: Tensor
+    queries: range
+    keys: range
+
+
+class Results(NamedTuple):
+    """The results of queries, over all keys; see `Sums`.
+
+    Attributes:
+        output: the output `[batch, queries, heads, value_dim]`; 0 for a query without a key.
+        largest: the largest score `[batch, heads, queries]`.
+        total: the sum of the exponentials, relative to the largest; 1 for a query without a key.
+    """
+
+    output: Tensor
+    largest: Tensor
+    total: Tensor
+
+
+class Sums:
+    """The sums over the keys so far, of queries `[batch, heads, queries, head_dim]`, in at least fp32.
+
+    Attributes:
+        largest: the largest score `[batch, heads, queries]`; negative infinity before the first block.
+        total: the sum of the exponentials, relative to the largest.
+        output: the sum of the values, weighted by the exponentials that dropout keeps,
+            `[batch, heads, queries, value_dim]`.
+    """
+
+    def __init__(self, query: Tensor, value: Tensor) -> None:
+        like = at_least_fp32(query.new_empty(()))
+        self.largest = like.new_full(query.shape[:3], -torch.inf)
+        self.total = like.new_zeros(query.shape[:3])
+        self.output = like.new_zeros((*query.shape[:3], value.shape[-1]))
+
+    def add(self, tile: slice, output: Tensor, largest: Tensor, total: Tensor) -> None:
+        """Add the sums of more keys for a tile of queries."""
+        before = self.largest[:, :, tile]
+        larger = torch.maximum(before, largest)
+        base = _finite(larger)
+        decay, factor = (before - base).exp_(), (largest - base).exp_()
+        self.total[:, :, tile] = self.total[:, :, tile] * decay + total * factor
+        self.output[:, :, tile] = self.output[:, :, tile] * decay.unsqueeze(-1) + output * factor.unsqueeze(-1)
+        self.largest[:, :, tile] = larger
+
+    def finish(self, dtype: torch.dtype) -> Results:
+        """Return the results, the output in a type."""
+        total = self.total.masked_fill(self.total == 0, 1.0)
+        output = (self.output / total.unsqueeze(-1)).to(dtype).transpose(1, 2).contiguous()
+        return Results(output, self.largest, total)
+
+
+def _finite(largest: Tensor) -> Tensor:
+    """Return the largest scores, with 0 for queries that see no key so far."""
+    return largest.masked_fill(largest == -torch.inf, 0.0)
+
+
+def _positions(positions: range, like: Tensor) -> Tensor:
+    return torch.arange(positions.start, positions.stop, device=like.device)
+
+
+def _grouped(x: Tensor, key: Tensor) -> Tensor:
+    """Return `x` `[batch, heads, queries, n]` as `[batch, key_value_heads, heads of each x queries, n]`."""
+    return x.reshape(x.shape[0], key.shape[1], -1, x.shape[-1])
+
+
+def _tiles(query: Tensor, key: Tensor, queries: range) -> Iterator[tuple[slice, range]]:
+    """Yield tiles of queries with at most `_MOST_SCORES` scores, and their positions."""
+    length = max(1, _MOST_SCORES // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
+    for start in range(0, len(queries), length):
+        yield slice(start, start + length), queries[start : start + length]
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, row_keys: Tensor | None, options: BlockAttention, ring: Ring
+) -> Tensor:
+    """Compute attention of this rank's queries to the keys of all ranks of a ring.
+
+    Args:
+        query: this rank's queries `[batch, heads, block, head_dim]`, with its padding.
+        key: its keys `[batch, key_value_heads, block, head_dim]`, of the type of the queries.
+        value: its values, `[batch, key_value_heads, block, value_dim]`.
+        row_keys: the keys of the rows for the dropout mask, int64 `[batch]`; None without dropout.
+        options: the options of the call.
+        ring: the place of this rank.
+
+    Returns:
+        The output `[batch, queries, heads, value_dim]`, without padding.
+    """
+    if row_keys is None:
+        row_keys = torch.zeros(query.shape[0], dtype=torch.int64, device=query.device)
+    query = query.narrow(2, 0, len(ring.blocks[ring.index]))
+    return cast(Tensor, _RingAttention.apply(query, key, value, row_keys, options, ring))  # type: ignore[no-untyped-call]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, row_keys: Tensor, options: BlockAttention, ring: Ring
+    ) -> Tensor:
+        queries = ring.blocks[ring.index]
+        with torch.autocast(query.device.type, enabled=False):
+            sums = Sums(query, value)
+            held = [key, value]
+            for step in range(ring.size):
+                receive = ring.begin_shift(held) if step < ring.size - 1 else None
+                keys = ring.blocks[(ring.index - step) % ring.size]
+                if not options.skips(queries, keys):
+                    options.forward_block(sums, query, Block(*_first(held, keys), row_keys, queries, keys))
+                held = receive() if receive else []
+            results = sums.finish(value.dtype)
+        ctx.save_for_backward(query, key, value, row_keys, *results)
+        ctx.options, ctx.ring = options, ring
+        return results.output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, row_keys, *results = ctx.saved_tensors
+        options: BlockAttention = ctx.options
+        ring: Ring = ctx.ring
+        queries = ring.blocks[ring.index]
+        of_query = torch.zeros_like(at_least_fp32(query))
+        own: list[Tensor] = []
+        held, receive_gradients = [key, value], None
+        for step in range(ring.size):
+            receive = ring.begin_shift(held) if step < ring.size - 1 else None
+            keys = ring.blocks[(ring.index - step) % ring.size]
+            added = [torch.zeros_like(tensor, dtype=of_query.dtype) for tensor in held]
+            if not options.skips(queries, keys):
+                gradients = (of_query, *_first(added, keys))
+                block = Block(*_first(held, keys), row_keys, queries, keys)
+                options.backward_block(gradients, output_gradient, Results(*results), query, block)
+            if receive_gradients:  # of this block, from its previous holder
+                added = [ours.add_(theirs) for ours, theirs in zip(added, receive_gradients(), strict=True)]
+            if step == 0:
+                own = added
+            else:
+                receive_gradients = ring.begin_shift(added, _GRADIENTS_TAG)
+            held = receive() if receive else []
+        if receive_gradients:
+            own = [ours.add_(theirs) for ours, theirs in zip(own, receive_gradients(), strict=True)]
+        of_key, of_value = own
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
+
+
+def _first(tensors: Sequence[Tensor], positions: range) -> tuple[Tensor, Tensor]:
+    """Return keys and values without the padding of their block."""
+    key, value = (tensor.narrow(2, 0, len(positions)) for tensor in tensors)
+    return key, value
