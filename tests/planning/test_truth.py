@@ -61,6 +61,11 @@ TWO: dict[str, dict[str, Any]] = {
     "tensor": {"parallel": {"strategy": "ddp", "tensor": 2}},
     "tensor sequence": {"parallel": {"strategy": "ddp", "tensor": 2, "sequence": True}},
     "context": {"parallel": {"strategy": "ddp", "context": 2}},
+    "context ring": {
+        "parallel": {"strategy": "ddp", "context": 2},
+        "task": TINY_TASKS["causal_lm"].keys,
+        "model": {"config": {**TINY_DECODERS["llama"], "num_key_value_heads": 1}, "tokenizer": "none"},
+    },
     "pipeline": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}},
     "fsdp muon": {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "muon", "learning_rate": 0.1}},
     "pipeline bf16": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}, "precision": "bf16"},
@@ -74,7 +79,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "zero3 offload": {"parallel": {"strategy": "zero3", "offload": "parameters", **SMALL_BUCKETS}},
 }
 NIGHTLY = frozenset((
-    "one microbatch", "sgd", "adafactor", "schedule-free", "torch dropout", "masked_lm", "packed documents",
+    "one microbatch", "sgd", "adafactor", "schedule-free", "torch dropout", "masked_lm", "packed documents", "context",
     "question_answering", "multiple_choice", "fsdp whole", "tensor", "fsdp muon", "pipeline bf16", "pipeline gpipe",
     "zero2 offload",
 ))  # fmt: skip

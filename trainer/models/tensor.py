@@ -23,7 +23,7 @@ from trainer.base.errors import Problems, UsageError
 from trainer.models.attention import RING_ATTENTION, share_heads
 from trainer.models.dropout import move_site
 from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
-from trainer.models.families.table import family_of, layers_of
+from trainer.models.families.table import FAMILIES, family_of, layers_of
 from trainer.models.names import tied_names
 from trainer.models.sequence import HIDDEN_STATES, Stacks, change_inputs, cut_rotations
 from trainer.models.within import run_within
@@ -90,10 +90,18 @@ def check_split(model: nn.Module, degree: int, sequence: bool = False, context: 
     problems.raise_all()
 
 
-def context_split(model: nn.Module, degree: int) -> ContextSplit:
-    """Return the split of attention over the context ranks, for a model that `check_split` takes."""
-    plan = _plan_of(family_of(model), context=True)
-    return ContextSplit.of(degree, [getattr(model.config, name) for name in plan.heads])
+def context_split(config: Any, degree: int) -> ContextSplit | None:
+    """Return the split of attention over the context ranks; None if the family has no context parallelism."""
+    family = FAMILIES.get(config.model_type)
+    if family is None or family.tensor is None or not family.tensor.context_parallel:
+        return None
+    return ContextSplit.of(degree, [getattr(config, name) for name in family.tensor.heads])
+
+
+def context_notes(config: Any, degree: int) -> list[str]:
+    """Return a note on the split of attention over the context ranks; none for one rank."""
+    split = context_split(config, degree) if degree > 1 else None
+    return [] if split is None else [f"context {degree}: {split}"]
 
 
 def _check_heads(config: Any, plan: TensorPlan, key: str, degree: int) -> None:
@@ -159,7 +167,8 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False, context:
     shared = [place.name for place in places if _any(plan.shared_inputs, place)]
     kind: Callable[[Group], SequenceCut] = SequenceCut
     if context:
-        split = context_split(model, group_size(group))
+        split = context_split(model.config, group_size(group))
+        assert split is not None, "the check refuses other families"
         kind = partial(ContextCut, split=split)
         if split.ring > 1:
             cast(Any, model.config)._attn_implementation = RING_ATTENTION

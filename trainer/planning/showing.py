@@ -10,6 +10,8 @@ from typing import Any
 from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
 from trainer.engine.timeline import as_svg, as_text
+from trainer.models.building import load_config
+from trainer.models.tensor import context_notes
 from trainer.planning.ledger import COMPONENTS
 from trainer.planning.recipe_plan import (
     HOST_RESERVED,
@@ -34,6 +36,9 @@ def lines(made: RecipePlan, changes: Sequence[Change] | None) -> Iterator[str]:
     """
     plan = made.plan
     yield f"layout    {plan.layout}"
+    if plan.layout.context:
+        (split,) = context_notes(load_config(plan.recipe.model, {}), plan.layout.tp)
+        yield f"attention {split}"
     yield f"batch     {plan.batch}, {made.length:,} tokens a text"
     yield f"strategy  {plan.strategy.name}: {plan.strategy.summary}"
     if plan.pipeline is not None:

@@ -120,6 +120,10 @@ def _times(counts: Mapping[str, int], factor: int) -> Counter[str]:
 def _received_bytes(found: Found) -> int:
     """Return the bytes of the tensors that a stage gets for one microbatch from the stage before it."""
     return max(
-        (t.num_bytes // t.calls for c, t in found.totals.traffic.items() if "recv" in c.operation and t.calls),
+        (
+            t.num_bytes // t.calls
+            for c, t in found.totals.traffic.items()
+            if "recv" in c.operation and t.calls and found.axes.get(c.group) != "tp"  # that is a ring
+        ),
         default=0,
     )

@@ -189,10 +189,10 @@ SUMS, SHARDS, TENSOR, STAGES = "sums", "shards", "tensor", "stages"
 
 def waiting_kind(operation: str, axis: str) -> str:
     """Return the kind of a collective: between stages, of tensor ranks, a sum, or of shards of parameters."""
-    if operation in POINT_TO_POINT:
-        return STAGES
     if axis == "tp":
         return TENSOR
+    if operation in POINT_TO_POINT:
+        return STAGES
     return SUMS if "allreduce" in operation else SHARDS
 
 
@@ -262,7 +262,8 @@ class _Estimate:
         """Return the seconds of collectives during which no device computes.
 
         DDP sums the buckets of gradients during the last backward pass. FSDP gathers a layer and scatters gradients
-        during the computation of its neighbours. All other collectives are waited for.
+        during the computation of its neighbours. All other collectives are waited for, those around a ring too. There,
+        a rank sends and receives at the same time, so only sending counts.
         """
         strategy = self._plan.strategy
         share = 1.0 if strategy.cuts_parameters else 1 / self._plan.batch.num_microbatches
@@ -275,7 +276,7 @@ class _Estimate:
                 step,
                 lambda operation, axis, own, phase=phase: (  # type: ignore[misc]
                     own == phase
-                    and operation not in POINT_TO_POINT
+                    and (operation not in POINT_TO_POINT or (operation == "send" and axis == "tp"))
                     and (axis not in _DATA_AXES or phase == OPTIMIZER_STEP)
                 ),
             )
@@ -305,7 +306,10 @@ class _Estimate:
             seconds[FULL_FORWARD].append(forward / number)
             seconds[FULL_BACKWARD].append(backward / number)
         sent, calls = zip(
-            *(self._communication(step, lambda operation, *_: operation in POINT_TO_POINT) for step in self._steps),
+            *(
+                self._communication(step, lambda operation, axis, _: operation in POINT_TO_POINT and axis != "tp")
+                for step in self._steps
+            ),
             strict=True,
         )
         send = sum(sent) / max(1, sum(calls))

@@ -25,7 +25,7 @@ from trainer.models.building import build_on_meta, check_weights, load_config
 from trainer.models.families.table import FAMILIES
 from trainer.models.packing import check_packing
 from trainer.models.stages import split_stages, stage_sizes
-from trainer.models.tensor import check_split
+from trainer.models.tensor import check_split, context_notes
 from trainer.models.tokenizer import load_tokenizer
 from trainer.observe.observer import Observer
 from trainer.recipe.drawing import StageContents
@@ -89,6 +89,7 @@ def check_parts(plan: RunPlan) -> Checked:
     if hand.has_model:
         with problems.collect():
             stages = check_model(plan, data.task.model_options() if data else None, problems)
+            notes += context_notes(load_config(recipe.model, {}), recipe.parallel.context)
     if hand.has_teacher:
         own = data.preparation if data is not None and hand.has_model and hand.has_tokenizer else None
         with problems.collect():

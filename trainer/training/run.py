@@ -14,6 +14,7 @@ from trainer.checkpoint.owner import FolderOwner
 from trainer.checkpoint.progress import Progress
 from trainer.models.attention import attention_notes
 from trainer.models.compiled import compilations, compile_cache
+from trainer.models.tensor import context_notes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
 from trainer.observe.records import Compilation, EndRecord
@@ -149,6 +150,7 @@ def _train(
         *_passed_stop(recipe, saver.progress.step),
         *_other_rows(saver.progress, validation),
         *forecast.notes(),
+        *context_notes(parts.models[0].config, recipe.parallel.context),
         *attention_notes(parts.models[0], device),
         *([f"layers are compiled after the first microbatch; the code is kept in {compile_cache()}"] * recipe.compile),
     ]
