@@ -28,6 +28,7 @@ from trainer.models.families.table import layers_of
 from trainer.parallel import fused_attention
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.random import element_keys, keep_mask
+from trainer.parallel.ring_attention import Block, BlockAttention, BlockMask, Sums
 from trainer.planning.work import FLOPS
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the lowest score, scaled
@@ -270,6 +271,49 @@ def test_what_the_kernel_does_not_take_is_named(what: str):
     with keys.use(KEY), pytest.warns(UserWarning, match=f"stores its probabilities, because .*{message}"):
         _, probabilities = keyed_attention(module, query, key, value, None, dropout=0.3)
     assert probabilities is not None
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "grouped heads of a tensor rank", "padding", "infinite mask", "bf16, size 80"]
+)
+def test_blocks_of_a_ring_are_the_whole_sequence(name: str):
+    """Two blocks of queries see two blocks of keys each; torch's operations compute the same blocks."""
+    case = replace(CASES[name], lengths=(20, 20))
+    tensors, mask = case.tensors(), case.masked()
+    keys, module = keyed_module()
+    move_site(module, lambda site: replace(site, cut_dim=1, part=case.part))
+    with eager():
+        exact = call(case, [tensor.double() for tensor in tensors], mask)
+        own = call(case, tensors, mask)
+    with keys.use(KEY):
+        row_keys = site_of(module).keys.row_keys(site_of(module).name, tensors[0].shape)
+    weights = torch.linspace(-1, 1, own[0].numel()).to(case.dtype).view_as(own[0])
+    blocks = (range(12), range(12, 20))
+    for is_fused in (True, False):
+        block_mask = None if mask is None else BlockMask.of(mask)
+        options = BlockAttention(0.4, case.dropout, block_mask, case.causal, case.part * case.heads[0], is_fused)
+        gradients = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
+        outputs = []
+        for queries in blocks:
+            query = tensors[0][:, :, queries.start : queries.stop]
+            seen = []
+            for positions in blocks:
+                key, value = (tensor[:, :, positions.start : positions.stop] for tensor in tensors[1:])
+                if not options.skips(queries, positions):
+                    seen.append(Block(key, value, row_keys, queries, positions))
+            sums = Sums(query, tensors[2])
+            for block in seen:
+                options.forward_block(sums, query, block)
+            results = sums.finish(case.dtype)
+            outputs.append(results.output)
+            for block in seen:
+                of_block = [gradients[0][:, :, queries.start : queries.stop]]
+                of_block += [gradient[:, :, block.keys.start : block.keys.stop] for gradient in gradients[1:]]
+                options.backward_block(of_block, weights[:, queries.start : queries.stop], results, query, block)
+        for result, reference, rounded in zip([torch.cat(outputs, 1), *gradients], exact, own, strict=True):
+            size = reference.abs().max()
+            error, eager_error = ((x.double() - reference).abs().max() / size for x in (result, rounded))
+            assert error < max(4e-6, 3 * eager_error), (is_fused, error, eager_error)
 
 
 def test_a_batch_without_rows():

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     bidirectional_mask_function,
@@ -19,9 +21,11 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests.helpers.families import VOCABULARY, build
 from tests.helpers.ranks import RankPools
 from trainer.models.attention import RING_ATTENTION, keyed_attention, share_heads
 from trainer.models.dropout import key_dropout, move_site
+from trainer.models.tensor import split_model
 from trainer.parallel import ring_attention
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.sequence import ContextCut, ContextSplit
@@ -135,3 +139,42 @@ def test_outputs_and_gradients_are_those_of_one_process(ranks: RankPools, size: 
     """Two, three and four ranks split the heads of some cases and not of others; 100 scores make several tiles."""
     for found in ranks(size).run(differences, most_scores):
         assert all(difference <= 1 for difference in found), dict(zip(map(str, CASES), found, strict=True))
+
+
+class Largest(TorchDispatchMode):
+    """Records the elements of the largest tensor that an operation makes."""
+
+    found = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        sizes = [
+            leaf.untyped_storage().nbytes() // leaf.element_size()
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, Tensor)
+        ]
+        self.found = max(self.found, *sizes, 0)
+        return result
+
+
+def largest_tensor(length: int, is_cut: bool) -> int:
+    """Return the elements of the largest tensor of a step of a causal model with padding and dropout."""
+    keys = DropoutKeys(7)
+    model = build("gpt2", "AutoModelForSequenceClassification", 0.1, keys)
+    model.get_submodule("transformer.wpe").weight = nn.Parameter(torch.randn(length, 32))
+    model.config.max_position_embeddings = length
+    if is_cut:
+        split_model(model, dist.group.WORLD, context=True)
+    ids = torch.randint(5, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[:, -3:] = 0
+    with Largest() as largest, keys.use(MicrobatchKey(0, torch.tensor([0]))):
+        model(input_ids=ids, attention_mask=mask).logits.square().sum().backward()
+    return largest.found
+
+
+def test_no_tensor_has_all_queries_and_keys(ranks: RankPools):
+    """Three ranks do not divide the four heads, so the scores of a block are a ninth of four heads."""
+    length = 768
+    assert largest_tensor(length, False) >= 4 * length**2, "one process stores the scores"
+    assert all(found <= 4 * (length // 3) ** 2 for found in ranks(3).run(largest_tensor, length, True))

@@ -68,8 +68,8 @@ def copy_and_scatter(x: Tensor, group: Any) -> Tensor:
 def heads_exchanged(x: Tensor, group: Any) -> Tensor:
     """Positions attend to all others: each rank computes one head, and none does so in the gradient of another."""
     heads = torch.stack([x * (head + 1) for head in range(group_size(group))], 1)  # [batch, heads, positions, width]
-    part = positions_to_heads(split_sequence(heads, group, 2), group)
-    mixed = heads_to_positions(part.cumsum(2).sin(), group)
+    part = positions_to_heads(split_sequence(heads, group, 2), group, group_size(group))
+    mixed = heads_to_positions(part.cumsum(2).sin(), group, group_size(group))
     return join_sequence(mixed.sum(1), group, 1, x.shape[1])
 
 

@@ -141,7 +141,9 @@ class BlockAttention:
         if self.fused:
             output, found = fused_attention.fused_attention(*self._arguments(query, block))
             total = found[1].exp2()
-            sums.add(slice(None), at_least_fp32(output).transpose(1, 2) * total.unsqueeze(-1), found[0], total)
+            weighted = at_least_fp32(output).transpose(1, 2) * total.unsqueeze(-1)
+            # The kernel divides by 0 for a query if an added mask hides all keys of the block.
+            sums.add(slice(None), weighted.masked_fill(total.unsqueeze(-1) == 0, 0.0), found[0], total)
             return
         key, value, row_keys, queries, keys = block
         for tile, positions in _tiles(query, key, queries):
@@ -173,7 +175,7 @@ class BlockAttention:
         for tile, positions in _tiles(query, key, queries):
             rows = query[:, :, tile]
             of_output = output_gradient[:, tile].transpose(1, 2)
-            delta = at_least_fp32(of_output * results.output[:, tile].transpose(1, 2)).sum(-1)
+            delta = (at_least_fp32(of_output) * results.output[:, tile].transpose(1, 2)).sum(-1)
             scores = self.scores(rows, key, positions, keys)
             shares = scores.sub_(_finite(results.largest[:, :, tile]).unsqueeze(-1)).exp_()
             shares.div_(results.total[:, :, tile].unsqueeze(-1))
