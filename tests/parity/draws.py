@@ -15,6 +15,7 @@ from tests.helpers.families import CONFIGS, SHIPPED, VARIANTS, has_head
 from tests.helpers.tiny_run import WORDS
 from tests.helpers.training import RANK_STRATEGIES, TINY_BERT, TINY_RESNET
 from tests.parity.test_deepspeed_keys import ZERO_VALUES, strategies_of
+from trainer.models.families.table import FAMILIES
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.strategies import STRATEGIES
 
@@ -41,6 +42,9 @@ HEADS = {
     "image_classification": "AutoModelForImageClassification",
 }
 TASKS = (*HEADS, "embedding")
+FIRST_WITH_CONTEXT = 500
+"""The first number of a case with context ranks; cases before it are those of the documentation."""
+
 DATA = ("uneven", "one_token", "equal", "seven_rows", "one_class")
 DATA_OF = {"sequence_regression": (*DATA, "huge"), "image_classification": ("uneven", "seven_rows", "one_class")}
 
@@ -89,6 +93,7 @@ class Drawn:
             found += [f"ranks {part.num_ranks}", f"strategy {parallel['strategy']}"]
             found += [f"tensor {parallel['tensor']}"] * (parallel["tensor"] > 1)
             found += ["sequence"] * bool(parallel.get("sequence"))
+            found += [f"context {parallel['context']}"] * (parallel.get("context", 1) > 1)
             found += [f"schedule {pipeline['schedule']}"] if pipeline else []
             found += ["offload"] * (parallel.get("offload", "none") != "none")
             found += ["DeepSpeed keys"] * bool(parallel.get("deepspeed"))
@@ -164,6 +169,10 @@ def draw(seed: int, number: int, attempt: int) -> Drawn:
     number_of_parts = random.choice((1, 2, 2, 3))
     stops = sorted(random.sample(range(1, steps), min(number_of_parts, steps) - 1))
     parts = tuple(_part(random, batch, stop, family, task) for stop in (*stops, None))
+    known = FAMILIES.get(family)
+    if number >= FIRST_WITH_CONTEXT and known and known.tensor and known.tensor.context_parallel:
+        for part in parts:
+            _replace_tensor_ranks(random, part.sections["parallel"])
     return Drawn(recipe, data, num_rows, special, parts, family)
 
 
@@ -351,6 +360,12 @@ def _part(random: Random, batch: int, stop: int | None, family: str, task: dict[
         "checkpoint": {"asynchronous": random.random() < 0.5},
     }
     return Part(ranks, stop, sections)
+
+
+def _replace_tensor_ranks(random: Random, parallel: dict[str, Any]) -> None:
+    """Make context ranks of tensor ranks, for every second layout that has them."""
+    if parallel["tensor"] > 1 and random.random() < 0.5:
+        parallel |= {"tensor": 1, "sequence": False, "context": parallel["tensor"]}
 
 
 def _degree(random: Random, ranks: int, degrees: tuple[int, ...]) -> int:

@@ -499,7 +499,7 @@ _MODELS = [
         "heads_share_a_mask",
         "Heads of all tensor ranks draw the dropout masks of the first rank's heads.",
         "models/tensor.py",
-        "return replace(site, cut_dim=_HEADS_DIM, part=index_in_group(group))",
+        "return replace(site, cut_dim=_HEADS_DIM, part=part)",
         "return replace(site, cut_dim=_HEADS_DIM, part=0)",
         ("models/test_tensor.py::test_dropout_masks_are_parts_of_those_of_one_process[bert]",),
     ),
