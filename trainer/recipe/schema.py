@@ -700,8 +700,9 @@ class Parallel(Section):
     )
     context: Annotated[int, Field(ge=1)] = Field(
         1,
-        description="Context-parallel degree (as in DeepSpeed-Ulysses): ranks that shard the positions of the same rows"
-        " in all layers, and exchange heads for attention; for long sequences.",
+        description="Context-parallel degree: ranks that shard the positions of the same rows in all layers; for long"
+        " sequences. For attention they share heads (DeepSpeed-Ulysses), and pass keys and values around rings (Ring"
+        " Attention) where heads do not suffice.",
     )
     pipeline: Pipeline = Field(
         Pipeline(),
