@@ -373,6 +373,22 @@ _PARALLEL = [
         ("parallel/test_random.py",),
     ),
     Defect(
+        "ring_draws_one_block",
+        "A rank of a ring drops by the mask of the first block of keys, whichever block it holds.",
+        "parallel/ring_attention.py",
+        "len(keys), self.probability, keys.start)",
+        "len(keys), self.probability)",
+        ("models/test_ring_attention.py",),
+    ),
+    Defect(
+        "ring_gradient_leaves_late",
+        "The gradients of keys and values end at the rank that held them last.",
+        "parallel/ring_attention.py",
+        "            own = [ours.add_(theirs) for ours, theirs in zip(own, receive_gradients(), strict=True)]",
+        "            receive_gradients()",
+        ("models/test_ring_attention.py",),
+    ),
+    Defect(
         "dropout_keyed_by_place",
         "Dropout is keyed by the place in the microbatch instead of by the row.",
         "parallel/dropout.py",

@@ -99,7 +99,7 @@ def keyed_attention(
         return output
     if variant := next((name for name in _VARIANTS if kwargs.get(name) is not None), None):
         raise UsageError(f"this model's attention uses {variant}, which has no keyed form; {REMEDY}")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = _scale(query, scaling)
     causal = _is_causal(module, is_causal)
     if fused_attention.obstacle(query.device) is None:
         inputs = _Inputs(_autocast(query), _autocast(key), _autocast(value), attention_mask, position_bias)
@@ -114,6 +114,10 @@ def keyed_attention(
     probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
     dropped = site_of(module).drop(probabilities, dropout, row_keys)
     return torch.matmul(dropped, value).transpose(1, 2).contiguous(), probabilities
+
+
+def _scale(query: Tensor, given: float | None) -> float:
+    return float(query.shape[-1] ** -0.5) if given is None else given
 
 
 def _is_causal(module: nn.Module, given: bool | None) -> bool:
@@ -292,7 +296,7 @@ def _around_ring(
         else BlockMask.of(attention_mask)
     )
     options = BlockAttention(
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        _scale(query, scaling),
         dropout,
         mask,
         mask is None and _is_causal(module, is_causal),
