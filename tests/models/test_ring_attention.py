@@ -134,7 +134,9 @@ def differences(most_scores: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("size", "most_scores"), [(2, 1 << 24), (3, 100), (4, 100)])
+@pytest.mark.parametrize(
+    ("size", "most_scores"), [pytest.param(2, 100, marks=pytest.mark.nightly), (3, 100), (4, 1 << 24)]
+)
 def test_outputs_and_gradients_are_those_of_one_process(ranks: RankPools, size: int, most_scores: int):
     """Two, three and four ranks split the heads of some cases and not of others; 100 scores make several tiles."""
     for found in ranks(size).run(differences, most_scores):

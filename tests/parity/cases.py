@@ -218,16 +218,14 @@ def context_matrix() -> Iterator[Case]:
             yield case(strategy, 4, accumulates=True)
     yield case("ddp", 2, accumulates=True, checkpointing="selective")
     yield case("ddp", 4, 4, task="masked_lm", precision="bf16")
-    yield case("fsdp", 4, precision="fp16", checkpointing="full", dropout=0.0)
     yield case("zero2", 2, precision="bf16", checkpointing="full")
-    yield case("ddp", 4, stages=2, num_layers=4, task="masked_lm")
     yield case("fsdp", 8, stages=2, num_layers=4, schedule="interleaved_1f1b", checkpointing="full")
     # Three ranks do not divide the four heads, and four do not divide the two key and value heads of a Llama.
     yield case("ddp", 3, 3, task="masked_lm", accumulates=True, checkpointing="selective")
     yield case("ddp", 3, 3, model_type="modernbert", dropout=0.0)  # with a sliding window
     yield case("ddp", 4, 4, model_type="llama", dropout=0.0, precision="bf16", checkpointing="full")
-    yield case("fsdp", 6, 3, precision="fp16")
-    yield case("ddp", 6, 3, stages=2, num_layers=4)
+    yield case("fsdp", 6, 3, precision="fp16", checkpointing="full")
+    yield case("ddp", 6, 3, stages=2, num_layers=4, task="masked_lm")
     for model_type in (*TEXT_FAMILIES, "vit"):
         if FAMILIES[model_type].tensor.context_parallel and model_type != "bert":
             yield case("ddp", 2, model_type=model_type, dropout=0.1 if model_type in DROPOUT_FAMILIES else 0.0)
