@@ -25,7 +25,7 @@ from trainer.engine.sharded import shard
 from trainer.models.building import BuiltModel
 from trainer.models.stages import StagePart
 from trainer.parallel.dropout import MicrobatchKey
-from trainer.parallel.gradients import TiedGradients, round_gradients_, sum_gradients_
+from trainer.parallel.gradients import OverlappedSums, TiedGradients, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, text_rows
 from trainer.parallel.pipeline import BusyClock, LocalStage, PipelineDriver, Shapes
@@ -247,10 +247,14 @@ class PipelinedSchedule:
         forward: the stages.
         mesh: the ranks.
         plan: the plan of the run, with the number of passes and of microbatches in each pass.
+        sums: the sums of gradients over the data-parallel ranks; None if there is nothing to sum, or torch does.
     """
 
-    def __init__(self, forward: PipelinedForward, mesh: ParallelMesh, plan: RunPlan) -> None:
+    def __init__(
+        self, forward: PipelinedForward, mesh: ParallelMesh, plan: RunPlan, sums: OverlappedSums | None
+    ) -> None:
         self._forward = forward
+        self._sums = sums
         self._mesh = mesh
         self._batch = plan.batch
         self._clock = BusyClock(mesh.device)
@@ -263,6 +267,8 @@ class PipelinedSchedule:
             self._forward.busy.reset()
         self._num_runs += 1
         total: Tensor = self._clock.run(lambda: self._passes(microbatches, denominator, scale))
+        if self._sums is not None:
+            self._sums.finish()  # before anything else changes a gradient
         return self._mesh.sum_(total, PIPELINE_AXIS)
 
     def idle_share(self) -> float | None:
@@ -305,15 +311,15 @@ def build_pipelined(
         assert not placements.keys() & placed.keys(), "two stages of a rank have parameters of one name"
         placements |= placed
     forward = PipelinedForward(built, task, mesh, plan)
-    schedule = PipelinedSchedule(forward, mesh, plan)
     tied = _tied_gradients(built, placements, mesh, plan)
-    data_group = mesh.group("dp") if not cuts else None
     parameters = [parameter for model in models for parameter in model.parameters()]
+    sums: OverlappedSums | None = None
+    if not cuts and (data_group := mesh.group("dp")) is not None:
+        sums = OverlappedSums(parameters, data_group, plan.batch.num_microbatches, sent_in)
+    schedule = PipelinedSchedule(forward, mesh, plan, sums)
 
     def complete() -> None:
-        if data_group is not None:
-            sum_gradients_(parameters, data_group, sent_in)
-        elif sent_in is not None and not cuts:
+        if sums is None and sent_in is not None and not cuts:
             round_gradients_(parameters, sent_in)
         tied.sum_()
 

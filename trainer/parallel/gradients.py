@@ -1,8 +1,10 @@
-"""Sums of gradients over ranks, after a backward pass in which no library does it."""
+"""Sums of gradients over ranks, where no library does it."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,28 +14,79 @@ from trainer.parallel.communication import Group
 from trainer.parallel.whole import local_part
 
 _BUCKET_BYTES = 25 * 2**20
+_MOST_SENDING = 2  # buckets on the way at once; each is a copy of its gradients
 
 
-@torch.no_grad()
-def sum_gradients_(parameters: Iterable[nn.Parameter], group: Group, sent_in: torch.dtype | None = None) -> None:
-    """Sum the gradients over the ranks of `group`, in place, one bucket at a time.
+class OverlappedSums:
+    """Sums of gradients over ranks, begun during the last backward pass of a step, one bucket after the other.
 
-    The same parameters must have gradients on all ranks. They are sent in the type `sent_in`; None: in their own.
+    A bucket is sent once all of its gradients have their last addend. The rest is sent at the end of the step: buckets
+    of an unused parameter, or of a schedule that computes gradients of weights apart from autograd's accumulation.
+
+    Args:
+        parameters: the parameters, in the order of the forward pass. The same ones get gradients on all ranks.
+        group: the ranks.
+        num_passes: the backward passes of a step.
+        sent_in: the type in which gradients are sent; None: their own.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    for bucket in _buckets(gradients):
-        change_as_one_(bucket, lambda flat: dist.all_reduce(flat, group=group), sent_in)
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: Group, num_passes: int, sent_in: torch.dtype | None = None
+    ) -> None:
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        self._buckets = list(_buckets(trainable[::-1]))
+        self._group, self._num_passes, self._sent_in = group, num_passes, sent_in
+        self._missing = [len(bucket) * num_passes for bucket in self._buckets]
+        self._num_begun = 0
+        self._sending: deque[tuple[Callable[[], object], Sequence[Tensor], Tensor]] = deque()
+        for index, bucket in enumerate(self._buckets):
+            for parameter in bucket:
+                hook = partial(self._count, index)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _count(self, index: int, _: Tensor) -> None:
+        self._missing[index] -= 1
+        while self._num_begun < len(self._buckets) and not self._missing[self._num_begun]:
+            self._begin()  # in the order of the list, which is the same on all ranks
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        bucket = self._buckets[self._num_begun]
+        self._num_begun += 1
+        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+        if not gradients:
+            return
+        flat = torch.cat([gradient.reshape(-1).to(self._sent_in or gradient.dtype) for gradient in gradients])
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self._sending.append((work.wait, gradients, flat))
+        if len(self._sending) > _MOST_SENDING:
+            self._end()
+
+    def _end(self) -> None:
+        wait, gradients, flat = self._sending.popleft()
+        wait()
+        _copy_parts_(gradients, flat)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Send the buckets that are left, and wait for all."""
+        while self._num_begun < len(self._buckets):
+            self._begin()
+        while self._sending:
+            self._end()
+        self._num_begun = 0
+        self._missing = [len(bucket) * self._num_passes for bucket in self._buckets]
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    bucket: list[Tensor] = []
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
     size = 0
-    for gradient in gradients:
-        if bucket and (size + gradient.nbytes > _BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+    for parameter in parameters:
+        if bucket and (size + parameter.nbytes > _BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.nbytes
+        bucket.append(parameter)
+        size += parameter.nbytes
     if bucket:
         yield bucket
 
@@ -52,6 +105,10 @@ def change_as_one_(
     """Apply `change_` to all tensors as one flat vector of type `dtype` (None: their own), in place."""
     flat = torch.cat([tensor.reshape(-1).to(dtype or tensor.dtype) for tensor in tensors])
     change_(flat)
+    _copy_parts_(tensors, flat)
+
+
+def _copy_parts_(tensors: Sequence[Tensor], flat: Tensor) -> None:
     for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
 
