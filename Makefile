@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 WORKERS := --numprocesses 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-nightly plant check docs bench gpu clean
+.PHONY: help train test test-all test-nightly plant check docs bench bench-quick gpu clean
 
 help:
 	@echo "make train      fine-tune the sample BERT, on the GPUs of this machine or on two CPU processes"
@@ -19,6 +19,7 @@ help:
 	@echo "make check      run ruff, mypy and the import contract (import-linter)"
 	@echo "make docs       build the documentation as a site, in site/"
 	@echo "make bench      compare the speed with a hand-written loop and transformers' Trainer, on CPUs"
+	@echo "make bench-quick  compare the speed for the smallest model only, in a minute"
 	@echo "make gpu        check and measure all that one GPU can, in nine minutes at most"
 	@echo "make clean      remove all built files; runs/ stays"
 
@@ -49,6 +50,9 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small minilm base --precisions fp32 bf16 \
 	  --rounds 10 --steps 2 --json bench.json
+
+bench-quick: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small --processes 1 --rounds 20 --steps 4 2>/dev/null
 
 gpu: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.gpu --json gpu.json

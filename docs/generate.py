@@ -2,7 +2,9 @@
 
 A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. Run `python -m docs.generate` after a change of the
 schema, the command line, the strategies, the schedules, the checks or the shipped recipes. A test fails if a block is
-out of date. The parity figures come from `docs/parity.json`, which `python -m tests.parity.measure` writes.
+out of date. The measured figures come from `docs/parity.json`, which `python -m tests.parity.measure` writes, from
+`docs/throughput.json` of `python -m tests.benchmarks.throughput --store`, and from the results of `make gpu` in
+`docs/gpu/DEVICE.json`.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 PARITY = ROOT / "docs" / "parity.json"
+THROUGHPUT = ROOT / "docs" / "throughput.json"
+GPUS = ROOT / "docs" / "gpu"
 _BLOCK = re.compile(r"(?P<begin><!-- generated: (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _REQUIRED = "required"
@@ -281,11 +285,57 @@ def _counterparts(table: Mapping[str, Counterpart]) -> str:
     return f"{_table(('there', 'here', 'remark'), here)}\n\n{_table(header, rows)}"
 
 
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
 def parity() -> str:
     """Return the parity table from the figures of the last measurement."""
-    measured = json.loads(PARITY.read_text(encoding="utf-8"))
+    measured = _read(PARITY)
     rows = [(row["layout"], *(f"{figure:.0e}" for figure in row["differences"])) for row in measured["rows"]]
     return _table(("", *measured["columns"]), rows)
+
+
+def throughput(figures: Mapping[str, Any]) -> str:
+    """Return a table of the ratios to the hand-written loop by processor time, with a row for each setting."""
+    names = list(dict.fromkeys(name for of_setting in figures.values() for name in of_setting))
+    _, *others = names  # all ratios of the first are 1
+    rows = [(setting, *(_ratio(found.get(name)) for name in others)) for setting, found in figures.items()]
+    return _table(("", *others), rows)
+
+
+def _ratio(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    low, middle, high = found["cpu_ratio"]
+    return f"{middle:.3f} ({low:.2f} to {high:.2f})"
+
+
+def gpu_figures(results: Iterable[Mapping[str, Any]]) -> str:
+    """Return a table for each device, from the results of `make gpu`."""
+    found = [f"{result['device']}, torch {result['torch']}:\n\n{_gpu_table(result)}" for result in results]
+    return "\n\n".join(found) or "No run on a GPU is stored yet."
+
+
+def _gpu_table(result: Mapping[str, Any]) -> str:
+    header = ("training", "tokens/s", "MFU", "peak memory", "planned", "first step", "of transformers' Trainer")
+    return _table(header, [_gpu_row(name, row, result) for name, row in result["training"].items()])
+
+
+def _gpu_row(name: str, row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
+    if "rows" not in row:
+        return name, row.get("not_run") or row["error"].splitlines()[0], "-", "-", "-", "-", "-"
+    peer = result["transformers"].get(name, {}).get("rows_per_second")
+    mfu, peak, planned = (row.get(key) for key in ("mfu", "peak_bytes", "planned_peak_bytes"))
+    return (
+        name,
+        f"{row['tokens_per_second']:,.0f}",
+        "-" if mfu is None else f"{mfu:.1%}",
+        "-" if peak is None else _size(peak),
+        "-" if planned is None else _size(planned),
+        f"{row['first_step_seconds']:.1f} s",
+        "-" if peer is None else f"{row['rows_per_second'] / peer:.2f}",
+    )
 
 
 def _command_line() -> str:
@@ -394,6 +444,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "exclusions": _exclusions,
     "families": _families,
     "floors": _floors,
+    "gpu_figures": lambda: gpu_figures(_read(file) for file in sorted(GPUS.glob("*.json"))),
     "gpus": lambda: ", ".join(f"`{name}`" for name in known_devices()),
     "keys": _keys,
     "model_cuts": _model_cuts,
@@ -403,6 +454,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "shipped": _shipped,
     "state": _state,
     "strategies": _strategies,
+    "throughput": lambda: throughput(_read(THROUGHPUT)),
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tests.benchmarks.setting import Setting
 from trainer.checkpoint.progress import Progress
-from trainer.comparing.peers import PeerTraining, plain_pytorch, transformers_trainer
+from trainer.comparing.peers import PeerTraining, plain_pytorch
 from trainer.engine.building import build_engine
 from trainer.observe.build import build_observers
 from trainer.observe.meter import Meter
@@ -24,9 +24,11 @@ def hand_written(setting: Setting, batches: Iterable[RankBatch]) -> None:
     plain_pytorch(_of(setting), batches)
 
 
-def hugging_face(setting: Setting, batches: Iterable[RankBatch]) -> None:
-    """Train with transformers' Trainer, which does not log here."""
-    transformers_trainer(_of(setting), batches)
+def peer(
+    loop: Callable[[PeerTraining, Iterable[RankBatch]], None], setting: Setting, batches: Iterable[RankBatch]
+) -> None:
+    """Train with the loop of another tool, which logs nothing here."""
+    loop(_of(setting), batches)
 
 
 def _of(setting: Setting) -> PeerTraining:

@@ -34,7 +34,7 @@ from trainer.engine.building import build_engine, partitioned_loading
 from trainer.models.building import build_model, freeze
 from trainer.observe.meter import peak_flops
 from trainer.parallel.mesh import ParallelMesh, init_process_group
-from trainer.parallel.microbatch import RankBatch
+from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.planning.batch import blank_batch
 from trainer.planning.step import StepPlan, plan_step, planned_task
 from trainer.recipe.plan import plan_run
@@ -63,7 +63,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "torch's dropout": {"training": {"layout_invariant_dropout": False}},
     "no dropout": {"model": {"dropout": 0.0}},
     "compiled": {"compile": True},
+    "short rows": {},
+    "short rows, packed": {"data": {"packing": True}},
 }
+SHORT_ROWS = ("short rows", "short rows, packed")
+"""The variants with rows of a quarter of the length up to all of it. The others have no padding."""
 
 
 @dataclass(frozen=True)
@@ -125,16 +129,27 @@ def shrunk(case: Case) -> Case:
     return replace(case, config=config, length=min(16, case.length), rows=4)
 
 
-def random_batches(recipe: Recipe, task: Any, config: Any, length: int, number: int) -> list[RankBatch]:
-    """Return batches of random tokens, which read the whole embedding."""
+def random_batches(case: Case, recipe: Recipe, task: Any, config: Any) -> list[RankBatch]:
+    """Return a batch of random tokens, which read the whole embedding, for each step."""
     generator, batches = torch.Generator().manual_seed(0), []
-    for _ in range(number):
-        batch = blank_batch(recipe, task, config, plan_run(recipe, 1).batch, length)
-        for microbatch in batch.microbatches:
+    for _ in range(WARM_UP + STEPS):
+        batch = blank_batch(recipe, task, config, plan_run(recipe, 1).batch, case.length)
+        for index, microbatch in enumerate(batch.microbatches):
             ids = microbatch.inputs["input_ids"]
             ids.copy_(torch.randint(5, config.vocab_size, ids.shape, generator=generator))
-        batches.append(batch)
+            if case.variant in SHORT_ROWS:
+                batch.microbatches[index] = _shortened(microbatch, generator)
+        masks = [microbatch.inputs["attention_mask"] for microbatch in batch.microbatches]
+        batches.append(replace(batch, num_tokens=int(sum(mask.sum() for mask in masks))))
     return batches
+
+
+def _shortened(microbatch: Microbatch, generator: torch.Generator) -> Microbatch:
+    rows, width = microbatch.inputs["input_ids"].shape
+    lengths = torch.randint(max(1, width // 4), width + 1, (rows,), generator=generator)
+    lengths[0] = width
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    return replace(microbatch, inputs={**microbatch.inputs, "attention_mask": mask}, packed=None)  # the engine packs
 
 
 class Device:
@@ -173,7 +188,8 @@ def train(case: Case, device: Device, planned: StepPlan | None) -> dict[str, Any
     config: Any = built.model.config
     engine: Any = build_engine([built], task, mesh, plan, 1000)
     seconds, losses = [], []
-    for batch in random_batches(recipe, task, config, case.length, WARM_UP + STEPS):
+    batches = random_batches(case, recipe, task, config)
+    for batch in batches:
         started = device.now()
         losses.append(engine.train_step(batch).loss)
         seconds.append(device.now() - started)
@@ -184,12 +200,12 @@ def train(case: Case, device: Device, planned: StepPlan | None) -> dict[str, Any
         "rows": case.rows,
         "step_seconds": step,
         "first_step_seconds": seconds[0],
-        "tokens_per_second": case.rows * case.length / step,
+        "tokens_per_second": statistics.median(batch.num_tokens for batch in batches[WARM_UP:]) / step,
         "rows_per_second": case.rows / step,
         "peak_bytes": device.peak_bytes(),
         "last_loss": losses[-1],
     }
-    if planned is not None:
+    if planned is not None and case.variant not in SHORT_ROWS:  # a plan has no padding
         flops, peak = sum(planned.totals.flops.values()), peak_flops(device.name, case.precision)
         found |= {"planned_peak_bytes": planned.peak.num_bytes, "flops_of_step": flops}
         found["mfu"] = None if peak is None else flops / step / peak
@@ -203,7 +219,7 @@ def train_by_transformers(case: Case, device: Device) -> dict[str, Any]:
     device.clear()
     torchs = recipe.training.model_copy(update={"layout_invariant_dropout": False})
     model = build_model(recipe.model, torchs, task.auto_class_name, task.model_options()).model.to(device.device)
-    batches = random_batches(recipe, task, model.config, case.length, WARM_UP + STEPS)
+    batches = random_batches(case, recipe, task, model.config)
     times: list[float] = []
 
     def timed() -> Iterator[RankBatch]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.generate import gpu_figures
 from tests.benchmarks.throughput import regressions
 from tests.helpers import processes
 from tests.helpers.memory import needs_peak
@@ -30,7 +31,8 @@ def run(*arguments: str) -> list[list[str]]:
 
 def test_throughput():
     rows = run("tests.benchmarks.throughput", "--processes=2", "--models=small", "--rounds=2", "--steps=2")
-    assert [row[0] for row in rows] == ["PyTorch by hand", "ours", "ours, torch's dropout", "transformers' Trainer"]
+    names = ["PyTorch by hand", "ours", "ours, torch's dropout", "transformers' Trainer", "accelerate"]
+    assert [row[0] for row in rows] == [*names, "DeepSpeed, ZeRO-1"]
     for _, rate, *ratios in rows:
         assert float(rate) > 0
         for ratio in ratios:
@@ -86,10 +88,23 @@ def test_gpu_runs_in_small_on_a_cpu(tmp_path: Path):
     assert found["training"][name]["planned_peak_bytes"] == found["plans"][name]["peak_bytes"] > 0
     assert found["two_ranks"]["ddp"]["result"] == found["two_ranks"]["fsdp"]["result"]
     assert found["tests"]["exit_code"] == 0
+    *_, row = gpu_figures([found]).splitlines()
+    assert row.startswith(f"| {name} | {found['training'][name]['tokens_per_second']:,.0f} | - | - |"), row
+    assert row.endswith(" s | - |")
+
+
+def test_a_page_shows_the_rows_that_failed_or_did_not_run():
+    training = {"one": {"error": "OutOfMemoryError: too much\nmore", "seconds": 1.0}, "two": {"not_run": "no time"}}
+    shown = gpu_figures([{"device": "H100", "torch": "2.11", "training": training, "transformers": {}}])
+    assert "| one | OutOfMemoryError: too much | - |" in shown
+    assert "| two | no time | - |" in shown
 
 
 def test_only_ratios_far_below_the_stored_ones_are_regressions():
-    stored = {"small": {"ours": {"cpu_ratio": 1.0}, "gone": {"cpu_ratio": 1.0}}}
-    assert not list(regressions({"small": {"ours": {"cpu_ratio": 0.96}}, "new": {"ours": {"cpu_ratio": 0.1}}}, stored))
-    (line,) = regressions({"small": {"ours": {"cpu_ratio": 0.94}}}, stored)
+    def of(ratio: float) -> dict[str, list[float]]:
+        return {"cpu_ratio": [0.0, ratio, 2.0]}
+
+    stored = {"small": {"ours": of(1.0), "gone": of(1.0)}}
+    assert not list(regressions({"small": {"ours": of(0.96)}, "new": {"ours": of(0.1)}}, stored))
+    (line,) = regressions({"small": {"ours": of(0.94)}}, stored)
     assert line == "slower than stored: small, ours: ratio 0.940, stored 1.000"

@@ -1,4 +1,4 @@
-"""Samples per second of our loop, a hand-written PyTorch loop and transformers' Trainer, on the same batches.
+"""Samples per second of our loop and of other tools' loops, on the same batches.
 
 All trainings alternate in the same processes in blocks of steps: other load on the machine affects them equally. The
 ratios are medians over the rounds. From the root of the repository:
@@ -6,7 +6,8 @@ ratios are medians over the rounds. From the root of the repository:
     python -m tests.benchmarks.throughput --processes 1 2 --rounds 50
 
 `make bench` measures more models and precisions, and writes `bench.json`. It prints each ratio that is more than 5 %
-below the stored one in `tests/benchmarks/ratios.json`, and never fails because of one. `--store` stores them.
+below the stored one in `docs/throughput.json`, and never fails because of one. `--store` stores them, and
+`python -m docs.generate` writes the table of `docs/benchmarks.md` from them.
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from tests.benchmarks.contestants import hand_written, hugging_face, ours
+from tests.benchmarks.contestants import hand_written, ours, peer
 from tests.benchmarks.setting import MODELS, Setting, benchmark_recipe
 from tests.benchmarks.turns import Contestant, Cost
 from tests.helpers.ranks import RankPool
+from trainer.comparing.peers import accelerate_loop, name_ranks, plain_deepspeed, transformers_trainer
+from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.schema import Recipe
 
 BASELINE = "PyTorch by hand"
-Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""Numbers by setting (model, precision and processes), training and name."""
+Figures = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""The figures by setting (model, precision and processes), training and name; ratios have their quartiles."""
 
-STORED = Path(__file__).with_name("ratios.json")
+STORED = Path(__file__).parents[2] / "docs" / "throughput.json"
 _LEAST_SHARE = 0.95
-NAMES = (BASELINE, "ours", "ours, torch's dropout", "transformers' Trainer")
 
 
 @dataclass(frozen=True)
@@ -47,46 +50,42 @@ class Round:
     costs: dict[str, Cost]
 
 
+def _contestants(recipe: Recipe, world_size: int) -> list[Contestant]:
+    keyed = Setting.of(recipe, world_size)
+    torchs = keyed.with_dropout(layout_invariant=False)
+    ready = list(keyed.batches())
+    # Our loop prepares batches while it trains; the others get prepared batches.
+    found = [
+        Contestant(BASELINE, partial(hand_written, torchs), ready),
+        Contestant("ours", partial(ours, keyed), keyed.batches()),
+        Contestant("ours, torch's dropout", partial(ours, torchs), torchs.batches()),
+        Contestant("transformers' Trainer", partial(peer, transformers_trainer, torchs), ready),
+        Contestant("accelerate", partial(peer, accelerate_loop, torchs), ready),
+    ]
+    if world_size > 1:
+        found.append(Contestant("DeepSpeed, ZeRO-1", partial(peer, plain_deepspeed, torchs), ready))
+    return found
+
+
 def compete(recipe: Recipe, num_rounds: int, num_steps: int) -> list[Round]:
     """Run the rounds on this rank. All ranks must call it.
 
     One more round, the warm-up, comes first and is not returned.
     """
-    world_size = dist.get_world_size()
-    _name_ranks_in_environment(dist.get_rank(), world_size)
-    keyed = Setting.of(recipe, world_size)
-    torchs = keyed.with_dropout(layout_invariant=False)
-    ready = list(keyed.batches())
-    # Our loop prepares batches while it trains; the others get prepared batches.
-    contestants = [
-        Contestant(name, partial(train, setting), batches)
-        for name, train, setting, batches in zip(
-            NAMES,
-            (hand_written, ours, ours, hugging_face),
-            (torchs, keyed, torchs, torchs),
-            (ready, keyed.batches(), torchs.batches(), ready),
-            strict=True,
-        )
-    ]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    name_ranks(LaunchEnvironment("none", rank=rank, local_rank=rank, world_size=ranks, local_world_size=ranks))
+    contestants = _contestants(recipe, ranks)
     rounds = []
     for number in range(num_rounds + 1):
         costs = {}
         for contestant in _rotated(contestants, number):
             dist.barrier()
             costs[contestant.name] = contestant.block(num_steps)
-        block = ready[number * num_steps : (number + 1) * num_steps]
-        rounds.append(Round(sum(batch.num_rows for batch in block), costs))
+        in_order = {contestant.name: costs[contestant.name] for contestant in contestants}
+        rounds.append(Round(num_steps * recipe.training.global_batch_size, in_order))
     for contestant in contestants:
         contestant.end()
     return rounds[1:]
-
-
-def _name_ranks_in_environment(rank: int, world_size: int) -> None:
-    """Set the variables by which accelerate, which transformers' Trainer uses, finds the existing process group."""
-    if world_size > 1:
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        os.environ |= {name: str(value) for name, value in variables.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _rotated(items: Sequence[Contestant], places: int) -> list[Contestant]:
@@ -95,41 +94,44 @@ def _rotated(items: Sequence[Contestant], places: int) -> list[Contestant]:
     return [*items[start:], *items[:start]]
 
 
-def report(rounds: Sequence[Round]) -> Iterator[str]:
+def report(of_setting: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Iterate over the lines of a table of medians. Ratios are per round, with the quartiles over all rounds."""
     yield f"| training | samples/s | of {BASELINE} | the same, by processor time |"
     yield "|---|---|---|---|"
-    for name in NAMES:
-        rate = statistics.median(r.samples / r.costs[name].seconds for r in rounds)
-        elapsed = [r.costs[BASELINE].seconds / r.costs[name].seconds for r in rounds]
-        processor = [r.costs[BASELINE].cpu_seconds / r.costs[name].cpu_seconds for r in rounds]
-        yield f"| {name} | {rate:.1f} | {_with_spread(elapsed)} | {_with_spread(processor)} |"
+    for name, found in of_setting.items():
+        ratios = " | ".join(with_spread(found[kind]) for kind in ("ratio", "cpu_ratio"))
+        yield f"| {name} | {found['samples_per_second']:.1f} | {ratios} |"
 
 
-def figures(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
-    """Return samples per second and the median ratios to the hand-written loop, by training."""
+def with_spread(quartiles: Sequence[float]) -> str:
+    """Return the median of `quartiles`, and the others in brackets."""
+    low, middle, high = quartiles
+    return f"{middle:.3f} ({low:.2f} to {high:.2f})"
+
+
+def figures(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
+    """Return samples per second and the quartiles of the ratios to the hand-written loop, by training."""
     return {
         name: {
             "samples_per_second": statistics.median(r.samples / r.costs[name].seconds for r in rounds),
-            "ratio": statistics.median(r.costs[BASELINE].seconds / r.costs[name].seconds for r in rounds),
-            "cpu_ratio": statistics.median(r.costs[BASELINE].cpu_seconds / r.costs[name].cpu_seconds for r in rounds),
+            "ratio": _quartiles([r.costs[BASELINE].seconds / r.costs[name].seconds for r in rounds]),
+            "cpu_ratio": _quartiles([r.costs[BASELINE].cpu_seconds / r.costs[name].cpu_seconds for r in rounds]),
         }
-        for name in NAMES
+        for name in rounds[0].costs
     }
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return [round(value, 4) for value in (statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3)]
 
 
 def regressions(found: Figures, stored: Figures) -> Iterator[str]:
     """Yield a line for each ratio by processor time that is more than 5 % below the stored one."""
     for setting, of_training in found.items():
         for name, numbers in of_training.items():
-            before = stored.get(setting, {}).get(name, {}).get("cpu_ratio")
-            if before is not None and numbers["cpu_ratio"] < before * _LEAST_SHARE:
-                yield f"slower than stored: {setting}, {name}: ratio {numbers['cpu_ratio']:.3f}, stored {before:.3f}"
-
-
-def _with_spread(values: Sequence[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
-    return f"{middle:.3f} ({low:.2f} to {high:.2f})"
+            now, before = numbers["cpu_ratio"][1], stored.get(setting, {}).get(name, {}).get("cpu_ratio")
+            if before is not None and now < before[1] * _LEAST_SHARE:
+                yield f"slower than stored: {setting}, {name}: ratio {now:.3f}, stored {before[1]:.3f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,14 +140,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", choices=MODELS, nargs="+", default=["small", "medium"], help="sizes of BERT")
     parser.add_argument("--precisions", choices=("fp32", "bf16"), nargs="+", default=["fp32"])
     parser.add_argument("--json", type=Path, help="a file for the figures")
-    parser.add_argument("--store", action="store_true", help=f"add the figures to {STORED.name}")
+    parser.add_argument("--store", action="store_true", help=f"add the figures to docs/{STORED.name}")
     parser.add_argument("--rounds", type=int, default=50, help="rounds that count; one more warms up")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each training in a round")
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"  # before a rank imports torch, because ranks share the cores
     # With one extra step, no training ends before its last block.
     total_steps = (options.rounds + 1) * options.steps + 1
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for processes, model, precision in product(options.processes, options.models, options.precisions):
         with tempfile.TemporaryDirectory() as folder:
             recipe = benchmark_recipe(model, total_steps, Path(folder), precision)
@@ -155,12 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             finally:
                 pool.close()
         setting = f"{model} BERT, {precision}, {'1 process' if processes == 1 else f'{processes} processes'}"
-        print(f"\n{setting}\n", *report(rounds), sep="\n", flush=True)
         found[setting] = figures(rounds)
+        print(f"\n{setting}\n", *report(found[setting]), sep="\n", flush=True)
         if options.json:  # after each setting, so that an interrupted run keeps the others
             options.json.write_text(json.dumps(found, indent=2) + "\n")
     stored = json.loads(STORED.read_text()) if STORED.exists() else {}
-    print(*regressions(found, stored), sep="\n", end="")
+    for line in regressions(found, stored):
+        print(line)
     if options.store:
         STORED.write_text(json.dumps(stored | found, indent=2) + "\n")
 
