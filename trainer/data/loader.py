@@ -24,7 +24,7 @@ from trainer.data.order import GlobalOrder, IndexArray
 from trainer.data.partition import RowChunk, partition, partition_by_tokens
 from trainer.data.split import EncodedSplit
 from trainer.data.workers import ignore_stop_signals, stop_signals_held
-from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.microbatch import Microbatch, RankBatch, copied_ahead
 from trainer.recipe.plan import BatchPlan
 
 _DEATH_SECONDS = 1.0  # time for a worker to exit after its connection has closed
@@ -46,6 +46,7 @@ class TrainLoader:
         num_workers: the number of processes that prepare batches; 0: the rank prepares them.
         pin_memory: whether to copy batches into page-locked memory, for asynchronous copies to a GPU.
         masking: makes labels from tokens, different ones in each epoch; None: the split has labels.
+        ahead_to: the GPU to which copies begin one batch ahead, from page-locked memory; None: none begin here.
 
     Raises:
         UsageError: no global batch starts at `start_sample`, or a row is longer than a microbatch.
@@ -64,12 +65,14 @@ class TrainLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         masking: TokenMasking | None = None,
+        ahead_to: torch.device | None = None,
     ) -> None:
         epoch, index = order.position(start_sample)
         self._steps = range(epoch * order.steps_per_epoch + index, total_steps)
         self._batches = _TrainBatches(split, order, plan, data_rank, batching, masking)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
+        self._ahead_to = ahead_to
 
     def __len__(self) -> int:
         """Return the number of remaining optimizer steps."""
@@ -80,7 +83,8 @@ class TrainLoader:
         return [int(row) for row in self._batches.row_ids(step)]
 
     def __iter__(self) -> Iterator[RankBatch]:
-        return _load(self._batches, self._steps, self._num_workers, self._pin_memory)
+        batches = _load(self._batches, self._steps, self._num_workers, self._pin_memory)
+        return batches if self._ahead_to is None else copied_ahead(batches, self._ahead_to)
 
 
 class EvalLoader:

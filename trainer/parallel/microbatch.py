@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ class Microbatch:
     `rows` `[batch]` (int64) is the index of each row in its global batch, which keys its dropout masks. A `filler`
     repeats a row so that a rank without rows joins the collectives; it adds nothing to loss, gradients or metrics.
     `packed` are the tokens of the rows on the device of the model, if its layers process them without padding.
+    `ahead` is a copy on that device that was begun before.
     """
 
     inputs: dict[str, Tensor]
@@ -30,6 +31,7 @@ class Microbatch:
     rows: Tensor
     filler: bool = False
     packed: PackedTokens | None = None
+    ahead: CopyAhead | None = None
 
     @property
     def text_rows(self) -> Tensor:
@@ -37,12 +39,14 @@ class Microbatch:
         return text_rows(self.rows, self.inputs)
 
     def to(self, device: torch.device) -> Microbatch:
-        """Copy to `device`, asynchronously from pinned memory."""
-        return replace(
+        """Copy to `device`, asynchronously from pinned memory; or return the copy that was begun before, once."""
+        copied = self.ahead.take() if self.ahead is not None else None
+        return copied or replace(
             self,
             inputs={name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()},
             labels=self.labels.to(device, non_blocking=True),
             rows=self.rows.to(device, non_blocking=True),
+            ahead=None,
         )
 
     def pin_memory(self) -> Microbatch:
@@ -53,6 +57,50 @@ class Microbatch:
             labels=self.labels.pin_memory(),
             rows=self.rows.pin_memory(),
         )
+
+
+class CopyAhead:
+    """A copy of a microbatch on a GPU, begun on another stream than that of the model.
+
+    Args:
+        microbatch: the microbatch in pinned memory.
+        stream: the stream for copies, on the GPU.
+    """
+
+    def __init__(self, microbatch: Microbatch, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            self._copy: Microbatch | None = microbatch.to(stream.device)
+            self._done = stream.record_event()
+
+    def take(self) -> Microbatch | None:
+        """Return the copy for use on the current stream, which waits for it; None if it was taken before.
+
+        The host does not wait. The memory may be used for a later copy only when the current stream has passed the
+        work that is queued when the copy is freed.
+        """
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            current = torch.cuda.current_stream(copy.rows.device)
+            current.wait_event(self._done)
+            for tensor in (*copy.inputs.values(), copy.labels, copy.rows):
+                tensor.record_stream(current)
+        return copy
+
+
+def copied_ahead(batches: Iterable[RankBatch], device: torch.device) -> Iterator[RankBatch]:
+    """Yield batches in pinned memory, with copies to a GPU that begin one batch ahead, on a stream of their own.
+
+    A copy of a batch then runs beside the step of the batch before it, also if the host waits for each step.
+    """
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    before: RankBatch | None = None
+    for batch in batches:
+        copied = [replace(one, ahead=CopyAhead(one, stream)) for one in batch.microbatches]
+        if before is not None:
+            yield before
+        before = replace(batch, microbatches=copied)
+    if before is not None:
+        yield before
 
 
 def text_rows(rows: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
