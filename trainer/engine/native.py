@@ -41,7 +41,7 @@ from trainer.engine.whole_matrices import matrix_names, whole_access
 from trainer.models.building import BuiltModel
 from trainer.models.saving import save_model
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.parallel.gradients import round_gradients_, sum_gradients_
+from trainer.parallel.gradients import OverlappedSums, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
@@ -362,7 +362,8 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
             # DDP has gradients in the type of the weights only, so it leaves out those in bf16.
             in_bf16 = stored_in_bf16(model)
             if in_bf16:
-                complete = partial(sum_gradients_, list(in_bf16.values()), mesh.group("dp"), sent_in)
+                # The number of microbatches in a step varies with `training.micro_batch_tokens`.
+                complete = OverlappedSums(in_bf16.values(), mesh.group("dp"), None, sent_in).finish
             if any(p.requires_grad and name not in in_bf16 for name, p in model.named_parameters()):
                 call = wrapped = wrap_ddp(model, mesh, sent_in, in_bf16)
                 no_sync = wrapped.no_sync

@@ -26,20 +26,24 @@ class OverlappedSums:
     Args:
         parameters: the parameters, in the order of the forward pass. The same ones get gradients on all ranks.
         group: the ranks.
-        num_passes: the backward passes of a step.
+        num_passes: the backward passes of a step; None: it varies, and all gradients are sent at the end of the step.
         sent_in: the type in which gradients are sent; None: their own.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: Group, num_passes: int, sent_in: torch.dtype | None = None
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: Group,
+        num_passes: int | None,
+        sent_in: torch.dtype | None = None,
     ) -> None:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         self._buckets = list(_buckets(trainable[::-1]))
-        self._group, self._num_passes, self._sent_in = group, num_passes, sent_in
-        self._missing = [len(bucket) * num_passes for bucket in self._buckets]
+        self._group, self._num_passes, self._sent_in = group, num_passes or 0, sent_in
+        self._missing = [len(bucket) * self._num_passes for bucket in self._buckets]
         self._num_begun = 0
         self._sending: deque[tuple[Callable[[], object], Sequence[Tensor], Tensor]] = deque()
-        for index, bucket in enumerate(self._buckets):
+        for index, bucket in enumerate(self._buckets if num_passes else ()):
             for parameter in bucket:
                 hook = partial(self._count, index)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
