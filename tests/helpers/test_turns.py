@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,37 @@ def test_a_process_that_a_test_leaves_behind_holds_no_turn(folder):
     finally:
         left.kill()
         left.join()
+
+
+@dataclass
+class Item:
+    """The part of a pytest item that turns look at."""
+
+    is_alone: bool
+
+    def get_closest_marker(self, name: str) -> bool | None:
+        return self.is_alone or None
+
+
+def run_item(plugin: turns.Turns, item: Item, following: Item | None) -> None:
+    protocol = plugin.pytest_runtest_protocol(item, following)
+    next(protocol)
+    with pytest.raises(StopIteration):
+        protocol.send(True)
+
+
+def test_tests_that_are_alone_come_first_and_keep_the_machine(folder):
+    items = [Item(False), Item(True), Item(False), Item(True)]
+    plugin = turns.Turns()
+    plugin.pytest_collection_modifyitems(items)
+    assert [item.is_alone for item in items] == [True, True, False, False]
+    run_item(plugin, items[0], items[1])
+    (other,) = started((take_turn, False, folder))
+    other.join(2 * SECONDS)
+    assert other.is_alive(), "it had its turn between two tests that are alone"
+    run_item(plugin, items[1], items[2])
+    other.join(30)
+    assert other.exitcode == 0
 
 
 def make_once(folder: Path) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,9 +88,30 @@ def _file(name: str) -> Path:
 
 
 class Turns:
-    """The plugin that gives each test its turn."""
+    """The plugin that gives each test its turn.
+
+    Tests that want to be alone come first, and one after the other they keep the machine. Scattered over the run, each
+    would wait for the longest test of the other workers, and these workers with it.
+    """
+
+    def __init__(self) -> None:
+        self._turn = ExitStack()
+        self._keeps_machine = False
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: not _is_alone(item))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the timeout of a test, which must not count the wait
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        with turn(item.get_closest_marker("alone") is not None):
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Any:
+        if not self._keeps_machine:
+            self._turn.enter_context(turn(_is_alone(item)))
+        try:
             return (yield)
+        finally:
+            self._keeps_machine = _is_alone(item) and nextitem is not None and _is_alone(nextitem)
+            if not self._keeps_machine:
+                self._turn.close()
+
+
+def _is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
