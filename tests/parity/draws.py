@@ -93,7 +93,8 @@ class Drawn:
             found += [f"ranks {part.num_ranks}", f"strategy {parallel['strategy']}"]
             found += [f"tensor {parallel['tensor']}"] * (parallel["tensor"] > 1)
             found += ["sequence"] * bool(parallel.get("sequence"))
-            found += [f"context {parallel['context']}"] * (parallel.get("context", 1) > 1)
+            context = parallel.get("context", 1)
+            found += [f"context {context}"] * (context > 1)
             found += [f"schedule {pipeline['schedule']}"] if pipeline else []
             found += ["offload"] * (parallel.get("offload", "none") != "none")
             found += ["DeepSpeed keys"] * bool(parallel.get("deepspeed"))
