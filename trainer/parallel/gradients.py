@@ -17,6 +17,17 @@ _BUCKET_BYTES = 25 * 2**20
 _MOST_SENDING = 2  # buckets on the way at once; each is a copy of its gradients
 
 
+@torch.no_grad()
+def sum_gradients_(parameters: Iterable[nn.Parameter], group: Group, sent_in: torch.dtype | None = None) -> None:
+    """Sum the gradients over the ranks of `group`, in place, one bucket at a time.
+
+    The same parameters must have gradients on all ranks. They are sent in the type `sent_in`; None: in their own.
+    """
+    for bucket in _buckets([parameter for parameter in parameters if parameter.grad is not None]):
+        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+        change_as_one_(gradients, lambda flat: dist.all_reduce(flat, group=group), sent_in)
+
+
 class OverlappedSums:
     """Sums of gradients over ranks, begun during the last backward pass of a step, one bucket after the other.
 
