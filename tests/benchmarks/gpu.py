@@ -182,8 +182,8 @@ def train(case: Case, device: Device, planned: StepPlan | None) -> dict[str, Any
     plan, task = plan_run(recipe, 1), planned_task(plan_run(recipe, 1))
     mesh = ParallelMesh(device.device)
     device.clear()
-    with partitioned_loading(plan, device.device) as gather:
-        built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather)
+    loading = partial(partitioned_loading, plan, device.device)
+    built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), loading)
     freeze(built.model, task.unused_modules)
     config: Any = built.model.config
     engine: Any = build_engine([built], task, mesh, plan, 1000)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,8 +79,8 @@ def train(strategy: str, precision: str, mesh: ParallelMesh) -> Measured:
     task = SequenceClassificationTask(("text",), "label", ("accuracy",), ("a", "b"))
     recipe = plan.recipe
     torch.cuda.reset_peak_memory_stats()
-    with partitioned_loading(plan, mesh.device) as gather:
-        built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), gather)
+    loading = partial(partitioned_loading, plan, mesh.device)
+    built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), loading)
     engine: Any = build_engine([built], task, mesh, plan, STEPS)
     losses, seconds = [], []
     for batch in batches():

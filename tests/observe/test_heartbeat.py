@@ -1,4 +1,4 @@
-"""The file that each rank keeps of itself."""
+"""The record that each rank keeps of itself, in one file for each machine."""
 
 from __future__ import annotations
 
@@ -42,11 +42,15 @@ def test_a_record_has_one_size_whatever_it_says(tmp_path):
 
 
 def test_a_good_end_removes_it_and_a_bad_one_does_not(tmp_path):
-    first, second = begun(tmp_path, 0), begun(tmp_path, 1)
+    second, first = Heartbeat(9, local_rank=1), Heartbeat(8)
+    second.begin(tmp_path, 0)
+    assert read_statuses(tmp_path).keys() == {9}, "the line of rank 8 is empty"
+    first.begin(tmp_path, 0)
+    assert [file.name for file in ranks_folder(tmp_path).iterdir()] == ["machine-00008.jsonl"]
     first.end(end_record(tmp_path, outcome="failed"))
-    assert read_statuses(tmp_path).keys() == {0, 1}
+    assert read_statuses(tmp_path).keys() == {8, 9}
     first.end(end_record(tmp_path, outcome="stopped"))
-    assert read_statuses(tmp_path).keys() == {1}
+    assert read_statuses(tmp_path).keys() == {9}
     second.end(end_record(tmp_path))
     assert not ranks_folder(tmp_path).exists()
 
@@ -58,9 +62,9 @@ def test_ranks_that_were_killed_are_found_by_their_processes(tmp_path):
     failed = begun(tmp_path, 1)
     for rank, changed in {2: {"host": "node7"}, 3: {"host": host}}.items():
         status = {"rank": rank, "pid": ended.pid, "step": 7, "doing": "in step 8", "time": 0.0}
-        (ranks_folder(tmp_path) / f"rank-{rank:05d}.json").write_text(json.dumps(status | changed))
+        (ranks_folder(tmp_path) / f"machine-{rank:05d}.jsonl").write_text(json.dumps(status | changed))
     assert [status.rank for status in killed_ranks(tmp_path)] == [3]
-    (ranks_folder(tmp_path) / "rank-00003.json").unlink()
+    (ranks_folder(tmp_path) / "machine-00003.jsonl").unlink()
     failed.end(end_record(tmp_path, outcome="failed"))
     assert read_statuses(tmp_path)[1].left
     assert not read_statuses(tmp_path)[0].left, own
@@ -69,8 +73,8 @@ def test_ranks_that_were_killed_are_found_by_their_processes(tmp_path):
 
 def test_a_torn_or_foreign_file_is_passed_over(tmp_path):
     begun(tmp_path)
-    (ranks_folder(tmp_path) / "rank-00000.json").write_text('{"rank": 0, "ho')
-    (ranks_folder(tmp_path) / "rank-00001.json").write_text('{"rank": 1}')
+    (ranks_folder(tmp_path) / "machine-00000.jsonl").write_text('{"rank": 0, "ho')
+    (ranks_folder(tmp_path) / "machine-00001.jsonl").write_text('{"rank": 1}')
     assert read_statuses(tmp_path).keys() == {3}
     forget_statuses(tmp_path)
     assert read_statuses(tmp_path) == {}

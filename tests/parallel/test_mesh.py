@@ -39,6 +39,7 @@ def decide() -> dict[str, Any]:
         "agree_max": mesh.agree_max(15 if rank == mesh.world_size - 1 else 0),
         "agree_large": mesh.agree_max(2**62 + rank),
         "gather": mesh.gather({"rank": rank, "tensor": torch.arange(rank)}),
+        "distinct": mesh.gather_distinct({"name": (rank + 1) // 2}),
         "share": mesh.share([f"of rank {rank}"]),
         "on_rank_zero": mesh.on_rank_zero(lambda: f"done by rank {rank}"),
     }
@@ -84,7 +85,7 @@ class TestOneRank:
         tensor = torch.tensor(3.0)
         assert mesh.sum_(tensor, "dp") is tensor
         assert mesh.agree_max(-5) == -5
-        assert mesh.gather("a") == ["a"]
+        assert mesh.gather("a") == mesh.gather_distinct("a") == ["a"]
         assert mesh.share("a") == "a"
         assert mesh.on_rank_zero(lambda: "a") == "a"
         mesh.barrier()
@@ -146,6 +147,7 @@ class TestCollectives:
         assert [part["rank"] for part in first["gather"]] == [0, 1, 2]
         assert first["gather"][2]["tensor"].tolist() == [0, 1]
         assert [other["gather"] for other in others] == [None, None]
+        assert [one["distinct"] for one in (first, *others)] == [[{"name": 0}, {"name": 1}], None, None]
 
     def test_a_users_error_on_rank_zero_is_raised_on_all(self, ranks: RankPools):
         assert ranks(3).run(fail_on_rank_zero, "user") == ["UsageError: the folder is full"] * 3

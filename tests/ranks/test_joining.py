@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -21,7 +23,9 @@ from trainer.ranks import interfaces, joining
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.interfaces import is_loopback, listening_address
 from trainer.ranks.joining import Rendezvous, join_ranks
+from trainer.ranks.roll_call import RollCall
 from trainer.recipe.schema import Parallel
+from trainer.training.agreement import check_agreement
 
 ALONE = LaunchEnvironment("torchrun", has_agent_store=True)
 RANK = LaunchEnvironment("variables", 0, 0, 2, 2, "127.0.0.1", 29500)
@@ -51,15 +55,73 @@ def rank_of(rendezvous: Rendezvous) -> int:
     return rendezvous._environment.rank
 
 
+class CountingStore:
+    """A store with the questions of one rank, each once, however often it is asked, and the bytes of the answers.
+
+    The rank that is counted last tells all others; that message is left out, because any rank may be the last.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.answers: dict[tuple[str, str], int] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(keys: Any, *args: Any) -> Any:
+            answer = getattr(self._store, name)(keys, *args)
+            for key in [keys] if isinstance(keys, str) else keys:
+                if name != "set" or not key.endswith("/all"):
+                    self.answers[name, key] = len(answer) if isinstance(answer, bytes) else 0
+            return answer
+
+        return ask
+
+
+def counted_meeting(rendezvous: Rendezvous, differ: bool) -> tuple[int, int]:
+    """Meet as at the start of a run; returns this rank's number of messages, and the bytes that it has read."""
+    own = rendezvous._environment
+    store: Any = CountingStore(rendezvous.store)
+    rendezvous.store = store
+    assert RollCall(store, own.rank, own.world_size).wait(time.monotonic() + 20)
+    rendezvous.arrive(time.monotonic() + 20)
+    facts = {"torch": "2.9" if differ and own.rank == 1 else "2.10", "`model.config`": "x" * 1000}
+    with pytest.raises(UsageError, match=r"torch is 2\.10 on") if differ else nullcontext():
+        check_agreement(
+            facts,
+            lambda text: rendezvous.all_same(text, 20),
+            lambda value: rendezvous.share(value, 20),
+            lambda value: rendezvous.gather(value, 20),
+        )
+    rendezvous.check_network(20)
+    rendezvous.together(lambda: None, 20)
+    return len(store.answers), sum(store.answers.values())
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_the_messages_of_a_rank_do_not_grow_with_the_number_of_ranks(monkeypatch, differ):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    sizes = (4, 8, 16)
+    counts = {size: on_ranks(partial(counted_meeting, differ=differ), size, nodes=2) for size in sizes}
+    most = [max(number for number, _ in counts[size][1:]) for size in sizes]
+    assert max(most) - min(most) <= 1, "one more on a rank whose facts are not those of the first that asked"
+    first = [counts[size][0][0] for size in sizes]
+    assert first[1] - first[0] <= 10 * 4, "rank 0 alone asks for each rank"
+    assert first[2] - first[1] <= 10 * 8, "and not for each pair of ranks"
+    assert max(num_bytes for _, num_bytes in counts[16][1:]) < (4000 if differ else 500)
+
+
 def test_ranks_gather_and_do_things_together():
     def act(rendezvous: Rendezvous) -> Any:
         rendezvous.arrive(time.monotonic() + 5)
-        return rendezvous.gather({"rank": rank_of(rendezvous)}, 5), rendezvous.together(
-            lambda: rank_of(rendezvous) * 2, 5
+        rank = rank_of(rendezvous)
+        return (
+            rendezvous.gather({"rank": rank}, 5),
+            rendezvous.share({"of": rank}, 5),
+            [rendezvous.all_same(text, 5) for text in ("same", str(rank // 2), "same again")],
+            rendezvous.together(lambda: rank * 2, 5),
         )
 
-    everyone = [{"rank": rank} for rank in range(3)]
-    assert on_ranks(act, 3) == [(everyone, 0), (everyone, 2), (everyone, 4)]
+    everyone, agreed = [{"rank": rank} for rank in range(3)], [True, False, True]
+    assert on_ranks(act, 3) == [(None if n else everyone, {"of": 0}, agreed, 2 * n) for n in range(3)]
 
 
 def test_what_one_cannot_do_all_are_told():

@@ -302,11 +302,12 @@ class Saver:
             failure = f"rank {self._mesh.rank}: {share.error}" if share.error else None
             failures = [one for one in self._mesh.gather(failure) or [] if one]
             self._mesh.on_rank_zero(lambda: self._fail(step, failures[0], share.error))
-        gathered = self._mesh.gather(([asdict(file) for file in share.result or []], dict(facts.shapes)))
+        gathered = self._mesh.gather([asdict(file) for file in share.result or []])
+        distinct = self._mesh.gather_distinct(dict(facts.shapes))
 
         def complete() -> None:
-            files = [WrittenFile(**file) for files, _ in gathered or [] for file in files]
-            shapes = {name: shape for _, shapes in gathered or [] for name, shape in shapes.items()}
+            files = [WrittenFile(**file) for files in gathered or [] for file in files]
+            shapes = {name: shape for shapes in distinct or [] for name, shape in shapes.items()}
             self._store.complete(replace(facts, shapes=shapes), files)
 
         self._mesh.on_rank_zero(lambda: self._or_fail(step, complete))
@@ -411,15 +412,19 @@ class Saver:
             for placement in self._engine.placements.values()
             if placement.trainable or not self._is_partly_frozen()
         }
-        gathered = self._mesh.share(self._mesh.gather(own))
-        placed = {name: shape for one in gathered for name, shape in one.items()}
-        for name in sorted(saved.keys() | placed.keys()):
-            if saved.get(name) != placed.get(name):
-                raise UsageError(
-                    f"{state.folder} holds another model than `model` describes: {name} has the shape"
-                    f" {saved.get(name)} there and {placed.get(name)} here (None: it is missing). Name another"
-                    " `checkpoint.folder`, or restore `model`"
-                )
+        distinct = self._mesh.gather_distinct(own)
+
+        def compare() -> None:
+            placed = {name: shape for one in distinct or [] for name, shape in one.items()}
+            for name in sorted(saved.keys() | placed.keys()):
+                if saved.get(name) != placed.get(name):
+                    raise UsageError(
+                        f"{state.folder} holds another model than `model` describes: {name} has the shape"
+                        f" {saved.get(name)} there and {placed.get(name)} here (None: it is missing). Name another"
+                        " `checkpoint.folder`, or restore `model`"
+                    )
+
+        self._mesh.on_rank_zero(compare)
 
     def _differences(self, state: SavedBoxes) -> list[str]:
         """Return the differences between the identity of a checkpoint and that of this run."""

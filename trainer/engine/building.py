@@ -86,17 +86,20 @@ def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -
     Args:
         plan: the plan of the run.
         mesh: the ranks.
-        loads_shards: whether a rank loads only its shards of the parameters under FSDP.
+        loads_shards: whether a rank loads only its shards of the parameters under FSDP and ZeRO-3.
     """
     parallel, pipeline = plan.recipe.parallel, plan.pipeline
     stages = pipeline.stages_of(mesh.index(PIPELINE_AXIS)) if pipeline else (0,)
     num_stages = pipeline.num_stages if pipeline else 1
     keys = parallel.pipeline
-    is_sharded = loads_shards and plan.strategy.cuts_parameters and not plan.strategy.zero_stage
-    shard = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard")) if is_sharded else None
-    return model_cuts(
+    zero = plan.strategy.zero_stage
+    is_sharded = loads_shards and plan.strategy.cuts_parameters and not (zero and plan.layout.tp > 1)
+    shard = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), flat=zero == 3) if is_sharded else None
+    cuts = model_cuts(
         mesh, parallel.sequence, parallel.context > 1, stages, num_stages, keys.split, keys.schedule, shard
     )
+    # A model that transformers loads lies in mapped files, which stay in memory until DeepSpeed has copied all of it.
+    return [ModelCut(None)] if zero in (1, 2) and cuts == [None] else cuts
 
 
 __all__ = ["BUILDERS", "build_engine", "partitioned_loading", "planned_cuts", "refuse_generation_in_parts"]

@@ -42,7 +42,9 @@ from trainer.engine.schedule_free import NAME as SCHEDULE_FREE
 from trainer.engine.schedule_free import TRAINED, AveragedWeights
 from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import not_recorded
+from trainer.models.cutting import ShardChoice
 from trainer.models.initialising import Gather, whole_already
+from trainer.models.names import aliases
 from trainer.models.saving import save_model
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
 from trainer.parallel.microbatch import Microbatch, RankBatch
@@ -69,7 +71,8 @@ def load_deepspeed(device: torch.device) -> Any:
 def partitioned_loading(plan: RunPlan, device: torch.device) -> Iterator[Gather]:
     """Let transformers build and load a ZeRO-3 model in partitions, so that no rank holds the whole model.
 
-    Yields a context that gathers parameters. Other strategies, and ZeRO-3 over tensor ranks, partition later.
+    This serves models that cannot be loaded in parts. Rank 0 maps their files whole. Yields a context that gathers
+    parameters. Other strategies, and ZeRO-3 over tensor ranks, partition later.
     """
     if plan.strategy.zero_stage != 3 or plan.layout.tp > 1:
         yield whole_already
@@ -84,6 +87,62 @@ def partitioned_loading(plan: RunPlan, device: torch.device) -> Iterator[Gather]
             yield lambda parameters: deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
         finally:
             del alive
+
+
+def _partition(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan, deepspeed: Any) -> None:
+    """Replace the parameters on `meta` by DeepSpeed's partitions, made of this rank's rows, one at a time."""
+    assert built.shards is not None
+    choice = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), flat=True)
+    with redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed(backend(mesh.device), verbose=False, dist_init_required=False)
+        zero = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=deepspeed_config(plan))
+        for empty, names in aliases(built.model).items():
+            rows = built.shards[names[0]]
+            whole = torch.empty(empty.shape)  # pages that are not written take no memory
+            first, last = choice.bounds(empty.shape) if empty.dim() else (None, None)
+            (whole[first:last] if empty.dim() else whole).copy_(rows)
+            parameter: Any = nn.Parameter(whole.to(zero.local_device), requires_grad=empty.requires_grad)
+            for name in names:
+                owner, _, attribute = name.rpartition(".")
+                setattr(built.model.get_submodule(owner), attribute, parameter)
+            for name in names:
+                del built.shards[name]
+            zero._convert_to_deepspeed_param(parameter)
+            parameter.partition()
+
+
+@contextmanager
+def _flattened_in_place() -> Iterator[None]:
+    """Let stages 1 and 2 free each parameter once it is in the flat buffer; DeepSpeed frees them after all are."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    flatten = DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned
+
+    def flatten_one_by_one(
+        zero: Any,
+        tensors: Sequence[Any],
+        alignment: int,
+        use_cpu_data: bool = False,
+        param_padding: Sequence[int] | None = None,
+    ) -> Tensor:
+        attribute = "cpu_data" if use_cpu_data else "data"
+        own: list[Tensor] = [getattr(tensor, attribute) for tensor in tensors]
+        paddings = param_padding or [0] * len(own)
+        size = sum(one.numel() for one in own) + sum(paddings)
+        flat = own[0].new_zeros(size + -size % alignment)
+        start = 0
+        for tensor, padding in zip(tensors, paddings, strict=True):
+            one = own.pop(0)
+            flat[start : start + one.numel()] = one.reshape(-1)
+            start += one.numel() + padding
+            setattr(tensor, attribute, one.new_empty(0))
+        return flat
+
+    DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned = flatten_one_by_one
+    try:
+        yield
+    finally:
+        DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned = flatten
 
 
 @contextmanager
@@ -430,6 +489,8 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     """Return the engine of `zero1`, `zero2` and `zero3`."""
     deepspeed = load_deepspeed(mesh.device)
     model = built.model
+    if built.shards is not None:
+        _partition(built, mesh, plan, deepspeed)
     placements = built.placements
     if placements is None:
         placements = {
@@ -450,7 +511,7 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     optimizer = build_optimizer(plan.recipe.optimizer, model.named_parameters(), no_decay_names(model))
     if not plan.strategy.cuts_parameters:
         _split_groups(optimizer)
-    with redirect_stdout(io.StringIO()):
+    with redirect_stdout(io.StringIO()), _flattened_in_place():
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -85,6 +86,15 @@ class BuiltModel:
         heads = [m for m in self.model.modules() if isinstance(m, ColumnParallelLinear) and m.pads]
         assert len(heads) <= 1, f"a model has one head over its vocabulary, not {len(heads)}"
         return VocabularyCut(heads[0].group, heads[0].whole_out_features) if heads else None
+
+
+Loading = Callable[[], AbstractContextManager[Gather]]
+
+
+@contextmanager
+def loading_whole() -> Iterator[Gather]:
+    """Let a model be built as it is: the `Loading` of a model that is not partitioned."""
+    yield whole_already
 
 
 _MOST_LEVELS = 32  # of a configuration; copies of it fail at about 300
@@ -440,7 +450,7 @@ def build_model(
     training: Training,
     auto_class_name: str,
     options: Mapping[str, Any],
-    gather: Gather = whole_already,
+    loading: Loading = loading_whole,
     cut: ModelCut | None = None,
     pad_token_id: int | None = None,
     unused: Sequence[str] = (),
@@ -454,7 +464,8 @@ def build_model(
         training: the recipe's `training`, for the seed and the kind of dropout.
         auto_class_name: the head, as the name of an auto class of transformers.
         options: the configuration keys that the task sets, such as `num_labels`.
-        gather: the context that makes parameters whole, if they are partitioned while the model is built.
+        loading: the context in which a model is built that cannot be loaded in parts. It may partition the parameters
+            as they are made, and yields the context that makes them whole.
         cut: the cut of the model, or None. With a cut, the result holds this rank's parts only. If the model cannot be
             loaded in parts, the rank holds the whole model during the build.
         pad_token_id: the tokenizer's padding token, for a model without one; None if there is no tokenizer.
@@ -467,7 +478,6 @@ def build_model(
         UsageError: the model cannot be loaded, has no safetensors, has a dropout that cannot be keyed, cannot be cut,
             or does not keep documents apart.
     """
-    assert cut is None or gather is whole_already, "parameters are either partitioned while they are built, or cut"
     assert cut is not None or node is None, "a model that is built whole is read by each rank"
     config = load_config(recipe, options)
     keys = DropoutKeys(training.seed) if training.layout_invariant_dropout else None
@@ -495,11 +505,13 @@ def build_model(
         _expect_padding(model)
 
     def build_whole() -> tuple[nn.Module, list[str]]:
-        model, drawn, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
-        prepare(model, () if recipe.is_random else drawn)  # before the cut, which changes the dropout sites
-        if not in_table and gather is whole_already:
-            notes += check_invariance(model, keys, packed)
-        return model, notes
+        with loading() as gather:
+            checked = [] if in_table or gather is whole_already else check_sample()
+            model, drawn, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
+            prepare(model, () if recipe.is_random else drawn)  # before the cut, which changes the dropout sites
+            if not in_table and gather is whole_already:
+                checked = check_invariance(model, keys, packed)
+        return model, [*notes, *checked]
 
     def check_sample() -> list[str]:
         sample = sample_of(model_class, config, attention)
@@ -515,9 +527,8 @@ def build_model(
 
     try:
         if cut is None:
-            checked = [] if in_table or gather is whole_already else check_sample()
             model, notes = build_whole()
-            return BuiltModel(model, keys, [*notes, *trained, *checked, *fixed], lacking=lacking)
+            return BuiltModel(model, keys, [*notes, *trained, *fixed], lacking=lacking)
         try:
             parts = load_parts(auto_class, recipe, config, attention, training.seed, prepare, cut, node)
             notes = parts.notes if in_table else [*parts.notes, *check_sample()]
@@ -532,7 +543,10 @@ def build_model(
                     " read"
                 ) from reason
             model, notes = build_whole()
-            notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
+            if cut.shard is not None and cut.shard.flat:  # it is partitioned
+                return BuiltModel(model, keys, [*notes, *trained, *fixed], lacking=lacking)
+            if cut != ModelCut(None):
+                notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
             made = cut(model)
             return BuiltModel(model, keys, [*notes, *trained, *fixed], made.placements, made.part, lacking=lacking)
     except _CANNOT_BUILD as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from torch import Tensor, nn
 
@@ -29,14 +30,24 @@ class StageChoice:
 
 @dataclass(frozen=True)
 class ShardChoice:
-    """The share of one data rank in every parameter: rows `index * ceil(rows / size)` and the next ones, as in FSDP."""
+    """The share of one data rank in every parameter.
+
+    These are rows `index * ceil(rows / size)` and the next ones, as in FSDP. With `flat`, the elements of a parameter
+    are divided instead, as in ZeRO-3, and the share has all rows with such elements.
+    """
 
     index: int
     size: int
+    flat: bool = False
 
-    def bounds(self, num_rows: int) -> tuple[int, int]:
-        """Return the first row of the share, and the row after its last one."""
-        return bounds_of_part(num_rows, self.index, self.size)
+    def bounds(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the first row of the share in a tensor of this shape, and the row after its last one."""
+        num_rows, *columns = shape
+        if not self.flat:
+            return bounds_of_part(num_rows, self.index, self.size)
+        row = prod(columns)
+        first, last = bounds_of_part(num_rows * row, self.index, self.size)
+        return (first // row, -(-last // row)) if first < last else (0, 0)
 
 
 @dataclass(frozen=True)

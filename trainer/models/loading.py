@@ -139,9 +139,8 @@ class Checkpoint:
             width, ranges = ranges_of_part(shape[dim], split, index_in_group(cut.group), group_size(cut.group))
         else:
             dim, blocks, width, ranges = 0, 1, shape[0], [(0, shape[0])]
-        num_rows = blocks * width if dim == 0 else shape[0]
-        first, last = cut.shard.bounds(num_rows) if cut.shard is not None else (0, num_rows)
         extent = [*shape[:dim], blocks * width, *shape[dim + 1 :]]
+        first, last = cut.shard.bounds(extent) if cut.shard is not None else (0, extent[0])
         extent[0] = last - first
         slices = []
         for block, (start, stop) in enumerate(ranges):
@@ -659,7 +658,7 @@ class _Parts:
         if self.holds(name):
             part, shard = self._cut.part(whole, self._placement(name)), self._cut.shard
             if shard is not None and part.dim():
-                first, last = shard.bounds(part.shape[0])
+                first, last = shard.bounds(part.shape)
                 part = part[first:last].clone()  # the other rows can go
             self._fill(name, part)
 

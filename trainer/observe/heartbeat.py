@@ -1,7 +1,9 @@
-"""Heartbeats: each rank keeps one small file in the run's folder with its step and its current activity.
+"""Heartbeats: each rank keeps a record in the run's folder with its step and its current activity.
 
-`ranks/rank-00003.json` is one record of a fixed size, overwritten in place, so a beat costs a few microseconds. A good
-end removes the file. After a failure it stays, and shows the last activity of the rank. This module imports no torch.
+The ranks of a machine share one file, so 1,024 ranks on 128 machines have 128 files. `ranks/machine-00008.jsonl` is
+that of the machine with ranks 8 to 15: a line of a fixed size for each, overwritten in place, so a beat costs a few
+microseconds. A good end removes the file. After a failure it stays, and shows the last activities. Machines never write
+to the same file, because network file systems do not keep such writes apart. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -74,9 +76,20 @@ def _host() -> str:
 
 
 def _parsed(folder: Path) -> Iterator[Status]:
-    for file in folder.glob("rank-*.json"):
-        with suppress(OSError, ValueError, TypeError):
-            yield Status(**json.loads(file.read_bytes()))
+    for file in folder.glob("machine-*.jsonl"):
+        for record in _records(file):
+            with suppress(ValueError, TypeError):
+                yield Status(**json.loads(record))
+
+
+def _records(file: Path) -> list[bytes]:
+    """Return the records of a file, without those of ranks that have not begun or have ended well."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return []
+    records = (content[start : start + _RECORD_BYTES] for start in range(0, len(content), _RECORD_BYTES))
+    return [record for record in records if record.strip(b"\0 \n")]
 
 
 def forget_statuses(run_folder: Path) -> None:
@@ -85,13 +98,19 @@ def forget_statuses(run_folder: Path) -> None:
 
 
 class Heartbeat(Observer):
-    """Observer that writes this rank's file. Every rank has one; it beats from `begin` on.
+    """Observer that writes this rank's record. Every rank has one; it beats from `begin` on.
 
     A failed write, for example on a full disk, is ignored: the file serves diagnosis only.
+
+    Args:
+        rank: of this process.
+        local_rank: its number on this machine; the ranks of a machine follow each other.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, local_rank: int = 0) -> None:
         self.rank = rank
+        self._first_rank = rank - local_rank
+        self._offset = local_rank * _RECORD_BYTES
         self.beats = 0
         self.run_folder: Path | None = None
         self._host = _host()
@@ -108,7 +127,7 @@ class Heartbeat(Observer):
         self.run_folder = run_folder
         try:
             ranks_folder(run_folder).mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            self._descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise TrainerError(
                 f"rank {self.rank} on {self._host} cannot write {ranks_folder(run_folder)} ({error.strerror});"
@@ -118,9 +137,9 @@ class Heartbeat(Observer):
 
     @property
     def file(self) -> Path:
-        """The path of this rank's file."""
+        """The path of the file of this rank's machine."""
         assert self.run_folder is not None, "it has not begun"
-        return ranks_folder(self.run_folder) / f"rank-{self.rank:05d}.json"
+        return ranks_folder(self.run_folder) / f"machine-{self._first_rank:05d}.jsonl"
 
     def doing(self, step: int, what: str) -> None:
         self.beats += 1
@@ -131,9 +150,12 @@ class Heartbeat(Observer):
 
     def _write(self, status: Status) -> None:
         self._status = status
+        self._put(json.dumps(asdict(status)))
+
+    def _put(self, record: str) -> None:
         if self._descriptor is not None:
             with suppress(OSError):
-                os.pwrite(self._descriptor, json.dumps(asdict(status)).encode().ljust(_RECORD_BYTES), 0)
+                os.pwrite(self._descriptor, record.encode().ljust(_RECORD_BYTES - 1) + b"\n", self._offset)
 
     def evaluation_progress(self, done: int, total: int) -> None:
         self.doing(self._step, f"in an evaluation, {done} of {total} batches done")
@@ -144,13 +166,15 @@ class Heartbeat(Observer):
             self._write(replace(self._status, left=True))
 
     def end(self, record: EndRecord) -> None:
-        """Remove the file; after a failure it stays."""
+        """Remove the record, and the file with the last one; after a failure it stays."""
         if record.outcome == "failed":
             self.leave()
         elif self._descriptor is not None:
-            with suppress(OSError):
-                self.file.unlink()
-                self.file.parent.rmdir()  # succeeds on the last rank only
+            self._put("")
+            if not _records(self.file):
+                with suppress(OSError):
+                    self.file.unlink()
+                    self.file.parent.rmdir()  # succeeds on the last machine only
 
     def close(self) -> None:
         if self._descriptor is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -159,19 +160,41 @@ class ParallelMesh:
     def gather(self, value: Any) -> list[Any] | None:
         """Return the `value` of every rank, in order of rank, on rank 0; None on the others.
 
+        Each other rank sends two messages, its size and its value; rank 0 holds the values and one message.
+
         Args:
             value: a value of the types that `trainer.ranks.messages.encode` takes.
         """
         if self.world_size == 1:
             return [value]
         message = _as_tensor(encode(value))
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._control)
-        longest = int(max(sizes))  # gloo gathers tensors of one size
-        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
-        padded = torch.cat([message, message.new_zeros(longest - len(message))])
-        dist.gather(padded, gathered, group=self._control)
-        return gathered and [_decoded(part[: int(size)]) for part, size in zip(gathered, sizes, strict=True)]
+        size = torch.tensor([len(message)])
+        sizes = [torch.empty_like(size) for _ in range(self.world_size)] if self.rank == 0 else None
+        dist.gather(size, sizes, group=self._control)
+        if sizes is None:
+            dist.send(message, dst=0, group=self._control)  # gloo's gather would pad all to the longest
+            return None
+        values = [value]
+        for rank in range(1, self.world_size):
+            received = torch.empty(int(sizes[rank]), dtype=torch.uint8)
+            dist.recv(received, src=rank, group=self._control)
+            values.append(_decoded(received))
+        return values
+
+    def gather_distinct(self, value: Any) -> list[Any] | None:
+        """Return the different values of all ranks on rank 0; None on the others.
+
+        A value that many ranks have is sent once, so the memory of rank 0 does not grow with their number.
+
+        Args:
+            value: a value of the types that `gather` takes.
+        """
+        digests = self.gather(hashlib.sha256(encode(value)).hexdigest())
+        chosen: list[int] = self.share(
+            list({digest: rank for rank, digest in reversed([*enumerate(digests or [])])}.values())
+        )
+        gathered = self.gather(value if self.rank in chosen else None)
+        return gathered and [gathered[rank] for rank in sorted(chosen)]
 
     def share(self, value: Any) -> Any:
         """Return rank 0's `value`, of the types that `gather` takes, on every rank."""

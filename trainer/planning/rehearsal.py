@@ -43,7 +43,8 @@ class StateFiles:
         written: the bytes of the tensors that it writes, and copies to the host before.
         tensors: the number of these tensors or parts of them.
         read: the bytes of the tensors that it reads to resume.
-        report: the bytes of its message to rank 0, which names its file and the shapes of its tensors.
+        report: the bytes of its message to rank 0, which names its file.
+        shapes: the bytes of its tensors' names and shapes, which one of the ranks with the same tensors sends.
     """
 
     name: str
@@ -51,6 +52,7 @@ class StateFiles:
     tensors: int
     read: int
     report: int
+    shapes: int
 
 
 @dataclass(frozen=True)
@@ -203,9 +205,10 @@ def _state_files(plan: RunPlan, rank: int, length: int) -> StateFiles:
         own = list(own_share(state.parts))
         name = share_name(rank, mesh.world_size)
         written = sum(box.view.nbytes for _, box in own)
-        report = ([asdict(WrittenFile(name, written, "0" * 64))], {part.name: part.shape for part in state.parts})
+        report = encode([asdict(WrittenFile(name, written, "0" * 64))])
+        shapes = encode({part.name: part.shape for part in state.parts})
         read = sum(box.view.nbytes for part in state.parts for box in part.boxes)
-        return StateFiles(name, written, len(own), read, len(encode(report)))
+        return StateFiles(name, written, len(own), read, len(report), len(shapes))
 
 
 def _model_files(plan: RunPlan) -> dict[str, int]:
@@ -233,7 +236,10 @@ def lines(found: Rehearsal) -> Iterator[str]:
         f"save      {state.name} with {size(state.written)} in {state.tensors:,} tensors, for each checkpoint; one of"
         f" {plan.layout.world_size:,} such files"
     )
-    yield f"          a message of {state.report / 2**10:,.1f} KiB to rank 0, which gets one from each rank"
+    yield (
+        f"          a message of {state.report:,} bytes from each rank to rank 0, and the names and shapes of the tensors"
+        f" ({state.shapes / 2**10:,.1f} KiB) from one of the ranks with the same"
+    )
     if found.in_memory:
         copy = ", with the copy of a rank of another host" if found.in_memory > KEPT * state.written else ""
         yield f"          {size(found.in_memory)} on the host for {KEPT} checkpoints in memory{copy}"

@@ -1,7 +1,8 @@
 """Rendezvous of the ranks before they have a process group: one store, at the address that the launcher gave.
 
-If the rendezvous fails, every rank ends in bounded time. Its error names address and port, the ranks that have come,
-and the answer of the network. The module knows the launcher's variables and no recipe.
+The number of messages of a rank does not depend on the number of ranks; rank 0 alone reads values of all ranks. If the
+rendezvous fails, every rank ends in bounded time. Its error names address and port, the ranks that have come, and the
+answer of the network. The module knows the launcher's variables and no recipe.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from trainer.ranks.interfaces import (
     route_to,
 )
 from trainer.ranks.messages import decode, encode
-from trainer.ranks.roll_call import RollCall, two_processes, wait_until
+from trainer.ranks.roll_call import RollCall, enter, ranks_missing, two_processes, wait_until
 
 Result = TypeVar("Result")
 
@@ -106,6 +107,7 @@ class Rendezvous:
             )
         if self.store.add(f"here/{own.rank}", 1) > 1:
             raise two_processes(own.rank)
+        enter(self.store, "here", own.rank)
         self._count_in("arrived")
         _await_all(own, deadline, lambda until: self._came("arrived", until - time.monotonic()) or None, self._missing)
 
@@ -173,19 +175,50 @@ class Rendezvous:
                 raise _error(ExitCode(code), text)
         return result
 
-    def gather(self, value: Any, timeout_seconds: float) -> list[Any]:
-        """Return the `value` of every rank, in order of rank, on every rank.
+    def gather(self, value: Any, timeout_seconds: float) -> list[Any] | None:
+        """Return the `value` of every rank, in order of rank, on rank 0; None on the others.
 
         Raises:
             TrainerError: a rank has gone.
         """
         name = self._next_question()
         self.together(lambda: self._put(f"{name}/{self._environment.rank}", value), timeout_seconds)
-        keys = [f"{name}/{rank}" for rank in range(self._size)]
+        if self._environment.rank:
+            return None
         with _lost_store():
-            values = [decode(message) for message in self.store.multi_get(keys)]
-            self._linger(name)  # the values may make all ranks leave
-        return values
+            return [decode(one) for one in self.store.multi_get([f"{name}/{rank}" for rank in range(self._size)])]
+
+    def share(self, value: Any, timeout_seconds: float) -> Any:
+        """Return rank 0's `value` on every rank.
+
+        Raises:
+            TrainerError: a rank has gone.
+        """
+        name = self._next_question()
+        own = self._environment.rank
+        self.together(lambda: None if own else self._put(f"{name}/value", value), timeout_seconds)
+        with _lost_store():
+            shared = decode(self.store.get(f"{name}/value"))
+            self._linger(name)  # the value may make all ranks leave
+        return shared
+
+    def all_same(self, text: str, timeout_seconds: float) -> bool:
+        """Return whether all ranks gave the same text, on every rank.
+
+        Raises:
+            TrainerError: a rank has gone.
+        """
+        name = self._next_question()
+
+        def compare() -> None:
+            if self.store.compare_set(f"{name}/first", "", text).decode() != text:
+                self.store.set(f"{name}/differ", "")
+
+        self.together(compare, timeout_seconds)
+        with _lost_store():
+            same = not self.store.check([f"{name}/differ"])
+            self._linger(name)
+        return same
 
     def check_network(self, timeout_seconds: float) -> None:
         """Choose the interface for gloo, and check that each machine can connect to the next one.
@@ -204,28 +237,52 @@ class Rendezvous:
             if gloo_interface() is None and loopback is not None:
                 use_gloo_interface(loopback)
             return
-        addresses = self.gather(self._own_address, timeout_seconds)
+
+        def name_own_address() -> None:
+            if self._own_address is not None and not is_loopback(self._own_address):
+                self.store.compare_set("outside", "", self._own_address)
+
+        self.together(name_own_address, timeout_seconds)
         with ExitStack() as stack:
-            mine = self.together(lambda: self._listen(stack, addresses), timeout_seconds)
-            peers = [_Peer(*peer) for peer in self.gather(mine, timeout_seconds)]
-            self.together(lambda: _check_order(peers), timeout_seconds)
-            leaders = [rank for rank, peer in enumerate(peers) if peer.local_rank == 0]
+            mine = self.together(lambda: self._listen(stack), timeout_seconds)
+            self.together(lambda: self._check_order(mine), timeout_seconds)
+            self.together(lambda: self._reach_next(mine), timeout_seconds)
 
-            def reach_next() -> None:
-                if own.local_rank == 0 and len(leaders) > 1:
-                    rank = leaders[(leaders.index(own.rank) + 1) % len(leaders)]
-                    _check_reachable(peers[own.rank], peers[rank], rank)
+    def _check_order(self, mine: _Peer) -> None:
+        """Refuse ranks of one machine that do not follow each other: shard and tensor groups would cross machines."""
+        rank = self._environment.rank
+        before = self._peer(rank - 1) if rank else None
+        place = (mine.host, mine.local_rank - 1)
+        if mine.local_rank and (before is None or (before.host, before.local_rank) != place):
+            was = f"rank {rank - 1} is number {before.local_rank} on {before.host}" if before else "is the first one"
+            raise LaunchError(
+                f"the ranks of a machine must follow each other, but rank {rank} is number {mine.local_rank} on"
+                f" {mine.host} and {was};"
+                " give ranks out in blocks (`srun --distribution=block`)"
+            )
 
-            self.together(reach_next, timeout_seconds)
+    def _reach_next(self, mine: _Peer) -> None:
+        """Connect from the first rank of each machine to that of the next one."""
+        own = self._environment
+        if own.local_rank:
+            return
+        rank = (own.rank + own.local_world_size) % self._size
+        while (peer := self._peer(rank)).local_rank:  # this machine has more ranks than it was told
+            rank = (rank + 1) % self._size
+        if rank != own.rank:
+            _check_reachable(mine, peer, rank)
 
-    def _listen(self, stack: ExitStack, addresses: list[str | None]) -> list[Any]:
-        """Listen on the interface for gloo, on a port that the system chooses; returns the fields of `_Peer`."""
+    def _peer(self, rank: int) -> _Peer:
+        return _Peer(*decode(self.store.get(f"peer/{rank}")))
+
+    def _listen(self, stack: ExitStack) -> _Peer:
+        """Listen on the interface for gloo, on a port that the system chooses, and publish the place."""
         own = self._environment
         name = gloo_interface()
         if name is None:
             address = self._own_address
             if address is None or is_loopback(address):  # rank 0's machine: use the route to another
-                outside = next((other for other in addresses if other and not is_loopback(other)), None)
+                outside = self.store.get("outside").decode() if self.store.check(["outside"]) else None
                 address = route_to(outside) if outside else "127.0.0.1"
             name = interface_of(address)
             if name is None:
@@ -239,7 +296,9 @@ class Rendezvous:
         if own.local_rank == 0:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             port = stack.enter_context(socket.create_server((address, 0), family=family)).getsockname()[1]
-        return [socket.gethostname(), own.local_rank, name, address, port, interfaces()]
+        mine = _Peer(socket.gethostname(), own.local_rank, name, address, port, interfaces())
+        self._put(f"peer/{own.rank}", list(astuple(mine)))
+        return mine
 
     def _put(self, key: str, value: Any) -> None:
         self.store.set(key, encode(value))  # type: ignore[arg-type]  # torch's stub omits bytes
@@ -257,7 +316,7 @@ class Rendezvous:
         return wait_until(lambda: self.store.check([f"{name}/all"]), time.monotonic() + seconds)
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self._size) if not self.store.check([f"here/{rank}"])]
+        return ranks_missing(self.store, "here", self._size)
 
     def _linger(self, name: str) -> None:
         """Count the ranks that have read the values; wait for all of them if the store ends with this process."""
@@ -281,20 +340,6 @@ class _Peer:
     address: str
     port: int  # 0: another rank of its machine listens
     interfaces: str
-
-
-def _check_order(peers: list[_Peer]) -> None:
-    """Refuse ranks of one machine that do not follow each other: shard and tensor groups would cross machines."""
-    for rank, peer in enumerate(peers):
-        before = peers[rank - 1] if rank else None
-        place = (peer.host, peer.local_rank - 1)
-        if peer.local_rank and (before is None or (before.host, before.local_rank) != place):
-            was = f"rank {rank - 1} is number {before.local_rank} on {before.host}" if before else "is the first one"
-            raise LaunchError(
-                f"the ranks of a machine must follow each other, but rank {rank} is number {peer.local_rank} on"
-                f" {peer.host} and {was};"
-                " give ranks out in blocks (`srun --distribution=block`)"
-            )
 
 
 def _check_reachable(own: _Peer, other: _Peer, rank: int) -> None:

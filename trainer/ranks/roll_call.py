@@ -2,12 +2,12 @@
 
 torch's elastic agent keeps its store when it starts ranks again. The number of restarts cannot identify a start,
 because the agents of several machines count separately. So each process has a random name, and rank 0 publishes the
-names until every process has answered.
+names until every process has answered. A rank reads its own name only, so its number of messages does not depend on the
+number of ranks.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import time
@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from trainer.base.errors import TrainerError
 
 _LONGEST_PAUSE_SECONDS = 0.25  # between two questions to the store
+_CAME = "came"
 
 
 class RollCall:
@@ -37,6 +38,7 @@ class RollCall:
         self._names: list[str] = []
         self._roll = ""
         store.set(_process(rank), self._own)
+        enter(store, _CAME, rank)
 
     def wait(self, until: float) -> str | None:
         """Return the name of this start, the same on all ranks; None: not all have answered.
@@ -51,12 +53,13 @@ class RollCall:
 
     def missing(self) -> list[int] | None:
         """Return the ranks that have not come, or None if rank 0 is missing: then the others are unknown."""
-        absent = [rank for rank in range(self._size) if not self._store.check([_process(rank)])]
-        if absent:
+        if absent := ranks_missing(self._store, _CAME, self._size):
             return absent
-        if not self._roll:
-            return None
-        return [rank for rank in range(self._size) if not self._store.check([f"{self._roll}/{rank}"])]
+        return ranks_missing(self._store, self._answers, self._size) if self._roll else None
+
+    @property
+    def _answers(self) -> str:
+        return f"{self._roll}/{_CAME}"
 
     def _is_complete(self) -> bool:
         if self._store.get(_process(self._rank)).decode() != self._own:
@@ -75,18 +78,31 @@ class RollCall:
         names = [name.decode() for name in self._store.multi_get(keys)]
         if names != self._names:
             self._names, self._roll = names, secrets.token_hex(8)
-            self._store.set("roll", json.dumps([self._roll, names]))
-        self._store.set(f"{self._roll}/0", "")
+            keys = [f"{self._roll}/name/{rank}" for rank in range(self._size)]
+            self._store.multi_set(keys, names)  # type: ignore[attr-defined]  # torch's stub omits it
+            enter(self._store, self._answers, 0)
+            self._store.set("roll", self._roll)
         if not self.missing():
             self._store.set(f"{self._roll}/complete", "")
 
     def _answer(self) -> None:
         if not self._store.check(["roll"]):
             return
-        roll, names = json.loads(self._store.get("roll"))
-        if roll != self._roll and self._own in names:
+        roll = self._store.get("roll").decode()
+        if roll != self._roll and self._store.get(f"{roll}/name/{self._rank}").decode() == self._own:
             self._roll = roll
-            self._store.set(f"{roll}/{self._rank}", "")
+            enter(self._store, self._answers, self._rank)
+
+
+def ranks_missing(store: Store, key: str, size: int) -> list[int]:
+    """Return the ranks below `size` that have not appended their entry to `key`, with two messages."""
+    came = set(store.get(key).split()) if store.check([key]) else set()
+    return [rank for rank in range(size) if str(rank).encode() not in came]
+
+
+def enter(store: Store, key: str, rank: int) -> None:
+    """Append the entry of a rank to `key`."""
+    store.append(key, f"{rank} ")  # type: ignore[attr-defined]  # torch's stub omits it
 
 
 def wait_until(condition: Callable[[], bool], until: float) -> bool:

@@ -40,39 +40,55 @@ def run_facts(values: Mapping[str, Any], plan: RunPlan, device_type: str) -> dic
     return facts | {package: installed(package) or _ABSENT for package in packages}
 
 
-def check_agreement(facts: Mapping[str, str], gather: Callable[[Any], list[Any]]) -> None:
+def check_agreement(
+    facts: Mapping[str, str],
+    all_same: Callable[[str], bool],
+    share: Callable[[Any], Any],
+    gather: Callable[[Any], list[Any] | None],
+) -> None:
     """Compare the facts of all ranks. All ranks must call it.
+
+    If they differ, each rank sends those that differ from rank 0's alone, so that the answer is short.
 
     Args:
         facts: The facts of this rank.
-        gather: A function that returns the values of all ranks, on every rank.
+        all_same: A function that returns whether all ranks gave the same text.
+        share: A function that returns the value of rank 0 on every rank.
+        gather: A function that returns the values of all ranks on rank 0, and None on the others.
 
     Raises:
         UsageError: Facts differ; the message names them with their ranks and hosts. Every rank raises it.
     """
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
-    if len(set(gather(digest))) == 1:
+    if all_same(digest):
         return
-    ranks: list[tuple[str, Mapping[str, str]]] = gather((socket.gethostname(), dict(facts)))
-    found = list(_differences(ranks))
+    first: dict[str, str] = share(dict(facts))
+    names = dict.fromkeys((*first, *facts))
+    own = {name: value for name in names if (value := facts.get(name, _ABSENT)) != first.get(name, _ABSENT)}
+    ranks: list[tuple[str, Mapping[str, str]]] | None = gather((socket.gethostname(), own))
+    raise UsageError(share(_text(ranks, first) if ranks else None))
+
+
+def _text(ranks: Sequence[tuple[str, Mapping[str, str]]], first: Mapping[str, str]) -> str:
+    """Return the message on differing facts, given the host of each rank and its facts that are not rank 0's."""
+    found = list(_differences(ranks, first))
     more = f"\n  and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
-    raise UsageError(
+    return (
         "all ranks must run the same recipe with the same versions, but these differ:\n  "
         + "\n  ".join(found[:_SHOWN_DIFFERENCES])
         + f"{more}\nstart every rank with the same recipe, overrides and installation"
     )
 
 
-def _differences(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[str]:
+def _differences(ranks: Sequence[tuple[str, Mapping[str, str]]], first: Mapping[str, str]) -> Iterator[str]:
     """Iterate over the facts that differ: one line for each, with the ranks of each value."""
-    names = dict.fromkeys(name for _, facts in ranks for name in facts)
-    for name in names:
+    different = {name for _, facts in ranks for name in facts}
+    for name in sorted(different, key=[*first, *sorted(different - first.keys())].index):
         holders: dict[str, list[int]] = {}
         for rank, (_, facts) in enumerate(ranks):
-            holders.setdefault(facts.get(name, _ABSENT), []).append(rank)
-        if len(holders) > 1:
-            texts = (f"{value} on {_named(members, ranks)}" for value, members in holders.items())
-            yield f"{name} is {', '.join(texts)}"
+            holders.setdefault(facts.get(name, first.get(name, _ABSENT)), []).append(rank)
+        texts = (f"{value} on {_named(members, ranks)}" for value, members in holders.items())
+        yield f"{name} is {', '.join(texts)}"
 
 
 def _named(members: Sequence[int], ranks: Sequence[tuple[str, Mapping[str, str]]]) -> str:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -259,14 +260,14 @@ def assemble(
     """
     recipe, task = plan.recipe, data.task
     reading = ranks_of_node(mesh) if recipe.parallel.load == "broadcast" else nullcontext()
-    with partitioned_loading(plan, mesh.device) as gather, reading as node:
+    with reading as node:
         built = [
             build_model(
                 recipe.model,
                 recipe.training,
                 task.auto_class_name,
                 task.model_options(),
-                gather,
+                partial(partitioned_loading, plan, mesh.device),
                 cut if node is None else cut or ModelCut(None),
                 data.preparation.padding_token,
                 task.unused_modules,

@@ -46,7 +46,12 @@ def meet_ranks(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvir
         return None
     timeout = plan.recipe.parallel.join_timeout.seconds
     rendezvous = join_ranks(environment, timeout)
-    check_agreement(run_facts(resolved.values, plan, device_type()), lambda value: rendezvous.gather(value, timeout))
+    check_agreement(
+        run_facts(resolved.values, plan, device_type()),
+        lambda text: rendezvous.all_same(text, timeout),
+        lambda value: rendezvous.share(value, timeout),
+        lambda value: rendezvous.gather(value, timeout),
+    )
     rendezvous.check_network(timeout)
     return rendezvous
 

@@ -130,7 +130,7 @@ class Session:
 
 def open_session(recipe: Recipe, environment: LaunchEnvironment, observer: Observer | None = None) -> Session:
     """Build the observers: those of the user on rank 0; `observer`, heartbeat and watchdog on every rank."""
-    heartbeat = Heartbeat(environment.rank)
+    heartbeat = Heartbeat(environment.rank, environment.local_rank)
     seconds = recipe.parallel.stall_timeout.seconds
     watchdog = Watchdog(heartbeat, seconds, environment.error_file, lambda reason: session.end(ExitCode.FAILED, reason))
     shown: list[Observer] = [build_observers(recipe.logging, sys.stdout)] if environment.rank == 0 else []
