@@ -70,8 +70,9 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def trainer(processes: int, folder: Path, run: str) -> list[str]:
-    """Return the command that trains the sample for one step in its own folder."""
+    """Return the command that trains the sample for one step of at least 48 rows in its own folder."""
     places = [f"checkpoint.folder={folder / run}", f"data.cache={folder / 'cache'}"]
+    places += [f"training.global_batch_size={processes * -(-48 // processes)}"]
     command = [sys.executable, "-m", "trainer", "run", "bert_sample", *OVERRIDES, *places]
     return [*command, "--processes", str(processes)]
 

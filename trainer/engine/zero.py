@@ -159,6 +159,8 @@ def _updates_gathered_rounded(zero: Any) -> Iterator[None]:
     """Gather updated parameters of stages 1 and 2 in their types inside of this context; DeepSpeed has one type.
 
     Each group of the optimizer has one type. The rank rounds its own part too, so that all ranks hold the same bits.
+    gloo copies all that it gathers, so it gets `allgather_bucket_size` elements at a time, as DeepSpeed without this
+    collective.
     """
     from deepspeed.runtime.zero import stage_1_and_2
 
@@ -173,13 +175,17 @@ def _updates_gathered_rounded(zero: Any) -> Iterator[None]:
         for parameters, flat, parts, group in zip(
             zero.bit16_groups, groups_flat, partitioned_param_groups, dp_process_group, strict=True
         ):
-            sent = flat
+            sent, index = flat, torch.distributed.get_rank(group)
             if dtype := getattr(parameters[0], _GATHERED_IN, None):
-                index = torch.distributed.get_rank(group)
                 sent = torch.empty_like(flat, dtype=dtype)
                 own, parts = parts[index], sent.chunk(len(parts))
                 parts[index].copy_(own)
-            gather([sent], [parts], [group], **options)
+            bucket = max(1, options["allgather_bucket_size"] // len(parts))
+            if bucket >= len(parts[0]) or torch.distributed.get_backend(group) != "gloo":
+                gather([sent], [parts], [group], **options)
+            else:
+                for pieces in zip(*(torch.split(part, bucket) for part in parts), strict=True):
+                    torch.distributed.all_gather(list(pieces), pieces[index], group)
             if sent is not flat:
                 flat.copy_(sent)
 

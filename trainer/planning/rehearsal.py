@@ -237,8 +237,8 @@ def lines(found: Rehearsal) -> Iterator[str]:
         f" {plan.layout.world_size:,} such files"
     )
     yield (
-        f"          a message of {state.report:,} bytes from each rank to rank 0, and the names and shapes of the tensors"
-        f" ({state.shapes / 2**10:,.1f} KiB) from one of the ranks with the same"
+        f"          a message of {state.report:,} bytes to rank 0, as from each rank; the names and shapes of its"
+        f" tensors ({state.shapes / 2**10:,.1f} KiB) come from one of the ranks with the same"
     )
     if found.in_memory:
         copy = ", with the copy of a rank of another host" if found.in_memory > KEPT * state.written else ""
