@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, BertForSequenceClassification
 
@@ -30,6 +32,8 @@ class Reading:
     loaded_parts: int
     drawn_parts: int
     read_shards: int
+    read_flat: int
+    wrong_flat: list[str]
     loaded_shards: int
     drawn_shards: int
     loaded_whole: int
@@ -99,6 +103,8 @@ def read_by_rank(folder: str) -> Reading:
         read, CountedFile.total = CountedFile.total, 0
         shards = ModelCut(None, shard=ShardChoice(dist.get_rank(), 4))
         build(saved, shards)
+        read_shards, CountedFile.total = CountedFile.total, 0
+        flat = build(saved, ModelCut(None, shard=ShardChoice(dist.get_rank(), 4, flat=True)))
     finally:
         loading.safe_open = SAFE_OPEN
     assert not parts.notes
@@ -106,7 +112,9 @@ def read_by_rank(folder: str) -> Reading:
     del parts
     return Reading(
         read=read,
-        read_shards=CountedFile.total,
+        read_shards=read_shards,
+        read_flat=CountedFile.total,
+        wrong_flat=without_elements(flat.shards, folder),
         loaded_shards=peak_growth(lambda: build(saved, shards)),
         drawn_shards=peak_growth(lambda: build(described, shards)),
         loaded_parts=peak_growth(lambda: build(saved, cut)),
@@ -116,6 +124,19 @@ def read_by_rank(folder: str) -> Reading:
         drawn_whole=peak_growth(lambda: cut(build(described, None).model)),
         held=held,
     )
+
+
+def without_elements(shards: Mapping[str, Tensor], folder: str) -> list[str]:
+    """The tensors of which a rank's rows lack its quarter of the elements, as DeepSpeed's stage 3 divides them."""
+    wrong = []
+    for name, whole in load_file(f"{folder}/model.safetensors").items():
+        size = -(-whole.numel() // 4)
+        start = dist.get_rank() * size
+        row = whole[0].numel()
+        own = whole.flatten()[start : start + size]
+        rows = shards[name].flatten()[start % row :][: own.numel()]
+        wrong += [name] if not torch.equal(rows, own) else []
+    return wrong
 
 
 @pytest.mark.alone
@@ -136,6 +157,8 @@ def test_a_rank_of_four_never_holds_the_whole_model(ranks: RankPools, tmp_path):
         assert reading.drawn_parts < reading.held + 2 * LARGEST_BYTES + slack
         quarter = WHOLE_BYTES / 4
         assert 0.98 * quarter < reading.read_shards < 1.01 * quarter, "under FSDP it reads its rows, each once"
+        assert reading.wrong_flat == []
+        assert 0.98 * quarter < reading.read_flat < 1.02 * quarter, "under ZeRO-3 it reads the rows of its elements"
         assert reading.loaded_shards < quarter + LARGEST_BYTES + slack
         assert reading.drawn_shards < quarter + 2 * LARGEST_BYTES + slack
         # Of mapped files, what lies between the slices of rows is not always read; hence not quite the whole.

@@ -101,7 +101,7 @@ STRATEGIES: dict[str, Strategy] = {
             offloads=("none", "optimizer", "parameters"),
             no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
             no_compile="DeepSpeed gathers each weight by hooks inside of the layers, which no graph can hold",
-            no_broadcast="transformers partitions the weights while each rank reads them",
+            no_broadcast="DeepSpeed partitions the weights while each rank reads them",
             **_CUT_ALL,
         ),
         Strategy(
