@@ -154,7 +154,7 @@ def count(size: int, folder: str) -> dict[int, list[int]]:
 
 
 def simulate(size: int, folder: str, answers: Any) -> None:
-    """Build rank 0 of `size` ranks; put the seconds of each part and the growth of memory in the queue."""
+    """Build rank 0 of `size` ranks; put the CPU seconds of each part and the growth of memory in the queue."""
     import torch
 
     from trainer.parallel.mesh import ParallelMesh
@@ -172,9 +172,9 @@ def simulate(size: int, folder: str, answers: Any) -> None:
     seconds, before = [], status_bytes("VmRSS")
 
     def timed(action: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
+        start = time.process_time()
         result = action()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         return result
 
     def gathered(mesh: Any, value: Any) -> list[Any]:
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = count(size, folder)
             for name, rank in (("rank 0", 0), (f"rank {size - 1}", size - 1)):
                 print(f"| {size} | {name} | {' | '.join(map(str, found[rank]))} |", flush=True)
-        print("\n| simulated ranks | data, ms | mesh, ms | model and engine, ms | summary and batch, ms | memory, MB |")
+        print("\n| simulated ranks | data, CPU ms | mesh, CPU ms | model and engine, CPU ms | summary and batch, CPU ms | memory, MB |")
         print("|---|---|---|---|---|---|")
         context = multiprocessing.get_context("spawn")
         for size in options.simulate:
