@@ -207,7 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = count(size, folder)
             for name, rank in (("rank 0", 0), (f"rank {size - 1}", size - 1)):
                 print(f"| {size} | {name} | {' | '.join(map(str, found[rank]))} |", flush=True)
-        print("\n| simulated ranks | data, CPU ms | mesh, CPU ms | model and engine, CPU ms | summary and batch, CPU ms | memory, MB |")
+        print("\nCPU time of a simulated rank, in ms:\n")
+        print("| ranks | data | mesh | model and engine | summary and batch | memory, MB |")
         print("|---|---|---|---|---|---|")
         context = multiprocessing.get_context("spawn")
         for size in options.simulate:

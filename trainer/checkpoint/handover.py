@@ -55,10 +55,15 @@ def hand_over(
         TrainerError: a rank has gone.
     """
     own, acts = folder_of_run(folder, run_folder), environment.local_rank == 0
-    keys = rendezvous.gather(_key(run_folder) if environment.rank == 0 else "", timeout_seconds)
-    root = own / keys[0] if keys[0] else None
+    key = rendezvous.share(_key(run_folder) if environment.rank == 0 else "", timeout_seconds)
+    root = own / key if key else None
     host, held, used = _look(root) if acts else ("", {}, False)
-    looks = rendezvous.gather((acts, host, held, used), timeout_seconds)
+
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = rendezvous.share(rendezvous.gather(value, timeout_seconds), timeout_seconds)
+        return values
+
+    looks = gather((acts, host, held, used))
     hosts = [host for _, host, _, _ in looks]
     if any(used for _, _, _, used in looks):
         return []  # by another run, which the owner of the run's folder will refuse
@@ -67,7 +72,7 @@ def hand_over(
     notes = []
     if moves and root is not None:
         problem = _move(root, step, size, moves, rendezvous, environment, timeout_seconds)
-        problems = [text for text in rendezvous.gather(problem, timeout_seconds) if text]
+        problems = [text for text in gather(problem) if text]
         name = f"the checkpoint of step {step} in memory"
         shares = f"{len(moves)} share{'s' * (len(moves) > 1)}"
         notes.append(
