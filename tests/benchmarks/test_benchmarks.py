@@ -57,6 +57,15 @@ def test_startup():
     assert all(re.match(NUMBER, cell) for cell in added)
 
 
+@pytest.mark.nightly
+def test_scale():
+    first, last, simulated = run("tests.benchmarks.scale", "--processes=2", "--simulate=1024")
+    assert (first[:2], last[:2], simulated[0]) == (["2", "rank 0"], ["2", "rank 1"], "1024")
+    assert abs(int(first[2]) - int(last[2])) <= 2, "rank 0 asks the store no more than another"
+    assert 0 < int(last[4]) < 40
+    assert [first[5], last[5]] == ["1", "1"]
+
+
 @pytest.mark.alone
 @pytest.mark.slow
 @needs_peak
