@@ -129,13 +129,16 @@ def _flattened_in_place() -> Iterator[None]:
         own: list[Tensor] = [getattr(tensor, attribute) for tensor in tensors]
         paddings = param_padding or [0] * len(own)
         size = sum(one.numel() for one in own) + sum(paddings)
-        flat = own[0].new_zeros(size + -size % alignment)
+        flat = own[0].new_empty(size + -size % alignment)  # a page takes memory when it is written
         start = 0
         for tensor, padding in zip(tensors, paddings, strict=True):
             one = own.pop(0)
             flat[start : start + one.numel()] = one.reshape(-1)
-            start += one.numel() + padding
+            start += one.numel()
+            flat[start : start + padding] = 0
+            start += padding
             setattr(tensor, attribute, one.new_empty(0))
+        flat[start:] = 0
         return flat
 
     DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned = flatten_one_by_one
