@@ -64,14 +64,10 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     (
         {"optim": "lomo"},
         "optimizer.name",
-        "TODO: lomo has no counterpart: adamw, sgd, muon, adafactor or schedule_free_adamw",
+        "TODO: lomo has no counterpart: adamw, adamw_8bit, sgd, muon, adafactor or schedule_free_adamw",
     ),
-    (
-        {"optim": "adamw_bnb_8bit"},
-        "optimizer.name",
-        "TODO: adamw_bnb_8bit would give each layout other moments; use adafactor, whose state is smaller still, or"
-        " adamw with zero1 or fsdp, which shard the moments",
-    ),
+    ({"optim": "adamw_bnb_8bit"}, "optimizer.name", "adamw_8bit"),
+    ({"optim": "paged_adamw_8bit"}, "optimizer.name", "adamw_8bit"),
     ({"optim": "schedule_free_adamw"}, "optimizer.name", "schedule_free_adamw"),
     ({"optim": "schedule_free_adamw"}, "schedule.name", "constant"),
     ({"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 10}, "schedule.warmup", 10),

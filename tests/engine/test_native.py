@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import (
+    TINY_BERT,
     TINY_DECODERS,
     TINY_TASKS,
     MemorySource,
@@ -170,9 +171,12 @@ def cure(training: TinyTraining) -> None:
 
 
 class TestNonFinite:
-    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_weights_and_moments_are_as_before_the_step(self, value):
-        training = tiny(training={"max_steps": 4})
+    @pytest.mark.parametrize(
+        ("value", "optimizer"), [(float("nan"), "adamw"), (float("inf"), "adamw"), (float("nan"), "adamw_8bit")]
+    )
+    def test_weights_and_moments_are_as_before_the_step(self, value, optimizer):
+        wide = {"config": {**TINY_BERT, "hidden_size": 64}}  # matrices of 4,096 elements have moments in 8 bits
+        training = tiny(training={"max_steps": 4}, model=wide, optimizer={"name": optimizer})
         first, second, third, _ = training.loader
         training.engine.train_step(first)
         before = state_of(training)

@@ -36,6 +36,9 @@ DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "t5", "ba
 SGD_FAMILIES = ("bert", "resnet")
 IMAGE_FAMILIES = {"vit": TINY_VIT, "resnet": TINY_RESNET}
 
+# Matrices of 4,096 elements, from which on their moments have 8 bits.
+WIDE = {"bert": {"hidden_size": 64, "intermediate_size": 96}, "gpt2": {"n_embd": 64}}
+
 
 def model_config(model_type: str, num_layers: int | None = None) -> dict[str, Any]:
     tiny = {"bert": TINY_BERT, **IMAGE_FAMILIES}
@@ -108,8 +111,8 @@ class Case:
     @property
     def tolerance(self) -> str:
         """The name of the case's tolerance: that of the fewest bits."""
-        if self.optimizer == "muon":
-            return "muon"
+        if self.optimizer in TOLERANCES:
+            return self.optimizer
         return self.precision if self.gradients == "fp32" else self.gradients
 
     @property
@@ -140,7 +143,8 @@ class Case:
             sgd,
             task={"type": "image_classification" if self.model_type in IMAGE_FAMILIES else self.task},
             model={
-                "config": model_config(self.model_type, self.num_layers),
+                "config": model_config(self.model_type, self.num_layers)
+                | (WIDE[self.model_type] if self.optimizer == "adamw_8bit" else {}),
                 "dropout": self.dropout if has_dropout else None,
             },
             training={
@@ -289,6 +293,13 @@ def optimizer_matrix() -> Iterator[Case]:
         yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2")  # blocks of q, k and v
         yield case("ddp", 2, tensor=2, task="masked_lm")
         yield case("ddp", 2, stages=2, task="masked_lm")
+    facts = {"accumulates": False, "precision": "fp32", "checkpointing": "none", "dropout": 0.1}
+    case = partial(Case, **facts, optimizer="adamw_8bit")
+    yield case("fsdp", 3)  # shards end inside of blocks
+    yield case("hsdp", 4)
+    yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2")
+    yield case("ddp", 2, tensor=2, task="masked_lm")  # columns, and a vocabulary that is padded
+    yield case("ddp", 2, stages=2, task="masked_lm")
     facts = {"checkpointing": "none", "dropout": 0.1, "optimizer": "schedule_free_adamw"}
     case = partial(Case, precision="fp32", accumulates=True, **facts)
     yield case("ddp", 2, tensor=2, task="masked_lm")

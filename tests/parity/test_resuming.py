@@ -11,6 +11,7 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import (
     NUM_ROWS,
     RANK_STRATEGIES,
+    TINY_BERT,
     Curve,
     TinyTraining,
     parallel_keys,
@@ -19,7 +20,7 @@ from tests.helpers.training import (
     weights_of,
     whole_state,
 )
-from tests.parity.cases import GLOBAL_BATCH_SIZE, assert_same_curve, largest_difference, reference
+from tests.parity.cases import GLOBAL_BATCH_SIZE, WIDE, assert_same_curve, largest_difference, reference
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
@@ -177,11 +178,17 @@ def test_weights_in_bf16_go_on_bit_for_bit(ranks: RankPools, tmp_path: Path, wei
         assert largest_difference(curve, expected) == 0.0
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor", "schedule_free_adamw"])
+def model_for(optimizer: str) -> dict[str, Any]:
+    """Return a model with dropout, and with parameters whose moments have 8 bits if the optimizer has such."""
+    wide = {"config": {**TINY_BERT, **WIDE["bert"]}} if optimizer == "adamw_8bit" else {}
+    return {"dropout": 0.1, **wide}
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor", "schedule_free_adamw", "adamw_8bit"])
 def test_other_optimizers_resume_in_another_layout(ranks: RankPools, tmp_path: Path, name: str):
     optimizer = {"name": name, "learning_rate": 1e-3, "weight_decay": 0.01}
     one, fsdp, tensor = (
-        tiny_recipe(model={"dropout": 0.1}, optimizer=optimizer, schedule={"name": "constant"}, parallel=parallel)
+        tiny_recipe(model=model_for(name), optimizer=optimizer, schedule={"name": "constant"}, parallel=parallel)
         for parallel in ({}, {"strategy": "fsdp"}, {"tensor": 2})
     )
     ranks(2).run(first_steps, fsdp, tmp_path)
@@ -190,11 +197,18 @@ def test_other_optimizers_resume_in_another_layout(ranks: RankPools, tmp_path: P
         assert_same_curve(curve, expected)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero2", marks=pytest.mark.slow)])
-def test_averaged_weights_go_on_bit_for_bit(ranks: RankPools, tmp_path: Path, strategy: str):
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("schedule_free_adamw", "fsdp"),
+        pytest.param("schedule_free_adamw", "zero2", marks=pytest.mark.slow),
+        ("adamw_8bit", "fsdp"),
+    ],
+)
+def test_other_optimizers_go_on_bit_for_bit(ranks: RankPools, tmp_path: Path, name: str, strategy: str):
     recipe = tiny_recipe(
-        model={"dropout": 0.1},
-        optimizer={"name": "schedule_free_adamw", "learning_rate": 1e-2},
+        model=model_for(name),
+        optimizer={"name": name, "learning_rate": 1e-2},
         schedule={"name": "constant"},
         parallel=parallel_keys(strategy, 2),
     )

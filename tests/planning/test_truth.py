@@ -28,6 +28,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1}},
     "muon": {"optimizer": {"name": "muon", "learning_rate": 0.1}},
     "adafactor": {"optimizer": {"name": "adafactor"}},
+    "8 bits": {"optimizer": {"name": "adamw_8bit"}},
     "schedule-free": {
         "optimizer": {"name": "schedule_free_adamw", "learning_rate": 1e-3},
         "schedule": {"name": "constant"},
@@ -68,6 +69,7 @@ TWO: dict[str, dict[str, Any]] = {
     },
     "pipeline": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}},
     "fsdp muon": {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "muon", "learning_rate": 0.1}},
+    "fsdp 8 bits": {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "adamw_8bit"}},
     "pipeline bf16": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}, "precision": "bf16"},
     "ddp, gradients in bf16": {"parallel": {"strategy": "ddp", "communication": {"gradients": "bf16"}}},
     "fsdp, weights in bf16": {"parallel": {"strategy": "fsdp"}, "precision": "bf16", "weights": "bf16_compensated"},
@@ -79,9 +81,9 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "zero3 offload": {"parallel": {"strategy": "zero3", "offload": "parameters", **SMALL_BUCKETS}},
 }
 NIGHTLY = frozenset((
-    "one microbatch", "sgd", "adafactor", "schedule-free", "torch dropout", "masked_lm", "packed documents", "context",
-    "question_answering", "multiple_choice", "fsdp whole", "tensor", "fsdp muon", "pipeline bf16", "pipeline gpipe",
-    "zero2 offload",
+    "one microbatch", "sgd", "adafactor", "schedule-free", "torch dropout", "masked_lm", "packed documents",
+    "context", "question_answering", "multiple_choice", "fsdp whole", "tensor", "fsdp muon", "pipeline bf16",
+    "pipeline gpipe", "zero2 offload", "8 bits", "fsdp 8 bits",
 ))  # fmt: skip
 """Cases with a near relative that runs each time."""
 

@@ -789,6 +789,22 @@ _ENGINE = [
         _parity("zero2-3ranks-fp32-accumulated-recompute_full"),
     ),
     Defect(
+        "scales_of_own_elements",
+        "Ranks scale 8-bit moments by the maxima of their own elements of a block.",
+        "engine/eight_bits.py",
+        "            maxima = share_maxima(maxima, [part.placement for part in shared], mesh)\n",
+        "",
+        ("engine/test_eight_bits.py",),
+    ),
+    Defect(
+        "blocks_of_own_elements",
+        "Ranks cut the blocks of 8-bit moments from their own parts, as the libraries do.",
+        "engine/eight_bits.py",
+        "rows = block_rows(placement, own.shape, self._whole.mesh, own.device)",
+        'rows = block_rows(ParameterPlacement("", tuple(own.shape)), own.shape, None, own.device)',
+        ("engine/test_eight_bits.py",),
+    ),
+    Defect(
         "mean_of_means_over_microbatches",
         "The loss of a step is the mean of the means of its microbatches.",
         "engine/schedule.py",

@@ -24,8 +24,13 @@ _OPTIMIZERS = {
     "muon": "muon",
     "adafactor": "adafactor",
     _SCHEDULE_FREE: _SCHEDULE_FREE,
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
 }
-_FEW_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
+_NAMES = "adamw, adamw_8bit, sgd, muon, adafactor or schedule_free_adamw"
+_DIFFERENCES = {
+    "adafactor": "steps are relative to the weights; those of transformers are absolute",
+    "adamw_8bit": "blocks are those of whole weights, embeddings have 8 bits too, and no second moment is rounded to 0",
+}
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 _DEEPSPEED_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _MEAN = "the loss of a step is the mean over all its valid labels, not the mean over the means of microbatches"
@@ -190,16 +195,11 @@ def optimizer(draft: Draft) -> None:
 
 def _named(draft: Draft, item: Item, name: str) -> None:
     if name in _OPTIMIZERS:
-        is_adafactor = name == "adafactor"
-        note = "steps are relative to the weights; those of transformers are absolute" if is_adafactor else ""
-        draft.take("optimizer.name", _OPTIMIZERS[name], item, note=note, differs=is_adafactor)
-    elif name in _FEW_BITS:
-        advice = "use adafactor, whose state is smaller still, or adamw with zero1 or fsdp, which shard the moments"
-        draft.refuse("optimizer.name", f"{name} would give each layout other moments; {advice}", item)
+        found = _OPTIMIZERS[name]
+        note = _DIFFERENCES.get(found, "") + "; nothing is paged" * name.startswith("paged_")
+        draft.take("optimizer.name", found, item, note=note, differs=bool(note))
     else:
-        draft.refuse(
-            "optimizer.name", f"{name} has no counterpart: adamw, sgd, muon, adafactor or schedule_free_adamw", item
-        )
+        draft.refuse("optimizer.name", f"{name} has no counterpart: {_NAMES}", item)
 
 
 def _clipping(draft: Draft) -> None:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.base.errors import UsageError
 from trainer.engine.bf16_weights import COMPENSATION, stored_in_bf16, written_dtype
+from trainer.engine.eight_bits import state_dtype
 from trainer.engine.engine import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
@@ -280,8 +281,8 @@ class NativeEngine:
             if keys := optimizer_keys(source, name):
                 shapes = {key: source.shapes[f"{OPTIMIZER_PREFIX}{name}.{key}"] for key in keys}
                 self.optimizer.state[parameter] = {
-                    key: torch.zeros_like(parameter, dtype=torch.int16 if key == COMPENSATION else torch.float32)
-                    if shape == self.placements[label].shape and not self._keeps_whole_state
+                    key: torch.zeros_like(parameter, dtype=torch.int16 if key == COMPENSATION else state_dtype(key))
+                    if shape == self.placements[label].shape and not self._is_whole(key)
                     else torch.zeros(shape, dtype=torch.float32, device=local_part(parameter).device)
                     for key, shape in shapes.items()
                 }
@@ -292,9 +293,9 @@ class NativeEngine:
             self._averaged.load_state(source.scalars)
         self._step = step
 
-    @property
-    def _keeps_whole_state(self) -> bool:
-        return getattr(self.optimizer, "keeps_whole_state", False)
+    def _is_whole(self, key: str) -> bool:
+        """Whether a tensor of the optimizer's state is whole on every rank, whatever the placement of its parameter."""
+        return key in getattr(self.optimizer, "whole_keys", ())
 
     def _parts(self, label: str) -> Iterator[TensorPart]:
         """Yield the parts of a parameter and of its optimizer state."""
@@ -302,7 +303,7 @@ class NativeEngine:
         yield tensor_part(f"{MODEL_PREFIX}{placement.name}", parameter.detach(), placement, self._mesh)
         for key, value in self.optimizer.state.get(parameter, {}).items():
             name = f"{OPTIMIZER_PREFIX}{placement.name}.{key}"
-            if self._keeps_whole_state:
+            if self._is_whole(key):
                 yield whole_part(name, value, self._mesh)
             else:
                 yield tensor_part(name, value, placement, self._mesh)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.engine.bf16_weights import RoundedAdamW
+from trainer.engine.eight_bits import IN_BLOCKS, AdamW8bit, is_in_blocks
 from trainer.engine.schedule_free import schedule_free_adamw
 from trainer.engine.whole_matrices import Adafactor, Muon, WholeAccess
 from trainer.parallel.rounding import KeyedRounding
@@ -55,7 +56,7 @@ def build_optimizer(
         rounding: the stochastic rounding of weights in bf16; None: such weights have a compensation.
     """
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for n, p in trainable if n not in no_decay], "weight_decay": recipe.weight_decay},
         {"params": [p for n, p in trainable if n in no_decay], "weight_decay": 0.0},
     ]
@@ -63,11 +64,19 @@ def build_optimizer(
         groups[0]["params"] = [p for n, p in trainable if n not in no_decay and n not in matrices]
         of_muon = {"momentum": recipe.momentum, "iterations": recipe.iterations, "weight_decay": recipe.weight_decay}
         groups.append({"params": [p for n, p in trainable if n in matrices], **of_muon})
+    whole = whole or WholeAccess({})
+    if isinstance(recipe, schema.AdamW8bit):
+        groups = [
+            {**group, "params": found, **({IN_BLOCKS: True} if large else {})}
+            for group in groups
+            for large in (False, True)
+            if (found := [p for p in group["params"] if is_in_blocks(whole.placement(p).shape) == large])
+        ]
     groups = [group for group in groups if group["params"]]
     if isinstance(recipe, schema.Adafactor):
         return Adafactor(
             groups,
-            whole or WholeAccess({}),
+            whole,
             lr=recipe.learning_rate,
             beta2_decay=recipe.beta2_decay,
             d=recipe.clip_threshold,
@@ -83,7 +92,7 @@ def build_optimizer(
             foreach=on_gpu,  # fewer kernels, but a temporary copy of the gradients
         )
     fused = all(parameter.device.type in ("cpu", "cuda") for _, parameter in trainable)
-    if isinstance(recipe, AdamW | schema.Muon):
+    if isinstance(recipe, AdamW | schema.AdamW8bit | schema.Muon):
         first, second = recipe.betas
         options: dict[str, Any] = {
             "lr": recipe.learning_rate,
@@ -92,7 +101,9 @@ def build_optimizer(
             "fused": fused or None,
         }
         if isinstance(recipe, schema.Muon):
-            return Muon(groups, whole or WholeAccess({}), **options)
+            return Muon(groups, whole, **options)
+        if isinstance(recipe, schema.AdamW8bit):
+            return AdamW8bit(groups, whole, **options)
         if any(parameter.dtype == torch.bfloat16 for _, parameter in trainable):
             return RoundedAdamW(groups, rounding, **options)
         return torch.optim.AdamW(groups, **options)

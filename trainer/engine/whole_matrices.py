@@ -54,6 +54,12 @@ class WholeAccess:
     placements: Mapping[nn.Parameter, ParameterPlacement]
     mesh: ParallelMesh | None = None
 
+    def placement(self, parameter: nn.Parameter) -> ParameterPlacement:
+        """Return the placement of a parameter."""
+        if self.mesh is None:
+            return ParameterPlacement("", tuple(parameter.shape))
+        return self.placements[parameter]
+
     def gather(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         """Return the whole tensor on every rank for this rank's part; a collective if the parameter is sharded.
 
@@ -72,7 +78,28 @@ class WholeAccess:
         return part_like(whole, parameter, self.placements[parameter], self.mesh)
 
 
-class Muon(torch.optim.AdamW):
+class PartlyAdamW(torch.optim.AdamW):
+    """AdamW for some parameter groups; a subclass updates those that have its `key`."""
+
+    key: str
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        every = self.param_groups
+        self.param_groups = [group for group in every if self.key not in group]
+        try:
+            loss = super().step(closure) if self.param_groups else None
+        finally:
+            self.param_groups = every
+        self.update([group for group in every if self.key in group])
+        return loss
+
+    def update(self, groups: _Groups) -> None:
+        """Update the parameters of groups with `key`."""
+        raise NotImplementedError
+
+
+class Muon(PartlyAdamW):
     """Momentum orthogonalised by Newton-Schulz iterations, for matrices (Jordan et al. 2024); AdamW for the rest.
 
     Updates have the root mean square of AdamW's (Liu et al. 2025, arXiv:2502.16982), so both share the learning rate
@@ -84,24 +111,17 @@ class Muon(torch.optim.AdamW):
         options: the options of AdamW.
     """
 
+    key = "momentum"
+
     def __init__(self, groups: _Groups, whole: WholeAccess, **options: Any) -> None:
         super().__init__(groups, **options)
         self._whole = whole
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        every = self.param_groups
-        self.param_groups = [group for group in every if "momentum" not in group]
-        try:
-            loss = super().step(closure) if self.param_groups else None
-        finally:
-            self.param_groups = every
-        for group in every:
-            if "momentum" in group:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group)
-        return loss
+    def update(self, groups: _Groups) -> None:
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
 
     def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         state = self.state[parameter]
@@ -130,7 +150,7 @@ class Adafactor(torch.optim.Optimizer):
         options: the options of torch's Adafactor.
     """
 
-    keeps_whole_state = True
+    whole_keys = frozenset(("step", "row_var", "col_var", "variance"))
 
     def __init__(self, groups: _Groups, whole: WholeAccess, **options: Any) -> None:
         super().__init__(groups, options)

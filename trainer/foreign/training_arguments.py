@@ -29,7 +29,10 @@ FIELDS: dict[str, Counterpart] = {
     "lr_scheduler_kwargs": none("linear and cosine reach 0; constant does not decay", None, {}),
     "warmup_steps": mapped("schedule.warmup", 0, note=say.WHOLE_STEPS),
     "optim": mapped(
-        "optimizer.name", "adamw_torch_fused", "adamw_torch", note="adamw, sgd, muon, adafactor or schedule_free_adamw"
+        "optimizer.name",
+        "adamw_torch_fused",
+        "adamw_torch",
+        note="adamw, adamw_8bit, sgd, muon, adafactor or schedule_free_adamw",
     ),
     "optim_args": none("optimizers have no further arguments", None),
     "weight_decay": renamed("optimizer.weight_decay", 0.0, note="both exclude biases and norm weights"),

@@ -132,6 +132,12 @@ class ParallelMesh:
         """Sum `tensor` over `axis`, in place."""
         return self.begin_sum_(tensor, axis)()
 
+    def max_(self, tensor: Tensor, axis: str) -> Tensor:
+        """Replace each element of `tensor` by the largest on the ranks along `axis`, in place."""
+        if self.size(axis) == 1:
+            return tensor
+        return _begin_all_reduce(tensor, dist.ReduceOp.MAX, self.group(axis))()
+
     def begin_sum_(self, tensor: Tensor, axis: str) -> Callable[[], Tensor]:
         """Begin to sum `tensor` over `axis`, in place, and return a function that waits for the sum."""
         if self.size(axis) == 1:

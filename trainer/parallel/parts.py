@@ -52,7 +52,7 @@ class TensorPart:
 
 
 @dataclass(frozen=True)
-class _Segment:
+class Segment:
     """Elements `start` to `start + length` of a dimension of the whole; they begin at `local` in this rank's tensor."""
 
     start: int
@@ -74,7 +74,7 @@ def tensor_part(name: str, tensor: Tensor, placement: ParameterPlacement, mesh: 
     if tensor.dim() != len(placement.shape):
         return whole_part(name, tensor, mesh)
     local = local_part(tensor)
-    dims = _segments(placement, mesh, placement.splits)
+    dims = segments_of(placement, mesh, placement.splits)
     boxes = _boxes(dims, (0,) * local.dim(), tuple(local.shape), local)
     return TensorPart(name, placement.shape, tuple(boxes), *_replicas(placement.split_axes, mesh))
 
@@ -99,7 +99,7 @@ def flat_part(
         axes: the mesh axes over which the flattened tensor is sharded.
     """
     tensor_splits = [split for split in placement.splits if split.dim is not None]
-    dims = _segments(placement, mesh, tensor_splits)
+    dims = segments_of(placement, mesh, tensor_splits)
     shape = [_extent(placement.shape[dim], dim, tensor_splits, mesh) for dim in range(len(placement.shape))]
     boxes: list[Box] = []
     taken = 0
@@ -130,9 +130,9 @@ def _extent(total: int, dim: int, splits: Sequence[Split], mesh: ParallelMesh) -
     return total
 
 
-def _segments(placement: ParameterPlacement, mesh: ParallelMesh, splits: Sequence[Split]) -> list[list[_Segment]]:
+def segments_of(placement: ParameterPlacement, mesh: ParallelMesh, splits: Sequence[Split]) -> list[list[Segment]]:
     """Return, for each dimension, the segments of its elements in this rank's tensor, without padding."""
-    dims = [[_Segment(0, size, 0)] for size in placement.shape]
+    dims = [[Segment(0, size, 0)] for size in placement.shape]
     extents = list(placement.shape)
     for split in splits:
         assert split.dim is not None, "a flattened parameter is cut by who flattened it"
@@ -149,16 +149,16 @@ def _segments(placement: ParameterPlacement, mesh: ParallelMesh, splits: Sequenc
     return dims
 
 
-def _within(segments: Sequence[_Segment], start: int, stop: int, local: int) -> Iterator[_Segment]:
+def _within(segments: Sequence[Segment], start: int, stop: int, local: int) -> Iterator[Segment]:
     """Yield the parts of `segments` from `start` to `stop` of the local tensor, relative to an offset of `local`."""
     for segment in segments:
         first, last = max(start, segment.local), min(stop, segment.local + segment.length)
         if first < last:
-            yield _Segment(segment.start + first - segment.local, last - first, local + first - start)
+            yield Segment(segment.start + first - segment.local, last - first, local + first - start)
 
 
 def _boxes(
-    dims: Sequence[Sequence[_Segment]], corner: Sequence[int], extent: Sequence[int], view: Tensor
+    dims: Sequence[Sequence[Segment]], corner: Sequence[int], extent: Sequence[int], view: Tensor
 ) -> Iterator[Box]:
     """Yield the boxes of the whole tensor that make up a block of the local one; `view` is its memory."""
     clipped = [

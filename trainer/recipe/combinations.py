@@ -210,6 +210,21 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             ),
         )
     ),
+    *(
+        Exclusion(_is("optimizer.name", "adamw_8bit"), second, reason, remedy)
+        for second, reason, remedy in (
+            (
+                _is(_STRATEGY, *_strategies(lambda row: bool(row.zero_stage))),
+                "DeepSpeed flattens and cuts weights, but a scale belongs to a block of a whole weight",
+                "use adamw, or fsdp",
+            ),
+            (
+                Condition("parallel.offload", '`"parameters"`', lambda value: value == "parameters"),
+                "ranks cannot exchange scales from CPU memory",
+                'use adamw, or "none"',
+            ),
+        )
+    ),
     Exclusion(
         _is("optimizer.name", "schedule_free_adamw"),
         _is("schedule.name", "linear", "cosine"),
@@ -230,8 +245,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         _BF16_WEIGHTS,
-        _is("optimizer.name", "sgd", "muon", "adafactor", "schedule_free_adamw"),
-        "only the update of AdamW keeps small changes of such weights",
+        _is("optimizer.name", "adamw_8bit", "sgd", "muon", "adafactor", "schedule_free_adamw"),
+        "only the update of adamw keeps small changes of such weights",
         "use adamw, or weights fp32",
     ),
     Exclusion(

@@ -20,6 +20,7 @@ from torch import nn
 from trainer.base.text import listed
 from trainer.data.split import EncodedSplit
 from trainer.engine.bf16_weights import stored_in_bf16
+from trainer.engine.eight_bits import moment_bytes
 from trainer.engine.whole_matrices import matrix_names
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
@@ -31,7 +32,7 @@ from trainer.parallel.state_bytes import StateBytes, state_bytes
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.drawing import layout_table
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.schema import SGD, Adafactor, Muon, Recipe
+from trainer.recipe.schema import SGD, Adafactor, AdamW8bit, Muon, Recipe
 from trainer.tasks.classes import NamedClasses, plain_name
 from trainer.tasks.task import Task
 from trainer.training.versions import versions
@@ -130,6 +131,10 @@ def planned_state_bytes(
     )
     if isinstance(optimizer, Adafactor):  # whole rows and columns on every rank
         own = replace(own, optimizer=4 * sum(_factored(p.shape) for p in placements.values() if p.trainable))
+    if isinstance(optimizer, AdamW8bit):
+        sizes = {axis: mesh.size(axis) for axis in AXES}
+        moments = (moment_bytes(p.shape, p.num_elements(sizes)) for p in placements.values() if p.trainable)
+        own = replace(own, optimizer=sum(moments))
     gathered = mesh.gather(asdict(own)) if mesh.size("pp") > 1 else None
     return max((StateBytes(**values) for values in gathered), key=lambda stage: stage.total) if gathered else own
 
