@@ -45,6 +45,18 @@ def test_a_recipe_says_where_its_run_goes(tmp_path: Path):
     assert at(CLOSED) == "problem"
 
 
+def test_a_recipe_names_the_folder_of_checkpoints_in_memory(tmp_path: Path, free: dict[str, int]):
+    def at(folder: str) -> tuple[str, str]:
+        keys = (f'checkpoint.memory={{"every": "1 step", "folder": "{folder}"}}',)
+        return answers(folders.checkpoint_memory, machine(recipe="bert_sample", overrides=keys))
+
+    assert at("/dev/shm") == ("ok", "/dev/shm, 50.0 GiB free")
+    assert at(str(tmp_path)) == ("warning", f"{tmp_path}, 50.0 GiB free, but on a disk")
+    assert at(str(tmp_path / "none"))[0] == at("/proc")[0] == "problem"
+    free["bytes"] = 64 * 2**20
+    assert at("/dev/shm")[0] == "warning"
+
+
 def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gone = tmp_path / "gone"
     gone.mkdir()

@@ -100,6 +100,25 @@ def test_the_host_has_a_verdict(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert "`--host-memory` is '5'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+def test_checkpoints_in_memory_count_on_the_host(strategy: str, recipe: Path, capsys: pytest.CaptureFixture[str]):
+    keys = [f"parallel.strategy={strategy}", "model.config.num_hidden_layers=8", "--gpus", "2x12GB", "--nodes", "2"]
+    words = ["plan", str(recipe), *keys, 'checkpoint.memory={"every": "3 steps"}', "--host-memory"]
+    assert main([*words, "5GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (rank,) = found["ranks"]
+    state = rank["resident"][PARAMETERS] + rank["resident"][OPTIMIZER]  # of 4 ranks under ddp, of this one under fsdp
+    share = state / 4 if strategy == "ddp" else state
+    kept = found["host_bytes_of_checkpoints_in_memory"]
+    assert kept == pytest.approx(2 * 4 * share, rel=1e-3), "two checkpoints, of two ranks and two copies"
+    assert found["host_needed_bytes"] >= kept + 2 * 2 * share + 2 * HOST_RESERVED, "two copies of a share to write"
+    assert main([*words, f"{int(1.9 * kept) / 2**20:.1f}MiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "on each host for 2 checkpoints in memory, with the copies of another host's shares" in shown
+    assert "/dev/shm needs" in shown
+    assert "half of the host's memory" in shown
+
+
 def test_the_ranks_of_a_measured_machine_share_its_memory(tmp_path: Path):
     file = tmp_path / "here.json"
     figures = json.loads((Path(hardware.__file__).parent / "hardware" / "CPU.json").read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from trainer.base.errors import ExitCode
@@ -17,3 +19,14 @@ def test_a_lost_peer_is_read_after_every_failure(tmp_path, written):
     for report in written:
         report.write(tmp_path / f"error-{report.rank}.json")
     assert read_reports(tmp_path) == [ERROR, LATER, CONSEQUENCE]
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_no_report(tmp_path, monkeypatch):
+    def killed(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    ERROR.write(tmp_path / "error-0.json")
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        LATER.write(tmp_path / "error-1.json")
+    assert read_reports(tmp_path) == [ERROR]

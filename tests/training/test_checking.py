@@ -48,12 +48,18 @@ def spoil(folder: Path) -> None:
     write_rows(folder / "validation.jsonl", [{"text": "word1", "label": "a"}, {"text": "word2", "label": "c"}])
 
 
-def test_a_sound_recipe_passes(tmp_path, capsys):
+def test_a_sound_recipe_passes(tmp_path, capsys, monkeypatch):
     assert main(["check", str(write_tiny_run(tmp_path / "text"))]) == ExitCode.DONE
     assert "checked   no problem was found" in capsys.readouterr().out
     assert main(["check", str(write_tiny_image_run(tmp_path / "images")), "--json"]) == ExitCode.DONE
     assert json.loads(capsys.readouterr().out)["problems"] == []
     assert not (tmp_path / "text" / "cache").exists(), "a check writes nothing"
+    kept = ("check", str(tmp_path / "text" / "recipe.json"), 'checkpoint.memory={"every": "1 step"}')
+    assert main([*kept]) == ExitCode.DONE
+    assert "checkpoint.memory" not in capsys.readouterr().out.split("\nnote")[-1]
+    monkeypatch.setattr(checking, "room_in", lambda folder: (2**10, "in the folder"))
+    assert main([*kept]) == ExitCode.DONE
+    assert "with 0.0 MiB free in the folder of this machine, but 2 checkpoints need" in capsys.readouterr().out
     long = ("training.micro_batch_size=null", "training.micro_batch_tokens=3")
     (found,) = errors(capsys, "check", str(tmp_path / "text" / "recipe.json"), *long)
     assert "`training.micro_batch_tokens` must be at least the 14 tokens of the longest training row (" in found

@@ -58,3 +58,11 @@ def replace_folder(new: Path, place: Path) -> None:
     os.rename(new, place)
     sync(place.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Return whether a folder is on a memory file system."""
+    import psutil
+
+    mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
+    return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in ("tmpfs", "ramfs")

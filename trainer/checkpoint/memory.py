@@ -29,6 +29,7 @@ import psutil
 from safetensors import safe_open
 from torch import Tensor
 
+from trainer.base.disk import is_in_memory
 from trainer.base.errors import UsageError
 from trainer.checkpoint.background import FAILED, WRITING, Background
 from trainer.checkpoint.files import (
@@ -56,7 +57,6 @@ HOST = "host"
 KEPT = 2
 """Checkpoints in memory: the newest complete one, and the one before or the next."""
 _QUESTION, _ANSWER = 1, 2  # tags of messages
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,14 @@ def folder_of_run(folder: Path, run_folder: Path) -> Path:
     """Return the folder of a run's checkpoints in memory."""
     run = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:16]
     return folder.absolute() / f"trainer-{os.getuid()}-{run}"
+
+
+def room_in(folder: Path) -> tuple[int, str]:
+    """Return the free bytes of a folder, or of the host if it has less and the folder is in memory, and the place."""
+    room = [(shutil.disk_usage(folder).free, "in the folder")]
+    if is_in_memory(folder):
+        room.append((psutil.virtual_memory().available, "in the memory of the host"))
+    return min(room)
 
 
 def claim(folder: Path) -> None:
@@ -250,15 +258,12 @@ class HostMemory:
         problem = ""
         if self._leads:
             held = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
-            room = {"in the folder": shutil.disk_usage(self.folder).free + held}
-            if _is_in_memory(self.folder):
-                room["in the memory of the host"] = psutil.virtual_memory().available + held
-            least = min(room, key=lambda name: room[name])
-            if needed > room[least]:
+            room, where = room_in(self.folder)
+            if needed > room + held:
                 copies = f" and copies of {len(copied)}" if copied else ""
                 problem = (
                     f"`checkpoint.memory` needs {_size(needed)} in {self.folder.parent} of {self._name}, for two"
-                    f" checkpoints of its ranks ({len(ranks)}){copies}, but only {_size(room[least])} are free {least};"
+                    f" checkpoints of its ranks ({len(ranks)}){copies}, but only {_size(room + held)} are free {where};"
                     " enlarge it (docker run --shm-size), use more hosts, or set `checkpoint.memory` to null"
                 )
         if problems := [text for text in self._mesh.share(self._mesh.gather(problem)) if text]:
@@ -531,11 +536,6 @@ def is_used(root: Path) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def _is_in_memory(folder: Path) -> bool:
-    mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
-    return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in _IN_MEMORY
 
 
 def _size(num_bytes: int) -> str:

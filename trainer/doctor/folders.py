@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from trainer.base.disk import is_in_memory
 from trainer.base.errors import UsageError
 from trainer.doctor.finding import GIB, Finding, bad, ok, problem, size, warning
 from trainer.doctor.machine import Machine
@@ -27,6 +28,26 @@ def run_folder(machine: Machine) -> Finding:
         return problem(f"the current folder cannot be used ({error.strerror})", "change to another folder")
     remedy = "set `checkpoint.folder` to a writable folder, or start in one"
     return folder(chosen, remedy, is_needed=machine.recipe is not None)
+
+
+def checkpoint_memory(machine: Machine) -> Finding:
+    """With a recipe: `checkpoint.memory.folder`, on each host of the run.
+
+    Warning: it is on a disk, or less than 1 GiB is free. Name a folder of a memory file system, or start the container
+    with `--shm-size`.
+
+    Problem: it cannot be written. Name another folder, or set `checkpoint.memory` to null.
+    """
+    memory = machine.recipe.checkpoint.memory if machine.recipe is not None else None
+    if memory is None:
+        return ok("not in use: the recipe has no `checkpoint.memory`" if machine.recipe else "no recipe is named")
+    path = Path(memory.folder)
+    if not path.is_dir():
+        return problem(f"{path} does not exist", "name a folder of each host in `checkpoint.memory.folder`")
+    found = folder(path, "start the container with --shm-size, or set `checkpoint.memory` to null", is_needed=True)
+    if found.status == "ok" and not is_in_memory(path):
+        return warning(f"{found.value}, but on a disk", "name a folder of a memory file system, such as /dev/shm")
+    return found
 
 
 def data_cache(machine: Machine) -> Finding:

@@ -60,6 +60,7 @@ CHECKS: tuple[Check, ...] = (
     Check("network", "infiniband", network.infiniband),
     Check("network", "hub", network.hub),
     Check("folders", "runs", folders.run_folder),
+    Check("folders", "checkpoints in memory", folders.checkpoint_memory),
     Check("folders", "data cache", folders.data_cache),
     Check("folders", "hub cache", folders.hub_cache),
     Check("folders", "temporary", folders.temporary),

@@ -222,17 +222,19 @@ DEEPSPEED: dict[str, Counterpart] = {
     "weight_quantization": none(say.NO_FP8),
     "compile": none(say.NOT_COMPILED),
     "log_level": none(say.NO_LOG_LEVELS, None),
+    "elasticity": none('`parallel.elastic` "data" lets nodes join and leave, with the same global batch'),
+    "nebula": none(
+        "`checkpoint.memory` keeps frequent checkpoints in the memory of the hosts, written in the background"
+    ),
     **alike(
         _REMOVED,
         "curriculum_learning",
-        "nebula",
         "compression_training",
         "amp",
         "quantize_training",
         "sparse_gradients",
         "eigenvalue",
         "sparse_attention",
-        "elasticity",
         "graph_harvesting",
         "progressive_layer_drop",
     ),

@@ -20,7 +20,7 @@ FSDP: dict[str, Counterpart] = {
     "limit_all_gathers": same("FSDP2 always limits them", True),
     "use_orig_params": same("parameters keep their names and shapes", True),
     "state_dict_type": none(say.OWN_CHECKPOINTS, "FULL_STATE_DICT", "SHARDED_STATE_DICT"),
-    "cpu_ram_efficient_loading": same(say.OWN_PART, True, False),
+    "cpu_ram_efficient_loading": same(say.ONE_READER, True, False),
     "sync_module_states": same("all ranks start with the same weights", True, False),
     "ignored_modules": none("the whole model is sharded", None),
 }

@@ -45,6 +45,7 @@ NO_EXPERTS = "expert parallelism is not supported"
 EACH_LAYER = "each layer is recomputed separately"
 WRAPPED_BY_FAMILY = "each layer of the model is a unit; the model family, or the model itself, names its layers"
 OWN_PART = "each rank reads only its part of the weights"
+ONE_READER = f'{OWN_PART}; with `parallel.load` "broadcast", one rank of each node reads for the others'
 WHOLE_MODEL = "a run always exports the whole model"
 OWN_CHECKPOINTS = "the trainer has its own checkpoints: sharded, verified and independent of the layout"
 EVERY_ROW = "every row counts; the last batch of an epoch may be smaller"

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from trainer.base.errors import TrainerError, UsageError
+from trainer.checkpoint.memory import KEPT
 from trainer.models.writing import LARGEST_FILE_BYTES
 from trainer.planning.hardware import Devices
 from trainer.planning.stages import plan_steps
@@ -62,17 +63,32 @@ class RecipePlan:
         """The bytes that the host of the fullest machine needs: at the start, in a step, or to export the model.
 
         At the start, each rank builds its weights; in a step, it holds its offloaded state. To export the model, a rank
-        collects the weights of one file.
+        collects the weights of one file. Checkpoints in memory stay there. A rank copies its share before it writes it,
+        once to memory and once to the disk.
         """
-        layout, local = self.plan.layout, self.devices.number
-        ranks = [self.steps[rank * layout.pp // layout.world_size] for rank in range(layout.world_size)]
         most = 0
-        for first in range(0, len(ranks), local):
-            own = ranks[first : first + local]
-            stepping = sum(sum(step.host.values()) for step in own)
-            saving = stepping + min(sum(step.saved for step in self.steps), len(own) * LARGEST_FILE_BYTES)
+        for index, own in enumerate(self._hosts):
+            stepping = sum(sum(step.host.values()) for step in own) + self._kept(index)
+            exported = min(sum(step.saved for step in self.steps), len(own) * LARGEST_FILE_BYTES)
+            saving = stepping + max(exported, 2 * sum(step.share for step in own))
             most = max(most, max(saving, sum(step.loaded for step in own)) + HOST_RESERVED * len(own))
         return most
+
+    @cached_property
+    def in_memory(self) -> int:
+        """The bytes of checkpoints in memory on the fullest machine, with copies of another machine's shares."""
+        return max(map(self._kept, range(len(self._hosts))))
+
+    @cached_property
+    def _hosts(self) -> list[list[StepPlan]]:
+        """The plans of the ranks of each machine."""
+        layout, local = self.plan.layout, self.devices.number
+        ranks = [self.steps[rank * layout.pp // layout.world_size] for rank in range(layout.world_size)]
+        return [ranks[first : first + local] for first in range(0, len(ranks), local)]
+
+    def _kept(self, host: int) -> int:
+        before = self._hosts[host - 1] if len(self._hosts) > 1 else []  # each machine keeps copies of the one before
+        return KEPT * sum(step.share for step in (*self._hosts[host], *before))
 
     @property
     def export_bytes(self) -> int:
@@ -264,6 +280,7 @@ def as_object(made: RecipePlan, changes: list[Change]) -> Mapping[str, Any]:
         "host_needed_bytes": made.host_needed,
         "host_memory_bytes": made.devices.host_bytes,
         "host_bytes_to_export": made.export_bytes,
+        "host_bytes_of_checkpoints_in_memory": made.in_memory,
         "time": _time_as_object(made.time),
         "ranks": [rank_as_object(made, step) for step in made.steps],
         "changes": [{"overrides": list(change.overrides), "needed_bytes": change.needed} for change in changes],

@@ -105,12 +105,12 @@ class Rehearsal:
     def host(self) -> Mapping[str, int]:
         """The bytes that the rank needs on its host: at the start, to write a checkpoint, and to write the model.
 
-        Checkpoints in memory stay there from the first one on.
+        Checkpoints in memory stay there from the first one on. One may be written while the disk still gets another.
         """
         stepping = sum(self.step.host.values()) + self.in_memory
         return {
             "start": self.step.loaded + HOST_RESERVED,
-            "checkpoint": stepping + self.state.written + HOST_RESERVED,
+            "checkpoint": stepping + self.state.written * (2 if self.in_memory else 1) + HOST_RESERVED,
             "model": stepping + max(self.model_files.values(), default=0) + HOST_RESERVED,
         }
 

@@ -41,6 +41,7 @@ class Found:
         host: the bytes of the host's peak, by component.
         totals: collectives and operations.
         axes: the axis of each process group, by the group's name.
+        share: see `StepPlan`.
         loaded: see `StepPlan`.
         saved: see `StepPlan`.
     """
@@ -52,6 +53,7 @@ class Found:
     host: Mapping[str, int]
     totals: Totals
     axes: Mapping[str, str]
+    share: int = 0
     loaded: int = 0
     saved: int = 0
 
@@ -97,7 +99,7 @@ def lengthen(base: Found, longer: Mapping[int, Found], stacks: Sequence[Stack]) 
         longer: results with a layer more in the stacks with that number of layers.
         stacks: the stacks.
     """
-    totals, gradients = base.totals, base.gradients
+    totals, gradients, share = base.totals, base.gradients, base.share
     resident, held, host = Counter(base.resident), Counter(base.held), Counter(base.host)
     for number, found in longer.items():
         for sums, short, long in (
@@ -108,6 +110,7 @@ def lengthen(base: Found, longer: Mapping[int, Found], stacks: Sequence[Stack]) 
             for component, count in long.items():
                 sums[component] += (number - FEWEST) * (count - short.get(component, 0))
         gradients += (number - FEWEST) * (found.gradients - base.gradients)
+        share += (number - FEWEST) * (found.share - base.share)
         totals = totals.plus(found.totals, number - FEWEST).plus(base.totals, FEWEST - number)
     peaks: dict[Place, Peak] = {}
     for number, found in longer.items():
@@ -127,7 +130,7 @@ def lengthen(base: Found, longer: Mapping[int, Found], stacks: Sequence[Stack]) 
             named = place._replace(module=_indexed(place.module, stacks))
             if named not in peaks or peaks[named].num_bytes < sum(whole.values()):
                 peaks[named] = Peak(sum(whole.values()), whole, named)
-    return Found(+resident, peaks, +held, gradients, +host, totals, base.axes)
+    return Found(+resident, peaks, +held, gradients, +host, totals, base.axes, share)
 
 
 def _slopes(base: Found, longer: Mapping[int, Found], place: Place) -> dict[int, Counter[str]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
+from trainer.checkpoint.memory import KEPT
 from trainer.engine.timeline import as_svg, as_text
 from trainer.models.building import load_config
 from trainer.models.tensor import context_notes
@@ -53,6 +54,11 @@ def lines(made: RecipePlan, changes: Sequence[Change] | None) -> Iterator[str]:
     loaded = max(step.loaded for step in made.steps)
     saved = made.export_bytes
     yield f"host      {size(loaded)} of weights on each rank at the start; {size(saved)} at most to export the model"
+    if made.in_memory:
+        copies = (
+            ", with the copies of another host's shares" if made.plan.layout.world_size > made.devices.number else ""
+        )
+        yield f"          {size(made.in_memory)} on each host for {KEPT} checkpoints in memory{copies}"
     yield from _time(made)
     yield from _verdict(made)
     if not made.fits and changes is not None:
@@ -145,8 +151,22 @@ def _verdict(made: RecipePlan) -> Iterator[str]:
         included = f" ({size(HOST_RESERVED)} for the Python of each rank are included)"
         yield f"host memory of a machine: {_spare(made.host_needed, host)}{included}."
         if not made.fits_host:
-            yield "The host is too small; start fewer ranks on each machine, or load parts: parallel.strategy=zero3"
+            without = ", or checkpoint.memory=null" if made.in_memory else ""
+            yield (
+                "The host is too small; start fewer ranks on each machine, or load parts: parallel.strategy=zero3"
+                f"{without}"
+            )
+        yield from _memory_folder(made, host)
     yield f"It {'fits' if needed <= memory else 'does not fit'}: {_spare(needed, memory)}{margin}."
+
+
+def _memory_folder(made: RecipePlan, host: int) -> Iterator[str]:
+    memory = made.plan.recipe.checkpoint.memory
+    if memory is not None and made.in_memory > host // 2:
+        yield (
+            f"{memory.folder} needs {size(made.in_memory)} for checkpoints in memory, but by default it has half of the"
+            f" host's memory, {size(host // 2)}; mount it larger (mount -o remount,size=...), or use more machines"
+        )
 
 
 def _spare(needed: int, memory: int) -> str:

@@ -61,6 +61,7 @@ class StepPlan:
         totals: collectives and operations of the step.
         axes: the axis of each process group, by the group's name.
         host: the bytes of the host's peak in the step, by component; empty without `parallel.offload`.
+        share: the bytes of the rank's share of a checkpoint, if the recipe keeps some in memory.
         loaded: the bytes of the fp32 weights that the rank builds on the host at the start.
         saved: the bytes of the fp32 weights of its stage in an exported model.
     """
@@ -72,6 +73,7 @@ class StepPlan:
     totals: Totals
     axes: Mapping[str, str]
     host: Mapping[str, int] = field(default_factory=dict)
+    share: int = 0
     loaded: int = 0
     saved: int = 0
 
@@ -108,7 +110,8 @@ def step_plan(plan: RunPlan, rank: int, found: Found) -> StepPlan:
     """Return the plan of a rank from the result of its simulation."""
     peak = max(found.peaks.values(), key=lambda peak: peak.num_bytes)
     stage = rank * plan.layout.pp // plan.layout.world_size  # pipeline ranks are outermost
-    return StepPlan(rank, stage, found.resident, peak, found.totals, found.axes, found.host, found.loaded, found.saved)
+    kept = found.share, found.loaded, found.saved
+    return StepPlan(rank, stage, found.resident, peak, found.totals, found.axes, found.host, *kept)
 
 
 def simulate(plan: RunPlan, rank: int, length: int, cuda: bool, fused: bool = True) -> Found:
@@ -178,6 +181,7 @@ class _Simulation:
                 ledger.most_on_host,
                 totals,
                 group_axes(self.mesh, engine),
+                _share(engine) if self.plan.recipe.checkpoint.memory else 0,
             )
 
     @contextmanager
@@ -233,6 +237,12 @@ def _loaded(plan: RunPlan, built: Sequence[BuiltModel]) -> int:
     if not plan.strategy.cuts_parameters or (plan.strategy.zero_stage and plan.layout.tp > 1):
         return whole
     return -(-whole // plan.layout.dp_shard)
+
+
+def _share(engine: NativeEngine | ZeroEngine) -> int:
+    """Return the bytes of a rank's share of a checkpoint, on average over the ranks that divide the same state."""
+    parts = engine.state().parts
+    return sum(box.view.nbytes // part.num_replicas for part in parts for box in part.boxes)
 
 
 def _saved(built: BuiltModel) -> int:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from trainer.base.disk import UNFINISHED, replace_text
 from trainer.base.errors import ExitCode
 
 Kind = Literal["error", "consequence", "stall"]
@@ -29,12 +30,13 @@ class Report:
     time_ns: int = field(default_factory=time.time_ns)
 
     def write(self, file: Path) -> None:
-        """Write the report as JSON."""
-        file.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        """Write the report as JSON, whole or not at all: this rank may be killed meanwhile."""
+        replace_text(file, json.dumps(asdict(self)))
 
 
 def read_reports(folder: Path) -> list[Report]:
     """Return the reports in the folder, earliest first; consequences come last."""
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
+    files = [file for file in folder.glob("*.json") if not file.name.startswith(UNFINISHED)]
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     reports = [Report(**{**values, "plan_command": tuple(values["plan_command"])}) for values in found]
     return sorted(reports, key=lambda report: (report.kind == "consequence", report.time_ns))

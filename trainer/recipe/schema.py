@@ -917,7 +917,9 @@ class Evaluation(Section):
 class MemoryCheckpoint(Section):
     """Checkpoints in the memory of the hosts, from which a run resumes after the failure of a process or a host."""
 
-    every: IntervalField = Field(description="How often to save one; more often than `checkpoint.every`.")
+    every: IntervalField = Field(
+        description="How often to save one, unless the step saves to the disk; more often than `checkpoint.every`."
+    )
     folder: RunPathField = Field(
         "/dev/shm",
         description="Folder of each host, on a memory file system. The run frees it at its end, and after a failure"

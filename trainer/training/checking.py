@@ -6,6 +6,7 @@ model, on the meta device. Nothing is trained, and nothing is written outside of
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trainer.base.errors import Problems
+from trainer.checkpoint.memory import KEPT, room_in
 from trainer.checkpoint.mirror import open_place
 from trainer.data.loader import require_fitting_rows
 from trainer.engine.schedule_free import require_package
@@ -38,6 +40,7 @@ from trainer.training.prepared import PreparedData, UnknownClassesError, prepare
 from trainer.training.preparing import Preparation, TextPreparation, load_preparation
 from trainer.training.teaching import check_teacher
 
+_FP32_BYTES = 4
 MOST_ROWS = 10_000
 MOST_IMAGES = 200
 """Rows of each split that a check prepares."""
@@ -90,11 +93,41 @@ def check_parts(plan: RunPlan) -> Checked:
         with problems.collect():
             stages = check_model(plan, data.task.model_options() if data else None, problems)
             notes += context_notes(load_config(recipe.model, {}), recipe.parallel.context)
+    if recipe.checkpoint.memory is not None:
+        with problems.collect():
+            notes += _memory_notes(recipe, hand.has_model)
     if hand.has_teacher:
         own = data.preparation if data is not None and hand.has_model and hand.has_tokenizer else None
         with problems.collect():
             check_teacher(plan, data.task if data else build_task(recipe.task), own)
     return Checked(tuple(problems.messages), tuple(notes), stages)
+
+
+def _memory_notes(recipe: Recipe, has_model: bool) -> list[str]:
+    """Return a note if this machine cannot hold the checkpoints in memory; it need not be a machine of the run.
+
+    Raises:
+        UsageError: the model cannot be built.
+    """
+    assert recipe.checkpoint.memory is not None
+    folder = Path(recipe.checkpoint.memory.folder)
+    if not os.access(folder, os.W_OK):
+        return [f"`checkpoint.memory.folder` is {folder}, which cannot be written here; each host of the run needs it"]
+    if not has_model or recipe.model.adapter is not None or recipe.model.freeze:
+        return []  # the weights in a checkpoint are few, or their number is unknown
+    task = build_task(recipe.task)
+    is_known = not isinstance(task, NamedClasses) or task.class_names is not None
+    options = task.model_options() if is_known else {}
+    model = build_on_meta(recipe.model, recipe.training, task.auto_class_name, options)
+    needed = KEPT * sum(parameter.numel() for parameter in model.parameters()) * _FP32_BYTES
+    room, where = room_in(folder)
+    if needed <= room:
+        return []
+    return [
+        f"`checkpoint.memory.folder` is {folder}, with {room / 2**20:,.1f} MiB free {where} of this machine, but {KEPT}"
+        f" checkpoints need {needed / 2**20:,.1f} MiB for the weights alone, over all hosts; enlarge it (docker run"
+        " --shm-size), use more hosts, or set `checkpoint.memory` to null; `trainer plan` shows the bytes of each host"
+    ]
 
 
 def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> PreparedData:
