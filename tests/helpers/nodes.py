@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network namespaces with their own addresses, names, hosts files and optionally folders.
+"""Nodes on one machine: network namespaces with their own addresses, names, hosts files and optionally folders.
 
 They need Linux, root and `ip` (iproute2). `python nodes.py JSON COMMAND ...` runs a command on a node.
 """
@@ -86,25 +86,40 @@ def problem() -> str | None:
 
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
-    """Create `node0` and `node1`, connected by `eth0`.
+    """Create `node0` and `node1`; see `connected_nodes`."""
+    with connected_nodes(folder, 2) as (first, second):
+        yield first, second
+
+
+@contextmanager
+def connected_nodes(folder: Path, number: int) -> Iterator[list[Node]]:
+    """Create `node0`, `node1`, ..., connected by `eth0`: two nodes directly, more by a bridge in its own namespace.
 
     Each node resolves its own name to 127.0.1.1 first, as on Debian. Each has a second interface, `mgmt`, which is
     connected to no other node.
     """
-    nodes = []
+    nodes: list[Node] = []
+    names = "".join(f"10.77.0.{index + 1} node{index}\n" for index in range(number))
+    bridge = _namespace("bridge")
     try:
-        for number in range(2):
-            name, address = f"node{number}", f"10.77.0.{number + 1}"
-            hosts = folder / f"hosts{number}"
-            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n10.77.0.1 node0\n10.77.0.2 node1\n")
+        for index in range(number):
+            name, address = f"node{index}", f"10.77.0.{index + 1}"
+            hosts = folder / f"hosts{index}"
+            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{names}")
             nodes.append(Node(name, address, _namespace(name), str(hosts)))
             _ip("netns", "add", nodes[-1].namespace)
-        first, second = nodes
-        first.ip("link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second.namespace)
-        for number, node in enumerate(nodes):
+        if number == 2:
+            nodes[0].ip("link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", nodes[1].namespace)
+        else:
+            _ip("netns", "add", bridge)
+            _ip("-n", bridge, "link", "add", "bridge", "up", "type", "bridge")
+            for node in nodes:
+                node.ip("link", "add", "eth0", "type", "veth", "peer", "name", node.name, "netns", bridge)
+                _ip("-n", bridge, "link", "set", node.name, "up", "master", "bridge")
+        for index, node in enumerate(nodes):
             node.ip("addr", "add", f"{node.address}/24", "dev", "eth0")
             node.ip("link", "add", "mgmt", "type", "veth", "peer", "name", "nowhere")
-            node.ip("addr", "add", f"192.168.77.{number + 1}/24", "dev", "mgmt")
+            node.ip("addr", "add", f"192.168.77.{index + 1}/24", "dev", "mgmt")
             # `nowhere` must be up too: without it `mgmt` has no carrier and counts as down.
             for interface in ("lo", "eth0", "mgmt", "nowhere"):
                 node.ip("link", "set", interface, "up")
@@ -115,10 +130,10 @@ def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
         for node in nodes:
             _wait_for("eth0", node)
             _wait_for("mgmt", node)
-        yield first, second
+        yield nodes
     finally:
-        for node in nodes:
-            subprocess.run(["ip", "netns", "del", node.namespace], capture_output=True)
+        for namespace in (*(node.namespace for node in nodes), bridge):
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
 
 
 @contextmanager

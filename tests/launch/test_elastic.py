@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import processes, warm
-from tests.helpers.nodes import Node, problem, two_nodes
+from tests.helpers.nodes import Node, connected_nodes, problem, two_nodes
 from tests.helpers.tiny_run import write_tiny_run
 from tests.launch.test_launchers import free_port
 from tests.launch.test_two_nodes import BIN, LAUNCHERS, assert_same, finish, numbers
@@ -124,8 +125,8 @@ def nodes(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "there are nodes")
 class TestTorchrun:
-    def agent(self, node: Node, recipe: Path, times: int) -> subprocess.Popen[str]:
-        sizes = {"NODES": "1:2", "PROCESSES": "1", "RESTARTS": str(times), "RENDEZVOUS": "c10d"}
+    def agent(self, node: Node, recipe: Path, times: int, number: str = "1:2") -> subprocess.Popen[str]:
+        sizes = {"NODES": number, "PROCESSES": "1", "RESTARTS": str(times), "RENDEZVOUS": "c10d"}
         meeting = {"MASTER_ADDR": "node0", "ADDRESS": node.address, "RENDEZVOUS_CONF": CONF}
         path = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
         return processes.start(node.command([LAUNCHERS / "torchrun_multi_node.sh", recipe]), **sizes, **meeting, **path)
@@ -158,6 +159,40 @@ class TestTorchrun:
         print(*(agent.stdout + agent.stderr for agent in ended), sep="\n")
         assert [agent.returncode for agent in ended] == [0, 0]
         assert layouts(recipe)[-2 * times - 1 :] == ["dp_shard 2"] + ["one process", "dp_shard 2"] * times
+        assert_same_training(recipe, whole)
+
+    @pytest.mark.nightly
+    @pytest.mark.timeout(1800)
+    def test_a_spare_hands_its_shares_over(self, tmp_path, started):
+        """Kill one of four nodes: two of the other three train, and one of these has a share that only it holds."""
+        memory, steps = tmp_path / "memory", 60
+        memory.mkdir()
+        whole = undisturbed(tmp_path / "whole", steps)
+        recipe = recipe_of(tmp_path, steps, **ELASTIC)
+        keys = json.loads(recipe.read_text())
+        keys["checkpoint"] |= {"every": None, "memory": {"every": "1 step", "folder": str(memory)}}
+        keys["logging"]["to"] = ["console", "jsonl"]
+        recipe.write_text(json.dumps(keys))
+        with connected_nodes(tmp_path, 4) as nodes:
+            for node in nodes:
+                (tmp_path / node.name).mkdir()
+            with_memory = {node.name: node.with_memory(tmp_path / node.name, memory) for node in nodes}
+            agents = {name: self.agent(node, recipe, 2, "1:4") for name, node in with_memory.items()}
+            started += agents.values()
+            wait_for(
+                lambda: len(statuses(recipe)) == 4 and all(at.step > 3 for at in statuses(recipe).values()), "4", 600
+            )
+            found = statuses(recipe)
+            lost = found[3].host if found[3].host != "node0" else found[2].host  # its neighbour will be the spare
+            processes.kill(agents.pop(lost))
+            ended = [processes.finish(agent, 600) for agent in agents.values()]
+        output = "\n".join(agent.stdout + agent.stderr for agent in ended)
+        print(output)
+        assert [agent.returncode for agent in ended] == [0, 0, 0]
+        assert layouts(recipe) == ["dp_shard 4", "dp_shard 2"]
+        assert "1 share came from hosts of spare ranks" in output
+        assert re.search(r"resumed from the checkpoint of step \d+ in memory", output)
+        assert not any(list((tmp_path / name).iterdir()) for name in agents), "all hosts are freed"
         assert_same_training(recipe, whole)
 
 
