@@ -294,8 +294,11 @@ class TestSeveralHosts:
         shutil.rmtree(tmp_path / "host1")
         assert [found[:2] for found in ranks(2).run(resume, tmp_path, 2)] == [(4, True)] * 2
 
-    def test_shares_of_spare_hosts_move_to_those_that_train(self, ranks: RankPools, tmp_path):
+    @pytest.mark.parametrize("is_damaged", [False, True])
+    def test_shares_of_spare_hosts_move_to_those_that_train(self, is_damaged, ranks: RankPools, tmp_path):
         ranks(3).run(save, tmp_path, [2, 4], 1, 2)
+        if is_damaged:
+            damage(share_of(tmp_path, 1, 1, 3, 4))
         store, notes = dist.HashStore(), {}
 
         def start(rank: int) -> None:
@@ -308,10 +311,14 @@ class TestSeveralHosts:
             thread.start()
         for thread in starts:
             thread.join()
-        note = "the checkpoint of step 4 in memory: 1 share came from hosts of spare ranks"
-        assert notes == {rank: [note] for rank in range(3)}
+        failed = "the shares on hosts of spare ranks could not be moved: rank 0: it is damaged"
+        note = failed if is_damaged else "1 share came from hosts of spare ranks"
+        assert set(notes) == {0, 1, 2}
+        assert all(
+            len(shown) == 1 and f"the checkpoint of step 4 in memory: {note}" in shown[0] for shown in notes.values()
+        )
         assert not any(list((tmp_path / f"host{spare}").iterdir()) for spare in (1, 2)), "spare hosts are freed"
-        assert resume(tmp_path)[:2] == (4, True)
+        assert resume(tmp_path)[:2] == (2 if is_damaged else 4, True)
 
     @pytest.mark.parametrize("failing", [0, 1])
     def test_a_failed_write_of_one_rank_waits_for_nothing(self, ranks: RankPools, tmp_path, failing):
