@@ -110,7 +110,7 @@ def statuses(recipe: Path) -> dict[int, Status]:
     return read_statuses(recipe.parent / "run")
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not seen in {seconds:g} s: {what}"
