@@ -40,7 +40,7 @@ from trainer.training.prepared import PreparedData, UnknownClassesError, prepare
 from trainer.training.preparing import Preparation, TextPreparation, load_preparation
 from trainer.training.teaching import check_teacher
 
-_FP32_BYTES = 4
+_FP32_BYTES, _BF16_BYTES = 4, 2
 MOST_ROWS = 10_000
 MOST_IMAGES = 200
 """Rows of each split that a check prepares."""
@@ -119,7 +119,8 @@ def _memory_notes(recipe: Recipe, has_model: bool) -> list[str]:
     is_known = not isinstance(task, NamedClasses) or task.class_names is not None
     options = task.model_options() if is_known else {}
     model = build_on_meta(recipe.model, recipe.training, task.auto_class_name, options)
-    needed = KEPT * sum(parameter.numel() for parameter in model.parameters()) * _FP32_BYTES
+    width = _FP32_BYTES if recipe.weights == "fp32" else _BF16_BYTES
+    needed = KEPT * sum(parameter.numel() for parameter in model.parameters()) * width
     room, where = room_in(folder)
     if needed <= room:
         return []
