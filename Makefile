@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # One more than two cores: tests wait for processes and timeouts. One file is tested without: `pytest FILE`.
 WORKERS := --numprocesses 3 --dist worksteal
+# Tests start hundreds of processes; without bytecode each compiles the source again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all test-nightly plant check docs bench bench-quick gpu clean

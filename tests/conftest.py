@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 # Before torch is imported. With more threads than cores, each operation would wait for threads of other workers.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -16,6 +17,7 @@ from tests.helpers import operations, turns
 from tests.helpers.durations import Durations
 from tests.helpers.ranks import RankPools
 from tests.helpers.recipes import minimal, problems, write
+from trainer.base.collector import importing
 
 __all__ = ["minimal", "problems", "ranks", "write"]  # fixtures, which pytest finds here
 
@@ -36,6 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations())
     if getattr(config.option, "numprocesses", None):
         operations.build(config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Any:
+    with importing():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.base import collector
+
 
 def main() -> int:
     """Run the command line in a process of its own."""
@@ -15,6 +17,7 @@ def main() -> int:
         return answer()
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would answer it with a traceback while it shuts down
+        collector.end()
 
 
 def answer() -> int:

@@ -250,7 +250,7 @@ def plan(
     The engine itself runs one step of one rank without data, weights or GPUs; the model's configuration is enough. If
     the recipe does not fit, changes are planned until `--changes` of them fit. A search plans other layouts.
     """
-    from trainer.planning.collector import without_collector
+    from trainer.base.collector import importing
     from trainer.planning.hardware import parse_devices
     from trainer.reading.loading import load_recipe
 
@@ -274,7 +274,7 @@ def plan(
         words = tuple(other for other in words if other != word)
     resolved = load_recipe(recipe, words)
 
-    with without_collector():  # importing torch and transformers makes much, and leaves little to collect
+    with importing():
         from trainer.planning.recipe_plan import as_object, changes_that_fit, cost_of, plan_recipe
         from trainer.planning.searching import Search, fewest_devices, write_recipe
         from trainer.planning.showing import cost_lines, draw_timeline, lines, search_as_object, search_lines
@@ -339,12 +339,12 @@ def rehearse(
     The engine, optimizer and checkpoints of a run work on one rank of N, with tensors that have shapes and no memory.
     The model's configuration is enough; data and weights are not needed.
     """
-    from trainer.planning.collector import without_collector
+    from trainer.base.collector import importing
     from trainer.reading.loading import load_recipe
 
     resolved = load_recipe(recipe, overrides or ())
 
-    with without_collector():
+    with importing():
         from trainer.planning import rehearsal
 
     found = rehearsal.rehearse(resolved, ranks, rank, local_ranks, length, rows)

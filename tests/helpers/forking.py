@@ -19,8 +19,7 @@ def forking(also: tuple[str, ...] = ()) -> ForkServerContext:
     It starts with the environment of a user's shell, because libraries read it when they are imported.
     """
     context = multiprocessing.get_context("forkserver")
-    imported = ["tests.helpers.faulty_run", "tests.helpers.training", "trainer.training.run", *also]
-    context.set_forkserver_preload(imported)
+    context.set_forkserver_preload(["tests.helpers.preloaded", *also])
     ours, theirs = dict(os.environ), processes.environment()
     try:
         os.environ.clear()

@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.base.collector import importing
 from trainer.base.distribution import install_command
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
@@ -33,12 +34,25 @@ def import_deepspeed() -> Any:
     Raises:
         ImportError: it is not installed.
     """
-    with redirect_stdout(io.StringIO()):
+    with redirect_stdout(io.StringIO()), _without_mlflow(), importing():
         import deepspeed
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # the import resets the level
     # DeepSpeed calls collectives by deprecated names; a user cannot change that.
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed
+
+
+@contextmanager
+def _without_mlflow() -> Iterator[None]:
+    """Let an import of mlflow fail: DeepSpeed's autotuner tries one, which takes longer than DeepSpeed itself."""
+    if "mlflow" in sys.modules:
+        yield
+        return
+    sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["mlflow"]
 
 
 @contextmanager

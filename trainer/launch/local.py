@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import psutil
 
 from trainer.base import extensions
+from trainer.base.collector import importing
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError, OutOfMemoryError, TrainerError
 from trainer.base.scratch import scratch_folder
 from trainer.launch.processes import Ended, LocalRanks, StartMethod, Stop, stop_signals
@@ -154,7 +155,8 @@ def _number_of_processes(environment: LaunchEnvironment, processes: int | None, 
 
 
 def _num_gpus() -> int:
-    import torch
+    with importing():
+        import torch
 
     return torch.cuda.device_count()
 
@@ -218,7 +220,8 @@ def _arguments_of_accelerate() -> list[str] | None:
 
 def join(resolved: ResolvedRecipe, environment: LaunchEnvironment, job: Job | None = None) -> int:
     """Run the rank of this process; return its exit code."""
-    from trainer.training.run import run
+    with importing():
+        from trainer.training.run import run
 
     set_threads(environment)
     return (job or run)(resolved, environment)
@@ -237,7 +240,8 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job | 
     method = _start_method()
     with stop_signals() as stop:
         if method == "fork":
-            importlib.import_module("trainer.training.run")  # one import for all ranks and restarts
+            with importing():
+                importlib.import_module("trainer.training.run")  # one import for all ranks and restarts
         for restart in range(1, max_restarts + 1):
             try:
                 return _attempt(resolved, number, method, stop, job)

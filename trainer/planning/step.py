@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from trainer.base.collector import without_collector
 from trainer.engine.bf16_weights import store_in_bf16
 from trainer.engine.building import build_engine, planned_cuts
 from trainer.engine.native import NativeEngine
@@ -21,7 +22,6 @@ from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.planning.batch import blank_batch
-from trainer.planning.collector import without_collector
 from trainer.planning.ledger import (
     BATCH,
     BUFFERS,

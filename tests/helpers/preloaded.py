@@ -1,0 +1,24 @@
+"""Imports of the fork server, which its forks share: `trainer`, and the packages that most runs and ranks need."""
+
+from contextlib import suppress
+from importlib import import_module
+
+from trainer.base.collector import importing
+from trainer.engine.deepspeed_package import import_deepspeed
+
+with importing():
+    for name in (
+        "tests.helpers.faulty_run",
+        "tests.helpers.training",
+        "trainer.launch.local",
+        "trainer.training.run",
+        "datasets",
+        "rich.live",
+        "scipy.io",
+        "sklearn.metrics",
+        "torch.utils.cpp_extension",
+        "transformers.models.bert.modeling_bert",
+    ):
+        import_module(name)
+    with suppress(ImportError):
+        import_deepspeed()
