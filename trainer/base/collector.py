@@ -13,7 +13,7 @@ def importing() -> Iterator[None]:
 
     The modules of torch and transformers stay until the process ends, so a pass over them frees nothing. Without these
     passes and those of `end`, a process that only imports what a run needs takes a third less CPU time. A fork after
-    it shares more memory.
+    it shares more memory. Later, no pass over them stops one rank in a step while the others wait.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -103,14 +102,11 @@ class Loop:
             NonFiniteError: More steps than allowed were not finite.
             TrainerError: Replicas differ, or an observer cannot write.
         """
-        gc.freeze()  # a collection of all objects of the libraries would stop this rank, and the others would wait
         try:
             return self._run()
         except NonFiniteError:
             self.saver.finish()  # the checkpoint that was begun before is good
             raise
-        finally:
-            gc.unfreeze()
 
     def _run(self) -> Ending:
         self._doing("waiting for rows")
