@@ -20,7 +20,7 @@ help:
 	@echo "make plant      plant defects into copies of the source, and show which test catches each"
 	@echo "make check      run ruff, mypy and the import contract (import-linter)"
 	@echo "make docs       build the documentation as a site, in site/"
-	@echo "make bench      compare the speed with a hand-written loop and transformers' Trainer, on CPUs"
+	@echo "make bench      compare the speed with a hand-written loop and other tools, on CPUs"
 	@echo "make bench-quick  compare the speed for the smallest model only, in a minute"
 	@echo "make gpu        check and measure all that one GPU can, in nine minutes at most"
 	@echo "make clean      remove all built files; runs/ stays"

@@ -537,7 +537,8 @@ def export(
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="To write; empty, or not there yet.")],
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"], typer.Option(help="The type of the weights; they were trained in fp32.")
+        Literal["fp32", "bf16", "fp16"],
+        typer.Option(help="The type of the weights; a run stores fp32 unless the recipe sets `weights`."),
     ] = "fp32",
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the adapter alone, in the format of PEFT; default: merged weights.")

@@ -201,7 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import trainer.training.run  # noqa: F401  before the fork
 
     with tempfile.TemporaryDirectory() as folder:
-        print("| ranks | of | questions to the store | of torch | collectives | single messages | memory, MB |")
+        print(
+            "| ranks | rank | questions to the store | torch's questions | collectives | single messages | memory, MB |"
+        )
         print("|---|---|---|---|---|---|---|")
         for size in options.processes:
             found = count(size, folder)

@@ -66,7 +66,10 @@ def hand_over(
     looks = gather((acts, host, held, used))
     hosts = [host for _, host, _, _ in looks]
     if any(used for _, _, _, used in looks):
-        return [f"shares in memory on hosts of spare ranks were not read, because another process still uses {own}"]
+        return [
+            f"shares in memory on hosts of spare ranks were not read, because another process still uses {own};"
+            " end that process, or resume from the disk"
+        ]
     leaders = [rank for rank in range(num_training) if looks[rank][0]]
     step, size, moves = _moves([(hosts[rank], looks[rank][2]) for rank in range(len(looks))], leaders)
     notes = []

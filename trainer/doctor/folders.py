@@ -36,7 +36,7 @@ def checkpoint_memory(machine: Machine) -> Finding:
     Warning: it is on a disk, or less than 1 GiB is free. Name a folder of a memory file system, or start the container
     with `--shm-size`.
 
-    Problem: it cannot be written. Name another folder, or set `checkpoint.memory` to null.
+    Problem: it does not exist or cannot be written. Name another folder, or set `checkpoint.memory` to null.
     """
     memory = machine.recipe.checkpoint.memory if machine.recipe is not None else None
     if memory is None:

@@ -1,7 +1,7 @@
 """Heartbeats: each rank keeps a record in the run's folder with its step and its current activity.
 
 The ranks of a machine share one file, so 1,024 ranks on 128 machines have 128 files. `ranks/machine-00008.jsonl` is
-that of the machine with ranks 8 to 15: a line of a fixed size for each, overwritten in place, so a beat costs a few
+that of the machine with ranks 8 to 15. Each has a line of a fixed size, overwritten in place, so a beat costs a few
 microseconds. A good end removes the file. After a failure it stays, and shows the last activities. Machines never write
 to the same file, because network file systems do not keep such writes apart. This module imports no torch.
 """

@@ -42,7 +42,7 @@ class KeyedRounding:
     def round_(self, parameter: nn.Parameter, start: int, exact: Tensor) -> Tensor:
         """Return elements of this rank's part of a parameter in bf16; `exact` is overwritten.
 
-        Each becomes one of its two neighbours in bf16, at random; their mean is `exact`.
+        Each becomes one of its two neighbours in bf16, at random; the expected value is `exact`.
 
         Args:
             parameter: the parameter, perhaps a DTensor.

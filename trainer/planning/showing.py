@@ -165,7 +165,8 @@ def _memory_folder(made: RecipePlan, host: int) -> Iterator[str]:
     if memory is not None and made.in_memory > host // 2:
         yield (
             f"{memory.folder} needs {size(made.in_memory)} for checkpoints in memory, but by default it has half of the"
-            f" host's memory, {size(host // 2)}; mount it larger (mount -o remount,size=...), or use more machines"
+            f" host's memory, {size(host // 2)}; enlarge it (mount -o remount,size={made.in_memory}), or use more"
+            " machines"
         )
 
 

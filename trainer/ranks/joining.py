@@ -267,7 +267,7 @@ class Rendezvous:
         if own.local_rank:
             return
         rank = (own.rank + own.local_world_size) % self._size
-        while (peer := self._peer(rank)).local_rank:  # this machine has more ranks than it was told
+        while (peer := self._peer(rank)).local_rank:  # this machine has more ranks than its launcher declared
             rank = (rank + 1) % self._size
         if rank != own.rank:
             _check_reachable(mine, peer, rank)

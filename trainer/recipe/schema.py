@@ -1024,9 +1024,9 @@ class Recipe(Section):
     )
     weights: Literal["fp32", "bf16_compensated", "bf16_stochastic"] = Field(
         "fp32",
-        description="Storage of the trained weights of matrix products with `precision` bf16; others are fp32."
-        " bf16_compensated: bf16, and in the optimizer the 16 bits that rounding cuts off; bf16_stochastic: bf16 alone,"
-        " rounded at random.",
+        description="Storage of the trained weights of matrix products with `precision` bf16; all other weights are"
+        " fp32. bf16_compensated: bf16, and in the optimizer the 16 bits that rounding cuts off; bf16_stochastic: bf16"
+        " alone, rounded at random.",
     )
     tf32: bool = Field(
         False,

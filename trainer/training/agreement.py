@@ -48,7 +48,7 @@ def check_agreement(
 ) -> None:
     """Compare the facts of all ranks. All ranks must call it.
 
-    If they differ, each rank sends those that differ from rank 0's alone, so that the answer is short.
+    If they differ, each rank sends only the facts that differ from those of rank 0.
 
     Args:
         facts: The facts of this rank.
