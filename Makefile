@@ -54,7 +54,7 @@ bench: $(INSTALLED)
 	  --rounds 10 --steps 2 --json bench.json
 
 bench-quick: $(INSTALLED)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small --processes 1 --rounds 20 --steps 4 2>/dev/null
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small --processes 1 --rounds 20 --steps 4
 
 gpu: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.gpu --json gpu.json

@@ -126,7 +126,9 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 
 def regressions(found: Figures, stored: Figures) -> Iterator[str]:
-    """Yield a line for each ratio by processor time that is more than 5 % below the stored one."""
+    """Yield a line for each ratio by processor time that is more than 5 % below the stored one, or has none."""
+    for setting in found.keys() - stored.keys():
+        yield f"no stored ratio: {setting}"
     for setting, of_training in found.items():
         for name, numbers in of_training.items():
             now, before = numbers["cpu_ratio"][1], stored.get(setting, {}).get(name, {}).get("cpu_ratio")

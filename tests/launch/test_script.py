@@ -22,7 +22,7 @@ import yaml
 from tests.helpers.processes import ROOT, finish, kill, run, start
 from trainer.base.errors import ExitCode
 from trainer.cli import Target, main
-from trainer.launch.script import KINDS
+from trainer.launch.script import KINDS, Options, write_launch_script
 from trainer.reading.loading import load_recipe
 
 LAUNCHERS = ROOT / "launchers"
@@ -201,6 +201,17 @@ def test_nodes_that_join_and_leave(here, capsys):
     assert "\nNODES=1:4\nPROCESSES=2\nMASTER_ADDR=${MASTER_ADDR:-node0}\n" in text
     assert "\nRENDEZVOUS=c10d\nRESTARTS=${RESTARTS:-10}\n" in text
     assert "\nRESTARTS=${RESTARTS:-3}\n" in written("reviews.json", *options, "--restarts", "3", capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "start"),
+    [("2", None, "NODE_RANK=0 bash"), ("2", 3, "bash {file}  # on each node"), ("1:4", None, "now or later")],
+)
+def test_the_start_of_a_torchrun_script(here, nodes, restarts, start):
+    elastic = ["parallel.elastic=data"] * (":" in nodes)
+    _, command = write_launch_script("reviews.json", elastic, "torchrun", nodes, 2, Options(restarts=restarts))
+    assert start in command
+    assert ("NODE_RANK" in command) == (restarts is None and ":" not in nodes), "c10d numbers the nodes"
 
 
 def test_kubernetes(here, capsys):

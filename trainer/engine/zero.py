@@ -297,7 +297,8 @@ class ZeroEngine:
 
     def _update_gathered(self) -> None:
         """Gather the parameters of stages 1 and 2 after a change of the master weights; a collective."""
-        self._engine.optimizer.update_lp_params()
+        with _updates_gathered_rounded(self._engine.optimizer):
+            self._engine.optimizer.update_lp_params()
         self._link_moments()
 
     def state(self) -> EngineState:
@@ -327,7 +328,8 @@ class ZeroEngine:
                 self._fill_partition(name, source)
         else:
             source.fill(part for name in filter(self._is_saved, self.parameters) for part in self._parts(name))
-            self._engine.optimizer.update_lp_params()
+            with _updates_gathered_rounded(self._engine.optimizer):
+                self._engine.optimizer.update_lp_params()
         if self._scaler:
             self._scaler.load_state(source.scalars)
         if self._averaged:

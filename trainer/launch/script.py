@@ -29,6 +29,7 @@ _FOLDER_KEY = "checkpoint.folder"
 _MEMORY_PER_GPU_GIB = 32
 _POD_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
 _BY_HAND = "NODE_RANK=0 bash {file}  # on each node, with its own number"
+_TOGETHER = "bash {file}  # on each node"
 _ANY_TIME = "bash {file}  # on each node, now or later"
 _NODES = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
 _ELASTIC_RESTARTS = 10  # torchrun counts each node that leaves as a failure of those that stay
@@ -144,7 +145,9 @@ def write_launch_script(
         check_nodes(resolved.recipe, (least, most), gpus)
     file = _File((shipped_folder("launchers") / kind.file).read_text(encoding="utf-8"))
     kind.fill(file, _Job(source, overrides, resolved, most, gpus, options, least))
-    start = _ANY_TIME if least < most else kind.start
+    start = kind.start
+    if kind is KINDS["torchrun"] and (least < most or options.restarts):  # c10d numbers the nodes itself
+        start = _ANY_TIME if least < most else _TOGETHER
     has_address = kind.start is not _BY_HAND or options.hosts is not None
     return file.text, start if has_address else f"MASTER_ADDR=NODE0 {start}"
 

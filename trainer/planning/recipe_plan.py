@@ -63,14 +63,15 @@ class RecipePlan:
         """The bytes that the host of the fullest machine needs: at the start, in a step, or to export the model.
 
         At the start, each rank builds its weights; in a step, it holds its offloaded state. To export the model, a rank
-        collects the weights of one file. Checkpoints in memory stay there. A rank copies its share before it writes it,
-        once to memory and once to the disk.
+        collects the weights of one file. A rank copies its share of a checkpoint before it writes it to the disk, and
+        another time before it writes it to memory. Checkpoints in memory stay there.
         """
+        copies = 2 if self.plan.recipe.checkpoint.memory else 1
         most = 0
         for index, own in enumerate(self._hosts):
             stepping = sum(sum(step.host.values()) for step in own) + self._kept(index)
             exported = min(sum(step.saved for step in self.steps), len(own) * LARGEST_FILE_BYTES)
-            saving = stepping + max(exported, 2 * sum(step.share for step in own))
+            saving = stepping + max(exported, copies * sum(step.share for step in own))
             most = max(most, max(saving, sum(step.loaded for step in own)) + HOST_RESERVED * len(own))
         return most
 
@@ -87,6 +88,8 @@ class RecipePlan:
         return [ranks[first : first + local] for first in range(0, len(ranks), local)]
 
     def _kept(self, host: int) -> int:
+        if self.plan.recipe.checkpoint.memory is None:
+            return 0
         before = self._hosts[host - 1] if len(self._hosts) > 1 else []  # each machine keeps copies of the one before
         return KEPT * sum(step.share for step in (*self._hosts[host], *before))
 

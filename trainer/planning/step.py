@@ -181,7 +181,7 @@ class _Simulation:
                 ledger.most_on_host,
                 totals,
                 group_axes(self.mesh, engine),
-                _share(engine) if self.plan.recipe.checkpoint.memory else 0,
+                _share(engine),
             )
 
     @contextmanager
