@@ -41,7 +41,7 @@ def test_copies_hold_their_rows_and_the_host_does_not_wait():
         for batch in copied_ahead(iter(batches), device):
             for microbatch in batch.microbatches:
                 ready = microbatch.to(device)
-                torch.cuda._sleep(CYCLES)  # copies of the next batch end before this one is read
+                torch.cuda._sleep(CYCLES)  # the copy of the next one ends before this one is read
                 sums = torch.stack([ready.inputs["input_ids"].sum(), ready.labels.sum() * LENGTH])
                 del ready  # its memory must not be used by a later copy before the sums are computed
                 found.append(sums)

@@ -36,12 +36,13 @@ def sum_while_backward_runs() -> list[list[int]]:
         mock.patch.object(gradients, "_BUCKET_BYTES", LAYER_BYTES),
         mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as sent,
     ):
-        sums = OverlappedSums(model.parameters(), dist.group.WORLD, PASSES)
+        sums = OverlappedSums(model.parameters(), dist.group.WORLD)
         for layer in model:
             layer.register_full_backward_hook(lambda *_: counts.append(sent.call_count))
         found = []
         for step in range(2):
             sent.reset_mock()
+            sums.begin(PASSES)
             rows = torch.randn(PASSES, ranks, 5, WIDTH, generator=torch.Generator().manual_seed(step))
             for of_pass in rows:
                 counts.clear()

@@ -247,7 +247,7 @@ def pipeline_matrix() -> Iterator[Case]:
     yield case("ddp", 2, 2, "1f1b", num_layers=4, dropout=0.0, accumulates=True)
     yield case("ddp", 2, 2, "gpipe", num_layers=4, precision="bf16", checkpointing="full", accumulates=True)
     yield case("ddp", 2, 2, "1f1b", num_layers=4, precision="fp16", checkpointing="selective")
-    yield case("ddp", 2, 2, "zero_bubble", num_layers=4, precision="fp16", checkpointing="full")
+    yield case("ddp", 4, 2, "zero_bubble", num_layers=4, precision="fp16", checkpointing="full")
     yield case("ddp", 3, 3, "gpipe", num_layers=4, dropout=0.0)
     yield case("ddp", 4, 4, "1f1b", num_layers=5)
     yield case("ddp", 4, 2, "interleaved_1f1b", num_layers=4, tensor=2, sequence=True)
@@ -321,7 +321,7 @@ def weights_matrix() -> Iterator[Case]:
         yield case("hsdp", 4, num_layers=4)
         yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2")  # blocks of q, k and v
         yield case("ddp", 2, tensor=2, task="masked_lm")
-        yield case("ddp", 2, stages=2, num_layers=4, task="masked_lm", schedule="zero_bubble")
+        yield case("ddp", 4, stages=2, num_layers=4, task="masked_lm", schedule="zero_bubble")
         yield case("fsdp", 4, stages=2, num_layers=4, task="masked_lm")
         yield Case("ddp", 4, False, context=2, **facts)
 

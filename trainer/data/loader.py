@@ -46,7 +46,7 @@ class TrainLoader:
         num_workers: the number of processes that prepare batches; 0: the rank prepares them.
         pin_memory: whether to copy batches into page-locked memory, for asynchronous copies to a GPU.
         masking: makes labels from tokens, different ones in each epoch; None: the split has labels.
-        ahead_to: the GPU to which copies begin one batch ahead, from page-locked memory; None: none begin here.
+        ahead_to: the GPU to which microbatches are copied one ahead, from page-locked memory; None: none begin here.
 
     Raises:
         UsageError: no global batch starts at `start_sample`, or a row is longer than a microbatch.

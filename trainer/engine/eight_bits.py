@@ -108,9 +108,9 @@ Tables = Mapping[str, tuple[Tensor, Tensor]]
 """The `values` and `codes` of both maps."""
 
 
-def state_dtype(key: str) -> torch.dtype:
-    """Return the type of a tensor of the optimizer's state."""
-    return MAPS[key].dtype if key in MAPS else torch.float32
+def state_dtype(key: str, parameter: Tensor) -> torch.dtype:
+    """Return the type of a tensor of the optimizer's state of a parameter."""
+    return MAPS[key].dtype if key in MAPS else torch.promote_types(parameter.dtype, torch.float32)
 
 
 class AdamW8bit(PartlyAdamW):

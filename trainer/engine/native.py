@@ -281,7 +281,9 @@ class NativeEngine:
             if keys := optimizer_keys(source, name):
                 shapes = {key: source.shapes[f"{OPTIMIZER_PREFIX}{name}.{key}"] for key in keys}
                 self.optimizer.state[parameter] = {
-                    key: torch.zeros_like(parameter, dtype=torch.int16 if key == COMPENSATION else state_dtype(key))
+                    key: torch.zeros_like(
+                        parameter, dtype=torch.int16 if key == COMPENSATION else state_dtype(key, parameter)
+                    )
                     if shape == self.placements[label].shape and not self._is_whole(key)
                     else torch.zeros(shape, dtype=torch.float32, device=local_part(parameter).device)
                     for key, shape in shapes.items()
@@ -341,6 +343,7 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
     prepare_model(built, mesh, plan)
     sent_in = sent_dtype(parallel.communication)
     complete: Callable[[], None] | None = None
+    sums: OverlappedSums | None = None
     call: nn.Module = model
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     if plan.strategy.cuts_parameters:
@@ -363,8 +366,7 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
             # DDP has gradients in the type of the weights only, so it leaves out those in bf16.
             in_bf16 = stored_in_bf16(model)
             if in_bf16:
-                # The number of microbatches in a step varies with `training.micro_batch_tokens`.
-                complete = OverlappedSums(in_bf16.values(), mesh.group("dp"), None, sent_in).finish
+                sums = OverlappedSums(in_bf16.values(), mesh.group("dp"), sent_in)
             if any(p.requires_grad and name not in in_bf16 for name, p in model.named_parameters()):
                 call = wrapped = wrap_ddp(model, mesh, sent_in, in_bf16)
                 no_sync = wrapped.no_sync
@@ -372,5 +374,5 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
             complete = partial(round_gradients_, list(model.parameters()), sent_in)
     synced = plan.strategy.cuts_parameters
     forward = ModelForward(built, call, model, task, mesh, plan.recipe.training.seed, synced, plan.recipe.data.packing)
-    schedule = AccumulationSchedule(forward.loss_sum, no_sync)
+    schedule = AccumulationSchedule(forward.loss_sum, no_sync, sums)
     return NativeEngine(forward, [model], schedule, placements, mesh, plan, total_steps, complete)

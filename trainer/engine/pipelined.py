@@ -266,6 +266,8 @@ class PipelinedSchedule:
             self._clock.reset()
             self._forward.busy.reset()
         self._num_runs += 1
+        if self._sums is not None:
+            self._sums.begin(self._batch.num_microbatches)
         total: Tensor = self._clock.run(lambda: self._passes(microbatches, denominator, scale))
         if self._sums is not None:
             self._sums.finish()  # before anything else changes a gradient
@@ -315,7 +317,7 @@ def build_pipelined(
     parameters = [parameter for model in models for parameter in model.parameters()]
     sums: OverlappedSums | None = None
     if not cuts and (data_group := mesh.group("dp")) is not None:
-        sums = OverlappedSums(parameters, data_group, plan.batch.num_microbatches, sent_in)
+        sums = OverlappedSums(parameters, data_group, sent_in)
     schedule = PipelinedSchedule(forward, mesh, plan, sums)
 
     def complete() -> None:

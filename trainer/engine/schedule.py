@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trainer.parallel.gradients import OverlappedSums
 from trainer.parallel.microbatch import Microbatch
 
 
@@ -30,13 +31,18 @@ class AccumulationSchedule:
     Args:
         loss_sum: returns the sum of losses of a microbatch, a scalar with a graph.
         no_sync: returns a context without gradient sync.
+        sums: the sums of gradients that the wrapper of the model leaves out; None: there are none.
     """
 
     def __init__(
-        self, loss_sum: Callable[[Microbatch], Tensor], no_sync: Callable[[], AbstractContextManager[None]]
+        self,
+        loss_sum: Callable[[Microbatch], Tensor],
+        no_sync: Callable[[], AbstractContextManager[None]],
+        sums: OverlappedSums | None = None,
     ) -> None:
         self._loss_sum = loss_sum
         self._no_sync = no_sync
+        self._sums = sums
 
     def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
         """Accumulate the gradient of scale * (sum of losses) / denominator.
@@ -50,11 +56,15 @@ class AccumulationSchedule:
             This rank's sum of losses / denominator, a detached scalar without the scale.
         """
         total = torch.zeros((), device=denominator.device)
+        if self._sums is not None:
+            self._sums.begin(len(microbatches))
         for index, microbatch in enumerate(microbatches):
             with nullcontext() if index == len(microbatches) - 1 else self._no_sync():
                 loss = self._loss_sum(microbatch) / denominator
                 (loss * scale if scale != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
             total = total + loss.detach()
+        if self._sums is not None:
+            self._sums.finish()  # before anything else changes a gradient
         return total
 
     def idle_share(self) -> None:

@@ -17,17 +17,6 @@ _BUCKET_BYTES = 25 * 2**20
 _MOST_SENDING = 2  # buckets on the way at once; each is a copy of its gradients
 
 
-@torch.no_grad()
-def sum_gradients_(parameters: Iterable[nn.Parameter], group: Group, sent_in: torch.dtype | None = None) -> None:
-    """Sum the gradients over the ranks of `group`, in place, one bucket at a time.
-
-    The same parameters must have gradients on all ranks. They are sent in the type `sent_in`; None: in their own.
-    """
-    for bucket in _buckets([parameter for parameter in parameters if parameter.grad is not None]):
-        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
-        change_as_one_(gradients, lambda flat: dist.all_reduce(flat, group=group), sent_in)
-
-
 class OverlappedSums:
     """Sums of gradients over ranks, begun during the last backward pass of a step, one bucket after the other.
 
@@ -37,45 +26,43 @@ class OverlappedSums:
     Args:
         parameters: the parameters, in the order of the forward pass. The same ones get gradients on all ranks.
         group: the ranks.
-        num_passes: the backward passes of a step; None: it varies, and all gradients are sent at the end of the step.
         sent_in: the type in which gradients are sent; None: their own.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        group: Group,
-        num_passes: int | None,
-        sent_in: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], group: Group, sent_in: torch.dtype | None = None) -> None:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        self._buckets = list(_buckets(trainable[::-1]))
-        self._group, self._num_passes, self._sent_in = group, num_passes or 0, sent_in
-        self._missing = [len(bucket) * self._num_passes for bucket in self._buckets]
+        self._buckets = list(_buckets(trainable[::-1], sent_in))
+        self._group, self._sent_in = group, sent_in
+        self._missing = [0] * len(self._buckets)
         self._num_begun = 0
         self._sending: deque[tuple[Callable[[], object], Sequence[Tensor], Tensor]] = deque()
-        for index, bucket in enumerate(self._buckets if num_passes else ()):
+        for index, bucket in enumerate(self._buckets):
             for parameter in bucket:
                 hook = partial(self._count, index)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
+    def begin(self, num_passes: int) -> None:
+        """Begin a step of `num_passes` backward passes, the same number on all ranks."""
+        self._num_begun = 0
+        self._missing = [len(bucket) * num_passes for bucket in self._buckets]
+
     def _count(self, index: int, _: Tensor) -> None:
         self._missing[index] -= 1
         while self._num_begun < len(self._buckets) and not self._missing[self._num_begun]:
-            self._begin()  # in the order of the list, which is the same on all ranks
+            self._send()  # in the order of the list, which is the same on all ranks
 
     @torch.no_grad()
-    def _begin(self) -> None:
+    def _send(self) -> None:
         bucket = self._buckets[self._num_begun]
         self._num_begun += 1
         gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
         if not gradients:
             return
+        while len(self._sending) >= _MOST_SENDING:
+            self._end()
         flat = torch.cat([gradient.reshape(-1).to(self._sent_in or gradient.dtype) for gradient in gradients])
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         self._sending.append((work.wait, gradients, flat))
-        if len(self._sending) > _MOST_SENDING:
-            self._end()
 
     def _end(self) -> None:
         wait, gradients, flat = self._sending.popleft()
@@ -86,22 +73,24 @@ class OverlappedSums:
     def finish(self) -> None:
         """Send the buckets that are left, and wait for all."""
         while self._num_begun < len(self._buckets):
-            self._begin()
+            self._send()
         while self._sending:
             self._end()
-        self._num_begun = 0
-        self._missing = [len(bucket) * self._num_passes for bucket in self._buckets]
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+def _buckets(parameters: Sequence[nn.Parameter], sent_in: torch.dtype | None) -> Iterable[list[nn.Parameter]]:
     bucket: list[nn.Parameter] = []
     size = 0
+    of_bucket: torch.dtype | None = None
     for parameter in parameters:
-        if bucket and (size + parameter.nbytes > _BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
+        # Weights in bf16 may have gradients in fp32.
+        dtype = sent_in or getattr(parameter, "grad_dtype", None) or parameter.dtype
+        num_bytes = parameter.numel() * dtype.itemsize
+        if bucket and (size + num_bytes > _BUCKET_BYTES or dtype != of_bucket):
             yield bucket
             bucket, size = [], 0
         bucket.append(parameter)
-        size += parameter.nbytes
+        size, of_bucket = size + num_bytes, dtype
     if bucket:
         yield bucket
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -60,17 +61,28 @@ class Microbatch:
 
 
 class CopyAhead:
-    """A copy of a microbatch on a GPU, begun on another stream than that of the model.
+    """A copy of a microbatch on a GPU, made on another stream than that of the model.
 
     Args:
         microbatch: the microbatch in pinned memory.
         stream: the stream for copies, on the GPU.
+
+    Attributes:
+        following: the copy that begins when this one is taken, so that the GPU holds at most two.
     """
 
     def __init__(self, microbatch: Microbatch, stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(stream):
-            self._copy: Microbatch | None = microbatch.to(stream.device)
-            self._done = stream.record_event()
+        self._source: Microbatch | None = microbatch
+        self._stream = stream
+        self._copied: tuple[Microbatch, torch.cuda.Event] | None = None
+        self.following: CopyAhead | None = None
+
+    def begin(self) -> None:
+        """Begin to copy, if it was not begun before."""
+        source, self._source = self._source, None
+        if source is not None:
+            with torch.cuda.stream(self._stream):
+                self._copied = source.to(self._stream.device), self._stream.record_event()
 
     def take(self) -> Microbatch | None:
         """Return the copy for use on the current stream, which waits for it; None if it was taken before.
@@ -78,27 +90,41 @@ class CopyAhead:
         The host does not wait. The memory may be used for a later copy only when the current stream has passed the
         work that is queued when the copy is freed.
         """
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            current = torch.cuda.current_stream(copy.rows.device)
-            current.wait_event(self._done)
-            for tensor in (*copy.inputs.values(), copy.labels, copy.rows):
-                tensor.record_stream(current)
+        copied, self._copied = self._copied, None
+        if self.following is not None:
+            self.following.begin()
+        if copied is None:
+            return None
+        copy, done = copied
+        current = torch.cuda.current_stream(copy.rows.device)
+        current.wait_event(done)
+        for tensor in (*copy.inputs.values(), copy.labels, copy.rows):
+            tensor.record_stream(current)
         return copy
 
 
 def copied_ahead(batches: Iterable[RankBatch], device: torch.device) -> Iterator[RankBatch]:
-    """Yield batches in pinned memory, with copies to a GPU that begin one batch ahead, on a stream of their own.
+    """Yield batches in pinned memory. Their microbatches are copied to a GPU one ahead, on a stream of their own.
 
-    A copy of a batch then runs beside the step of the batch before it, also if the host waits for each step.
+    A copy then runs beside the passes of the microbatch before it, also of that at the end of the step before, and also
+    if the host waits for each step.
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     before: RankBatch | None = None
+    last: CopyAhead | None = None
     for batch in batches:
-        copied = [replace(one, ahead=CopyAhead(one, stream)) for one in batch.microbatches]
+        copies = [CopyAhead(microbatch, stream) for microbatch in batch.microbatches]
+        for one, following in pairwise(copies):
+            one.following = following
+        if last is None:
+            copies[0].begin()
+        else:
+            last.following = copies[0]
+        last = copies[-1]
         if before is not None:
             yield before
-        before = replace(batch, microbatches=copied)
+        ahead = zip(batch.microbatches, copies, strict=True)
+        before = replace(batch, microbatches=[replace(one, ahead=copy) for one, copy in ahead])
     if before is not None:
         yield before
 
