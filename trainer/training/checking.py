@@ -21,6 +21,7 @@ from trainer.base.errors import Problems
 from trainer.checkpoint.memory import KEPT, room_in
 from trainer.checkpoint.mirror import open_place
 from trainer.data.loader import require_fitting_rows
+from trainer.engine.precision import rounded_by_autocast
 from trainer.engine.schedule_free import require_package
 from trainer.models.adapters import adapt
 from trainer.models.building import build_on_meta, check_weights, load_config
@@ -119,8 +120,11 @@ def _memory_notes(recipe: Recipe, has_model: bool) -> list[str]:
     is_known = not isinstance(task, NamedClasses) or task.class_names is not None
     options = task.model_options() if is_known else {}
     model = build_on_meta(recipe.model, recipe.training, task.auto_class_name, options)
-    width = _FP32_BYTES if recipe.weights == "fp32" else _BF16_BYTES
-    needed = KEPT * sum(parameter.numel() for parameter in model.parameters()) * width
+    in_bf16 = set() if recipe.weights == "fp32" else rounded_by_autocast(model)
+    needed = KEPT * sum(
+        parameter.numel() * (_BF16_BYTES if name in in_bf16 else _FP32_BYTES)
+        for name, parameter in model.named_parameters()
+    )
     room, where = room_in(folder)
     if needed <= room:
         return []
