@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.base.disk import replace_folder, save_tensors
+from trainer.base.disk import is_in_memory, replace_folder, save_tensors
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
@@ -34,6 +36,21 @@ def test_a_folder_replaces_another(tmp_path, was_there):
     replace_folder(new, place)
     assert [(path.name, path.read_text()) for path in place.iterdir()] == [("file", "new")]
     assert os.listdir(tmp_path) == ["place"]
+
+
+def test_a_link_and_a_relative_path_lead_to_memory(tmp_path, monkeypatch):
+    mounts = [
+        SimpleNamespace(mountpoint="/", fstype="ext4"),
+        SimpleNamespace(mountpoint=str(tmp_path / "shm"), fstype="tmpfs"),
+    ]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "shm" / "out").symlink_to(tmp_path / "disk")
+    (tmp_path / "in").symlink_to(tmp_path / "shm")
+    found = {name: is_in_memory(Path(name)) for name in ("shm", "in", "disk", "shm/out")}
+    assert found == {"shm": True, "in": True, "disk": False, "shm/out": False}
 
 
 def _write(folder: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
 from trainer.base.errors import RecipeError, UsageError
-from trainer.checkpoint import memory
+from trainer.checkpoint import handover, memory
 from trainer.checkpoint.background import FAILED
 from trainer.checkpoint.files import WrittenFile, share_name, write_share
 from trainer.checkpoint.handover import hand_over
@@ -33,6 +34,7 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous
 
 ROWS = 12
+NOT_MOVED = "the shares on hosts of spare ranks could not be moved:"
 
 
 class ShardedEngine:
@@ -182,6 +184,43 @@ class TestOneHost:
         run.finish_mirror(None)
         assert run._mirror.steps() == [3]
 
+    def test_a_mirror_gets_an_older_checkpoint_if_the_newest_on_the_disk_is_damaged(self, tmp_path):
+        save(tmp_path, [2], on_disk=2)
+        save(tmp_path, [4, 6], on_disk=4)
+        run = saver(tmp_path, 1)
+        damage(run._store.path(4) / share_name(0, 1))
+        run._mirror, run._is_mirrored = Mirror(str(tmp_path / "copies"), run._store), True
+        notes = run.resume("auto")
+        assert run.progress.step == 6
+        assert f"the checkpoint {run._store.path(4)} is not uploaded: it is damaged" in notes[-1]
+        run.finish_mirror(None)
+        assert run._mirror.steps() == [2]
+
+    def test_the_control_group_limits_the_room(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(memory, "is_in_memory", lambda folder: True)
+        monkeypatch.setattr(memory.cgroup, "free_memory_bytes", lambda: 5)
+        assert memory.room_in(tmp_path) == (5, "in the control group")
+
+    def test_a_look_waits_for_processes_of_an_earlier_start_that_hold_the_lock(self, tmp_path, monkeypatch):
+        one = HostMemory(tmp_path, tmp_path / "run", ParallelMesh(torch.device("cpu")))
+        one.open("key")
+        child = subprocess.Popen(["sleep", "60"], pass_fds=[one._use.fileno()])
+        try:
+            one._use.close()  # as its process ends
+            monkeypatch.setattr(handover, "_USED_SECONDS", 0.1)
+            assert handover._look(one.folder / "key").is_used
+            handover.free(tmp_path, tmp_path / "run")
+            assert (one.folder / "key").exists()
+            monkeypatch.setattr(handover, "_USED_SECONDS", 30.0)
+            threading.Timer(0.3, child.kill).start()
+            look = handover._look(one.folder / "key")
+        finally:
+            child.kill()
+            child.wait()
+        assert (look.is_used, look.problem) == (False, "")
+        handover.free(tmp_path, tmp_path / "run")
+        assert not one.folder.exists()
+
     def test_the_two_newest_are_kept(self, tmp_path):
         _, names = save(tmp_path, [1, 2, 3])
         assert sorted(names) == ["step-00000002", "step-00000003"]
@@ -294,11 +333,28 @@ class TestSeveralHosts:
         shutil.rmtree(tmp_path / "host1")
         assert [found[:2] for found in ranks(2).run(resume, tmp_path, 2)] == [(4, True)] * 2
 
-    @pytest.mark.parametrize("is_damaged", [False, True])
-    def test_shares_of_spare_hosts_move_to_those_that_train(self, is_damaged, ranks: RankPools, tmp_path):
+    @pytest.mark.parametrize(
+        ("change", "step", "note"),
+        [
+            ("", 4, "1 share came from hosts of spare ranks"),
+            ("new host", 4, "3 shares came from hosts of spare ranks"),
+            ("damage", 2, f"{NOT_MOVED} rank 0: it is damaged"),
+            ("host without the folder", 2, f"{NOT_MOVED} rank 0: [Errno 2] No such file or directory"),
+            ("unreadable", 4, "1 share came from hosts of spare ranks"),
+        ],
+    )
+    def test_shares_of_spare_hosts_move_to_those_that_train(self, change, step, note, ranks: RankPools, tmp_path):
         ranks(3).run(save, tmp_path, [2, 4], 1, 2)
-        if is_damaged:
+        if change == "damage":
             damage(share_of(tmp_path, 1, 1, 3, 4))
+        elif change == "unreadable":
+            (name,) = (tmp_path / "host2").glob("trainer-*/*/host")
+            name.unlink()
+            name.mkdir()
+        elif change:
+            shutil.rmtree(tmp_path / "host0")  # rank 1 then sends two shares
+            if change == "new host":
+                (tmp_path / "host0").mkdir()
         store, notes = dist.HashStore(), {}
 
         def start(rank: int) -> None:
@@ -311,14 +367,17 @@ class TestSeveralHosts:
             thread.start()
         for thread in starts:
             thread.join()
-        failed = "the shares on hosts of spare ranks could not be moved: rank 0: it is damaged"
-        note = failed if is_damaged else "1 share came from hosts of spare ranks"
         assert set(notes) == {0, 1, 2}
-        assert all(
-            len(shown) == 1 and f"the checkpoint of step 4 in memory: {note}" in shown[0] for shown in notes.values()
-        )
-        assert not any(list((tmp_path / f"host{spare}").iterdir()) for spare in (1, 2)), "spare hosts are freed"
-        assert resume(tmp_path)[:2] == (2 if is_damaged else 4, True)
+        *unread, shown = notes[0]
+        assert notes[1] == notes[2] == notes[0]
+        assert f"the checkpoint of step 4 in memory: {note}" in shown
+        kept = {spare for spare in (1, 2) if list((tmp_path / f"host{spare}").iterdir())}
+        if change == "unreadable":
+            assert "shares in memory on a host were not read: rank 2: [Errno 21] Is a directory" in unread[0]
+            assert kept == {2}
+        else:
+            assert (unread, kept) == ([], set()), "spare hosts are freed"
+        assert resume(tmp_path)[:2] == (step, True)
 
     @pytest.mark.parametrize("failing", [0, 1])
     def test_a_failed_write_of_one_rank_waits_for_nothing(self, ranks: RankPools, tmp_path, failing):

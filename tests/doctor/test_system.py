@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from tests.doctor.machines import answers, machine
-from trainer.doctor import cgroup, system
+from trainer.base import cgroup
+from trainer.doctor import system
 from trainer.doctor.finding import GIB, MIB
 
 V2 = {"/proc/self/cgroup": "0::/kubepods/pod7"}
@@ -63,7 +64,44 @@ V1 = {"/proc/self/cgroup": "4:cpu,cpuacct:/docker/ab\n5:memory:/docker/ab\n6:pid
 )
 def test_the_limits_of_the_control_group(tmp_path: Path, files: dict[str, str], num_cores, memory, processes):
     at = machine(tmp_path, files=files)
-    assert (cgroup.num_cores(at), cgroup.memory_bytes(at), cgroup.num_processes(at)) == (num_cores, memory, processes)
+    assert (cgroup.num_cores(at.read), cgroup.memory_bytes(at.read), cgroup.num_processes(at.read)) == (
+        num_cores,
+        memory,
+        processes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        (V2, None),
+        (V2 | {"/sys/fs/cgroup/memory.max": "max", "/sys/fs/cgroup/memory.current": "5"}, None),
+        (
+            V2
+            | {
+                "/sys/fs/cgroup/memory.max": "1000",
+                "/sys/fs/cgroup/memory.current": "700",
+                "/sys/fs/cgroup/memory.stat": "anon 400\nshmem 200\ninactive_file 60\nactive_file 40",
+                "/sys/fs/cgroup/kubepods/memory.max": "900",
+                "/sys/fs/cgroup/kubepods/memory.current": "650",
+            },
+            250,
+        ),
+        (
+            V1
+            | {
+                "/sys/fs/cgroup/memory/docker/ab/memory.limit_in_bytes": "1000",
+                "/sys/fs/cgroup/memory/docker/ab/memory.usage_in_bytes": "700",
+                "/sys/fs/cgroup/memory/docker/ab/memory.stat": "inactive_file 9\ntotal_inactive_file 100",
+                "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+                "/sys/fs/cgroup/memory/memory.usage_in_bytes": "9000",
+            },
+            400,
+        ),
+    ],
+)
+def test_the_memory_that_the_control_group_leaves(tmp_path: Path, files: dict[str, str], free):
+    assert cgroup.free_memory_bytes(machine(tmp_path, files=files).read) == free
 
 
 def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

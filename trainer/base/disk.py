@@ -64,5 +64,6 @@ def is_in_memory(folder: Path) -> bool:
     """Return whether a folder is on a memory file system."""
     import psutil
 
+    folder = folder.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
     return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in ("tmpfs", "ramfs")

@@ -29,6 +29,7 @@ import psutil
 from safetensors import safe_open
 from torch import Tensor
 
+from trainer.base import cgroup
 from trainer.base.disk import is_in_memory
 from trainer.base.errors import UsageError
 from trainer.checkpoint.background import FAILED, WRITING, Background
@@ -95,10 +96,15 @@ def folder_of_run(folder: Path, run_folder: Path) -> Path:
 
 
 def room_in(folder: Path) -> tuple[int, str]:
-    """Return the free bytes of a folder, or of the host if it has less and the folder is in memory, and the place."""
+    """Return the free bytes of a folder and the place; in memory, those of host or control group if these have less.
+
+    The pages of a memory file system count towards the limit of the control group.
+    """
     room = [(shutil.disk_usage(folder).free, "in the folder")]
     if is_in_memory(folder):
         room.append((psutil.virtual_memory().available, "in the memory of the host"))
+        if (of_group := cgroup.free_memory_bytes()) is not None:
+            room.append((of_group, "in the control group"))
     return min(room)
 
 
@@ -264,7 +270,7 @@ class HostMemory:
                 problem = (
                     f"`checkpoint.memory` needs {_size(needed)} in {self.folder.parent} of {self._name}, for two"
                     f" checkpoints of its ranks ({len(ranks)}){copies}, but only {_size(room + held)} are free {where};"
-                    " enlarge it (docker run --shm-size), use more hosts, or set `checkpoint.memory` to null"
+                    " enlarge it (docker run --shm-size, --memory), use more hosts, or set `checkpoint.memory` to null"
                 )
         if problems := [text for text in self._mesh.share(self._mesh.gather(problem)) if text]:
             raise UsageError(problems[0])
@@ -358,20 +364,28 @@ class HostMemory:
         return CheckpointStore(Path(place_of(part, found.size)), KEPT).path(found.step)
 
     def _state(self, found: Found, chosen: Mapping[int, int], mine: Sequence[int]) -> MemoryState:
-        """Return the state of verified shares; each rank lists the blocks of its own for the others."""
+        """Return the state of verified shares; each rank lists the blocks of its own for the others.
+
+        Equal shapes are sent once, and the other facts are those of the first share.
+        """
         listed: list[Any] = []
+        shapes: dict[str, tuple[int, ...]] = {}
+        described = None
         for part in mine:
             folder = self._share_folder(found, part)
             file = share_name(part, found.size)
-            boxes = [(box.key, box.shape) for box in saved_boxes(self._root / folder, [file])]
-            listed.append((part, read_facts(self._root / folder).to_json(), boxes))
-        listed_by_all = [one for some in self._mesh.share(self._mesh.gather(listed)) for one in some]
-        shapes: dict[str, tuple[int, ...]] = {}
+            listed.append((part, [(box.key, box.shape) for box in saved_boxes(self._root / folder, [file])]))
+            facts = read_facts(self._root / folder)
+            shapes |= facts.shapes
+            if part == 0:
+                described = replace(facts, shapes={}).to_json()
+        distinct = self._mesh.gather_distinct(shapes)
+        shapes = self._mesh.share({name: shape for some in distinct or [] for name, shape in some.items()})
+        gathered = self._mesh.share(self._mesh.gather((described, listed)))
+        facts = Facts.from_json(next(one for one, _ in gathered if one is not None))
         boxes_of_all: list[SavedBox] = []
         files: dict[Path, int] = {}
-        for part, described, boxes in listed_by_all:
-            facts = Facts.from_json(described)
-            shapes |= facts.shapes
+        for part, boxes in (one for _, some in gathered for one in some):
             file_path = self._share_folder(found, part) / share_name(part, found.size)
             files[file_path] = part
             boxes_of_all += [SavedBox.of_key(file_path, key, tuple(shape)) for key, shape in boxes]

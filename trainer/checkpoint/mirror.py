@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,32 @@ class Mirror:
                 self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
                 self._thread.start()
 
-    def send_missing(self, step: int) -> None:
-        """Upload a checkpoint in a thread, unless its copy is whole.
+    def send_missing(self, steps: Sequence[int], verified: int | None = None) -> list[str]:
+        """Upload the newest checkpoint that is not damaged in a thread, unless its copy is whole.
+
+        Args:
+            steps: the checkpoints, oldest first.
+            verified: one that need not be verified.
+
+        Returns:
+            Notes for the user on damaged ones.
 
         Raises:
             UsageError: the place does not answer.
         """
-        if step not in self._asked():
+        copied, notes = self._asked(), []
+        for step in reversed(steps):
+            if step in copied:
+                break
+            try:
+                if step != verified:
+                    verify(self._store.path(step))
+            except (OSError, ValueError) as error:
+                notes.append(f"the checkpoint {self._store.path(step)} is not uploaded: {error}")
+                continue
             self.send(step)
+            break
+        return notes
 
     def problem(self) -> str | None:
         """Return the problem of the last upload, once."""

@@ -38,23 +38,31 @@ class Peers:
         return sender, message.numpy().tobytes()
 
     def begin_send(self, files: Sequence[Path], rank: int) -> list[dist.Work]:
-        """Begin to send files to a rank, which calls `take`; return the pending sends."""
-        sizes = [file.stat().st_size if file.exists() else _ABSENT for file in files]
-        parts = [torch.tensor(sizes)]
-        for file, size in zip(files, sizes, strict=True):
-            if size > 0:
-                parts += torch.split(torch.from_file(str(file), size=size, dtype=torch.uint8), _CHUNK_BYTES)
-        return [self._group.send([part], rank, _FILES) for part in parts]
+        """Begin to send files to a rank, which calls `take` and reports files that are missing; return the sends."""
+        parts: list[Tensor] = []
+        try:
+            sizes = [file.stat().st_size if file.exists() else _ABSENT for file in files]
+            for file, size in zip(files, sizes, strict=True):
+                if size > 0:
+                    parts += torch.split(torch.from_file(str(file), size=size, dtype=torch.uint8), _CHUNK_BYTES)
+        except (OSError, RuntimeError):  # they cannot be read; the other rank still waits for this one
+            sizes, parts = [_ABSENT] * len(files), []
+        return [self._group.send([part], rank, _FILES) for part in (torch.tensor(sizes), *parts)]
 
-    def take(self, files: Sequence[Path], rank: int) -> None:
+    def take(self, files: Sequence[Path], rank: int, refusal: OSError | None = None) -> None:
         """Write the files that a rank sends. All of them are received, also after an error.
+
+        Args:
+            files: the files.
+            rank: the sender.
+            refusal: why no file can be written; it is raised.
 
         Raises:
             FileNotFoundError: the rank has sent none.
             OSError: a file cannot be written.
         """
         sizes = self._received(torch.zeros(len(files), dtype=torch.int64), rank).tolist()
-        error: OSError | None = None
+        error = refusal
         for file, size in zip(files, sizes, strict=True):
             for start in range(0, size, _CHUNK_BYTES):
                 chunk = self._received(torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8), rank)
@@ -67,7 +75,7 @@ class Peers:
         if error is not None:
             raise error
         if _ABSENT in sizes:
-            raise FileNotFoundError(f"rank {rank} has not written its part")
+            raise FileNotFoundError(f"rank {rank} has no part to send")
 
     def _received(self, tensor: Tensor, rank: int) -> Tensor:
         self._group.recv([tensor], rank, _FILES).wait()

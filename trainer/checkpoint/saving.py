@@ -186,13 +186,13 @@ class Saver:
                     f" {self._store.name_of_last()}"
                 )
         if self.has_checkpoint:
-            self._on_mirror(self._send_newest)
+            self._on_mirror(lambda mirror: notes.extend(self._send_newest(mirror)))
         return notes
 
-    def _send_newest(self, mirror: Mirror) -> None:
-        """Upload the newest checkpoint on the disk up to this step, also if the run goes on from memory."""
-        if steps := [step for step in self._store.steps() if step <= self.progress.step]:
-            mirror.send_missing(steps[-1])
+    def _send_newest(self, mirror: Mirror) -> list[str]:
+        """Upload the newest whole checkpoint on the disk up to this step, also if the run goes on from memory."""
+        steps = [step for step in self._store.steps() if step <= self.progress.step]
+        return mirror.send_missing(steps, None if self._is_in_memory_only else self.progress.step)
 
     def clear_memory(self) -> None:
         """Free the memory of the hosts at the end of a run, with its state on the disk; all ranks must call it."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.base.cgroup import read_file
 from trainer.doctor.facts import Gpu, GpuFacts, TorchFacts
 from trainer.doctor.probe import Probe
 from trainer.recipe.strategies import STRATEGIES, Strategy
@@ -54,10 +55,7 @@ class Machine:
 
     def read(self, absolute: str) -> str | None:
         """Return the text of a system file; None if it cannot be read."""
-        try:
-            return self.path(absolute).read_text(encoding="utf-8", errors="replace").strip()
-        except OSError:
-            return None
+        return read_file(str(self.path(absolute)))
 
     @property
     def container(self) -> str | None:

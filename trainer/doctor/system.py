@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 
-from trainer.doctor import cgroup
+from trainer.base import cgroup
 from trainer.doctor.finding import GIB, MIB, Finding, ok, problem, size, warning
 from trainer.doctor.machine import Machine
 from trainer.ranks.environment import available_cores, threads_per_rank
@@ -26,7 +26,7 @@ def cores(machine: Machine) -> Finding:
     value = f"{seen} of {os.cpu_count()}"
     if threads := machine.environ.get("OMP_NUM_THREADS"):
         value += f", OMP_NUM_THREADS={threads}"
-    given = cgroup.num_cores(machine)
+    given = cgroup.num_cores(machine.read)
     if given is None or given >= seen:
         return ok(value)
     value += f", but the control group allows {given:.3g}"
@@ -43,7 +43,7 @@ def memory(machine: Machine) -> Finding:
     import psutil
 
     of_machine = psutil.virtual_memory()
-    limit = cgroup.memory_bytes(machine)
+    limit = cgroup.memory_bytes(machine.read)
     value = f"{size(of_machine.total)}, {size(of_machine.available)} free"
     if limit is not None and limit < of_machine.total:
         value += f", but the control group allows {size(limit)}"
@@ -96,7 +96,7 @@ def processes(machine: Machine) -> Finding:
     start Docker with `--pids-limit -1`.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    of_group = cgroup.num_processes(machine)
+    of_group = cgroup.num_processes(machine.read)
     value = _limit(soft) if of_group is None else f"{_limit(soft)}, {of_group:,} in the control group"
     if 0 <= soft < _LEAST_NUMBER or (of_group is not None and of_group < _LEAST_NUMBER):
         return warning(value, "ulimit -u 65536, or `--pids-limit -1` in Docker")

@@ -131,7 +131,8 @@ def _memory_notes(recipe: Recipe, has_model: bool) -> list[str]:
     return [
         f"`checkpoint.memory.folder` is {folder}, with {room / 2**20:,.1f} MiB free {where} of this machine, but {KEPT}"
         f" checkpoints need {needed / 2**20:,.1f} MiB for the weights alone, over all hosts; enlarge it (docker run"
-        " --shm-size), use more hosts, or set `checkpoint.memory` to null; `trainer plan` shows the bytes of each host"
+        " --shm-size, --memory), use more hosts, or set `checkpoint.memory` to null; `trainer plan` shows the bytes of"
+        " each host"
     ]
 
 

@@ -80,6 +80,8 @@ def wait_as_spare(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEn
     code: int = ExitCode.FAILED
     try:
         code = rendezvous.dismissed()
+        if code in (ExitCode.DONE, ExitCode.STOPPED):
+            _free_shares(resolved.recipe, environment)
     finally:
         if code:
             time.sleep(_AGENT_SECONDS)  # as `outlast_agent`; a signal ends this process at once
@@ -99,6 +101,15 @@ def hand_over_shares(
     seconds = collective_timeout(recipe).total_seconds()
     folders = Path(kept.folder), Path(recipe.checkpoint.folder)
     return hand_over(*folders, rendezvous, environment, plan.layout.world_size, seconds)
+
+
+def _free_shares(recipe: Recipe, environment: LaunchEnvironment) -> None:
+    """Free the memory of this host at the end of the run, as the ranks that train do; `hand_over` may have kept it."""
+    kept = recipe.checkpoint.memory
+    if kept is not None and environment.local_rank == 0:
+        from trainer.checkpoint.handover import free  # brings torch
+
+        free(Path(kept.folder), Path(recipe.checkpoint.folder))
 
 
 def outlast_agent(environment: LaunchEnvironment, stop: StopRequest) -> None:

@@ -1,0 +1,92 @@
+"""Limits of this process's control group, version 2 or 1, as set by a container or a batch system.
+
+Source: the kernel's documentation, admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+Read = Callable[[str], str | None]
+"""Return the text of a system file by its absolute path; None if it cannot be read."""
+
+_ROOT = "/sys/fs/cgroup"
+_UNLIMITED_BYTES = 1 << 60  # version 1 writes a number near 2**63
+
+
+def read_file(path: str) -> str | None:
+    """Return the text of a system file; None if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def num_cores(read: Read) -> float | None:
+    """Return the limit of processor time in cores, or None."""
+    limits = []
+    for text in _values(read, "cpu.max"):
+        quota, _, period = text.partition(" ")
+        if quota.isdigit() and period.isdigit():
+            limits.append(int(quota) / int(period))
+    for folder in _folders(read, "cpu"):
+        quota, period = (read(f"{folder}/cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
+        if quota.isdigit() and period.isdigit():  # no limit is -1
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def memory_bytes(read: Read) -> int | None:
+    """Return the limit of memory, or None."""
+    texts = [*_values(read, "memory.max"), *_values(read, "memory.limit_in_bytes", "memory")]
+    limits = [int(text) for text in texts if text.isdigit()]
+    return min((limit for limit in limits if limit < _UNLIMITED_BYTES), default=None)
+
+
+def free_memory_bytes(read: Read = read_file) -> int | None:
+    """Return the memory that the limits leave, or None; cached pages of files on disks count as free."""
+    room = []
+    for controller, names, prefix in (
+        (None, ("memory.max", "memory.current"), ""),
+        ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
+    ):
+        for folder in _folders(read, controller):
+            limit, used = (read(f"{folder}/{name}") or "" for name in names)
+            if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED_BYTES:
+                lines = (line.partition(" ") for line in (read(f"{folder}/memory.stat") or "").splitlines())
+                counts = {name: int(count) for name, _, count in lines if count.isdigit()}
+                cached = sum(counts.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+                room.append(max(0, int(limit) - int(used) + cached))
+    return min(room, default=None)
+
+
+def num_processes(read: Read) -> int | None:
+    """Return the limit of processes and threads, or None."""
+    texts = [*_values(read, "pids.max"), *_values(read, "pids.max", "pids")]
+    return min(map(int, filter(str.isdigit, texts)), default=None)
+
+
+def _values(read: Read, name: str, controller: str | None = None) -> Iterator[str]:
+    for folder in _folders(read, controller):
+        if text := read(f"{folder}/{name}"):
+            yield text
+
+
+def _folders(read: Read, controller: str | None) -> Iterator[str]:
+    """Yield the folder of the group and its parents, each of which may set limits.
+
+    A controller means version 1, None version 2. In a container the path of the group may lie outside of the mount; the
+    top of the mount is then the group.
+    """
+    for line in (read("/proc/self/cgroup") or "").splitlines():
+        number, names, path = line.split(":", 2)
+        if controller is None and number == "0":
+            top = _ROOT
+        elif controller is not None and controller in names.split(","):
+            top = f"{_ROOT}/{controller}"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for length in range(len(parts), -1, -1):
+            yield "/".join([top, *parts[:length]])
