@@ -336,22 +336,25 @@ class TestSeveralHosts:
     @pytest.mark.parametrize(
         ("change", "step", "note"),
         [
-            ("", 4, "1 share came from hosts of spare ranks"),
+            ("nothing", 4, "1 share came from hosts of spare ranks"),
             ("new host", 4, "3 shares came from hosts of spare ranks"),
             ("damage", 2, f"{NOT_MOVED} rank 0: it is damaged"),
             ("host without the folder", 2, f"{NOT_MOVED} rank 0: [Errno 2] No such file or directory"),
-            ("unreadable", 4, "1 share came from hosts of spare ranks"),
+            ("unreadable share", 2, f"{NOT_MOVED} rank 0: rank 1 has no part to send"),
+            ("unreadable host", 4, "1 share came from hosts of spare ranks"),
         ],
+        ids=["nothing", "new host", "damage", "host without the folder", "unreadable share", "unreadable host"],
     )
     def test_shares_of_spare_hosts_move_to_those_that_train(self, change, step, note, ranks: RankPools, tmp_path):
         ranks(3).run(save, tmp_path, [2, 4], 1, 2)
         if change == "damage":
             damage(share_of(tmp_path, 1, 1, 3, 4))
-        elif change == "unreadable":
+        elif change.startswith("unreadable"):
             (name,) = (tmp_path / "host2").glob("trainer-*/*/host")
-            name.unlink()
-            name.mkdir()
-        elif change:
+            file = name if change == "unreadable host" else share_of(tmp_path, 1, 1, 3, 4)
+            file.unlink()
+            file.mkdir()
+        elif change != "nothing":
             shutil.rmtree(tmp_path / "host0")  # rank 1 then sends two shares
             if change == "new host":
                 (tmp_path / "host0").mkdir()
@@ -372,7 +375,7 @@ class TestSeveralHosts:
         assert notes[1] == notes[2] == notes[0]
         assert f"the checkpoint of step 4 in memory: {note}" in shown
         kept = {spare for spare in (1, 2) if list((tmp_path / f"host{spare}").iterdir())}
-        if change == "unreadable":
+        if change == "unreadable host":
             assert "shares in memory on a host were not read: rank 2: [Errno 21] Is a directory" in unread[0]
             assert kept == {2}
         else:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGTERM
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,11 +21,15 @@ from safetensors.torch import load_file
 from tests.helpers import processes, warm
 from tests.helpers.nodes import Node, connected_nodes, problem, two_nodes
 from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import tiny_recipe
 from tests.launch.test_launchers import free_port
 from tests.launch.test_two_nodes import BIN, LAUNCHERS, assert_same, finish, numbers
 from trainer.base.errors import ExitCode
+from trainer.checkpoint.memory import folder_of_run
 from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.heartbeat import Status, read_statuses
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.training import elastic, process_group
 
 WHY_NOT = problem()
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
@@ -115,6 +120,28 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 300.0)
     while not condition():
         assert time.monotonic() < end, f"not seen in {seconds:g} s: {what}"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_freed"), [(ExitCode.DONE, True), (ExitCode.STOPPED, True), (ExitCode.FAILED, False)]
+)
+def test_a_spare_rank_frees_the_memory_of_its_host_at_the_end(code, is_freed, tmp_path, monkeypatch):
+    recipe = tiny_recipe(
+        checkpoint={
+            "folder": str(tmp_path / "run"),
+            "every": "4 steps",
+            "memory": {"every": "2 steps", "folder": str(tmp_path)},
+        }
+    )
+    share = folder_of_run(tmp_path, tmp_path / "run") / "key" / "rank-00000-of-00002"
+    share.mkdir(parents=True)
+    monkeypatch.setattr(process_group, "meet_ranks", lambda *args: SimpleNamespace(dismissed=lambda: code))
+    monkeypatch.setattr(elastic, "hand_over_shares", lambda *args: [])  # as if it had to leave them
+    monkeypatch.setattr(elastic, "_AGENT_SECONDS", 0.0)
+    plan = SimpleNamespace(layout=SimpleNamespace(world_size=2))
+    spare = LaunchEnvironment("torchrun", rank=2, world_size=3, local_world_size=1)
+    assert elastic.wait_as_spare(SimpleNamespace(recipe=recipe), plan, spare) == code
+    assert share.exists() != is_freed
 
 
 @pytest.fixture
