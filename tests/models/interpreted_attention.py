@@ -273,10 +273,20 @@ def test_what_the_kernel_does_not_take_is_named(what: str):
     assert probabilities is not None
 
 
-@pytest.mark.parametrize("name", ["causal", "grouped heads of a tensor rank", "infinite mask", "bf16, size 80"])
-def test_blocks_of_a_ring_are_the_whole_sequence(name: str):
+RING_BLOCKS = {
+    **dict.fromkeys(("causal", "grouped heads of a tensor rank", "infinite mask", "bf16, size 80"), (8, 12)),
+    "documents, listed": (40, 76),
+}
+"""The ends of the two blocks of each case."""
+
+
+@pytest.mark.parametrize("name", RING_BLOCKS)
+def test_blocks_of_a_ring_are_the_whole_sequence(name: str, monkeypatch: pytest.MonkeyPatch):
     """Two blocks of queries see two blocks of keys each; torch's operations compute the same blocks."""
-    case = replace(CASES[name], lengths=(12, 12))
+    middle, length = RING_BLOCKS[name]
+    case = replace(CASES[name], lengths=(length, length))
+    if case.lists:
+        monkeypatch.setattr(fused_attention, "_LISTED_TILES", 1)
     tensors, mask = case.tensors(), case.masked()
     keys, module = keyed_module()
     move_site(module, lambda site: replace(site, cut_dim=1, part=case.part))
@@ -286,7 +296,7 @@ def test_blocks_of_a_ring_are_the_whole_sequence(name: str):
     with keys.use(KEY):
         row_keys = site_of(module).keys.row_keys(site_of(module).name, tensors[0].shape)
     weights = torch.linspace(-1, 1, own[0].numel()).to(case.dtype).view_as(own[0])
-    blocks = (range(8), range(8, 12))
+    blocks = (range(middle), range(middle, length))
     for is_fused in (True, False):
         block_mask = None if mask is None else BlockMask.of(mask)
         options = BlockAttention(0.4, case.dropout, block_mask, case.causal, case.part * case.heads[0], is_fused)
@@ -312,6 +322,19 @@ def test_blocks_of_a_ring_are_the_whole_sequence(name: str):
             size = reference.abs().max()
             error, eager_error = ((x.double() - reference).abs().max() / size for x in (result, rounded))
             assert error < max(4e-6, 3 * eager_error), (is_fused, error, eager_error)
+
+
+def test_a_block_of_a_ring_lists_visible_tiles_only():
+    """Tiles have 32 queries and keys. The first 26 queries see none of these keys, but others of the ring."""
+    query, key, value = Case(lengths=(40, 36)).tensors()
+    mask = CASES["documents, listed"].masked()[..., :40, 34:]  # the third document ends at 39
+    assert not mask[..., :26, :].any()
+    with listed_tiles():
+        alone = fused_attention.visible_tiles(mask, query, key, value)
+        in_ring = fused_attention.visible_tiles(mask, query, key, value, other_keys=True)
+    assert alone is not None and in_ring is not None
+    assert [lists[..., :2].sum().item() for lists in alone] == [3, 3]
+    assert [lists[..., :2].sum().item() for lists in in_ring] == [2, 2]
 
 
 def test_a_batch_without_rows():

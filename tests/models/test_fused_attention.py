@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.planning.measured import SMALL_BERT, recipe_of
-from trainer.models.attention import KEYED_ATTENTION, attention_notes
+from trainer.models.attention import KEYED_ATTENTION, RING_ATTENTION, attention_notes
 from trainer.parallel import fused_attention
 from trainer.planning.hardware import parse_devices
 from trainer.planning.ledger import ACTIVATIONS
@@ -56,6 +56,8 @@ class TestNotes:
 
     def test_the_kernel(self, monkeypatch):
         assert self.notes(monkeypatch) == ["attention with dropout runs in the fused kernel"]
+        around = self.notes(monkeypatch, implementation=RING_ATTENTION)
+        assert around == ["attention around a ring runs in the fused kernel"]
 
     @pytest.mark.parametrize(
         ("options", "reason"),
@@ -64,6 +66,9 @@ class TestNotes:
     def test_the_eager_function(self, monkeypatch, options, reason):
         (note,) = self.notes(monkeypatch, **options)
         assert note.startswith("attention with dropout stores its probabilities, because ")
+        assert reason in note
+        (note,) = self.notes(monkeypatch, implementation=RING_ATTENTION, **options)
+        assert note.startswith("attention around a ring computes its blocks by operations of torch, because ")
         assert reason in note
 
     def test_of_other_attention_and_devices_there_are_none(self, monkeypatch):

@@ -28,6 +28,7 @@ from trainer.models.dropout import key_dropout, move_site
 from trainer.models.tensor import split_model
 from trainer.parallel import ring_attention
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+from trainer.parallel.ring_attention import Block, BlockAttention
 from trainer.parallel.sequence import ContextCut, ContextSplit
 
 KEY = MicrobatchKey(2, torch.tensor([5, 3, 8]))
@@ -132,6 +133,28 @@ def differences(most_scores: int) -> list[float]:
         pairs = zip(ours, run(case, None), strict=True)
         found.append(max(((own - whole).abs() / (1 + whole.abs())).max().item() / tolerance for own, whole in pairs))
     return found
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_hidden_blocks_of_a_causal_model_with_padding_are_skipped(fused: bool):
+    """The kernel gets masks for the blocks of the diagonal and of the padding only; layers share the answers."""
+    length, blocks = 32, [range(start, start + 8) for start in range(0, 32, 8)]
+    tokens = torch.ones(1, length, dtype=torch.bool)
+    tokens[:, -3:] = False
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[RING_ATTENTION](
+        batch_size=1, q_length=length, kv_length=length, attention_mask=tokens, allow_is_causal_skip=False
+    )
+    options = BlockAttention(1.0, 0.0, mask, False, 0, fused)
+    pairs = [(queries, keys) for queries in blocks for keys in blocks if not options.skips(queries, keys)]
+    assert len(pairs) == 10
+    with mock.patch.object(mask, "compute", wraps=mask.compute) as compute:
+        assert sum(not options.skips(queries, keys) for queries in blocks for keys in blocks) == 10
+        assert not compute.called
+        state = torch.zeros(1, 1, 8, WIDTH)
+        for queries, keys in pairs:
+            found = options._arguments(state, Block(state, state, KEY.rows, queries, keys))[4]
+            assert (found is None) == (queries != keys)
+        assert compute.call_count == 4
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.training import TINY_DECODERS, TINY_TASKS
 from tests.planning.measured import recipe_of
 from tests.planning.times import LAYOUTS, PAGE, Row, page, published, rank_correlation, regret
 from trainer.base.errors import UsageError
@@ -20,7 +21,7 @@ from trainer.engine.timeline import Action, as_svg, as_text, order_of, simulate
 from trainer.observe.meter import peak_flops
 from trainer.planning import hardware, measuring, reference
 from trainer.planning.hardware import LIKELY, Cost, Machine, Speed, parse_devices
-from trainer.planning.ledger import Ledger
+from trainer.planning.ledger import POINT_TO_POINT, Ledger
 from trainer.planning.reference import Operation
 from trainer.planning.stages import plan_steps
 from trainer.planning.timing import (
@@ -35,7 +36,7 @@ from trainer.planning.timing import (
     step_time,
 )
 from trainer.planning.work import ATTENTION, FORWARD, INTEGER, MATMUL, OTHER, SPECIAL, VIEW, Kind
-from trainer.recipe.plan import Layout, PipelinePlan
+from trainer.recipe.plan import Layout, PipelinePlan, plan_run
 from trainer.recipe.schedules import SCHEDULES
 
 HARDWARE = Path(hardware.__file__).parent / "hardware"
@@ -124,6 +125,26 @@ def test_the_rest_of_a_measured_step_is_lost_beside_its_collectives(monkeypatch:
     assert measured[TENSOR] - seconds()[TENSOR] == pytest.approx(3e-4 * calls[True] + 1e-4 * calls[False])
     measuring._add_waiting(figures, machine, list(measured.values()))
     assert figures["measured"]["2"]["waiting"] == pytest.approx(lost)
+
+
+def test_a_shift_of_a_ring_waits_once():
+    """A ring of two sends keys and values once in the forward pass and once in the backward, then their gradients."""
+    keys = {
+        "task": TINY_TASKS["causal_lm"].keys,
+        "model": {"config": {**TINY_DECODERS["llama"], "num_key_value_heads": 1}, "tokenizer": "none"},
+        "parallel": {"strategy": "ddp", "context": 2},
+    }
+    plan = plan_run(recipe_of(keys), 2)
+    (step,) = plan_steps(plan, 16, cuda=False)
+    traffic = {key: one for key, one in step.totals.traffic.items() if step.axes.get(key.group) == "tp"}
+    shifts = 3 * TINY_DECODERS["llama"]["num_hidden_layers"] * plan.batch.num_microbatches
+    assert sum(one.calls for key, one in traffic.items() if key.operation == "send") == 2 * shifts
+    others = sum(one.calls for key, one in traffic.items() if key.operation not in POINT_TO_POINT)
+    figures = {**json.loads((HARDWARE / "CPU.json").read_text()), "measured": {"2": {"waiting": {TENSOR: 1e-3}}}}
+    machine = Machine("here", 2, "memory", 1.0, figures)
+    waiting = step_time(plan, [step], machine).likely
+    figures["measured"]["2"]["waiting"] = {}
+    assert waiting - step_time(plan, [step], machine).likely == pytest.approx(1e-3 * (shifts + others))
 
 
 def test_the_published_times():

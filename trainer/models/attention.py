@@ -201,14 +201,20 @@ def _expanded(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def attention_notes(model: nn.Module, device: torch.device) -> list[str]:
-    """Return a note on the function that computes attention with dropout on a GPU; none for other models."""
+    """Return a note on the function that computes attention around a ring, or with dropout, on a GPU.
+
+    There is none for other models.
+    """
     config = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
     if device.type != "cuda" or implementation not in (KEYED_ATTENTION, RING_ATTENTION):
         return []
     obstacle = fused_attention.obstacle(device)
+    is_ring = implementation == RING_ATTENTION
     if obstacle is None:
-        return ["attention with dropout runs in the fused kernel"]
+        return [f"attention {'around a ring' if is_ring else 'with dropout'} runs in the fused kernel"]
+    if is_ring:
+        return [f"attention around a ring computes its blocks by operations of torch, because {obstacle}"]
     return [f"attention with dropout stores its probabilities, because {obstacle}"]
 
 

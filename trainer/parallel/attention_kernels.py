@@ -609,12 +609,13 @@ def _visible(mask, strides, query, key, num_queries, num_keys):
 @_compiled
 def key_tiles_kernel(
     mask, kinds, tiles, mask_strides, mask_heads, num_queries, num_keys, query_tiles, key_tiles,
-    UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
+    UNIT_M: tl.constexpr, UNIT_N: tl.constexpr, OTHER_KEYS: tl.constexpr,
 ):  # fmt: skip
     """List the tiles of keys that each tile of queries sees: those that it sees whole, then those that it sees in part.
 
-    A query that sees no key sees all of them alike, as in the eager function; then no tile is left out. `kinds` gets 2
-    for a whole tile, 1 for a part and 0 for none, `[batch, heads, tiles of queries, tiles of keys]`.
+    A query that sees no key sees all of them alike, as in the eager function; then no tile is left out, unless
+    `OTHER_KEYS` is 1: the query sees keys of other calls. `kinds` gets 2 for a whole tile, 1 for a part and 0 for none,
+    `[batch, heads, tiles of queries, tiles of keys]`.
     """
     program = tl.program_id(0)
     tile, head = program % query_tiles, (program // query_tiles) % mask_heads
@@ -623,7 +624,7 @@ def key_tiles_kernel(
     kinds += program.to(tl.int64) * key_tiles
     tiles += program.to(tl.int64) * (2 + key_tiles)
     query = tile * UNIT_M + tl.arange(0, UNIT_M)
-    seen = tl.zeros((UNIT_M,), tl.int32)
+    seen = tl.full((UNIT_M,), OTHER_KEYS, tl.int32)
     num_whole = tile * 0
     for index in range(0, key_tiles):
         key = index * UNIT_N + tl.arange(0, UNIT_N)

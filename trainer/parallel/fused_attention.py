@@ -111,7 +111,9 @@ def _padded(dim: int) -> int:
     return max(_LEAST_DIM, 1 << (dim - 1).bit_length())
 
 
-def visible_tiles(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+def visible_tiles(
+    mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, other_keys: bool = False
+) -> tuple[Tensor, Tensor] | None:
     """Return the lists of the tiles that a boolean mask leaves visible, for `fused_attention`; None for all tiles.
 
     Args:
@@ -119,32 +121,35 @@ def visible_tiles(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor
         query: the queries `[batch, heads, queries, head_dim]`.
         key: the keys `[batch, key_value_heads, keys, head_dim]`.
         value: the values `[batch, key_value_heads, keys, value_dim]`.
+        other_keys: whether the queries see keys of other calls too. A query that sees no key of this call then needs no
+            tile; otherwise it sees all keys alike, as in the eager function.
     """
     if mask is None or mask.dtype != torch.bool:
         return None
     tiling = _tiling(query.dtype, max(query.shape[-1], value.shape[-1]))
     if key.shape[2] < _LISTED_TILES * tiling.keys:
         return None
-    key_tiles, query_tiles = _list_tiles(mask, tiling.queries, tiling.keys)
+    key_tiles, query_tiles = _list_tiles(mask, tiling.queries, tiling.keys, other_keys)
     return key_tiles, query_tiles
 
 
 @custom_op("trainer::visible_tiles", mutates_args=())
-def _list_tiles(mask: Tensor, tile_queries: int, tile_keys: int) -> tuple[Tensor, Tensor]:
-    key_tiles, query_tiles = _empty_lists(mask, tile_queries, tile_keys)
+def _list_tiles(mask: Tensor, tile_queries: int, tile_keys: int, other_keys: bool) -> tuple[Tensor, Tensor]:
+    key_tiles, query_tiles = _empty_lists(mask, tile_queries, tile_keys, other_keys)
     batch, heads, num_queries, num_keys = mask.shape
     rows, columns = key_tiles.shape[2], query_tiles.shape[2]
     kinds = mask.new_empty((batch, heads, rows, columns), dtype=torch.int32)
     kernels = _kernels()
     kernels.key_tiles_kernel[(batch * heads * rows,)](
-        mask, kinds, key_tiles, mask.stride(), heads, num_queries, num_keys, rows, columns, tile_queries, tile_keys
-    )
+        mask, kinds, key_tiles, mask.stride(), heads, num_queries, num_keys, rows, columns, tile_queries, tile_keys,
+        int(other_keys),
+    )  # fmt: skip
     kernels.query_tiles_kernel[(batch * heads * columns,)](kinds, query_tiles, rows, columns)
     return key_tiles, query_tiles
 
 
 @_list_tiles.register_fake
-def _empty_lists(mask: Tensor, tile_queries: int, tile_keys: int) -> tuple[Tensor, Tensor]:
+def _empty_lists(mask: Tensor, tile_queries: int, tile_keys: int, other_keys: bool) -> tuple[Tensor, Tensor]:
     batch, heads, num_queries, num_keys = mask.shape
     rows, columns = -(-num_queries // tile_queries), -(-num_keys // tile_keys)
     return (

@@ -29,6 +29,9 @@ _MOST_SCORES = 1 << 24
 
 _GRADIENTS_TAG = 2  # of shifts of gradients, behind those of keys and values
 
+_NOTHING, _EVERYTHING = 0, 2
+"""The parts of a block that its queries see; 1 is any other part."""
+
 
 class BlockMask:
     """A mask of scores that is computed for some queries and keys at a time.
@@ -40,7 +43,7 @@ class BlockMask:
 
     def __init__(self, compute: Callable[[range, range], Tensor]) -> None:
         self.compute = compute
-        self._hidden: dict[tuple[range, range], bool] = {}
+        self._seen: dict[tuple[range, range], int] = {}
 
     @classmethod
     def of(cls, mask: Tensor) -> BlockMask:
@@ -54,11 +57,21 @@ class BlockMask:
         return cls(compute)
 
     def hides(self, queries: range, keys: range) -> bool:
-        """Return whether no query of a block sees a key of it; the answer is kept, since layers share a mask."""
-        found = self._hidden.get((queries, keys))
+        """Return whether no query of a block sees a key of it."""
+        return self._part(queries, keys) == _NOTHING
+
+    def of_block(self, queries: range, keys: range) -> Tensor | None:
+        """Return the mask of a block; None if all its queries see all its keys."""
+        return None if self._part(queries, keys) == _EVERYTHING else self.compute(queries, keys)
+
+    def _part(self, queries: range, keys: range) -> int:
+        """Return the part of a block that its queries see. Layers share a mask, so the host reads it once."""
+        found = self._seen.get((queries, keys))
         if found is None:
             mask = self.compute(queries, keys)
-            found = self._hidden[queries, keys] = mask.dtype == torch.bool and not bool(mask.any().item())
+            # A plan, which has no values, answers 1 to such a read, so it counts the mask.
+            found = int((mask.any().int() + mask.all().int()).item()) if mask.dtype == torch.bool else 1
+            self._seen[queries, keys] = found
         return found
 
 
@@ -107,10 +120,10 @@ class BlockAttention:
     fused: bool
 
     def skips(self, queries: range, keys: range) -> bool:
-        """Return whether a block has nothing to compute. The kernel passes over hidden tiles itself."""
+        """Return whether a block has nothing to compute."""
         if not queries or not keys or (self.is_causal and keys.start >= queries.stop):
             return True
-        return not self.fused and self.mask is not None and self.mask.hides(queries, keys)
+        return self.mask is not None and self.mask.hides(queries, keys)
 
     def scores(self, query: Tensor, key: Tensor, queries: range, keys: range) -> Tensor:
         """Return the masked scores of a tile in at least fp32, `[batch, heads, queries, keys]`."""
@@ -142,7 +155,7 @@ class BlockAttention:
             output, found = fused_attention.fused_attention(*self._arguments(query, block))
             total = found[1].exp2()
             weighted = at_least_fp32(output).transpose(1, 2) * total.unsqueeze(-1)
-            # The kernel divides by 0 for a query if an added mask hides all keys of the block.
+            # The kernel divides by 0 for a query if it computes no key of the block, or an added mask hides all.
             sums.add(slice(None), weighted.masked_fill(total.unsqueeze(-1) == 0, 0.0), found[0], total)
             return
         key, value, row_keys, queries, keys = block
@@ -196,13 +209,12 @@ class BlockAttention:
     def _arguments(self, query: Tensor, block: Block) -> tuple[Any, ...]:
         """Return the arguments of the fused kernel for a block."""
         key, value, row_keys, queries, keys = block
-        mask = None
-        if self.mask is not None:
-            mask = self.mask.compute(queries, keys)
+        mask = None if self.mask is None else self.mask.of_block(queries, keys)
+        if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
             mask = mask.expand(*mask.shape[:2], len(queries), len(keys))
         is_diagonal = self.is_causal and queries.start == keys.start
-        tiles = fused_attention.visible_tiles(mask, query, key, value) or (None, None)
+        tiles = fused_attention.visible_tiles(mask, query, key, value, other_keys=True) or (None, None)
         offsets = [self.first_head, queries.start, keys.start]
         return query, key, value, row_keys, mask, None, *tiles, self.scale, self.probability, is_diagonal, offsets
 

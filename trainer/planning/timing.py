@@ -7,7 +7,7 @@ of Thakur et al. 2005 ("Optimization of collective communication operations in M
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -252,11 +252,16 @@ class _Estimate:
 
     def _waiting(self, step: StepPlan, phase: str) -> float:
         """Return the measured seconds that a rank loses beside the collectives of a phase."""
-        kinds = Counter[str]()
+        seconds = 0.0
         for collective, traffic in step.totals.traffic.items():
-            if collective.phase == phase:
-                kinds[waiting_kind(collective.operation, step.axes.get(collective.group, "all"))] += traffic.calls
-        return sum(calls * self._speed.waiting.get(kind, 0.0) for kind, calls in kinds.items())
+            if collective.phase != phase:
+                continue
+            axis, calls = step.axes.get(collective.group, "all"), float(traffic.calls)
+            if axis == "tp" and collective.operation in POINT_TO_POINT:
+                # Around a ring, keys and values, or their gradients, are sent and received together: one wait.
+                calls = calls / 2 if collective.operation == "send" else 0.0
+            seconds += calls * self._speed.waiting.get(waiting_kind(collective.operation, axis), 0.0)
+        return seconds
 
     def _exposed(self, step: StepPlan, compute: Mapping[str, float], phases: Iterable[str] = PHASES) -> float:
         """Return the seconds of collectives during which no device computes.
