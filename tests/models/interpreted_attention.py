@@ -332,7 +332,8 @@ def test_a_block_of_a_ring_lists_visible_tiles_only():
     with listed_tiles():
         alone = fused_attention.visible_tiles(mask, query, key, value)
         in_ring = fused_attention.visible_tiles(mask, query, key, value, other_keys=True)
-    assert alone is not None and in_ring is not None
+    assert alone is not None
+    assert in_ring is not None
     assert [lists[..., :2].sum().item() for lists in alone] == [3, 3]
     assert [lists[..., :2].sum().item() for lists in in_ring] == [2, 2]
 

@@ -141,6 +141,7 @@ def test_a_shift_of_a_ring_waits_once():
     assert sum(one.calls for key, one in traffic.items() if key.operation == "send") == 2 * shifts
     others = sum(one.calls for key, one in traffic.items() if key.operation not in POINT_TO_POINT)
     figures = {**json.loads((HARDWARE / "CPU.json").read_text()), "measured": {"2": {"waiting": {TENSOR: 1e-3}}}}
+    figures["shares"]["link"] = [1, 1, 1]
     machine = Machine("here", 2, "memory", 1.0, figures)
     waiting = step_time(plan, [step], machine).likely
     figures["measured"]["2"]["waiting"] = {}
