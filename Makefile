@@ -52,6 +52,7 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small minilm base --precisions fp32 bf16 \
 	  --rounds 10 --steps 2 --json bench.json
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.padding --models small medium --epochs 3
 
 bench-quick: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small --processes 1 --rounds 20 --steps 4

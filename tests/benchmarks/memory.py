@@ -15,7 +15,6 @@ The last column is the peak of a GPU in a step, from `trainer plan`; no GPU has 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -28,7 +27,7 @@ from typing import Any
 
 from transformers import AutoConfig, BertForMaskedLM
 
-from tests.helpers.memory import status_bytes
+from tests.helpers.memory import return_freed_memory, status_bytes
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import tiny_recipe, tiny_training
 from trainer.checkpoint.progress import Progress
@@ -53,9 +52,6 @@ LARGEST_BYTES = 8000 * 512 * 4  # its word embedding, which is tied to the head
 LAYERS = (4, 8)
 FILE_BYTES = 8_000_000
 """The size of exported files: far below that of the model, as 5 GB are far below that of a large one."""
-_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 1 << 16
-"""The option of mallopt(3), and its value: larger blocks return to the system once freed, so peaks are those of live
-memory. With malloc's own, growing threshold, freed blocks below live ones would count too."""
 _FEW = 1 << 18  # elements, 1 MB
 DEEPSPEED = {
     "zero_optimization": {
@@ -112,7 +108,7 @@ DEVICE = "planned device"
 def _settled() -> int:
     """Return free memory to the system, forget the peak, and return the resident bytes."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
     Path("/proc/self/clear_refs").write_text("5")
     return status_bytes("VmRSS")
 
@@ -149,7 +145,7 @@ def drawing(recipe: Recipe) -> int:
 
 def measure(layout: Mapping[str, Any], num_layers: int, weights: str, folder: Path) -> Peaks:
     """Measure one layout on this rank."""
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
+    return_freed_memory()
     saving.plan_files = partial(plan_files, largest_file_bytes=FILE_BYTES)
     small = {**BERT, "num_hidden_layers": 4, "vocab_size": 400, "hidden_size": 64, "intermediate_size": 128}
     live(recipe_of(layout, {"config": small, "tokenizer": "none"}), folder / "small")  # imports, threads and buffers

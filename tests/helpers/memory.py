@@ -22,6 +22,18 @@ LARGE_BERT = {
 """47 MB in fp32, mostly in matrices that are sharded. The vocabulary does not divide evenly over ranks."""
 LARGEST_BYTES = 4001 * 512 * 4  # its word embedding
 
+_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 1 << 16  # an option of mallopt(3), and its value
+
+
+def return_freed_memory() -> None:
+    """Let blocks above 64 KiB return to the system once freed, so that peaks are those of live memory.
+
+    With malloc's own, growing threshold, freed blocks below live ones count too.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
+    libc.malloc_trim(0)
+
 
 def status_bytes(key: str) -> int:
     """Return the bytes under `key` of `/proc/self/status`."""
@@ -32,7 +44,7 @@ def status_bytes(key: str) -> int:
 def peak_growth(action: Callable[[], Any]) -> int:
     """Return by how many bytes the resident memory grew at its peak during `action`, mapped files included."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # otherwise `action` would reuse freed memory, unseen in the growth
+    return_freed_memory()  # otherwise `action` would reuse freed memory, unseen in the growth
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status_bytes("VmRSS")
     kept = action()

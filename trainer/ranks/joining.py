@@ -183,10 +183,12 @@ class Rendezvous:
         """
         name = self._next_question()
         self.together(lambda: self._put(f"{name}/{self._environment.rank}", value), timeout_seconds)
-        if self._environment.rank:
-            return None
+        found = None
         with _lost_store():
-            return [decode(one) for one in self.store.multi_get([f"{name}/{rank}" for rank in range(self._size)])]
+            if self._environment.rank == 0:
+                found = [decode(one) for one in self.store.multi_get([f"{name}/{rank}" for rank in range(self._size)])]
+            self._linger(name)  # rank 0 may leave next, and its store with it
+        return found
 
     def share(self, value: Any, timeout_seconds: float) -> Any:
         """Return rank 0's `value` on every rank.
