@@ -113,7 +113,8 @@ def test_checkpoints_in_memory_count_on_the_host(strategy: str, recipe: Path, ca
     share = state / 4 if strategy == "ddp" else state
     kept = found["host_bytes_of_checkpoints_in_memory"]
     assert kept == pytest.approx(2 * 4 * share, rel=1e-3), "two checkpoints, of two ranks and two copies"
-    assert found["host_needed_bytes"] >= kept + 2 * 2 * share + 2 * HOST_RESERVED, "two copies of a share to write"
+    copies = found["host_needed_bytes"] - 2 * HOST_RESERVED - kept
+    assert copies >= 0.999 * 2 * 2 * share, "two copies of a share to write"
     assert main([*words, f"{int(1.9 * kept) / 2**20:.1f}MiB", "--changes", "0"]) == 0
     shown = capsys.readouterr().out
     assert "on each host for 2 checkpoints in memory, with the copies of another host's shares" in shown
