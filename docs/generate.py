@@ -300,14 +300,16 @@ def throughput(figures: Mapping[str, Any]) -> str:
     """Return a table of the ratios to the hand-written loop by processor time, with a row for each setting."""
     names = list(dict.fromkeys(name for of_setting in figures.values() for name in of_setting))
     _, *others = names  # all ratios of the first are 1
-    rows = [(setting, *(_ratio(found.get(name)) for name in others)) for setting, found in figures.items()]
+    rows = [
+        (setting, *(with_spread(found[name]["cpu_ratio"]) if name in found else "-" for name in others))
+        for setting, found in figures.items()
+    ]
     return _table(("", *others), rows)
 
 
-def _ratio(found: Mapping[str, Any] | None) -> str:
-    if found is None:
-        return "-"
-    low, middle, high = found["cpu_ratio"]
+def with_spread(quartiles: Sequence[float]) -> str:
+    """Return the median of `quartiles`, and the others in brackets."""
+    low, middle, high = quartiles
     return f"{middle:.3f} ({low:.2f} to {high:.2f})"
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from docs.generate import with_spread
 from tests.benchmarks.contestants import hand_written, ours, peer
 from tests.benchmarks.setting import MODELS, Setting, benchmark_recipe
 from tests.benchmarks.turns import Contestant, Cost
@@ -101,12 +102,6 @@ def report(of_setting: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for name, found in of_setting.items():
         ratios = " | ".join(with_spread(found[kind]) for kind in ("ratio", "cpu_ratio"))
         yield f"| {name} | {found['samples_per_second']:.1f} | {ratios} |"
-
-
-def with_spread(quartiles: Sequence[float]) -> str:
-    """Return the median of `quartiles`, and the others in brackets."""
-    low, middle, high = quartiles
-    return f"{middle:.3f} ({low:.2f} to {high:.2f})"
 
 
 def figures(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:

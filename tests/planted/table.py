@@ -987,8 +987,8 @@ _CHECKPOINT = [
         "incomplete_memory_taken",
         "A run resumes from a checkpoint in memory that lacks the share of a rank.",
         "checkpoint/memory.py",
-        "if len(parts) == key[1]]",
-        "if parts]",
+        "if len(parts) == key[1]}",
+        "if parts}",
         ("checkpoint/test_host_memory.py::TestSeveralHosts::test_a_share_of_an_incomplete_checkpoint_is_not_used",),
     ),
     Defect(

@@ -18,10 +18,10 @@ from trainer.checkpoint.memory import (
     HOST,
     KEPT,
     claim,
+    complete_in,
     folder_of_run,
     held_in,
     is_used,
-    numbers_of,
     place_of,
     remove_unused,
 )
@@ -153,19 +153,13 @@ def _plan(looks: list[Any], num_training: int) -> tuple[bool, str, int, int, lis
 def _moves(found: dict[int, _Look], leaders: list[int]) -> tuple[int, int, list[_Move]]:
     """Return step and size of the newest complete checkpoint, and its missing shares."""
     training = {found[rank].host for rank in leaders}
-    holders: dict[tuple[int, int], dict[int, list[int]]] = {}
-    for rank, look in found.items():
-        for place, steps in look.held.items():
-            part, size = numbers_of(place)
-            for step in steps:
-                holders.setdefault((step, size), {}).setdefault(part, []).append(rank)
-    complete = [key for key, parts in holders.items() if len(parts) == key[1]]
+    complete = complete_in((rank, look.held) for rank, look in found.items())
     if not complete:
         return 0, 0, []
     newest = max(complete)
     lacking = {
         part: ranks
-        for part, ranks in sorted(holders[newest].items())
+        for part, ranks in sorted(complete[newest].items())
         if not any(found[rank].host in training for rank in ranks)
     }
     moves = [(part, ranks[0], leaders[index % len(leaders)]) for index, (part, ranks) in enumerate(lacking.items())]

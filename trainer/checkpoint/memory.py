@@ -19,7 +19,7 @@ import secrets
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,13 +189,8 @@ class HostMemory:
     def found(self) -> list[Found]:
         """Return the complete checkpoints, newest first."""
         held = held_in(self._root) if self._leads else {}
-        holders: dict[tuple[int, int], dict[int, list[int]]] = {}
-        for rank, places in enumerate(self._mesh.share(self._mesh.gather(held))):
-            for name, steps in places.items():
-                part, size = numbers_of(name)
-                for step in steps:
-                    holders.setdefault((step, size), {}).setdefault(part, []).append(self._hosts[rank])
-        complete = [Found(*key, parts) for key, parts in holders.items() if len(parts) == key[1]]
+        every = zip(self._hosts, self._mesh.share(self._mesh.gather(held)), strict=True)
+        complete = [Found(*key, parts) for key, parts in complete_in(every).items()]
         return sorted(complete, key=lambda one: (one.step, one.size == self._mesh.world_size), reverse=True)
 
     def read(self, found: Found) -> tuple[MemoryState | None, list[str]]:
@@ -517,7 +512,7 @@ def place_of(rank: int, size: int) -> str:
     return f"rank-{rank:05d}-of-{size:05d}"
 
 
-def numbers_of(name: str) -> tuple[int, int]:
+def _numbers_of(name: str) -> tuple[int, int]:
     """Return the rank and the number of ranks of a folder's name."""
     match = _PLACE.fullmatch(name)
     assert match is not None
@@ -532,6 +527,21 @@ def held_in(root: Path) -> dict[str, list[int]]:
         store.open()
         held[place.name] = store.steps()
     return held
+
+
+def complete_in(held: Iterable[tuple[int, Mapping[str, Sequence[int]]]]) -> dict[tuple[int, int], dict[int, list[int]]]:
+    """Return the holders of each share of the complete checkpoints, by step and number of ranks.
+
+    Args:
+        held: numbers of holders, each with the steps of its shares by the name of their place, as `held_in` returns.
+    """
+    holders: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for holder, places in held:
+        for name, steps in places.items():
+            part, size = _numbers_of(name)
+            for step in steps:
+                holders.setdefault((step, size), {}).setdefault(part, []).append(holder)
+    return {key: parts for key, parts in holders.items() if len(parts) == key[1]}
 
 
 def _places(root: Path) -> list[Path]:

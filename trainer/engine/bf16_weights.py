@@ -9,7 +9,8 @@ another order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from trainer.engine.precision import rounded_by_autocast
+from trainer.engine.whole_matrices import PartlyAdamW
 from trainer.models.building import BuiltModel
 from trainer.parallel.placement import Placements
 from trainer.parallel.rounding import KeyedRounding
@@ -25,6 +27,8 @@ from trainer.recipe.schema import Recipe
 
 COMPENSATION = "compensation"
 """The key of the optimizer's state under which the rest of a rounded weight is kept, in units of fp32's last bit."""
+IN_BF16 = "in_bf16"
+"""The key of a parameter group: whether its weights are in bf16."""
 _PIECE = 2**23  # elements that are updated at once; their fp32 copies need memory
 
 
@@ -53,34 +57,29 @@ def written_dtype(recipe: Recipe) -> torch.dtype:
     return torch.float32 if recipe.weights == "fp32" else torch.bfloat16
 
 
-class RoundedAdamW(torch.optim.AdamW):
+class RoundedAdamW(PartlyAdamW):
     """AdamW with weights in bf16 and in fp32; its arithmetic is that of torch's in fp32.
 
     In steps with the flag `found_inf`, no bit changes: numbers that did not change are rounded as before.
 
     Args:
-        groups: parameter groups.
+        groups: parameter groups; those with `in_bf16` hold weights in bf16.
         rounding: the stochastic rounding; None: weights have a compensation.
         options: the options of AdamW.
     """
+
+    key = IN_BF16
+    state_dtypes = MappingProxyType({COMPENSATION: torch.int16})
 
     def __init__(self, groups: list[dict[str, Any]], rounding: KeyedRounding | None, **options: Any) -> None:
         super().__init__(groups, **options)
         self._rounding = rounding
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        every = self.param_groups
-        self.param_groups = [{**group, "params": [p for p in group["params"] if not _is_bf16(p)]} for group in every]
-        try:
-            loss: float | None = super().step(closure)
-        finally:
-            self.param_groups = every
-        for group in every:
-            for parameter in filter(_is_bf16, group["params"]):
+    def update(self, groups: list[dict[str, Any]]) -> None:
+        for group in groups:
+            for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
-        return loss
 
     def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         state = self.state[parameter]
@@ -94,7 +93,6 @@ class RoundedAdamW(torch.optim.AdamW):
         weight, first, second = (_flat(one) for one in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]))
         rest = None if self._rounding is not None else _flat(state[COMPENSATION])
         gradient = local_part(parameter.grad).reshape(-1)
-        steps = state["step"]
         for start, stop in _pieces(weight.numel()):
             exact = torch.empty(stop - start, dtype=torch.float32, device=weight.device).copy_(weight[start:stop])
             if rest is not None:
@@ -126,10 +124,6 @@ class RoundedAdamW(torch.optim.AdamW):
                 weight[start:stop] = exact
                 rest[start:stop] = _cut_off(exact)
         state["step"].copy_(steps)
-
-
-def _is_bf16(parameter: nn.Parameter) -> bool:
-    return parameter.dtype == torch.bfloat16
 
 
 def _flat(tensor: Tensor) -> Tensor:

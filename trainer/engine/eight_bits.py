@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -108,11 +109,6 @@ Tables = Mapping[str, tuple[Tensor, Tensor]]
 """The `values` and `codes` of both maps."""
 
 
-def state_dtype(key: str, parameter: Tensor) -> torch.dtype:
-    """Return the type of a tensor of the optimizer's state of a parameter."""
-    return MAPS[key].dtype if key in MAPS else torch.promote_types(parameter.dtype, torch.float32)
-
-
 class AdamW8bit(PartlyAdamW):
     """AdamW with moments in 8 bits for large parameters, and in fp32 for small ones.
 
@@ -127,6 +123,7 @@ class AdamW8bit(PartlyAdamW):
 
     key = IN_BLOCKS
     whole_keys = frozenset((SCALES,))
+    state_dtypes = MappingProxyType({key: codes.dtype for key, codes in MAPS.items()})
 
     def __init__(self, groups: list[dict[str, Any]], whole: WholeAccess, **options: Any) -> None:
         super().__init__(groups, **options)
@@ -135,18 +132,21 @@ class AdamW8bit(PartlyAdamW):
 
     def update(self, groups: list[dict[str, Any]]) -> None:
         mesh = self._whole.mesh
-        parts = [self._part(p, group) for group in groups for p in group["params"] if p.grad is not None]
         shared: list[_Part] = []
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    part = self._part(parameter, group)
+                    if mesh is not None and any(mesh.size(axis) > 1 for axis in part.placement.split_axes):
+                        shared.append(part)
+                    else:
+                        part.update()
         if mesh is not None:
-            shared = [part for part in parts if any(mesh.size(axis) > 1 for axis in part.placement.split_axes)]
             maxima = share_maxima(
                 [part.maxima().view(-1) for part in shared], [part.placement for part in shared], mesh
             )
             for part, found in zip(shared, maxima, strict=True):
                 part.update(found.view(2, -1))
-        for part in parts:
-            if part not in shared:
-                part.update()
 
     def _part(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> _Part:
         own, state = local_part(parameter.detach()), self.state[parameter]
@@ -167,7 +167,7 @@ class AdamW8bit(PartlyAdamW):
         return _Part(placement, own, local_part(parameter.grad), held, group, rows, tables)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Part:
     """This rank's part of a large parameter in one step.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.base.errors import UsageError
-from trainer.engine.bf16_weights import COMPENSATION, stored_in_bf16, written_dtype
-from trainer.engine.eight_bits import state_dtype
+from trainer.engine.bf16_weights import stored_in_bf16, written_dtype
 from trainer.engine.engine import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
@@ -281,9 +280,7 @@ class NativeEngine:
             if keys := optimizer_keys(source, name):
                 shapes = {key: source.shapes[f"{OPTIMIZER_PREFIX}{name}.{key}"] for key in keys}
                 self.optimizer.state[parameter] = {
-                    key: torch.zeros_like(
-                        parameter, dtype=torch.int16 if key == COMPENSATION else state_dtype(key, parameter)
-                    )
+                    key: torch.zeros_like(parameter, dtype=self._state_dtype(key, parameter))
                     if shape == self.placements[label].shape and not self._is_whole(key)
                     else torch.zeros(shape, dtype=torch.float32, device=local_part(parameter).device)
                     for key, shape in shapes.items()
@@ -298,6 +295,10 @@ class NativeEngine:
     def _is_whole(self, key: str) -> bool:
         """Whether a tensor of the optimizer's state is whole on every rank, whatever the placement of its parameter."""
         return key in getattr(self.optimizer, "whole_keys", ())
+
+    def _state_dtype(self, key: str, parameter: Tensor) -> torch.dtype:
+        own: Mapping[str, torch.dtype] = getattr(self.optimizer, "state_dtypes", {})
+        return own.get(key, torch.promote_types(parameter.dtype, torch.float32))
 
     def _parts(self, label: str) -> Iterator[TensorPart]:
         """Yield the parts of a parameter and of its optimizer state."""

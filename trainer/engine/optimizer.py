@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.engine.bf16_weights import RoundedAdamW
+from trainer.engine.bf16_weights import IN_BF16, RoundedAdamW
 from trainer.engine.eight_bits import IN_BLOCKS, AdamW8bit, is_in_blocks
 from trainer.engine.schedule_free import schedule_free_adamw
 from trainer.engine.whole_matrices import Adafactor, Muon, WholeAccess
@@ -33,6 +33,18 @@ def no_decay_names(model: nn.Module) -> set[str]:
             if is_norm or name == "bias" or name.endswith("_bias"):
                 names.add(f"{module_name}.{name}" if module_name else name)
     return names
+
+
+def _divided(
+    groups: Iterable[dict[str, Any]], key: str, has_key: Callable[[nn.Parameter], bool]
+) -> list[dict[str, Any]]:
+    """Return the groups, each divided into the parameters with `key`, which their group gets, and the others."""
+    return [
+        {**group, "params": found, **({key: True} if chosen else {})}
+        for group in groups
+        for chosen in (False, True)
+        if (found := [parameter for parameter in group["params"] if has_key(parameter) == chosen])
+    ]
 
 
 def build_optimizer(
@@ -66,12 +78,7 @@ def build_optimizer(
         groups.append({"params": [p for n, p in trainable if n in matrices], **of_muon})
     whole = whole or WholeAccess({})
     if isinstance(recipe, schema.AdamW8bit):
-        groups = [
-            {**group, "params": found, **({IN_BLOCKS: True} if large else {})}
-            for group in groups
-            for large in (False, True)
-            if (found := [p for p in group["params"] if is_in_blocks(whole.placement(p).shape) == large])
-        ]
+        groups = _divided(groups, IN_BLOCKS, lambda parameter: is_in_blocks(whole.placement(parameter).shape))
     groups = [group for group in groups if group["params"]]
     if isinstance(recipe, schema.Adafactor):
         return Adafactor(
@@ -105,6 +112,7 @@ def build_optimizer(
         if isinstance(recipe, schema.AdamW8bit):
             return AdamW8bit(groups, whole, **options)
         if any(parameter.dtype == torch.bfloat16 for _, parameter in trainable):
+            groups = _divided(groups, IN_BF16, lambda parameter: parameter.dtype == torch.bfloat16)
             return RoundedAdamW(groups, rounding, **options)
         return torch.optim.AdamW(groups, **options)
     fused = fused and not any(isinstance(p, DTensor) for _, p in trainable)  # torch fuses DTensors for Adam only

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -79,9 +80,16 @@ class WholeAccess:
 
 
 class PartlyAdamW(torch.optim.AdamW):
-    """AdamW for some parameter groups; a subclass updates those that have its `key`."""
+    """AdamW for some parameter groups; a subclass updates those that have its `key`.
+
+    Attributes:
+        whole_keys: the keys of state that is whole on every rank, whatever the placement of its parameter.
+        state_dtypes: the types of state that is not at least fp32, by key.
+    """
 
     key: str
+    whole_keys: frozenset[str] = frozenset()
+    state_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

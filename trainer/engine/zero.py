@@ -99,13 +99,11 @@ def _partition(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan, deepspeed: 
         for empty, names in aliases(built.model).items():
             rows = built.shards[names[0]]
             whole = torch.empty(empty.shape)  # pages that are not written take no memory
-            first, last = choice.bounds(empty.shape) if empty.dim() else (None, None)
-            (whole[first:last] if empty.dim() else whole).copy_(rows)
+            (whole[slice(*choice.bounds(empty.shape))] if empty.dim() else whole).copy_(rows)
             parameter: Any = nn.Parameter(whole.to(zero.local_device), requires_grad=empty.requires_grad)
             for name in names:
                 owner, _, attribute = name.rpartition(".")
                 setattr(built.model.get_submodule(owner), attribute, parameter)
-            for name in names:
                 del built.shards[name]
             zero._convert_to_deepspeed_param(parameter)
             parameter.partition()
@@ -295,10 +293,13 @@ class ZeroEngine:
         if self._averaged:
             self._averaged.show()
 
-    def _update_gathered(self) -> None:
+    def _gather_updates(self) -> None:
         """Gather the parameters of stages 1 and 2 after a change of the master weights; a collective."""
         with _updates_gathered_rounded(self._engine.optimizer):
             self._engine.optimizer.update_lp_params()
+
+    def _update_gathered(self) -> None:
+        self._gather_updates()
         self._link_moments()
 
     def state(self) -> EngineState:
@@ -328,8 +329,7 @@ class ZeroEngine:
                 self._fill_partition(name, source)
         else:
             source.fill(part for name in filter(self._is_saved, self.parameters) for part in self._parts(name))
-            with _updates_gathered_rounded(self._engine.optimizer):
-                self._engine.optimizer.update_lp_params()
+            self._gather_updates()
         if self._scaler:
             self._scaler.load_state(source.scalars)
         if self._averaged:

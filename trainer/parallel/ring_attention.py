@@ -241,9 +241,9 @@ class Results(NamedTuple):
     """The results of queries, over all keys; see `Sums`.
 
     Attributes:
-        output: the output `[batch, queries, heads, value_dim]`; 0 for a query without a key.
+        output: the output `[batch, queries, heads, value_dim]`; 0 for a query without a computed block.
         largest: the largest score `[batch, heads, queries]`.
-        total: the sum of the exponentials, relative to the largest; 1 for a query without a key.
+        total: the sum of the exponentials, relative to the largest; 1 for a query without a computed block.
     """
 
     output: Tensor

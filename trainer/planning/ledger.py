@@ -98,12 +98,21 @@ class Totals:
                 found[kind.dtype] += amount.flops
         return found
 
-    def of_microbatches(self) -> Totals:
-        """Return the part that each microbatch repeats: all work but the optimizer's, and traffic of the model."""
+    def of_microbatches(self, axes: Mapping[str, str]) -> Totals:
+        """Return the part that each microbatch repeats: all work but the optimizer's, and traffic of the model.
+
+        Args:
+            axes: the axis of each process group. Sums over data ranks are those of gradients, once in a step.
+        """
+
+        def sums_gradients(key: Collective) -> bool:
+            return key.operation == "allreduce_" and axes.get(key.group, "").startswith("dp")
+
         traffic = {
             key: replace(traffic)
             for key, traffic in self.traffic.items()
-            if key.operation in POINT_TO_POINT or (key.module and key.phase != OPTIMIZER_STEP)
+            if key.operation in POINT_TO_POINT
+            or (key.module and key.phase != OPTIMIZER_STEP and not sums_gradients(key))
         }
         work = {kind: amount for kind, amount in self.work.items() if kind.phase != OPTIMIZER_STEP}
         return Totals(defaultdict(Traffic, traffic), work, self.moved)

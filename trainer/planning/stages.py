@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from trainer.models.building import build_on_meta
 from trainer.models.stages import split_stages
-from trainer.planning.ledger import ACTIVATIONS, BATCH, CASTS, GRADIENTS, LOSS, TEMPORARY, Collective, Peak
+from trainer.planning.ledger import ACTIVATIONS, BATCH, CASTS, GRADIENTS, LOSS, TEMPORARY, Peak
 from trainer.planning.shortening import Found
 from trainer.planning.step import StepPlan, planned_task, simulate, step_plan
 from trainer.recipe.plan import PipelinePlan, RunPlan
@@ -108,15 +108,9 @@ def _repeated(found: Found, plan: RunPlan, pipeline: PipelinePlan, stage: int) -
             moments.append(later + _times(held, flight - 2))
         most = max(moments, key=Counter.total)
         peaks[place] = Peak(most.total(), dict(most), place)
-    passes = found.totals.of_microbatches()
-    for cause in [cause for cause in passes.traffic if _sums_gradients(cause, found)]:
-        del passes.traffic[cause]  # once in a step, though in a backward pass
+    passes = found.totals.of_microbatches(found.axes)
     totals = found.totals.plus(passes, plan.batch.num_passes * number - 1)
     return replace(found, resident=dict(resident), peaks=peaks, totals=totals)
-
-
-def _sums_gradients(cause: Collective, found: Found) -> bool:
-    return cause.operation == "allreduce_" and str(found.axes.get(cause.group)).startswith("dp")
 
 
 def _times(counts: Mapping[str, int], factor: int) -> Counter[str]:

@@ -61,7 +61,7 @@ class StepPlan:
         totals: collectives and operations of the step.
         axes: the axis of each process group, by the group's name.
         host: the bytes of the host's peak in the step, by component; empty without `parallel.offload`.
-        share: the bytes of the rank's share of a checkpoint, if the recipe keeps some in memory.
+        share: the bytes of the rank's share of a checkpoint.
         loaded: the bytes of the fp32 weights that the rank builds on the host at the start.
         saved: the bytes of the fp32 weights of its stage in an exported model.
     """

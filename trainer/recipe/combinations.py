@@ -140,6 +140,14 @@ def _of_schedules() -> Iterator[Exclusion]:
     )
 
 
+def _of_exchanges(optimizer: Condition, other: str, of_deepspeed: str, of_offload: str) -> Iterator[Exclusion]:
+    """Refuse optimizers with ranks that exchange more than gradients, where DeepSpeed or the host has the weights."""
+    zero = _is(_STRATEGY, *_strategies(lambda row: bool(row.zero_stage)))
+    yield Exclusion(optimizer, zero, of_deepspeed, f"use {other}, or fsdp")
+    offload = Condition("parallel.offload", '`"parameters"`', lambda value: value == "parameters")
+    yield Exclusion(optimizer, offload, of_offload, f'use {other}, or "none"')
+
+
 _BF16_WEIGHTS = _is("weights", "bf16_compensated", "bf16_stochastic")
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
@@ -195,35 +203,17 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         _is("parallel.reshard_after_forward", False),
         _strategies(lambda row: row.cuts_parameters and not row.zero_stage),
     ),
-    *(
-        Exclusion(_is("optimizer.name", "muon", "adafactor"), second, reason, remedy)
-        for second, reason, remedy in (
-            (
-                _is(_STRATEGY, *_strategies(lambda row: bool(row.zero_stage))),
-                "DeepSpeed flattens and cuts weights, but the update of a matrix needs all of it",
-                "use adamw or sgd, or fsdp",
-            ),
-            (
-                Condition("parallel.offload", '`"parameters"`', lambda value: value == "parameters"),
-                "matrices cannot be gathered from CPU memory",
-                'use adamw or sgd, or "none"',
-            ),
-        )
+    *_of_exchanges(
+        _is("optimizer.name", "muon", "adafactor"),
+        "adamw or sgd",
+        "DeepSpeed flattens and cuts weights, but the update of a matrix needs all of it",
+        "matrices cannot be gathered from CPU memory",
     ),
-    *(
-        Exclusion(_is("optimizer.name", "adamw_8bit"), second, reason, remedy)
-        for second, reason, remedy in (
-            (
-                _is(_STRATEGY, *_strategies(lambda row: bool(row.zero_stage))),
-                "DeepSpeed flattens and cuts weights, but a scale belongs to a block of a whole weight",
-                "use adamw, or fsdp",
-            ),
-            (
-                Condition("parallel.offload", '`"parameters"`', lambda value: value == "parameters"),
-                "ranks cannot exchange scales from CPU memory",
-                'use adamw, or "none"',
-            ),
-        )
+    *_of_exchanges(
+        _is("optimizer.name", "adamw_8bit"),
+        "adamw",
+        "DeepSpeed flattens and cuts weights, but a scale belongs to a block of a whole weight",
+        "ranks cannot exchange scales from CPU memory",
     ),
     Exclusion(
         _is("optimizer.name", "schedule_free_adamw"),

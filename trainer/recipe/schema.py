@@ -799,28 +799,26 @@ class Training(Section):
     )
 
 
-class AdamW(Section):
+class _AdamWKeys(Section):
+    name: str
+    learning_rate: float = Field(5e-5, gt=0, description="Peak learning rate of the schedule.")
+    weight_decay: float = Field(0.0, ge=0, description="Not applied to biases and norm weights.")
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
+        default=[0.9, 0.999], description="Decay rates of the running means of the gradient and of its square."
+    )
+    epsilon: float = Field(1e-8, gt=0, description="Added to the square root of the second mean.")
+
+
+class AdamW(_AdamWKeys):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
     name: Literal["adamw"] = "adamw"
-    learning_rate: float = Field(5e-5, gt=0, description="Peak learning rate of the schedule.")
-    weight_decay: float = Field(0.0, ge=0, description="Not applied to biases and norm weights.")
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
-        default=[0.9, 0.999], description="Decay rates of the running means of the gradient and of its square."
-    )
-    epsilon: float = Field(1e-8, gt=0, description="Added to the square root of the second mean.")
 
 
-class AdamW8bit(Section):
+class AdamW8bit(_AdamWKeys):
     """AdamW with moments in 8 bits (Dettmers et al. 2022), in blocks that do not depend on the layout."""
 
     name: Literal["adamw_8bit"]
-    learning_rate: float = Field(5e-5, gt=0, description="Peak learning rate of the schedule.")
-    weight_decay: float = Field(0.0, ge=0, description="Not applied to biases and norm weights.")
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
-        default=[0.9, 0.999], description="Decay rates of the running means of the gradient and of its square."
-    )
-    epsilon: float = Field(1e-8, gt=0, description="Added to the square root of the second mean.")
 
 
 class SGD(Section):

@@ -121,9 +121,10 @@ def planned_state_bytes(
     def rest(name: str) -> int:
         return weight_bytes(name) if has_compensation and weight_bytes(name) == 2 else 0
 
+    sizes = {axis: mesh.size(axis) for axis in AXES}
     own = state_bytes(
         placements,
-        {axis: mesh.size(axis) for axis in AXES},
+        sizes,
         cut_gradients=strategy.cuts_gradients,
         cut_optimizer=strategy.cuts_optimizer,
         weight_bytes=weight_bytes,
@@ -132,7 +133,6 @@ def planned_state_bytes(
     if isinstance(optimizer, Adafactor):  # whole rows and columns on every rank
         own = replace(own, optimizer=4 * sum(_factored(p.shape) for p in placements.values() if p.trainable))
     if isinstance(optimizer, AdamW8bit):
-        sizes = {axis: mesh.size(axis) for axis in AXES}
         moments = (moment_bytes(p.shape, p.num_elements(sizes)) for p in placements.values() if p.trainable)
         own = replace(own, optimizer=sum(moments))
     gathered = mesh.gather(asdict(own)) if mesh.size("pp") > 1 else None
