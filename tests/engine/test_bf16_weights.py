@@ -191,7 +191,7 @@ def same_gradients(weights: str, model_type: str, layouts: list[dict[str, Any]])
             for label, parameter in engine.parameters.items():
                 parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
                 fill(parameter.grad, engine.placements[label], training.mesh, step)
-            engine._update(0.5, 1.0)
+            engine._update(torch.tensor(0.5), torch.zeros(()))
             engine.optimizer.zero_grad()
             engine._step = step = step + 1
         source = whole_state(engine, training.mesh)

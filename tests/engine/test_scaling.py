@@ -21,56 +21,61 @@ from tests.helpers.training import (
 from trainer.base.errors import ExitCode, NonFiniteError
 from trainer.engine import scaling
 from trainer.engine.engine import StepResult
-from trainer.engine.scaling import LossScaler, settle
+from trainer.engine.scaling import LossScaler
 from trainer.recipe.schema import Recipe
 
-GOOD = StepResult(loss=1.0, grad_norm=1.0, learning_rate=0.1)
-OVERFLOW = StepResult(loss=1.0, grad_norm=float("inf"), learning_rate=0.1)
+GOOD = StepResult(loss=1.0, grad_norm=1.0, learning_rate=0.1, loss_scale=8.0)
+OVERFLOW = replace(GOOD, grad_norm=float("inf"))
+
+
+def scaler_of(scale: float, good_steps: int = 0, skipped_steps: int = 0) -> LossScaler:
+    scaler = LossScaler(torch.device("cpu"))
+    values = {"scale": scale, "good_steps": good_steps, "skipped_steps": skipped_steps}
+    scaler.load_state({f"loss_scaler.{key}": value for key, value in values.items()})
+    return scaler
+
+
+def steps_of(scaler: LossScaler, *are_good: bool) -> list[float]:
+    """Return the scale after each step."""
+    scales = []
+    for is_good in are_good:
+        result = replace(GOOD if is_good else OVERFLOW, loss_scale=scaler.scale.item())
+        scaler.update(torch.tensor(0.0 if is_good else 1.0))
+        scaler.settle(result)
+        scales.append(scaler.scale.item())
+    return scales
 
 
 class TestLossScaler:
     def test_halves_at_an_overflow_and_counts_it(self):
-        scaler = LossScaler(scale=1024.0, good_steps=7)
-        scaler.overflow()
-        assert scaler == LossScaler(scale=512.0, good_steps=0, skipped_steps=1)
+        scaler = scaler_of(1024.0, good_steps=7)
+        steps_of(scaler, False)
+        assert scaler.state() == scaler_of(512.0, good_steps=0, skipped_steps=1).state()
 
     def test_doubles_after_the_interval_and_not_before(self, monkeypatch):
         monkeypatch.setattr(scaling, "_GROWTH_INTERVAL", 3)
-        scaler, scales = LossScaler(scale=8.0), []
-        for good in (True, True, False, True, True, True, True, True, True):
-            scaler.good() if good else scaler.overflow()
-            scales.append(scaler.scale)
+        scales = steps_of(scaler_of(8.0), True, True, False, True, True, True, True, True, True)
         assert scales == [8, 8, 4, 4, 4, 8, 8, 8, 16]
 
     def test_a_scale_that_collapses_ends_the_run(self):
-        scaler = LossScaler(scale=2.0)
-        scaler.overflow()
+        scaler = scaler_of(2.0)
+        steps_of(scaler, False)
         with pytest.raises(NonFiniteError, match="the loss scale of fp16 fell below 1 after 2 skipped") as error:
-            scaler.overflow()
+            steps_of(scaler, False)
         assert error.value.exit_code is ExitCode.NON_FINITE == 3
 
     def test_its_state_comes_back(self):
-        scaler, other = LossScaler(3.0, 5, 7), LossScaler()
-        other.load_state(scaler.state())
-        assert other == scaler
+        state = scaler_of(3.0, 5, 7).state()
+        assert state == {"loss_scaler.scale": 3.0, "loss_scaler.good_steps": 5, "loss_scaler.skipped_steps": 7}
 
-
-class TestSettle:
-    def test_without_a_scaler_a_step_stays_as_it_is(self):
-        assert settle(GOOD, None) == GOOD
-        assert settle(OVERFLOW, None) == OVERFLOW
-
-    def test_with_one_it_is_skipped_and_counted(self):
-        scaler = LossScaler()
-        assert settle(GOOD, scaler).skipped_steps == 0
-        assert settle(OVERFLOW, scaler).skipped_steps == 1
-        assert settle(GOOD, scaler).skipped_steps == 1
-        assert scaler.scale == 2.0**15
+    def test_skipped_steps_are_counted_when_they_are_read(self):
+        scaler = scaler_of(8.0)
+        assert [scaler.settle(result).skipped_steps for result in (GOOD, OVERFLOW, GOOD)] == [0, 1, 1]
 
     def test_the_scale_is_to_blame_for_a_gradient_and_not_for_a_loss(self):
-        assert OVERFLOW.is_bad
-        assert not replace(OVERFLOW, loss_scale=8.0).is_bad
-        assert replace(GOOD, loss=float("nan"), loss_scale=8.0).is_bad
+        assert replace(OVERFLOW, loss_scale=None).is_bad
+        assert not OVERFLOW.is_bad
+        assert replace(GOOD, loss=float("nan")).is_bad
         assert not GOOD.is_bad
 
 
@@ -190,7 +195,7 @@ def test_the_scale_grows_where_the_gradients_allow(ranks: RankPools, strategy):
 def scale_does_not_matter(recipe: Recipe) -> list[tuple[float, float]]:
     """Loss and norm of two steps, from a scale of 16."""
     with tiny_training(recipe) as training:
-        training.engine._scaler.scale = 16.0
+        training.engine._scaler.scale.fill_(16.0)
         return [(result.loss, result.grad_norm) for result in training.steps(2)]
 
 
@@ -203,7 +208,7 @@ def test_loss_and_norm_are_unscaled(ranks: RankPools, strategy):
         assert norm == pytest.approx(result.grad_norm, rel=1e-2)
 
 
-def resume_the_scaler(recipe: Recipe) -> tuple[LossScaler, list[StepResult], list[StepResult]]:
+def resume_the_scaler(recipe: Recipe) -> tuple[dict[str, float], list[StepResult], list[StepResult]]:
     """The scaler as another engine finds it, and the two last steps of both."""
     with tiny_training(recipe) as training, tiny_training(recipe) as other:
         first, second, *rest = training.loader
@@ -211,13 +216,13 @@ def resume_the_scaler(recipe: Recipe) -> tuple[LossScaler, list[StepResult], lis
             training.engine.train_step(first)
         training.engine.train_step(second)
         other.engine.load_state(whole_state(training.engine, training.mesh), 2)
-        found = LossScaler(**vars(other.engine._scaler))
+        found = other.engine._scaler.state()
         expected = [training.engine.train_step(batch) for batch in rest]
         return found, expected, [other.engine.train_step(batch) for batch in rest]
 
 
 @pytest.mark.parametrize("strategy", RANK_STRATEGIES)
 def test_the_scaler_is_part_of_the_state(ranks: RankPools, strategy):
-    for scaler, expected, found in ranks(2).run(resume_the_scaler, fp16(strategy, 2)):
-        assert scaler == LossScaler(scale=2.0**15, good_steps=1, skipped_steps=1)
+    for state, expected, found in ranks(2).run(resume_the_scaler, fp16(strategy, 2)):
+        assert state == scaler_of(2.0**15, good_steps=1, skipped_steps=1).state()
         assert found == expected, "the schedule remembers the skipped step"

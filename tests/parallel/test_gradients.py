@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from unittest import mock
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from tests.helpers.ranks import RankPools
 from trainer.parallel import gradients
 from trainer.parallel.gradients import OverlappedSums
+from trainer.parallel.pipeline import BusyClock
 
 PASSES, LAYERS, WIDTH = 2, 4, 7
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
@@ -36,7 +38,8 @@ def sum_while_backward_runs() -> list[list[int]]:
         mock.patch.object(gradients, "_BUCKET_BYTES", LAYER_BYTES),
         mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as sent,
     ):
-        sums = OverlappedSums(model.parameters(), dist.group.WORLD)
+        waits = BusyClock(torch.device("cpu"))
+        sums = OverlappedSums(model.parameters(), dist.group.WORLD, run_wait=waits.run)
         for layer in model:
             layer.register_full_backward_hook(lambda *_: counts.append(sent.call_count))
         found = []
@@ -54,7 +57,16 @@ def sum_while_backward_runs() -> list[list[int]]:
                 torch.testing.assert_close(own.grad, expected.grad)
             model.zero_grad()
             reference.zero_grad()
+        assert waits.read() > 0, "the clock sees the waits"
     return found
+
+
+def test_waits_within_computations_are_left_out_of_their_time():
+    clock = BusyClock(torch.device("cpu"))
+    clock.leave_out(lambda: time.sleep(0.05))
+    assert clock.read() == 0, "it does not wait for computations"
+    clock.run(lambda: clock.leave_out(lambda: time.sleep(0.05)))
+    assert 0 <= clock.read() < 0.05
 
 
 def test_buckets_are_sent_while_earlier_layers_compute(ranks: RankPools):

@@ -85,7 +85,7 @@ class TestClipping:
     @pytest.mark.parametrize("max_norm", [0.1, 1.0, 1000.0])
     def test_is_torchs(self, max_norm):
         ours, torchs = parameters(*random_gradients(), None), parameters(*random_gradients(), None)
-        norm = global_grad_norm(placed(ours), ParallelMesh(CPU)).item()
+        norm = global_grad_norm(placed(ours), ParallelMesh(CPU))
         multiply_gradients_(ours, clip_factor(norm, max_norm))
         nn.utils.clip_grad_norm_(torchs, max_norm)
         for one, other in zip(ours, torchs, strict=True):
@@ -93,10 +93,10 @@ class TestClipping:
 
     def test_the_norm_afterwards_is_the_greatest_allowed(self):
         made = parameters(*random_gradients())
-        norm = global_grad_norm(placed(made), ParallelMesh(CPU)).item()
+        norm = global_grad_norm(placed(made), ParallelMesh(CPU))
         assert norm > 0.5
         multiply_gradients_(made, clip_factor(norm, 0.5))
         assert global_grad_norm(placed(made), ParallelMesh(CPU)).item() == pytest.approx(0.5, rel=1e-5)
 
     def test_what_is_small_enough_is_left_alone(self):
-        assert clip_factor(0.0, 1.0) == clip_factor(1.0, 1.0) == clip_factor(1e9, None) == 1.0
+        assert clip_factor(torch.zeros(()), 1.0) == clip_factor(torch.ones(()), 1.0) == 1.0

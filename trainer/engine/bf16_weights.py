@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from trainer.engine.precision import rounded_by_autocast
+from trainer.engine.skipping import flag_of
 from trainer.engine.whole_matrices import PartlyAdamW
 from trainer.models.building import BuiltModel
 from trainer.parallel.placement import Placements
@@ -108,7 +109,7 @@ class RoundedAdamW(PartlyAdamW):
                 fused=bool(group["fused"]),
                 foreach=False,
                 grad_scale=None,
-                found_inf=getattr(self, "found_inf", None),
+                found_inf=flag_of(self),
                 amsgrad=False,
                 maximize=False,
                 lr=group["lr"],

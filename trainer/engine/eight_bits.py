@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.engine.skipping import flag_of, unchanged_if
 from trainer.engine.whole_matrices import PartlyAdamW, WholeAccess
 from trainer.parallel.blocks import BlockRows, block_rows, num_blocks, share_maxima
 from trainer.parallel.placement import ParameterPlacement
@@ -164,7 +165,7 @@ class AdamW8bit(PartlyAdamW):
             }
         tables = self._tables[own.device]
         held = {key: local_part(value) for key, value in state.items()}  # a loaded state of FSDP has DTensors
-        return _Part(placement, own, local_part(parameter.grad), held, group, rows, tables)
+        return _Part(placement, own, local_part(parameter.grad), held, group, rows, tables, flag_of(self))
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class _Part:
         group: the options of AdamW.
         rows: the blocks of its elements.
         tables: the numbers of the codes and the codes of numbers, for each moment.
+        flag: the flag of a bad step, in which nothing changes; None: the step is good.
     """
 
     placement: ParameterPlacement
@@ -190,6 +192,7 @@ class _Part:
     group: Mapping[str, Any]
     rows: BlockRows
     tables: Tables
+    flag: Tensor | None
 
     def maxima(self) -> Tensor:
         """Return the largest new moments of this part in each block, fp32 `[2, blocks]`."""
@@ -206,23 +209,28 @@ class _Part:
         """
         scales = torch.zeros_like(self.state[SCALES]) if maxima is None else maxima
         weight = self.weight.contiguous()
-        self.state[STEP] += 1
-        first_share, second_share = (1 - beta ** self.state[STEP].double() for beta in self.group["betas"])
-        for piece in self._pieces():
-            first, second = self._moments(piece)
-            if maxima is None:  # a piece has whole blocks
-                self._raise(scales, piece, first, second)
-            for key, moment, scale in zip(MAPS, (first, second), scales, strict=True):
-                index = code_index(moment / self.rows.spread(scale, piece).clamp_(min=_TINY))
-                codes = self.tables[key][1].index_select(0, index.view(-1))
-                self.rows.of(self.state[key])[piece] = codes.view(index.shape)
-            update = first.div_(second.div_(second_share).sqrt_().add_(self.group["eps"]))
-            rows = self.rows.of(weight)[piece]
-            rows.mul_(1 - self.group["lr"] * self.group["weight_decay"])
-            rows.sub_(update.mul_(self.group["lr"] / first_share))
-        self.state[SCALES].copy_(scales)
+        with unchanged_if(self.flag, self.state[STEP], self.state[SCALES]):
+            self.state[STEP] += 1
+            for piece in self._pieces():
+                changed = [self.rows.of(tensor)[piece] for tensor in (weight, *(self.state[key] for key in MAPS))]
+                with unchanged_if(self.flag, *changed):
+                    self._update(piece, scales, *changed, is_whole=maxima is None)
+            self.state[SCALES].copy_(scales)
         if weight is not self.weight:
             self.weight.copy_(weight)
+
+    def _update(self, piece: slice, scales: Tensor, weight: Tensor, *codes: Tensor, is_whole: bool) -> None:
+        """Step the weights of some rows, `[rows, width]`, and store their new moments as codes of the same shape."""
+        first_share, second_share = (1 - beta ** self.state[STEP].double() for beta in self.group["betas"])
+        first, second = self._moments(piece)
+        if is_whole:  # a piece has whole blocks
+            self._raise(scales, piece, first, second)
+        for key, moment, scale, stored in zip(MAPS, (first, second), scales, codes, strict=True):
+            index = code_index(moment / self.rows.spread(scale, piece).clamp_(min=_TINY))
+            stored.copy_(self.tables[key][1].index_select(0, index.view(-1)).view(index.shape))
+        update = first.div_(second.div_(second_share).sqrt_().add_(self.group["eps"]))
+        weight.mul_(1 - self.group["lr"] * self.group["weight_decay"])
+        weight.sub_(update.mul_(self.group["lr"] / first_share))
 
     def _pieces(self) -> Iterator[slice]:
         """Yield rows that are updated at once: a multiple of a block, so that memory for fp32 is bounded."""

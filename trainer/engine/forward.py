@@ -148,9 +148,10 @@ class ModelForward:
         It is known before the first forward pass.
         """
         if self._task.rows_are_labels:
-            return torch.tensor(float(batch.num_rows), device=self._mesh.device)
+            return torch.full((), float(batch.num_rows), device=self._mesh.device)
         counts = [self._task.num_valid(m.labels) for m in batch.microbatches if not m.filler]
-        local = torch.tensor(sum(float(count) for count in counts), dtype=torch.float64, device=self._mesh.device)
+        # Unlike `torch.tensor`, `torch.full` does not let the host wait for a GPU.
+        local = torch.full((), sum(map(float, counts)), dtype=torch.float64, device=self._mesh.device)
         total = self._mesh.sum_(local, "dp").float()
         # A batch with ignored labels only has a loss of 0, not 0 / 0.
         return torch.where(total > 0, total, torch.ones_like(total))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from trainer.engine.engine import (
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.precision import sent_dtype
-from trainer.engine.scaling import LossScaler, settle
+from trainer.engine.scaling import LossScaler
 from trainer.engine.schedule import AccumulationSchedule, Schedule
 from trainer.engine.schedule_free import NAME as SCHEDULE_FREE
 from trainer.engine.schedule_free import AveragedWeights
@@ -162,12 +162,9 @@ class NativeEngine:
         self._averaged: AveragedWeights | None = None
         if plan.recipe.optimizer.name == SCHEDULE_FREE:
             self._averaged = AveragedWeights(self.optimizer, self._free_gathered)
-        # AdamW's fused kernel reads on the device whether to skip its update, so it need not wait for the host. The
-        # device works while the host prepares the next step. SGD's kernel would leave its first momentum undefined.
-        on_gpu = all(parameter.device.type == "cuda" for parameter in self.parameters.values())
-        self._is_guarded = on_gpu and plan.recipe.optimizer.name == "adamw"
         self._schedule = schedule
-        self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
+        self._settle: Callable[[], object] = nothing  # reads the last step, if that was not done
+        self._scaler = LossScaler(mesh.device) if plan.recipe.precision == "fp16" else None
         # Without DDP, as with pipeline stages, no bucket waits for a missing gradient.
         self._needs_all_gradients = (
             plan.recipe.parallel.strategy == "ddp" and mesh.size("dp") > 1 and plan.pipeline is None
@@ -177,13 +174,11 @@ class NativeEngine:
         return self.begin_step(batch)()
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
-        reads_late = self._is_guarded and self._scaler is None  # the next step of fp16 needs the scale
-        if not reads_late:
+        if self._averaged:  # its counts are on the host, so a step waits for its own numbers
             before_update()
-        if self._averaged:
             self._averaged.hide()
         self._forward.begin_step(self._step, batch)
-        scale = self._scaler.scale if self._scaler else 1.0
+        scale = self._scaler.scale if self._scaler else None
         share = self._schedule.run(batch.microbatches, self._forward.denominator(batch), scale)
         loss = self._mesh.begin_sum_(share, "dp")
         if self._needs_all_gradients:
@@ -193,43 +188,47 @@ class NativeEngine:
         if self._complete is not None:
             self._complete()
         norm = global_grad_norm(placed, self._mesh)
-        numbers = torch.stack([loss().double(), norm.double() / scale])
+        numbers = torch.stack([loss().double(), norm] if scale is None else [loss().double(), norm / scale, scale])
         read = _begin_read(numbers)
+        if not self._averaged:
+            before_update()
+        self._settle()  # the device is past these numbers; the rate depends on the steps that fp16 skipped
         rate = self._learning_rate()
+        self._settle = finish = cache(partial(self._result, read, rate))  # the host waits for the device only here
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if reads_late:
-            before_update()
-        if self._is_guarded:
-            self._update(numbers[1], scale, numbers)
-
-        def finish() -> StepResult:
-            loss_value, grad_norm = read()  # the host waits for the device only here
-            return StepResult(loss_value, grad_norm, rate, loss_scale=scale if self._scaler else None)
-
-        if not reads_late:
-            result = finish()
-            if result.is_finite and not self._is_guarded:
-                self._update(result.grad_norm, scale)
-            result = settle(result, self._scaler)
+        flag = (~numbers.isfinite().all()).float()
+        if not self._averaged or finish().is_finite:
+            self._update(numbers[1], flag)
+        if self._scaler:
+            self._scaler.update(flag)
         self.optimizer.zero_grad()
         self._step += 1
-        return finish if reads_late else lambda: result
+        return finish
 
-    def _update(self, norm: float | Tensor, scale: float, finite: Tensor | None = None) -> None:
-        """Clip the gradients and step the optimizer; it changes nothing unless the numbers `finite` are finite.
+    def _result(self, read: Callable[[], list[float]], rate: float) -> StepResult:
+        loss, norm, *scale = read()
+        result = StepResult(loss, norm, rate, loss_scale=scale[0] if scale else None)
+        return self._scaler.settle(result) if self._scaler else result
+
+    def _update(self, norm: Tensor, flag: Tensor) -> None:
+        """Clip the gradients and step the optimizer, without a wait; a bad step changes nothing.
 
         Args:
-            norm: the norm of the gradients, unscaled.
-            scale: the loss scale, by which the gradients are multiplied.
-            finite: numbers on the device; None: the host has read them.
+            norm: the norm of the gradients without the loss scale, a scalar.
+            flag: 1.0 in a bad step, else 0.0.
         """
-        factor = clip_factor(norm, self._recipe.training.max_grad_norm)
-        multiply_gradients_(self.parameters.values(), factor / scale)
+        most = self._recipe.training.max_grad_norm
+        factor: Tensor | float = 1.0 if most is None else clip_factor(norm, most)
+        if self._scaler:
+            factor = factor / self._scaler.scale
+        if isinstance(factor, Tensor):
+            multiply_gradients_(self.parameters.values(), factor)
         if self._rounding is not None:
             self._rounding.step = self._step
-        if finite is not None:
-            self.optimizer.found_inf = (~finite.isfinite().all()).float()  # type: ignore[attr-defined]
+        # Parameters that are offloaded are on the host, which waits for this copy as it does for their gradients.
+        device = local_part(next(iter(self.parameters.values()))).device
+        self.optimizer.found_inf = flag.to(device)  # type: ignore[attr-defined]
         self.optimizer.step()
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
@@ -258,6 +257,7 @@ class NativeEngine:
                     module.reshard()
 
     def state(self) -> EngineState:
+        self._settle()
         self._show_averages()
         own = [label for label in self.parameters if not self.placements[label].is_copy]
         parts = [part for label in own if self._is_saved(label) for part in self._parts(label)]

@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from trainer.engine.bf16_weights import IN_BF16, RoundedAdamW
 from trainer.engine.eight_bits import IN_BLOCKS, AdamW8bit, is_in_blocks
 from trainer.engine.schedule_free import schedule_free_adamw
+from trainer.engine.skipping import flag_of
 from trainer.engine.whole_matrices import Adafactor, Muon, WholeAccess
 from trainer.parallel.rounding import KeyedRounding
+from trainer.parallel.whole import local_part
 from trainer.recipe import schema
 from trainer.recipe.schema import AdamW, OptimizerSection, Schedule
 
+_SGD_OPTIONS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach", "fused")
 NormTypes = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.RMSNorm)
 
 
@@ -33,6 +36,32 @@ def no_decay_names(model: nn.Module) -> set[str]:
             if is_norm or name == "bias" or name.endswith("_bias"):
                 names.add(f"{module_name}.{name}" if module_name else name)
     return names
+
+
+class SGD(torch.optim.SGD):
+    """Torch's SGD, with two differences, so that its fused kernel can skip a bad step under every layout.
+
+    - It steps the shards of DTensors, which torch does not fuse here.
+    - Momentum begins as zeros, with the same result: torch's is undefined after a skipped first step.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            sgd(
+                [local_part(parameter) for parameter in stepped],
+                [local_part(parameter.grad) for parameter in stepped],
+                [self._momentum(parameter) if group["momentum"] else None for parameter in stepped],
+                found_inf=flag_of(self),
+                **{key: group[key] for key in _SGD_OPTIONS},
+            )
+
+    def _momentum(self, parameter: nn.Parameter) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        return local_part(state["momentum_buffer"])
 
 
 def _divided(
@@ -115,8 +144,7 @@ def build_optimizer(
             groups = _divided(groups, IN_BF16, lambda parameter: parameter.dtype == torch.bfloat16)
             return RoundedAdamW(groups, rounding, **options)
         return torch.optim.AdamW(groups, **options)
-    fused = fused and not any(isinstance(p, DTensor) for _, p in trainable)  # torch fuses DTensors for Adam only
-    return torch.optim.SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum, fused=fused or None)
+    return SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum, fused=fused or None)
 
 
 def learning_rate_factor(recipe: Schedule, step: int, total_steps: int) -> float:

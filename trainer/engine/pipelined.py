@@ -126,9 +126,10 @@ class PipelinedForward(ModelForward):
         """The clock of the seconds in which this rank computes."""
         return self._driver.clock
 
-    def accumulate(self, rows: Pass, denominator: Tensor, scale: float) -> Tensor:
+    def accumulate(self, rows: Pass, denominator: Tensor, scale: Tensor | None) -> Tensor:
         """Run forward and backward of one pass; return this rank's share of the loss, zero without the last stage."""
         labels = rows.labels.to(self._mesh.device, non_blocking=True)
+        factor = 1.0 if scale is None else scale
 
         def loss(logits: Tensor, number: Tensor) -> Tensor:
             microbatch = self._index(number)
@@ -138,13 +139,13 @@ class PipelinedForward(ModelForward):
             if count == 0:
                 return logits.sum() * 0.0  # its backward pass must run too
             if self._joint is not None:
-                return self._joint.sum_of(rows.rows[real].to(logits.device), logits[:count]) * scale / denominator
+                return self._joint.sum_of(rows.rows[real].to(logits.device), logits[:count]) * factor / denominator
             own = None if taught is None else taught[:count]
-            return self._row_losses(logits[:count], labels[real], own) * scale / denominator
+            return self._row_losses(logits[:count], labels[real], own) * factor / denominator
 
         total = self._driver.train(self._inputs(rows), self._shapes(rows), loss)
         self._end_first_pass()
-        return total / scale
+        return total / factor
 
     @torch.no_grad()
     def _joint_losses(self, batch: RankBatch) -> JointLosses | None:
@@ -260,7 +261,7 @@ class PipelinedSchedule:
         self._clock = BusyClock(mesh.device)
         self._num_runs = 0
 
-    def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
+    def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
         """Run all passes, see `AccumulationSchedule.run`; every stage gets the share of the loss."""
         if self._num_runs == 1:  # exclude the first run, which opens connections
             self._clock.reset()
@@ -277,7 +278,7 @@ class PipelinedSchedule:
         seconds = self._clock.read()
         return 1.0 - min(1.0, self._forward.busy.read() / seconds) if seconds else None
 
-    def _passes(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
+    def _passes(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
         total = torch.zeros((), device=denominator.device, dtype=torch.float64)
         passes = passes_of(microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
         for rows in passes:
@@ -317,7 +318,7 @@ def build_pipelined(
     parameters = [parameter for model in models for parameter in model.parameters()]
     sums: OverlappedSums | None = None
     if not cuts and (data_group := mesh.group("dp")) is not None:
-        sums = OverlappedSums(parameters, data_group, sent_in)
+        sums = OverlappedSums(parameters, data_group, sent_in, forward.busy.leave_out)
     schedule = PipelinedSchedule(forward, mesh, plan, sums)
 
     def complete() -> None:

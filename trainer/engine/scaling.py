@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from trainer.base.errors import NonFiniteError
 from trainer.engine.engine import StepResult
@@ -13,60 +16,53 @@ _GROWTH_INTERVAL = 2000
 _PREFIX = "loss_scaler."
 
 
-@dataclass
 class LossScaler:
-    """The factor of the loss.
+    """The factor of the loss, on the device, so that a step need not wait until the host has read the one before.
 
     It halves at each step with a non-finite global gradient norm, and doubles after `_GROWTH_INTERVAL` good steps. The
     norm is equal on all ranks, so they decide alike without communication.
+
+    Args:
+        device: the device of the factor.
     """
 
-    scale: float = _INITIAL
-    good_steps: int = 0  # since the last change
-    skipped_steps: int = 0
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), _INITIAL, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)  # since the last change
+        self.skipped_steps = 0
+        """The skipped steps among those that the host has read."""
 
-    def good(self) -> None:
-        """Count a step with finite gradients."""
-        self.good_steps += 1
-        if self.good_steps == _GROWTH_INTERVAL:
-            self.scale, self.good_steps = self.scale * 2.0, 0
+    def update(self, flag: Tensor) -> None:
+        """Change the factor after a step, without a wait; `flag` is 1.0 if the step was bad, and else 0.0."""
+        torch._amp_update_scale_(self.scale, self._good_steps, flag, 2.0, 0.5, _GROWTH_INTERVAL)
 
-    def overflow(self) -> None:
-        """Count a step that is skipped because of non-finite gradients.
+    def settle(self, result: StepResult) -> StepResult:
+        """Count a step that the host has read, and return its result with the number of skipped steps.
+
+        Args:
+            result: loss, norm and scale, equal on all ranks. If they are not finite, the step changed no weights.
 
         Raises:
             NonFiniteError: the scale falls below 1.
         """
-        self.skipped_steps += 1
-        self.scale, self.good_steps = self.scale / 2.0, 0
-        if self.scale < _SMALLEST:
-            raise NonFiniteError(
-                f"the loss scale of fp16 fell below {_SMALLEST:g} after {self.skipped_steps} skipped steps: the model"
-                " itself leaves the range of fp16. Use `precision` bf16 or fp32, or lower `optimizer.learning_rate`"
-            )
+        if not result.is_finite:
+            self.skipped_steps += 1
+            assert result.loss_scale is not None
+            if result.loss_scale / 2.0 < _SMALLEST:
+                raise NonFiniteError(
+                    f"the loss scale of fp16 fell below {_SMALLEST:g} after {self.skipped_steps} skipped steps: the"
+                    " model itself leaves the range of fp16. Use `precision` bf16 or fp32, or lower"
+                    " `optimizer.learning_rate`"
+                )
+        return replace(result, skipped_steps=self.skipped_steps)
 
     def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint, by name."""
-        return {f"{_PREFIX}{key}": value for key, value in asdict(self).items()}
+        """Return the state for a checkpoint, by name, after all steps are settled."""
+        found = {"scale": self.scale.item(), "good_steps": int(self._good_steps), "skipped_steps": self.skipped_steps}
+        return {f"{_PREFIX}{key}": value for key, value in found.items()}
 
     def load_state(self, scalars: Mapping[str, float]) -> None:
         """Load a state that `state` returned."""
-        self.scale = float(scalars[f"{_PREFIX}scale"])
-        self.good_steps = int(scalars[f"{_PREFIX}good_steps"])
+        self.scale.fill_(scalars[f"{_PREFIX}scale"])
+        self._good_steps.fill_(int(scalars[f"{_PREFIX}good_steps"]))
         self.skipped_steps = int(scalars[f"{_PREFIX}skipped_steps"])
-
-
-def settle(result: StepResult, scaler: LossScaler | None) -> StepResult:
-    """Update the scale after a step, and add the number of skipped steps to its result.
-
-    Args:
-        result: loss and norm, equal on all ranks. If they are not finite, the step changed no weights.
-        scaler: the loss scaler of fp16; None in other precisions.
-
-    Raises:
-        NonFiniteError: the scale falls below 1.
-    """
-    if scaler is None:
-        return result
-    scaler.good() if result.is_finite else scaler.overflow()
-    return replace(result, skipped_steps=scaler.skipped_steps)

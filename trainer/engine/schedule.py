@@ -16,7 +16,7 @@ from trainer.parallel.microbatch import Microbatch
 class Schedule(Protocol):
     """Forward and backward of the microbatches of one step."""
 
-    def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
+    def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
         """Accumulate the gradient of scale * (sum of losses) / denominator; see `AccumulationSchedule.run`."""
         ...
 
@@ -44,13 +44,13 @@ class AccumulationSchedule:
         self._no_sync = no_sync
         self._sums = sums
 
-    def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: float) -> Tensor:
+    def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
         """Accumulate the gradient of scale * (sum of losses) / denominator.
 
         Args:
             microbatches: this rank's microbatches, at least one.
             denominator: the number of valid labels in the global batch, a scalar.
-            scale: the loss scale of fp16, else 1.
+            scale: the loss scale of fp16, a scalar; None: 1.
 
         Returns:
             This rank's sum of losses / denominator, a detached scalar without the scale.
@@ -61,7 +61,7 @@ class AccumulationSchedule:
         for index, microbatch in enumerate(microbatches):
             with nullcontext() if index == len(microbatches) - 1 else self._no_sync():
                 loss = self._loss_sum(microbatch) / denominator
-                (loss * scale if scale != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
+                (loss if scale is None else loss * scale).backward()  # type: ignore[no-untyped-call]
             total = total + loss.detach()
         if self._sums is not None:
             self._sums.finish()  # before anything else changes a gradient

@@ -1,7 +1,7 @@
 """Muon and Adafactor under every layout: their update of a matrix depends on all of its elements.
 
 Each matrix is gathered by itself. All ranks compute its whole update and keep their parts, so a layout changes rounding
-only. The functions are torch's.
+only. The iterations of Muon are torch's.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim._adafactor import adafactor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr, _zeropower_via_newtonschulz
 from transformers.pytorch_utils import Conv1D
 
+from trainer.engine.skipping import flag_of, unchanged_if
 from trainer.models.families.table import layers_of
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.mesh import ParallelMesh
@@ -136,21 +136,22 @@ class Muon(PartlyAdamW):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
-        gradient, momentum = local_part(parameter.grad), local_part(state["momentum_buffer"])
-        momentum.lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(momentum, group["momentum"])  # Nesterov's
-        whole = self._whole.gather(parameter, update.bfloat16())
-        orthogonal = _zeropower_via_newtonschulz(whole, _COEFFICIENTS, group["iterations"], EPS)
-        rate = _adjust_lr(group["lr"], "match_rms_adamw", whole.shape)
-        own = local_part(parameter)
-        own.mul_(1 - group["lr"] * group["weight_decay"])
-        own.add_(self._whole.part(parameter, orthogonal), alpha=-rate)
+        own, gradient, momentum = map(local_part, (parameter, parameter.grad, state["momentum_buffer"]))
+        with unchanged_if(flag_of(self), own, momentum):
+            momentum.lerp_(gradient, 1 - group["momentum"])
+            update = gradient.lerp(momentum, group["momentum"])  # Nesterov's
+            whole = self._whole.gather(parameter, update.bfloat16())
+            orthogonal = _zeropower_via_newtonschulz(whole, _COEFFICIENTS, group["iterations"], EPS)
+            rate = _adjust_lr(group["lr"], "match_rms_adamw", whole.shape)
+            own.mul_(1 - group["lr"] * group["weight_decay"])
+            own.add_(self._whole.part(parameter, orthogonal), alpha=-rate)
 
 
 class Adafactor(torch.optim.Optimizer):
     """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235): second moments of a matrix as a row and a column.
 
-    Row and column are whole on every rank, which costs little memory.
+    Row and column are whole on every rank, which costs little memory. The update is that of torch's class, which waits
+    for the device twice for each parameter; here, its numbers stay on the device.
 
     Args:
         groups: parameter groups.
@@ -177,30 +178,36 @@ class Adafactor(torch.optim.Optimizer):
         weight, gradient = (self._whole.gather(parameter, part) for part in (own, local_part(parameter.grad)))
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), device=own.device)
             if gradient.dim() > 1:
                 state["row_var"] = gradient.new_zeros((*gradient.shape[:-1], 1))
                 state["col_var"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))
             else:
                 state["variance"] = torch.zeros_like(gradient)
-        adafactor(
-            [weight],
-            [gradient],
-            [state.get("row_var")],
-            [state.get("col_var")],
-            [state.get("variance")],
-            [state["step"]],
-            foreach=False,
-            d=group["d"],
-            lr=group["lr"],
-            beta2_decay=group["beta2_decay"],
-            weight_decay=group["weight_decay"],
-            eps1=None,  # type: ignore[arg-type]  # the epsilon of the type
-            eps2=group["eps2"],
-            maximize=False,
-        )
-        if weight is not own:
-            own.copy_(self._whole.part(parameter, weight))
+        with unchanged_if(flag_of(self), own, *state.values()):
+            _factored_update_(weight, gradient, state, group)
+            if weight is not own:
+                own.copy_(self._whole.part(parameter, weight))
+
+
+def _factored_update_(weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
+    """Update a whole tensor and its state by Adafactor; relative to its size, and clipped by its own norm."""
+    smallest, length = torch.finfo(weight.dtype).eps, weight.numel() ** 0.5
+    state["step"] += 1
+    steps = state["step"].double()
+    fresh = steps.pow(group["beta2_decay"]).to(weight.dtype)  # the share of the new second moment
+    rate = steps.rsqrt().clamp(max=group["lr"]) * (weight.norm(2).double() / length).clamp(min=group["eps2"])
+    weight.mul_(1 - group["lr"] * group["weight_decay"])
+    if gradient.dim() > 1:
+        row, column = state["row_var"], state["col_var"]
+        for moment, dim in ((row, -1), (column, -2)):
+            moment.lerp_(gradient.norm(dim=dim, keepdim=True).square_().div_(gradient.size(dim)), fresh)
+        estimate = (row @ column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=smallest))
+    else:
+        estimate = state["variance"].lerp_(gradient.square(), fresh).clone()
+    update = estimate.clamp_(min=smallest**2).rsqrt_().mul_(gradient)
+    clipped = rate / (update.norm(2).double() / (length * group["d"])).clamp(min=1.0)
+    weight.sub_(update.mul_(clipped.to(weight.dtype)))
 
 
 def whole_access(

@@ -37,7 +37,7 @@ from trainer.engine.engine import (
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast, sent_dtype
-from trainer.engine.scaling import LossScaler, settle
+from trainer.engine.scaling import LossScaler
 from trainer.engine.schedule_free import NAME as SCHEDULE_FREE
 from trainer.engine.schedule_free import TRAINED, AveragedWeights
 from trainer.models.building import BuiltModel
@@ -240,7 +240,7 @@ class ZeroEngine:
         self._step = 0
         self.parameters = dict(engine.module.named_parameters())
         self._shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
-        self._scaler = LossScaler() if plan.recipe.precision == "fp16" else None
+        self._scaler = LossScaler(mesh.device) if plan.recipe.precision == "fp16" else None
         self._is_partitioned = plan.strategy.cuts_parameters  # stage 3
         averages = plan.recipe.optimizer.name == SCHEDULE_FREE
         self._averaged = AveragedWeights(optimizer, self._update_gathered) if averages else None
@@ -253,10 +253,11 @@ class ZeroEngine:
         if self._averaged:
             self._averaged.hide()
         self._forward.begin_step(self._step, batch)
-        if self._scaler:
+        scale = self._scaler.scale.item() if self._scaler else None
+        if scale is not None:
             # DeepSpeed multiplies the loss by scale / N, and `_accumulate` by N. With scale * N instead, many ranks
             # would overflow fp16. DeepSpeed's average divides by N again.
-            self._engine.optimizer.override_loss_scale(self._scaler.scale / self._mesh.size("dp"))
+            self._engine.optimizer.override_loss_scale(scale / self._mesh.size("dp"))
         loss = self._accumulate(batch)
         rate = self._learning_rate()
         for group in self.optimizer.param_groups:
@@ -268,9 +269,11 @@ class ZeroEngine:
             loss=self._mesh.sum_(loss, "dp").item(),
             grad_norm=float(self._engine.get_global_grad_norm()),
             learning_rate=rate,
-            loss_scale=self._scaler.scale if self._scaler else None,
+            loss_scale=scale,
         )
-        result = settle(result, self._scaler)
+        if self._scaler:
+            self._scaler.update(torch.full((), float(not result.is_finite), device=self._mesh.device))
+            result = self._scaler.settle(result)
         return lambda: result
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:

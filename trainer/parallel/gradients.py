@@ -27,12 +27,19 @@ class OverlappedSums:
         parameters: the parameters, in the order of the forward pass. The same ones get gradients on all ranks.
         group: the ranks.
         sent_in: the type in which gradients are sent; None: their own.
+        run_wait: a function that runs each wait for a bucket; a clock may leave out its time.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: Group, sent_in: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: Group,
+        sent_in: torch.dtype | None = None,
+        run_wait: Callable[[Callable[[], object]], object] = lambda wait: wait(),
+    ) -> None:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         self._buckets = list(_buckets(trainable[::-1], sent_in))
-        self._group, self._sent_in = group, sent_in
+        self._group, self._sent_in, self._run_wait = group, sent_in, run_wait
         self._missing = [0] * len(self._buckets)
         self._num_begun = 0
         self._sending: deque[tuple[Callable[[], object], Sequence[Tensor], Tensor]] = deque()
@@ -66,7 +73,7 @@ class OverlappedSums:
 
     def _end(self) -> None:
         wait, gradients, flat = self._sending.popleft()
-        wait()
+        self._run_wait(wait)
         _copy_parts_(gradients, flat)
 
     @torch.no_grad()

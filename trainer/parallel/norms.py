@@ -30,7 +30,7 @@ def global_grad_norm(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement
             gradients.append(local_part(parameter.grad))
     total = torch.zeros((), device=mesh.device, dtype=torch.float64)
     for axes, gradients in sorted(by_axes.items()):
-        square = _sum_of_squares(gradients).to(mesh.device)
+        square = _sum_of_squares(gradients, mesh.device)
         for axis in axes:
             mesh.sum_(square, axis)
         total = total + square
@@ -39,8 +39,8 @@ def global_grad_norm(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement
     return total.sqrt()
 
 
-def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements: a scalar, fp64.
+def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the squares of all elements: a scalar, fp64, on `device`.
 
     On a CPU, torch adds the squares of a whole tensor one after the other. For 30522 x 768 fp32 numbers, the norm has
     an error of 1e-3. Each piece of 2**14 elements therefore has its own norm there, with an error below 1e-7.
@@ -51,21 +51,17 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
         for piece in (torch.split(tensor.reshape(-1), _PIECE) if tensor.is_cpu else (tensor,))
     ]
     if not pieces:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(pieces, 2)).double().square().sum()
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(pieces, 2)).double().square().sum().to(device)
 
 
-def clip_factor(norm: float | Tensor, max_norm: float | None) -> float | Tensor:
-    """Return the factor that brings a gradient of this norm to `max_norm` at most; for a tensor, on its device."""
-    if isinstance(norm, Tensor) and max_norm is not None:
-        return torch.where(norm <= max_norm, 1.0, max_norm / (norm + 1e-6))
-    return 1.0 if max_norm is None or norm <= max_norm else max_norm / (norm + 1e-6)
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor that brings a gradient of this norm to `max_norm` at most, a scalar on its device."""
+    return torch.where(norm <= max_norm, 1.0, max_norm / (norm + 1e-6))
 
 
-def multiply_gradients_(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
-    """Multiply all gradients by `factor`, in place; a tensor is a scalar on their device."""
+def multiply_gradients_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply all gradients by `factor`, a scalar, in place."""
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if isinstance(factor, Tensor) and gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))  # of another type, each would need a kernel
-    elif factor != 1.0 and gradients:
-        torch._foreach_mul_(gradients, factor)
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0]))  # of another type, each would need a kernel

@@ -1,0 +1,23 @@
+"""A check that the host reads no value of a tensor, for which it would wait for a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.nonzero.default,
+}
+
+
+class NoReads(TorchDispatchMode):
+    """A context in which the host may read no floating-point number."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function not in _READS or not args[0].is_floating_point(), "the host reads a number of the device"
+        return function(*args, **(kwargs or {}))

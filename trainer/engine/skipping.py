@@ -1,0 +1,33 @@
+"""Updates that a flag on the device skips, so that the host need not wait for it.
+
+The flag is torch's: the attribute `found_inf` of an optimizer, a scalar that is 1.0 in a bad step. Torch's fused
+kernels read it themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+def flag_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """Return the flag of a bad step; None: the step is good."""
+    return getattr(optimizer, "found_inf", None)
+
+
+@contextmanager
+def unchanged_if(flag: Tensor | None, *tensors: Tensor) -> Iterator[None]:
+    """Undo the changes of `tensors` in this context if the flag is not 0; a copy of each lives meanwhile.
+
+    Args:
+        flag: a scalar on the device of the tensors; None: they change.
+        tensors: plain tensors, perhaps views.
+    """
+    before = [] if flag is None else [tensor.clone() for tensor in tensors]
+    yield
+    if flag is not None:
+        for tensor, old in zip(tensors, before, strict=True):
+            torch.where(flag.bool(), old, tensor, out=tensor)
