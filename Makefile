@@ -52,6 +52,8 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small minilm base --precisions fp32 bf16 \
 	  --rounds 10 --steps 2 --json bench.json
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small \
+	  --tasks tags questions choices "masked words" --further packed compiled --warm-up 8 --rounds 10 --steps 2
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.padding --models small medium --epochs 3
 
 bench-quick: $(INSTALLED)

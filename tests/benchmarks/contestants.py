@@ -32,7 +32,8 @@ def peer(
 
 
 def _of(setting: Setting) -> PeerTraining:
-    return PeerTraining(setting.recipe, setting.plan, setting.model().model, setting.total_steps, setting.total_steps)
+    model, steps = setting.model().model, setting.total_steps
+    return PeerTraining(setting.recipe, setting.plan, setting.task, model, steps, steps)
 
 
 class _Counted:
@@ -73,7 +74,15 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
     built = setting.model()
     engine = build_engine([built], task, mesh, setting.plan, setting.total_steps)
     info = run_info(
-        setting.plan, LaunchEnvironment("none"), task, setting.train, None, [built.model], engine.placements, mesh, None
+        setting.plan,
+        LaunchEnvironment("none"),
+        task,
+        setting.data.train,
+        None,
+        [built.model],
+        engine.placements,
+        mesh,
+        None,
     )
     with open(os.devnull, "w", encoding="utf-8") as console:
         observers = build_observers(recipe.logging, console) if mesh.rank == 0 else Observers()

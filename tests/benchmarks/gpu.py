@@ -228,7 +228,7 @@ def train_by_transformers(case: Case, device: Device) -> dict[str, Any]:
             yield batch
         times.append(device.now())
 
-    transformers_trainer(PeerTraining(recipe, plan, model, len(batches), len(batches)), timed())
+    transformers_trainer(PeerTraining(recipe, plan, task, model, len(batches), len(batches)), timed())
     step = statistics.median(
         after - before for before, after in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)
     )

@@ -33,6 +33,7 @@ from tests.helpers.training import tiny_recipe, tiny_training
 from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
+from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.models import saving
 from trainer.models.writing import plan_files
 from trainer.parallel.whole import local_part
@@ -193,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, nargs=2, default=LAYERS, help="layers of the two models")
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"  # before a rank imports torch, because ranks share the cores
+    ready_deepspeed(0, on_cpu=True)  # a pool would wait without end for the lock of a killed build
     print(f"| ranks | layout | {' | '.join(('weights kept', *PHASES, DEVICE))} |")
     print(f"|---|---|{'---|' * (len(PHASES) + 2)}")
     with tempfile.TemporaryDirectory() as name:

@@ -47,7 +47,7 @@ def compete(recipe: Recipe, num_epochs: int) -> dict[str, list[float]]:
         data = recipe.data.model_copy(update={"group_by_length": grouped, "packing": packed})
         setting = Setting.of(recipe.model_copy(update={"data": data}), 1)
         engine = build_engine([setting.model()], setting.task, setting.mesh, setting.plan, setting.total_steps)
-        trainings[name] = engine, iter(setting.batches()), setting.plan.steps_per_epoch(len(setting.train))
+        trainings[name] = engine, setting.batches(), setting.batches_per_epoch
         _train(*trainings[name][:2], 2)
     rates: dict[str, list[float]] = {name: [] for name in KINDS}
     for _ in range(num_epochs):

@@ -28,14 +28,20 @@ import torch.distributed as dist
 
 from docs.generate import with_spread
 from tests.benchmarks.contestants import hand_written, ours, peer
-from tests.benchmarks.setting import MODELS, Setting, benchmark_recipe
+from tests.benchmarks.setting import MODELS, TASKS, Setting, benchmark_recipe
 from tests.benchmarks.turns import Contestant, Cost
 from tests.helpers.ranks import RankPool
 from trainer.comparing.peers import accelerate_loop, name_ranks, plain_deepspeed, transformers_trainer
+from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.schema import Recipe
 
 BASELINE = "PyTorch by hand"
+TORCHS_DROPOUT = "ours, torch's dropout"
+OURS = {"ours": [], TORCHS_DROPOUT: ["training.layout_invariant_dropout=false"]}
+FURTHER = {"packed": ["data.packing=true"], "compiled": ["compile=true", "data.pad_to=32"]}
+"""The keys of our trainings beside those of the setting; `FURTHER` are measured on request."""
+
 Figures = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """The figures by setting (model, precision and processes), training and name; ratios have their quartiles."""
 
@@ -51,15 +57,14 @@ class Round:
     costs: dict[str, Cost]
 
 
-def _contestants(recipe: Recipe, world_size: int) -> list[Contestant]:
-    keyed = Setting.of(recipe, world_size)
-    torchs = keyed.with_dropout(layout_invariant=False)
-    ready = list(keyed.batches())
+def _contestants(recipes: Mapping[str, Recipe], world_size: int) -> list[Contestant]:
+    settings = {name: Setting.of(recipe, world_size) for name, recipe in recipes.items()}
+    torchs = settings[TORCHS_DROPOUT]
+    ready = list(torchs.batches())
     # Our loop prepares batches while it trains; the others get prepared batches.
     found = [
         Contestant(BASELINE, partial(hand_written, torchs), ready),
-        Contestant("ours", partial(ours, keyed), keyed.batches()),
-        Contestant("ours, torch's dropout", partial(ours, torchs), torchs.batches()),
+        *(Contestant(name, partial(ours, one), one.batches()) for name, one in settings.items()),
         Contestant("transformers' Trainer", partial(peer, transformers_trainer, torchs), ready),
         Contestant("accelerate", partial(peer, accelerate_loop, torchs), ready),
     ]
@@ -68,25 +73,29 @@ def _contestants(recipe: Recipe, world_size: int) -> list[Contestant]:
     return found
 
 
-def compete(recipe: Recipe, num_rounds: int, num_steps: int) -> list[Round]:
+def compete(recipes: Mapping[str, Recipe], num_rounds: int, num_steps: int, warm_up: int = 1) -> list[Round]:
     """Run the rounds on this rank. All ranks must call it.
 
-    One more round, the warm-up, comes first and is not returned.
+    Args:
+        recipes: the recipes of our trainings, by name.
+        num_rounds: the rounds to return.
+        num_steps: the steps of a training in a round.
+        warm_up: the rounds before them, which are not returned.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     name_ranks(LaunchEnvironment("none", rank=rank, local_rank=rank, world_size=ranks, local_world_size=ranks))
-    contestants = _contestants(recipe, ranks)
+    contestants = _contestants(recipes, ranks)
     rounds = []
-    for number in range(num_rounds + 1):
+    for number in range(warm_up + num_rounds):
         costs = {}
         for contestant in _rotated(contestants, number):
             dist.barrier()
             costs[contestant.name] = contestant.block(num_steps)
         in_order = {contestant.name: costs[contestant.name] for contestant in contestants}
-        rounds.append(Round(num_steps * recipe.training.global_batch_size, in_order))
+        rounds.append(Round(num_steps * recipes[TORCHS_DROPOUT].training.global_batch_size, in_order))
     for contestant in contestants:
         contestant.end()
-    return rounds[1:]
+    return rounds[warm_up:]
 
 
 def _rotated(items: Sequence[Contestant], places: int) -> list[Contestant]:
@@ -136,24 +145,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="numbers of ranks to compare on")
     parser.add_argument("--models", choices=MODELS, nargs="+", default=["small", "medium"], help="sizes of BERT")
     parser.add_argument("--precisions", choices=("fp32", "bf16"), nargs="+", default=["fp32"])
+    parser.add_argument("--tasks", choices=TASKS, nargs="+", default=["classification"], help="tasks of the samples")
+    parser.add_argument("--further", choices=FURTHER, nargs="+", default=[], help="further trainings of ours")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--store", action="store_true", help=f"add the figures to docs/{STORED.name}")
-    parser.add_argument("--rounds", type=int, default=50, help="rounds that count; one more warms up")
+    parser.add_argument("--rounds", type=int, default=50, help="rounds that count")
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds before them; a compiled training needs more")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each training in a round")
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"  # before a rank imports torch, because ranks share the cores
+    ready_deepspeed(0, on_cpu=True)  # a pool would wait without end for the lock of a killed build
     # With one extra step, no training ends before its last block.
-    total_steps = (options.rounds + 1) * options.steps + 1
+    total_steps = (options.warm_up + options.rounds) * options.steps + 1
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for processes, model, precision in product(options.processes, options.models, options.precisions):
+    kinds = OURS | {f"ours, {name}": FURTHER[name] for name in options.further}
+    settings = product(options.processes, options.models, options.tasks, options.precisions)
+    for processes, model, task, precision in settings:
         with tempfile.TemporaryDirectory() as folder:
-            recipe = benchmark_recipe(model, total_steps, Path(folder), precision)
+            recipes = {
+                name: benchmark_recipe(model, total_steps, Path(folder), precision, task, keys)
+                for name, keys in kinds.items()
+            }
             pool = RankPool(processes)
             try:
-                rounds = pool.run(compete, recipe, options.rounds, options.steps, timeout_seconds=3600)[0]
+                rounds = pool.run(
+                    compete, recipes, options.rounds, options.steps, options.warm_up, timeout_seconds=3600
+                )[0]
             finally:
                 pool.close()
-        setting = f"{model} BERT, {precision}, {'1 process' if processes == 1 else f'{processes} processes'}"
+        named = [] if task == "classification" else [task]
+        ranks = "1 process" if processes == 1 else f"{processes} processes"
+        setting = ", ".join([f"{model} BERT", *named, precision, ranks])
         found[setting] = figures(rounds)
         print(f"\n{setting}\n", *report(found[setting]), sep="\n", flush=True)
         if options.json:  # after each setting, so that an interrupted run keeps the others

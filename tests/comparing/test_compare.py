@@ -257,16 +257,17 @@ def test_a_browser_draws_the_page_without_errors_and_requests(trained: list[str]
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("sample", "words", "named"),
     [
-        (["task.label_smoothing=0.1", "precision=fp16"], "label_smoothing, precision;"),
-        (["parallel.strategy=fsdp", "activation_checkpointing=full"], r"parallel.strategy, activation_checkpointing;"),
-        (["training.global_batch_size=50"], "training.global_batch_size;"),
+        ("bert_sample", ["parallel.context=2", "precision=fp16"], "parallel.context, precision;"),
+        ("bert_sample", ["parallel.strategy=fsdp", "activation_checkpointing=full"], "strategy, activation_check.*;"),
+        ("bert_sample", ["training.global_batch_size=50"], "training.global_batch_size;"),
+        ("embedding_sample", [], "task.loss;"),
     ],
 )
-def test_peers_refuse_what_they_lack(words: list[str], named: str):
+def test_peers_refuse_what_they_lack(sample: str, words: list[str], named: str):
     with pytest.raises(UsageError, match=f"`--with pytorch` cannot train this recipe because of .*{named}"):
-        require_able("pytorch", load_recipe("bert_sample", words).recipe, 2)
+        require_able("pytorch", load_recipe(sample, words).recipe, 2)
 
 
 def test_an_unknown_peer_is_named(capsys: pytest.CaptureFixture[str]):

@@ -1,7 +1,7 @@
 """Peers: other loops that train the recipe's model on the same batches, for a comparison.
 
-All have the recipe's optimizer, learning rates, clipping and precision, and torch's dropout. They neither check nor
-save.
+All have the recipe's task, optimizer, learning rates, clipping and precision, and torch's dropout. They neither check
+nor save.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +23,17 @@ from trainer.base.errors import ExitCode, UsageError
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.reading.loading import ResolvedRecipe
 from trainer.recipe.plan import RunPlan, plan_run
-from trainer.recipe.schema import Recipe, SequenceClassification
+from trainer.recipe.schema import Embedding, Recipe
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
     from trainer.parallel.mesh import ParallelMesh
-    from trainer.parallel.microbatch import RankBatch
+    from trainer.parallel.microbatch import Microbatch, RankBatch
+    from trainer.tasks.task import Task
     from trainer.training.prepared import PreparedData
 
     Told = Callable[["RankBatch", float, float], None]
@@ -52,6 +55,7 @@ class PeerTraining:
     Args:
         recipe: the recipe.
         plan: its plan, with data-parallel ranks only.
+        task: its task, which computes the loss.
         model: a new model on the device of this rank, the same on all ranks.
         num_steps: the steps to take.
         total_steps: the steps of the schedule.
@@ -59,9 +63,42 @@ class PeerTraining:
 
     recipe: Recipe
     plan: RunPlan
+    task: Task
     model: nn.Module
     num_steps: int
     total_steps: int
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return next(self.model.parameters()).device
+
+    @cached_property
+    def _constants(self) -> dict[str, bool]:
+        from trainer.engine.forward import without_cache
+
+        return without_cache(self.model)
+
+    def num_labels(self, batch: RankBatch) -> float:
+        """Return the number of valid labels in the global batch, by which its sum of losses is divided."""
+        import torch
+        import torch.distributed as dist
+
+        if self.task.rows_are_labels:
+            return float(batch.num_rows)
+        counts = [float(self.task.num_valid(microbatch.labels)) for microbatch in batch.microbatches]
+        total = torch.tensor(sum(counts), device=self.device)
+        if self.plan.layout.world_size > 1:
+            dist.all_reduce(total)
+        return total.item()
+
+    def inputs(self, rows: Microbatch) -> dict[str, Any]:
+        """Return the model's keyword arguments for rows."""
+        return {**self.task.model_inputs(rows.inputs), **self._constants}
+
+    def loss_sum(self, output: Any, rows: Microbatch) -> Tensor:
+        """Return the loss of rows, summed over their valid labels, from the output of the model."""
+        return self.task.loss_sum(self.task.scores(output, rows.inputs), rows.labels)
 
     def optimizer(self) -> tuple[Optimizer, LRScheduler]:
         """Return the recipe's optimizer and its learning rates."""
@@ -82,25 +119,24 @@ def plain_pytorch(training: PeerTraining, batches: Iterable[RankBatch], tell: To
     """Train with the shortest loop of PyTorch and DistributedDataParallel that takes the same steps."""
     import torch
     import torch.distributed as dist
-    import torch.nn.functional as F
     from torch.nn.parallel import DistributedDataParallel
     from torch.nn.utils import clip_grad_norm_
 
     recipe, ranks, model = training.recipe, training.plan.layout.world_size, training.model.train()
-    device = next(model.parameters()).device
+    device = training.device
     optimizer, schedule = training.optimizer()
     ddp: Any = model
     if ranks > 1:
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     for batch in islice(batches, training.num_steps):
-        total = torch.zeros((), device=device)
+        total, labels = torch.zeros((), device=device), training.num_labels(batch)
         for microbatch in batch.microbatches:
             if ranks > 1:
                 ddp.require_backward_grad_sync = microbatch is batch.microbatches[-1]
             rows = microbatch.to(device)
             with torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext():
-                logits = ddp(**rows.inputs).logits
-            loss = F.cross_entropy(logits.float(), rows.labels, reduction="sum") / batch.num_rows
+                output = ddp(**training.inputs(rows))
+            loss = training.loss_sum(output, rows) / labels
             (loss * ranks).backward()  # type: ignore[no-untyped-call]  # DDP averages over the ranks
             total += loss.detach()
         norm = clip_grad_norm_(model.parameters(), recipe.training.max_grad_norm or math.inf)
@@ -115,21 +151,33 @@ def plain_pytorch(training: PeerTraining, batches: Iterable[RankBatch], tell: To
 
 def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
     """Train with transformers' Trainer. It neither evaluates nor saves, and logs each step if `tell` is given."""
+    import torch
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    taken: list[RankBatch] = []
+    from trainer.parallel.microbatch import Microbatch
+
+    taken: list[tuple[RankBatch, float]] = []
 
     class OnOurBatches(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
-            return _Flat(batches, taken)
+            return _Flat(batches, taken, training)
+
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
+            labels = inputs.pop("labels")
+            rows = Microbatch(inputs, labels, torch.empty(0))
+            num_labels = taken[-1][1]
+            # Trainer divides by the microbatches, and DistributedDataParallel by the ranks.
+            factor = self.current_gradient_accumulation_steps * training.plan.layout.world_size
+            return training.loss_sum(model(**training.inputs(rows)), rows).mul(factor / num_labels)
 
     class Tell(TrainerCallback):  # type: ignore[misc]
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if tell is not None and "loss" in logs:
-                tell(taken[state.global_step - 1], logs["loss"], logs["grad_norm"])
+                of_step = taken[state.global_step - 1][0]
+                tell(of_step, logs["loss"], logs["grad_norm"])
 
     recipe, batch = training.recipe, training.plan.batch
-    on_cpu = next(training.model.parameters()).device.type == "cpu"
+    on_cpu = training.device.type == "cpu"
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -150,8 +198,7 @@ def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], t
             ddp_broadcast_buffers=False,
         )
         trainer = OnOurBatches(training.model, arguments, optimizers=training.optimizer(), callbacks=[Tell()])
-        # The losses of classifiers are means already. Trainer would multiply them by the ranks and microbatches.
-        trainer.model_accepts_loss_kwargs = False
+        trainer.model_accepts_loss_kwargs = False  # Trainer need not count labels, because `taken` has their number
         trainer.remove_callback(PrinterCallback)
         trainer.train()
 
@@ -159,11 +206,9 @@ def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], t
 def accelerate_loop(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
     """Train with the loop that accelerate's documentation shows, and DistributedDataParallel."""
     import torch
-    import torch.nn.functional as F
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
-    recipe, ranks = training.recipe, training.plan.layout.world_size
-    device = next(training.model.parameters()).device
+    recipe, ranks, device = training.recipe, training.plan.layout.world_size, training.device
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision="bf16" if recipe.precision == "bf16" else "no",
@@ -172,13 +217,12 @@ def accelerate_loop(training: PeerTraining, batches: Iterable[RankBatch], tell: 
     made, schedule = training.optimizer()
     model, optimizer = accelerator.prepare(training.model.train(), made)
     for batch in islice(batches, training.num_steps):
-        total = torch.zeros((), device=device)
+        total, labels = torch.zeros((), device=device), training.num_labels(batch)
         for microbatch in batch.microbatches:
             is_last = microbatch is batch.microbatches[-1]
             with nullcontext() if is_last else accelerator.no_sync(model):
                 rows = microbatch.to(device)
-                logits = model(**rows.inputs).logits
-                loss = F.cross_entropy(logits.float(), rows.labels, reduction="sum") / batch.num_rows
+                loss = training.loss_sum(model(**training.inputs(rows)), rows) / labels
                 accelerator.backward(loss * ranks)  # DistributedDataParallel averages over the ranks
                 total += loss.detach()
         norm = accelerator.clip_grad_norm_(model.parameters(), recipe.training.max_grad_norm or math.inf)
@@ -193,12 +237,10 @@ def plain_deepspeed(training: PeerTraining, batches: Iterable[RankBatch], tell: 
     """Train with the loop that DeepSpeed's documentation shows, under ZeRO-1."""
     import torch
     import torch.distributed as dist
-    import torch.nn.functional as F
 
     from trainer.engine.zero import load_deepspeed
 
-    recipe, ranks = training.recipe, training.plan.layout.world_size
-    device = next(training.model.parameters()).device
+    recipe, ranks, device = training.recipe, training.plan.layout.world_size, training.device
     made, schedule = training.optimizer()
     engine, *_ = load_deepspeed(device).initialize(
         model=training.model.train(),
@@ -214,13 +256,13 @@ def plain_deepspeed(training: PeerTraining, batches: Iterable[RankBatch], tell: 
         },
     )
     for batch in islice(batches, training.num_steps):
-        total = torch.zeros((), device=device)
+        total, labels = torch.zeros((), device=device), training.num_labels(batch)
         for microbatch in batch.microbatches:
             rows = microbatch.to(device)
             engine.set_gradient_accumulation_boundary(microbatch is batch.microbatches[-1])
             with torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext():
-                logits = engine(**rows.inputs).logits
-            loss = F.cross_entropy(logits.float(), rows.labels, reduction="sum") / batch.num_rows
+                output = engine(**training.inputs(rows))
+            loss = training.loss_sum(output, rows) / labels
             engine.backward(loss * ranks)  # DeepSpeed averages over the ranks
             engine.step()
             total += loss.detach()
@@ -239,14 +281,19 @@ PEERS: dict[str, Callable[[PeerTraining, Iterable[RankBatch], Told | None], None
 
 
 class _Flat:
-    """The microbatches of rank batches as dictionaries for transformers' Trainer, without a length."""
+    """The microbatches of rank batches as dictionaries for transformers' Trainer, without a length.
 
-    def __init__(self, batches: Iterable[RankBatch], taken: list[RankBatch]) -> None:
-        self._batches, self._taken = batches, taken
+    `taken` gets each batch with its number of labels.
+    """
+
+    def __init__(
+        self, batches: Iterable[RankBatch], taken: list[tuple[RankBatch, float]], training: PeerTraining
+    ) -> None:
+        self._batches, self._taken, self._training = batches, taken, training
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for batch in self._batches:
-            self._taken.append(batch)
+            self._taken.append((batch, self._training.num_labels(batch)))
             for microbatch in batch.microbatches:
                 yield {**microbatch.inputs, "labels": microbatch.labels}
 
@@ -267,11 +314,11 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
     """
     task, parallel = recipe.task, recipe.parallel
     wrong = {
-        "task.type": not isinstance(task, SequenceClassification),
-        "task.multi_label, class_weights and label_smoothing": isinstance(task, SequenceClassification)
-        and bool(task.multi_label or task.class_weights or task.label_smoothing),
+        "task.loss": isinstance(task, Embedding) and task.loss != "cosine",
+        "task.loss_chunk_tokens": getattr(task, "loss_chunk_tokens", None) is not None,
         "parallel.strategy": parallel.strategy != "ddp",
         "parallel.tensor": parallel.tensor > 1,
+        "parallel.context": parallel.context > 1,
         "parallel.pipeline.stages": parallel.pipeline.stages > 1,
         "activation_checkpointing": recipe.activation_checkpointing != "none",
         "precision": recipe.precision == "fp16",
@@ -290,9 +337,10 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
         }
     if found := [key for key, is_wrong in wrong.items() if is_wrong]:
         raise UsageError(
-            f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it classifies texts by one label,"
-            " with `parallel.strategy` ddp, in fp32 or bf16, with fp32 weights, without recomputation, and in equal"
-            " microbatches" + "; it needs several processes, and AdamW or SGD" * (peer == "deepspeed")
+            f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it trains with"
+            " `parallel.strategy` ddp, in fp32 or bf16, with fp32 weights, without recomputation, in equal"
+            " microbatches, by losses of single rows"
+            + ("; it needs several processes, and AdamW or SGD" if peer == "deepspeed" else "")
         )
 
 
@@ -313,6 +361,7 @@ class PeerMeasurement:
     output: Path
 
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+        from trainer.engine.deepspeed_package import ready_deepspeed
         from trainer.training.checking import prepare_checked
         from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
 
@@ -322,6 +371,8 @@ class PeerMeasurement:
         meeting = meet_ranks(resolved, plan, environment)
         data = together(meeting, resolved.recipe, lambda: prepare_checked(plan))
         device = open_device(environment, resolved.recipe.tf32)
+        if self.peer == "deepspeed":
+            together(meeting, resolved.recipe, lambda: ready_deepspeed(environment.local_rank, device.type == "cpu"))
         with process_group(plan, environment, device, meeting):
             name_ranks(environment)
             _train(self.peer, plan, data, open_mesh(plan.layout, device), environment)
@@ -341,10 +392,16 @@ def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, env
     recipe, task = plan.recipe, data.task
     keys = recipe.training.model_copy(update={"layout_invariant_dropout": False})
     model = build_model(
-        recipe.model, keys, task.auto_class_name, task.model_options(), pad_token_id=data.preparation.padding_token
+        recipe.model,
+        keys,
+        task.auto_class_name,
+        task.model_options(),
+        pad_token_id=data.preparation.padding_token,
+        unused=task.unused_modules,
+        packed=task.packs_documents,
     ).model.to(mesh.device)
     total = plan.total_steps(len(data.train))
-    training = PeerTraining(recipe, plan, model, min(total, recipe.training.stop_at_step or total), total)
+    training = PeerTraining(recipe, plan, task, model, min(total, recipe.training.stop_at_step or total), total)
     records: list[StepRecord] = []
     last = time.perf_counter()
 

@@ -1,0 +1,62 @@
+"""Losses of the peers' loops, for every task that they train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.ranks import RankPools
+from trainer.comparing.peers import PEERS, PeerTraining, name_ranks
+from trainer.models.building import build_model
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.reading.loading import load_recipe
+from trainer.recipe.plan import plan_run
+from trainer.training.assembly import assemble, train_batches
+from trainer.training.prepared import prepare_data
+from trainer.training.process_group import open_mesh
+
+STEPS = 2
+QUICK = ("bert_sample_mlm", "qa_sample")
+SAMPLES = (*QUICK, "ner_sample", "choice_sample", "gpt2_sample", "sft_sample", "t5_sample", "vit_sample")
+
+
+def losses(sample: str, folder: Path, peers: tuple[str, ...]) -> dict[str, list[float]]:
+    """Return the losses of the first steps of a sample, trained by the engine and by peers, on this rank of two."""
+    rank = torch.distributed.get_rank()
+    name_ranks(LaunchEnvironment("none", rank=rank, local_rank=rank, world_size=2, local_world_size=2))
+    overrides = ["model.dropout=0", f"data.cache={folder}", f"training.max_steps={STEPS}"]
+    recipe = load_recipe(sample, overrides).recipe
+    plan, data = plan_run(recipe, 2), prepare_data(recipe)
+    task, mesh = data.task, open_mesh(plan.layout, torch.device("cpu"))
+    training = assemble(plan, mesh, data)
+    found = {"ours": [training.engine.train_step(batch).loss for batch in training.train_loader]}
+    keys = recipe.training.model_copy(update={"layout_invariant_dropout": False})
+    for peer in peers:
+        model = build_model(
+            recipe.model,
+            keys,
+            task.auto_class_name,
+            task.model_options(),
+            pad_token_id=data.preparation.padding_token,
+            unused=task.unused_modules,
+            packed=task.packs_documents,
+        ).model
+        of_peer = found[peer] = []
+        one = PeerTraining(recipe, plan, task, model, STEPS, STEPS)
+        PEERS[peer](one, train_batches(plan, mesh, data), lambda batch, loss, norm, into=of_peer: into.append(loss))
+    return found
+
+
+@pytest.mark.parametrize(
+    "sample", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in SAMPLES]
+)
+def test_all_learn_the_same(sample: str, ranks: RankPools, tmp_path: Path):
+    peers = ("pytorch",) if sample != QUICK[0] else ("pytorch", "transformers", "accelerate")
+    ours, *others = ranks(2).run(losses, sample, tmp_path, peers)[0].values()
+    assert len(others) == len(peers)
+    assert len(ours) == STEPS
+    for other in others:
+        # the second step is after an update by Adam, which enlarges rounding
+        assert other == [pytest.approx(ours[0], rel=1e-6), pytest.approx(ours[1], rel=1e-5)]
