@@ -28,6 +28,7 @@ from trainer.models.dropout import key_dropout, move_site
 from trainer.models.tensor import split_model
 from trainer.parallel import ring_attention
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+from trainer.parallel.packed import PackedTokens
 from trainer.parallel.ring_attention import Block, BlockAttention
 from trainer.parallel.sequence import ContextCut, ContextSplit
 
@@ -49,6 +50,7 @@ class Case:
     causal: bool = False
     dropout: float = 0.3
     dtype: torch.dtype = torch.float64
+    packed: bool = False
 
     def states(self) -> list[Tensor]:
         random = torch.Generator().manual_seed(1)
@@ -90,6 +92,10 @@ CASES = [
     Case(causal=True, heads=1, key_heads=1, length=1),
     Case(heads=5, key_heads=5, length=31),
     Case(mask="causal", heads=4, key_heads=2, dtype=torch.bfloat16),
+    Case(mask="bidirectional", packed=True),
+    Case(mask="bidirectional", heads=4, key_heads=2, length=8, pads=False, packed=True),
+    Case(mask="window", heads=5, key_heads=5, packed=True),
+    Case(mask="bidirectional", heads=2, key_heads=2, length=2, packed=True),
 ]
 
 
@@ -100,7 +106,9 @@ def run(case: Case, cut: ContextCut | None) -> list[Tensor]:
     module = model["attention"]
     module.num_key_value_groups = case.heads // case.key_heads
     states = [tensor.requires_grad_() for tensor in case.states()]
-    with keys.use(KEY):
+    lengths = [case.length, case.length // 2 if case.pads else case.length, 0 if case.pads else case.length]
+    packed = PackedTokens.of(lengths, case.length, torch.device("cpu")) if case.packed else None
+    with keys.use(replace(KEY, packed=packed)):
         options = {"dropout": case.dropout, "scaling": 0.4, "is_causal": case.causal}
         if cut is None:
             mask = case.masked(sdpa_mask)
@@ -108,15 +116,20 @@ def run(case: Case, cut: ContextCut | None) -> list[Tensor]:
         else:
             move_site(module, lambda site: replace(site, cut_dim=1, part=cut.head_part))
             share_heads(module, cut)
-            parts = [cut.split(tensor.transpose(1, 2).flatten(2)).unflatten(2, (-1, WIDTH)) for tensor in states]
-            parts = [part.transpose(1, 2) for part in parts]
+            wholes = [tensor.transpose(1, 2).flatten(2) for tensor in states]
+            parts = [cut.split(packed.pack(whole) if packed else whole) for whole in wholes]
+            parts = [part.unflatten(2, (-1, WIDTH)).transpose(1, 2) for part in parts]
             mask = case.masked(ALL_MASK_ATTENTION_FUNCTIONS[RING_ATTENTION] if cut.of_heads.ring > 1 else sdpa_mask)
+            options |= {"packed": packed, "sliding_window": case.mask == "window"}
             output, _ = ALL_ATTENTION_FUNCTIONS[RING_ATTENTION](module, *parts, mask, **options)
-            output = cut.join(output.flatten(2)).unflatten(2, (-1, WIDTH))
+            output = cut.join(output.flatten(2))
+            output = (packed.unpack(output) if packed else output).unflatten(2, (-1, WIDTH))
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
     visible = torch.ones(BATCH, case.length, 1, 1, dtype=torch.bool)
     if case.mask in ("bidirectional", "causal") and case.pads:
         visible[2] = False  # its queries see no key
+    if case.packed:
+        visible = (torch.arange(case.length) < torch.tensor(lengths)[:, None])[..., None, None]
     output = output * visible
     (output * weights).sum().backward()
     return [output.detach(), *(tensor.grad for tensor in states)]

@@ -21,6 +21,8 @@ def test_packing_keeps_every_token_and_no_padding(lengths: list[int]):
     x = torch.randn(len(lengths), 8, 3)
     joined = packed.pack(x)
     assert joined.shape == (1, sum(lengths), 3)
+    assert packed.rows.tolist() == [row for row in packed.order.tolist() for _ in range(lengths[row])]
+    assert packed.lengths == tuple(lengths[row] for row in packed.order.tolist())
     expected = x * is_token(lengths, 8)[..., None]
     assert torch.equal(packed.unpack(joined), expected)
     assert torch.equal(joined[0], x[packed.rows, packed.positions])

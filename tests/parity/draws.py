@@ -44,6 +44,8 @@ HEADS = {
 TASKS = (*HEADS, "embedding")
 FIRST_WITH_CONTEXT = 500
 """The first number of a case with context ranks; cases before it are those of the documentation."""
+FIRST_WITH_PACKING = 750
+"""The first number of a case with `data.packing`."""
 
 DATA = ("uneven", "one_token", "equal", "seven_rows", "one_class")
 DATA_OF = {"sequence_regression": (*DATA, "huge"), "image_classification": ("uneven", "seven_rows", "one_class")}
@@ -95,6 +97,7 @@ class Drawn:
             found += ["sequence"] * bool(parallel.get("sequence"))
             context = parallel.get("context", 1)
             found += [f"context {context}"] * (context > 1)
+            found += ["packing"] * ("data" in part.sections)
             found += [f"schedule {pipeline['schedule']}"] if pipeline else []
             found += ["offload"] * (parallel.get("offload", "none") != "none")
             found += ["DeepSpeed keys"] * bool(parallel.get("deepspeed"))
@@ -174,6 +177,10 @@ def draw(seed: int, number: int, attempt: int) -> Drawn:
     if number >= FIRST_WITH_CONTEXT and known and known.tensor and known.tensor.context_parallel:
         for part in parts:
             _replace_tensor_ranks(random, part.sections["parallel"])
+    if number >= FIRST_WITH_PACKING and known and known.packs:
+        for part in parts:
+            if "pipeline" not in part.sections["parallel"] and random.random() < 0.5:
+                part.sections["data"] = {"packing": True}
     return Drawn(recipe, data, num_rows, special, parts, family)
 
 

@@ -44,6 +44,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {**PACKED, "parallel": {"tensor": 2, "sequence": True}, "activation_checkpointing": "full"},
     ),
+    "context": (2, {**PACKED, "parallel": {"context": 2}, "activation_checkpointing": "selective"}),
+    "fsdp-context-tokens": (4, {**PACKED, **BY_TOKENS, "parallel": {"strategy": "fsdp", "context": 2}}),
+    "zero2-context": (4, {**PACKED, "parallel": {"strategy": "zero2", "context": 2}}),
+    "zero3-context-tokens": (4, {**PACKED, **BY_TOKENS, "parallel": {"strategy": "zero3", "context": 2}}),
+    "ring": (3, {**PACKED, "training": {"micro_batch_size": 3}, "parallel": {"context": 3}}),
+    "hsdp-ring-recomputed": (
+        6,
+        {
+            **PACKED,
+            **BY_TOKENS,
+            "parallel": {"strategy": "hsdp", "shard": 1, "context": 3},
+            "activation_checkpointing": "full",
+        },
+    ),
 }
 
 

@@ -46,10 +46,13 @@ ALL = (
 )
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=str(case), marks=() if case.is_fast else pytest.mark.slow) for case in ALL],
-)
+def _marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    if case.is_nightly:
+        return (pytest.mark.nightly,)
+    return () if case.is_fast else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=_marks(case)) for case in ALL])
 def test_any_layout_is_one_process(ranks: RankPools, case: Case):
     assert_parity(ranks(case.world_size).run(train, case), case)
 

@@ -67,6 +67,12 @@ TWO: dict[str, dict[str, Any]] = {
         "task": TINY_TASKS["causal_lm"].keys,
         "model": {"config": {**TINY_DECODERS["llama"], "num_key_value_heads": 1}, "tokenizer": "none"},
     },
+    "context packed": {"parallel": {"strategy": "ddp", "context": 2}, "data": {"packing": True}},
+    "context ring packed": {
+        "parallel": {"strategy": "ddp", "context": 2},
+        "data": {"packing": True},
+        "model": {"config": {**SMALL_BERT, "num_attention_heads": 1}, "tokenizer": "none"},
+    },
     "pipeline": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}},
     "fsdp muon": {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "muon", "learning_rate": 0.1}},
     "fsdp 8 bits": {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "adamw_8bit"}},
@@ -83,7 +89,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
 NIGHTLY = frozenset((
     "one microbatch", "sgd", "adafactor", "schedule-free", "torch dropout", "masked_lm", "packed documents",
     "context", "question_answering", "multiple_choice", "fsdp whole", "tensor", "fsdp muon", "pipeline bf16",
-    "pipeline gpipe", "zero2 offload", "8 bits", "fsdp 8 bits",
+    "pipeline gpipe", "zero2 offload", "8 bits", "fsdp 8 bits", "context packed", "context ring packed",
 ))  # fmt: skip
 """Cases with a near relative that runs each time."""
 

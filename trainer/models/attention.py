@@ -238,16 +238,35 @@ def _attention(
     if cut is not None:
         query, key, value = (cut.to_heads(states) for states in (query, key, value))
         if cut.of_heads.ring > 1:
-            output = _around_ring(cut, module, query, key, value, attention_mask, **options)
+            output = _around_ring(cut, module, query, key, value, attention_mask, packed, **options)
+        elif packed is not None:
+            output = _of_groups(module, query, key, value, attention_mask, packed, **options)
         else:
             output, _ = keyed_attention(module, query, key, value, attention_mask, **options)
         return cut.to_positions(output.transpose(1, 2)).transpose(1, 2), None
     if packed is None:
         return keyed_attention(module, query, key, value, attention_mask, **options)
-    row_keys = None
-    if options.get("dropout") and has_site(module):
-        site = site_of(module)
-        row_keys = site.keys.row_keys(site.name, (packed.shape[0], query.shape[1], *packed.shape[1:] * 2))
+    return _of_groups(module, query, key, value, attention_mask, packed, **options), None
+
+
+def _row_keys(module: nn.Module, query: Tensor, packed: PackedTokens | None) -> Tensor:
+    """Return the keys of the rows of a microbatch for the next call of attention, int64 `[batch]`."""
+    site = site_of(module)
+    shape = query.shape if packed is None else (packed.shape[0], query.shape[1], *packed.shape[1:] * 2)
+    return site.keys.row_keys(site.name, shape)
+
+
+def _of_groups(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    packed: PackedTokens,
+    **options: Any,
+) -> Tensor:
+    """Return the output `[1, tokens, heads, head_dim]` of attention inside of the rows of `packed`."""
+    row_keys = _row_keys(module, query, packed) if options.get("dropout") and has_site(module) else None
     outputs = []
     for group in packed.groups:
         rows = [group.pad(states.transpose(1, 2)).transpose(1, 2) for states in (query, key, value)]
@@ -257,7 +276,7 @@ def _attention(
         keys = row_keys if row_keys is None else row_keys[group.rows]
         output, _ = keyed_attention(module, rows[0], rows[1], rows[2], mask, row_keys=keys, **options)
         outputs.append(group.join(output))
-    return torch.cat(outputs).unsqueeze(0), None
+    return torch.cat(outputs).unsqueeze(0)
 
 
 def _around_ring(
@@ -267,6 +286,7 @@ def _around_ring(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | BlockMask | None,
+    packed: PackedTokens | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -290,8 +310,7 @@ def _around_ring(
     row_keys = None
     if dropout:
         assert has_site(module), "context ranks need keyed dropout"
-        site = site_of(module)
-        row_keys = site.keys.row_keys(site.name, query.shape)
+        row_keys = _row_keys(module, query, packed)
     fused = fused_attention.obstacle(query.device) is None
     if fused and (obstacle := _obstacle_of_states(query, key, value)):
         warnings.warn(f"attention around a ring runs without the fused kernel, because {obstacle}", stacklevel=2)
@@ -301,6 +320,9 @@ def _around_ring(
         if attention_mask is None or isinstance(attention_mask, BlockMask)
         else BlockMask.of(attention_mask)
     )
+    if packed is not None:
+        mask = mask and mask.of_tokens
+        row_keys = row_keys if row_keys is None else row_keys[packed.order]
     options = BlockAttention(
         _scale(query, scaling),
         dropout,
@@ -309,7 +331,7 @@ def _around_ring(
         cut.head_part * query.shape[1],
         fused,
     )
-    ring = Ring(cut.group, cut.of_heads.heads, cut.block, cut.blocks)
+    ring = Ring(cut.group, cut.of_heads.heads, cut.block, cut.blocks, packed.lengths if packed else None)
     # Selective recomputation would keep the scores of each block, which are products of matrices.
     return not_recorded(ring_attention)(query, key, value, row_keys, options, ring)  # type: ignore[no-any-return]
 
@@ -336,7 +358,16 @@ def _block_mask(
         )  # fmt: skip
         return mask
 
-    return BlockMask(compute)
+    of_tokens = None
+    if attention_mask is not None:
+        skips = {
+            "allow_is_causal_skip": allow_is_causal_skip,
+            "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
+        }
+        of_tokens = _block_mask(
+            q_length, kv_length, q_offset, kv_offset, None, local_size, **skips, **{**options, "batch_size": 1}
+        )
+    return BlockMask(compute, of_tokens)
 
 
 def share_heads(module: nn.Module, cut: ContextCut) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.models.attention import KEYED_ATTENTION, PACKED
+from trainer.models.attention import KEYED_ATTENTION, PACKED, RING_ATTENTION
 from trainer.models.families.table import FAMILIES, layers_of
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.packed import PackedTokens
@@ -47,14 +47,15 @@ def pack_layers(model: Any) -> None:
         UsageError: `check_packing` refuses the model.
     """
     check_packing(model)
-    model.config._attn_implementation = KEYED_ATTENTION  # with torch's dropout, too: it returns to rows
+    if model.config._attn_implementation != RING_ATTENTION:
+        model.config._attn_implementation = KEYED_ATTENTION  # with torch's dropout, too: it returns to rows
     layers = list(layers_of(model).values())
     for layer in layers:
         layer.register_forward_pre_hook(_pack_rotations, with_kwargs=True)
         for module in layer.modules():
             if isinstance(module, KeyedDropout):
                 module.site = replace(module.site, packed=True)
-    # The input is packed before it is split over tensor ranks, and unpacked after the parts are joined.
+    # The input is packed before it is split over tensor or context ranks, and unpacked after the parts are joined.
     layers[0].register_forward_pre_hook(_pack_input, with_kwargs=True, prepend=True)
     layers[-1].register_forward_hook(_unpack_output, with_kwargs=True)
 

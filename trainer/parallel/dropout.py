@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from trainer.base.errors import UsageError
 from trainer.parallel.packed import PackedTokens
@@ -292,6 +293,8 @@ class DropoutSite:
             part = slice(offsets[1], offsets[1] + shape[1])
             of_rows = self.keys.row_keys(self.name, (packed.shape[0], *shape[1:]))
             of_tokens = token_keys(of_rows, packed.rows[part], packed.positions[part])
+            # Context ranks pad the joined sequence at its end, and use no mask there.
+            of_tokens = F.pad(of_tokens, [0, shape[1] - len(of_tokens)])
             return keep_mask(of_tokens, shape[-1], probability, offsets[-1]).unsqueeze(0)
         is_shared = self.shared_from is not None and self.keys.num_calls(self.name) >= self.shared_from
         assert not (is_shared and self.cut_dim is not None), f"{self.name} is cut, and has no batch"

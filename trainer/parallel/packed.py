@@ -57,6 +57,8 @@ class PackedTokens:
         places: the place of each token in the flattened padded rows `[batch * positions]`, int64 `[tokens]`.
         shape: the rows and positions of the padded microbatch.
         groups: the rows by their length, in the order of the sequence.
+        order: the rows in the order of the sequence, int64 `[batch]`.
+        lengths: their numbers of tokens.
     """
 
     rows: Tensor
@@ -64,6 +66,8 @@ class PackedTokens:
     places: Tensor
     shape: tuple[int, int]
     groups: tuple[RowGroup, ...]
+    order: Tensor
+    lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> PackedTokens:
@@ -93,6 +97,8 @@ class PackedTokens:
             _moved(rows * width + positions, device),
             (len(order), width),
             tuple(groups),
+            _moved(order, device),
+            tuple(ordered.tolist()),
         )
 
     def pack(self, x: Tensor) -> Tensor:

@@ -5,6 +5,9 @@ arXiv:2310.01889). The blocks of a query's row are joined by a running maximum a
 arXiv:1805.02867). The backward pass computes the probabilities again; the gradients of keys and values go around behind
 them.
 
+Rows without padding may be joined. A block then has some positions of some rows, and is computed row by row: two blocks
+share at most one row, which is cut between them. Neighbouring rows of one length are computed together.
+
 A block is computed by the fused kernel if it runs on the device, else by operations of torch. Dropout masks are those
 of one process, drawn at the positions of the block.
 """
@@ -13,16 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from trainer.parallel import fused_attention
 from trainer.parallel.communication import Group, begin_shift
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.parallel.random import element_keys, keep_mask, quantised
+from trainer.parallel.random import LANES, element_keys, keep_mask, quantised
 
 _MOST_SCORES = 1 << 24
 """The scores of a tile of queries, unless one query has more: 64 MiB in fp32."""
@@ -39,10 +44,12 @@ class BlockMask:
     Args:
         compute: returns the mask of a range of queries and a range of keys: boolean (True: visible), or added to the
             scores. It is broadcastable to `[batch, heads, queries, keys]`.
+        of_tokens: the mask of each row without its padding, for joined rows; None: its queries see all its keys.
     """
 
-    def __init__(self, compute: Callable[[range, range], Tensor]) -> None:
+    def __init__(self, compute: Callable[[range, range], Tensor], of_tokens: BlockMask | None = None) -> None:
         self.compute = compute
+        self.of_tokens = of_tokens
         self._seen: dict[tuple[range, range], int] = {}
 
     @classmethod
@@ -84,19 +91,73 @@ class Ring:
         distance: the distance of neighbours of the ring in the group.
         index: the index of this rank's block.
         blocks: the positions of each block, in the order of the ring; the last ones may have none.
+        lengths: the positions of each row, if a block holds positions of rows that are joined; None: of all rows.
     """
 
     group: Group
     distance: int
     index: int
     blocks: Sequence[range]
+    lengths: Sequence[int] | None = None
 
     @property
     def size(self) -> int:
         return len(self.blocks)
 
+    def pieces(self, block: int) -> Iterator[Piece]:
+        """Yield the parts of this rank's queries that see keys of a block, with these keys."""
+        queries, keys = self.blocks[self.index], self.blocks[block]
+        if self.lengths is None:
+            yield Piece(queries, keys, slice(None))
+            return
+        starts = [0, *accumulate(self.lengths)]
+        parts = [(_part(queries, start, stop), _part(keys, start, stop)) for start, stop in pairwise(starts)]
+        # Neighbours with the same queries and keys are whole rows, so they lie side by side in both blocks.
+        for (own, others), rows in groupby(range(len(parts)), parts.__getitem__):
+            first, *more = rows
+            if own and others:
+                places = (starts[first] + own.start - queries.start, starts[first] + others.start - keys.start)
+                yield Piece(own, others, slice(first, first + 1 + len(more)), places)
+
     def begin_shift(self, tensors: Sequence[Tensor], tag: int = 0) -> Callable[[], list[Tensor]]:
         return begin_shift(tensors, self.group, self.distance, tag)
+
+
+def _part(block: range, start: int, stop: int) -> range:
+    """Return the positions of a row that a block has; the row begins at `start` of all blocks and ends at `stop`."""
+    return range(max(block.start, start) - start, min(block.stop, stop) - start)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Queries of one block and keys of another that belong to the same rows.
+
+    Attributes:
+        queries: the positions of the queries in their rows.
+        keys: the positions of the keys.
+        rows: the places of the rows among those that are joined; all rows, if blocks hold positions of all.
+        places: the places of the first query and of the first key in their blocks, if rows are joined.
+    """
+
+    queries: range
+    keys: range
+    rows: slice
+    places: tuple[int, int] | None = None
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Return a view of these queries `[rows, heads, queries, ...]` of those of a block."""
+        return self._view(x, 0, len(self.queries))
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """Return a view of these keys `[rows, heads, keys, ...]` of those of a block, which may be padded."""
+        return self._view(x, 1, len(self.keys))
+
+    def _view(self, x: Tensor, side: int, length: int) -> Tensor:
+        if self.places is None:
+            return x.narrow(2, 0, length)
+        num_rows = self.rows.stop - self.rows.start
+        joined = x.squeeze(0).narrow(1, self.places[side], num_rows * length)
+        return joined.view(x.shape[1], num_rows, length, *x.shape[3:]).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -109,7 +170,7 @@ class BlockAttention:
         mask: the mask, or None.
         is_causal: whether a query sees no key at a later position; it excludes `mask`.
         first_head: the index of the first head in those of one process.
-        fused: whether the fused kernel computes the blocks; blocks of keys then begin at multiples of 4.
+        fused: whether the fused kernel computes the blocks.
     """
 
     scale: float
@@ -182,7 +243,7 @@ class BlockAttention:
             arguments = self._arguments(query, block)
             found = fused_attention.backward_of(output_gradient, results.output, sums, *arguments, False)
             for gradient, part in zip(gradients, found, strict=True):
-                gradient += part
+                gradient += part.narrow(2, part.shape[2] - gradient.shape[2], gradient.shape[2])
             return
         key, value, row_keys, queries, keys = block
         for tile, positions in _tiles(query, key, queries):
@@ -207,9 +268,19 @@ class BlockAttention:
             gradients[2].add_(torch.matmul(dropped.transpose(2, 3), of_output))
 
     def _arguments(self, query: Tensor, block: Block) -> tuple[Any, ...]:
-        """Return the arguments of the fused kernel for a block."""
+        """Return the arguments of the fused kernel for a block, with hidden keys before it up to a multiple of 4."""
         key, value, row_keys, queries, keys = block
         mask = None if self.mask is None else self.mask.of_block(queries, keys)
+        if before := keys.start % LANES:
+            mask = key.new_ones(len(keys), dtype=torch.bool) if mask is None else mask
+            assert mask.dtype == torch.bool, "rows that are joined have no mask that is added"
+            assert not self.is_causal, "layers of causal models have no joined rows"
+            key, value, mask = (
+                F.pad(key, [0, 0, before, 0]),
+                F.pad(value, [0, 0, before, 0]),
+                F.pad(mask, [before, 0]),
+            )
+            keys = range(keys.start - before, keys.stop)
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
             mask = mask.expand(*mask.shape[:2], len(queries), len(keys))
@@ -236,6 +307,12 @@ class Block(NamedTuple):
     queries: range
     keys: range
 
+    @classmethod
+    def of(cls, piece: Piece, held: Sequence[Tensor], row_keys: Tensor) -> Block:
+        """Return the keys of a piece, of the keys and values `held`."""
+        key, value = map(piece.of_keys, held)
+        return cls(key, value, row_keys[piece.rows], piece.queries, piece.keys)
+
 
 class Results(NamedTuple):
     """The results of queries, over all keys; see `Sums`.
@@ -250,7 +327,13 @@ class Results(NamedTuple):
     largest: Tensor
     total: Tensor
 
+    def of(self, piece: Piece) -> Results:
+        """Return views of the results of a part of the queries."""
+        output = piece.of_queries(self.output.transpose(1, 2)).transpose(1, 2)
+        return Results(output, piece.of_queries(self.largest), piece.of_queries(self.total))
 
+
+@dataclass(frozen=True)
 class Sums:
     """The sums over the keys so far, of queries `[batch, heads, queries, head_dim]`, in at least fp32.
 
@@ -261,11 +344,19 @@ class Sums:
             `[batch, heads, queries, value_dim]`.
     """
 
-    def __init__(self, query: Tensor, value: Tensor) -> None:
-        like = at_least_fp32(query.new_empty(()))
-        self.largest = like.new_full(query.shape[:3], -torch.inf)
-        self.total = like.new_zeros(query.shape[:3])
-        self.output = like.new_zeros((*query.shape[:3], value.shape[-1]))
+    largest: Tensor
+    total: Tensor
+    output: Tensor
+
+    @classmethod
+    def begin(cls, query: Tensor, value: Tensor) -> Sums:
+        """Return the sums over no keys."""
+        like, shape = at_least_fp32(query.new_empty(())), query.shape[:3]
+        return cls(like.new_full(shape, -torch.inf), like.new_zeros(shape), like.new_zeros((*shape, value.shape[-1])))
+
+    def of(self, piece: Piece) -> Sums:
+        """Return views of the sums of a part of the queries."""
+        return Sums(*map(piece.of_queries, (self.largest, self.total, self.output)))
 
     def add(self, tile: slice, output: Tensor, largest: Tensor, total: Tensor) -> None:
         """Add the sums of more keys for a tile of queries."""
@@ -311,10 +402,12 @@ def ring_attention(
     """Compute attention of this rank's queries to the keys of all ranks of a ring.
 
     Args:
-        query: this rank's queries `[batch, heads, block, head_dim]`, with its padding.
+        query: this rank's queries `[batch, heads, block, head_dim]`, with its padding; a batch of 1, if rows are
+            joined.
         key: its keys `[batch, key_value_heads, block, head_dim]`, of the type of the queries.
         value: its values, `[batch, key_value_heads, block, value_dim]`.
-        row_keys: the keys of the rows for the dropout mask, int64 `[batch]`; None without dropout.
+        row_keys: the keys of the rows for the dropout mask, int64 `[rows]`, in the order in which they are joined, if
+            they are; None without dropout.
         options: the options of the call.
         ring: the place of this rank.
 
@@ -322,7 +415,8 @@ def ring_attention(
         The output `[batch, queries, heads, value_dim]`, without padding.
     """
     if row_keys is None:
-        row_keys = torch.zeros(query.shape[0], dtype=torch.int64, device=query.device)
+        num_rows = query.shape[0] if ring.lengths is None else len(ring.lengths)
+        row_keys = torch.zeros(num_rows, dtype=torch.int64, device=query.device)
     query = query.narrow(2, 0, len(ring.blocks[ring.index]))
     return cast(Tensor, _RingAttention.apply(query, key, value, row_keys, options, ring))  # type: ignore[no-untyped-call]
 
@@ -332,15 +426,15 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, row_keys: Tensor, options: BlockAttention, ring: Ring
     ) -> Tensor:
-        queries = ring.blocks[ring.index]
         with torch.autocast(query.device.type, enabled=False):
-            sums = Sums(query, value)
+            sums = Sums.begin(query, value)
             held = [key, value]
             for step in range(ring.size):
                 receive = ring.begin_shift(held) if step < ring.size - 1 else None
-                keys = ring.blocks[(ring.index - step) % ring.size]
-                if not options.skips(queries, keys):
-                    options.forward_block(sums, query, Block(*_first(held, keys), row_keys, queries, keys))
+                for piece in ring.pieces((ring.index - step) % ring.size):
+                    if not options.skips(piece.queries, piece.keys):
+                        block = Block.of(piece, held, row_keys)
+                        options.forward_block(sums.of(piece), piece.of_queries(query), block)
                 held = receive() if receive else []
             results = sums.finish(value.dtype)
         ctx.save_for_backward(query, key, value, row_keys, *results)
@@ -350,21 +444,22 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, row_keys, *results = ctx.saved_tensors
+        query, key, value, row_keys, *found = ctx.saved_tensors
+        results = Results(*found)
         options: BlockAttention = ctx.options
         ring: Ring = ctx.ring
-        queries = ring.blocks[ring.index]
         of_query = torch.zeros_like(at_least_fp32(query))
         own: list[Tensor] = []
         held, receive_gradients = [key, value], None
         for step in range(ring.size):
             receive = ring.begin_shift(held) if step < ring.size - 1 else None
-            keys = ring.blocks[(ring.index - step) % ring.size]
             added = [torch.zeros_like(tensor, dtype=of_query.dtype) for tensor in held]
-            if not options.skips(queries, keys):
-                gradients = (of_query, *_first(added, keys))
-                block = Block(*_first(held, keys), row_keys, queries, keys)
-                options.backward_block(gradients, output_gradient, Results(*results), query, block)
+            for piece in ring.pieces((ring.index - step) % ring.size):
+                if not options.skips(piece.queries, piece.keys):
+                    gradients = (piece.of_queries(of_query), *map(piece.of_keys, added))
+                    of_output = piece.of_queries(output_gradient.transpose(1, 2)).transpose(1, 2)
+                    block = Block.of(piece, held, row_keys)
+                    options.backward_block(gradients, of_output, results.of(piece), piece.of_queries(query), block)
             if receive_gradients:  # of this block, from its previous holder
                 added = [ours.add_(theirs) for ours, theirs in zip(added, receive_gradients(), strict=True)]
             if step == 0:
@@ -376,9 +471,3 @@ class _RingAttention(torch.autograd.Function):
             own = [ours.add_(theirs) for ours, theirs in zip(own, receive_gradients(), strict=True)]
         of_key, of_value = own
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
-
-
-def _first(tensors: Sequence[Tensor], positions: range) -> tuple[Tensor, Tensor]:
-    """Return keys and values without the padding of their block."""
-    key, value = (tensor.narrow(2, 0, len(positions)) for tensor in tensors)
-    return key, value

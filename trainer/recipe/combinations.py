@@ -176,7 +176,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         Exclusion(_above_one(_CONTEXT), second, reason, remedy)
         for second, reason, remedy in (
             (_above_one(_TENSOR), "both cut the attention heads", "use one of them"),
-            (_is("data.packing", True), "packed rows are not cut by position", "set one of them to 1 or false"),
             (
                 _is("compile", True),
                 "the exchange of heads has not been compiled in a test",
