@@ -229,7 +229,7 @@ def context_matrix() -> Iterator[Case]:
     yield case("ddp", 3, 3, task="masked_lm", accumulates=True, checkpointing="selective")
     yield case("ddp", 3, 3, model_type="modernbert", dropout=0.0)  # with a sliding window
     yield case("ddp", 4, 4, model_type="llama", dropout=0.0, precision="bf16", checkpointing="full")
-    yield case("fsdp", 6, 3, precision="fp16", checkpointing="full")
+    yield case("fsdp", 6, 3, precision="fp16", checkpointing="full", is_nightly=True)
     yield case("zero3", 6, 3, accumulates=True, checkpointing="selective")
     yield case("zero1", 6, 3, task="masked_lm", checkpointing="full", is_nightly=True)
     yield case("zero2", 6, 3, accumulates=True, precision="bf16", is_nightly=True)

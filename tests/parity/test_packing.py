@@ -69,11 +69,16 @@ def train(keys: dict[str, Any]) -> tuple[Any, Any]:
 
 
 FAST = ("ddp-accumulated", "tensor-tokens")
+NIGHTLY = ("context", "zero2-context", "zero3-context-tokens", "hsdp-ring-recomputed")
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
-)
+def _marks(layout: str) -> tuple[pytest.MarkDecorator, ...]:
+    if layout in NIGHTLY:
+        return (pytest.mark.nightly,)
+    return () if layout in FAST else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=_marks(name)) for name in LAYOUTS])
 def test_any_layout_is_one_process_with_padding(ranks: RankPools, layout: str):
     world_size, keys = LAYOUTS[layout]
     expected = reference("fp32", 0.1)
@@ -162,11 +167,13 @@ def test_layers_process_tokens_only(checkpointing: str):
     assert max(shape[1] for shape in shapes) <= 90
 
 
-@pytest.mark.slow
-def test_the_ragged_last_batch_leaves_a_rank_without_rows(ranks: RankPools):
+@pytest.mark.parametrize(
+    "context", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.nightly)]
+)
+def test_the_ragged_last_batch_leaves_a_rank_without_rows(ranks: RankPools, context: int):
     """Use 13 rows in batches of 12: the second step has one row, and two of three ranks have only a filler."""
     keys = {"model": {"dropout": 0.1}}
     expected = train_tiny(tiny_recipe(**keys), num_rows=13, num_steps=4)
-    recipe = tiny_recipe(**keys, **PACKED, **BY_TOKENS, parallel={"strategy": "fsdp"})
-    for curve in ranks(3).run(train_tiny, recipe, num_rows=13, num_steps=4):
+    recipe = tiny_recipe(**keys, **PACKED, **BY_TOKENS, parallel={"strategy": "fsdp", "context": context})
+    for curve in ranks(3 * context).run(train_tiny, recipe, num_rows=13, num_steps=4):
         assert_same_curve(curve, expected)

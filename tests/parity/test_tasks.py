@@ -44,6 +44,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "context": (2, {"parallel": {"strategy": "ddp", "context": 2}}),
+    "ring": (3, {"parallel": {"strategy": "ddp", "context": 3}, "training": {"micro_batch_size": 5}}),
     "pipeline": (2, {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}}),
     "fsdp-tensor-pipeline": (
         8,
@@ -57,6 +58,8 @@ WITH_ZERO3 = ("causal_lm", "seq2seq_lm", "embedding", "question_answering")
 
 def _marks(task: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
     if layout.startswith("zero3") and task not in WITH_ZERO3:
+        return (pytest.mark.nightly,)
+    if layout == "ring" and task != "causal_lm_packed":
         return (pytest.mark.nightly,)
     return (pytest.mark.slow,) if LAYOUTS[layout][0] > 3 else ()
 
@@ -98,7 +101,7 @@ def test_accumulation_on_one_process_changes_nothing(task: str):
         pytest.param(task, name, marks=_marks(task, name))
         for task in TASKS
         for name in LAYOUTS
-        if not (name == "context" and task.startswith("seq2seq"))  # T5 and BART have no context parallelism
+        if not (name in ("context", "ring") and task.startswith("seq2seq"))  # T5 and BART have no context parallelism
     ],
 )
 def test_any_layout_is_one_process(ranks: RankPools, task: str, layout: str):

@@ -381,6 +381,14 @@ _PARALLEL = [
         ("models/test_ring_attention.py",),
     ),
     Defect(
+        "ring_of_rows_in_another_order",
+        "Around a ring, packed rows drop by the masks of the microbatch's order, and not by their own.",
+        "models/attention.py",
+        "row_keys[packed.order]",
+        "row_keys[packed.order.sort().values]",
+        ("models/test_ring_attention.py",),
+    ),
+    Defect(
         "ring_gradient_leaves_late",
         "The gradients of keys and values end at the rank that held them last.",
         "parallel/ring_attention.py",
