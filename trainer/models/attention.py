@@ -321,6 +321,7 @@ def _around_ring(
         else BlockMask.of(attention_mask)
     )
     if packed is not None:
+        assert not isinstance(attention_mask, Tensor), "a whole mask is that of padded rows"
         mask = mask and mask.of_tokens
         row_keys = row_keys if row_keys is None else row_keys[packed.order]
     options = BlockAttention(
