@@ -65,8 +65,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True},
     "short rows": {},
     "short rows, packed": {"data": {"packing": True}},
+    "short rows, no dropout": {"model": {"dropout": 0.0}},
+    "short rows, packed, no dropout": {"data": {"packing": True}, "model": {"dropout": 0.0}},
 }
-SHORT_ROWS = ("short rows", "short rows, packed")
+SHORT_ROWS = tuple(name for name in VARIANTS if name.startswith("short rows"))
 """The variants with rows of a quarter of the length up to all of it. The others have no padding."""
 
 
@@ -114,6 +116,8 @@ def cases() -> Iterator[Case]:
     language = {"type": "causal_lm", "text": "text", "loss_chunk_tokens": 2048}
     yield Case("ModernBERT-base", MODERN, 1024, 16)
     yield Case("ModernBERT-base", MODERN, 8192, 2)
+    for variant in SHORT_ROWS[:2]:  # with a sliding window
+        yield Case("ModernBERT-base", MODERN, 1024, 16, variant)
     yield Case("Llama 1B", LLAMA, 2048, 2, task=language)
     for strategy, row in STRATEGIES.items():
         if not row.single_process and strategy not in ("ddp", "hsdp"):  # on one rank, hsdp is fsdp

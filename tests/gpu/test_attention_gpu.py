@@ -9,17 +9,20 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.models.attention import keyed_attention
+from trainer.models.attention import PACKED_ATTENTION, keyed_attention
 from trainer.models.dropout import key_dropout, site_of
-from trainer.parallel import fused_attention
+from trainer.parallel import fused_attention, varlen
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+from trainer.parallel.packed import PackedTokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -37,7 +40,7 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a call; as BERT-large has them by default."""
+    """The sizes of a call; as BERT-large has them by default. Rows of `lengths` are joined, `length` is their sum."""
 
     length: int
     batch: int = 1
@@ -46,6 +49,15 @@ class Sizes:
     dim: int = 64
     mask: str = "none"
     bias: bool = False
+    lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def joined(cls, *lengths: int, **others: Any) -> Sizes:
+        return cls(sum(lengths), lengths=lengths, **others)
+
+    @property
+    def window(self) -> int:
+        return max(2, min(64, max(self.lengths or (self.length,)) // 8))
 
     def tensors(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         random = torch.Generator(device).manual_seed(0)
@@ -63,7 +75,7 @@ class Sizes:
         if self.mask == "padding":
             return (positions < self.length * 3 // 4).expand(self.batch, 1, self.length, self.length)
         if self.mask == "window":
-            near = (positions[:, None] - positions).abs() <= max(2, min(64, self.length // 8))
+            near = (positions[:, None] - positions).abs() <= self.window
             return near.expand(self.batch, 1, self.length, self.length)
         return None
 
@@ -76,20 +88,29 @@ class Keyed:
         model = nn.ModuleDict({"attention": Attention()})
         key_dropout(model, self.keys)
         self.module = model["attention"]
-        self.key = MicrobatchKey(1, torch.arange(sizes.batch, device=device) + 3)
-        self.mask = sizes.masked(device)
+        self.packed = PackedTokens.of(sizes.lengths, max(sizes.lengths), device) if sizes.lengths else None
+        self.window = sizes.window + 1 if sizes.mask == "window" else None
+        num_rows = len(sizes.lengths) or sizes.batch
+        self.key = MicrobatchKey(1, torch.arange(num_rows, device=device) + 3, self.packed)
+        self.mask = None if sizes.lengths else sizes.masked(device)
         self.is_causal = sizes.mask == "causal"
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, dropout: float = 0.1):
+        options: dict[str, Any] = {"dropout": dropout, "is_causal": self.is_causal}
         with self.keys.use(self.key):
-            return keyed_attention(
-                self.module, query, key, value, self.mask, dropout=dropout, is_causal=self.is_causal, position_bias=bias
-            )[0]
+            if self.packed is not None:
+                options |= {"packed": self.packed, "sliding_window": self.window}
+                return ALL_ATTENTION_FUNCTIONS[PACKED_ATTENTION](self.module, query, key, value, None, **options)[0]
+            return keyed_attention(self.module, query, key, value, self.mask, position_bias=bias, **options)[0]
 
 
 @contextmanager
 def eager() -> Iterator[None]:
-    with mock.patch.object(fused_attention, "obstacle", return_value="the test wants the eager function"):
+    why = "the test wants the eager function"
+    with (
+        mock.patch.object(fused_attention, "obstacle", return_value=why),
+        mock.patch.object(varlen, "obstacle", return_value=why),
+    ):
         yield
 
 
@@ -135,6 +156,34 @@ def test_every_size_of_heads(dim, dtype):
 @pytest.mark.parametrize("length", [100, 512])
 def test_the_bias_of_t5(length, dtype):
     assert_as_exact(Sizes(length, batch=3, bias=True, mask="padding"), dtype, GPU)
+
+
+JOINED = (700, 3, 128, 512, 1, 257)
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+def test_joined_rows_are_padded_rows(mask, dtype, dropout):
+    """Without dropout, in 16 bits, by torch's variable-length attention."""
+    sizes = Sizes.joined(*JOINED, mask=mask, key_heads=1 if dropout else 2)
+    query, key, value = sizes.tensors(dtype, GPU)
+    is_torchs = not dropout and dtype != torch.float32
+    assert (varlen.obstacle(query, key, value) is None) == is_torchs
+    with mock.patch.object(varlen, "attention", wraps=varlen.attention) as torchs:
+        assert_as_exact(sizes, dtype, GPU, dropout)
+    assert torchs.called == is_torchs
+
+
+def test_joined_rows_need_no_memory_for_padding():
+    """One row of 4,096 tokens and 31 of 64: padded, they have 22 times the tokens."""
+    sizes = Sizes.joined(4096, *[64] * 31)
+    attend, tensors = Keyed(sizes, GPU), sizes.tensors(torch.bfloat16, GPU)
+    for dropout in (0.1, 0.0):
+        results(attend, tensors, dropout)  # compiles
+        peak = peak_bytes(lambda dropout=dropout: results(attend, tensors, dropout))
+        print(f"dropout {dropout}: {peak} bytes")
+        assert peak < 16 * 4 * tensors[0].numel(), "less than 16 tensors of fp32"
 
 
 def mask_in_output(size: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -238,6 +287,46 @@ def speeds(sizes: Sizes, device: torch.device, timer: Callable[[Callable[[], obj
         with eager():
             found["eager, 0.1"] = timer(lambda: results(attend, tensors, 0.1))
     return found
+
+
+def speeds_of_rows(
+    sizes: Sizes, device: torch.device, timer: Callable[[Callable[[], object]], float]
+) -> dict[str, float]:
+    """Return the milliseconds of both passes of one layer over joined rows, by the way of computing attention."""
+    attend, tensors = Keyed(sizes, device), sizes.tensors(torch.bfloat16, device)
+    packed = attend.packed
+    assert packed is not None
+
+    def padded(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        outputs = []
+        for group in packed.groups:
+            rows = [group.pad(states.transpose(1, 2)).transpose(1, 2) for states in (query, key, value)]
+            mask, keys = group.mask(None, False), attend.key.rows[group.rows]
+            found = keyed_attention(attend.module, *rows, mask, dropout, is_causal=False, row_keys=keys)[0]
+            outputs.append(group.join(found))
+        return torch.cat(outputs).unsqueeze(0)
+
+    return {
+        "joined, 0.1": timer(lambda: results(attend, tensors, 0.1)),
+        "joined, fused, none": timer(lambda: results(attend, tensors, NONE)),
+        "joined, none": timer(lambda: results(attend, tensors, 0.0)),
+        "padded, 0.1": timer(lambda: results(padded, tensors, 0.1)),
+        "padded, none": timer(lambda: results(padded, tensors, 0.0)),
+    }
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_speed_of_joined_rows(dim):
+    """The lengths are spread evenly from a quarter of the longest up to it."""
+    for length in LENGTHS:
+        number = max(2, TOKENS // length)
+        lengths = [length - (length * 3 // 4) * index // (number - 1) for index in range(number)]
+        heads = WIDTH // dim
+        found = speeds_of_rows(Sizes.joined(*lengths, heads=heads, key_heads=heads, dim=dim), GPU, milliseconds)
+        shown = ", ".join(f"{name} {time:.3f} ms" for name, time in found.items())
+        print(f"{sum(lengths)} tokens, up to {length}, heads of {dim}: {shown}")
+        if length in (512, 2048):
+            assert found["joined, 0.1"] < found["padded, 0.1"]
 
 
 @pytest.mark.parametrize("dim", [64, 128])

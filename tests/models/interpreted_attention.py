@@ -18,15 +18,17 @@ import triton  # noqa: F401  # the kernels run where it is imported as an interp
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.gpu import test_attention_gpu
 from tests.helpers.families import CONFIGS, build, inputs_of
-from trainer.models.attention import keyed_attention
+from trainer.models.attention import PACKED_ATTENTION, keyed_attention
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.dropout import key_dropout, move_site, site_of
 from trainer.models.families.table import layers_of
 from trainer.parallel import fused_attention
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+from trainer.parallel.packed import PackedTokens
 from trainer.parallel.random import element_keys, keep_mask
 from trainer.parallel.ring_attention import Block, BlockAttention, BlockMask, Sums
 from trainer.planning.work import FLOPS
@@ -219,6 +221,64 @@ def test_parts_of_a_sequence_have_their_part_of_the_mask(offsets: list[int]):
     )
     probabilities = torch.softmax(query @ key.mT, -1) * mask / 0.7
     torch.testing.assert_close(output, (probabilities @ value).transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Rows that are joined; see `Case`. Blocks of the interpreter have 16 or 32 tokens."""
+
+    lengths: tuple[int, ...] = (45, 3, 0, 32, 1)
+    heads: tuple[int, int] = (1, 1)
+    dims: tuple[int, int] = (16, 16)
+    dtype: torch.dtype = torch.float32
+    dropout: float = 0.3
+    window: int | None = None
+    causal: bool = False
+    part: int = 0
+
+
+JOINED = {
+    "plain": Joined(),
+    "window": Joined(window=8),
+    "window, causal": Joined(window=20, causal=True, lengths=(33, 70)),
+    "causal, grouped heads of a tensor rank": Joined(causal=True, heads=(2, 1), part=1, lengths=(17, 3)),
+    "bf16, other size of values": Joined(dtype=torch.bfloat16, dims=(24, 40), window=4),
+    "no dropout": Joined(dropout=0.0, window=5),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_joined_rows_are_padded_rows(name: str):
+    """All rows in one call: outputs and gradients of padded rows, in fp64 and in the same type."""
+    case, random = JOINED[name], torch.Generator().manual_seed(0)
+    packed = PackedTokens.of(case.lengths, max(case.lengths), torch.device("cpu"))
+    states = [
+        torch.randn(1, sum(case.lengths), heads, dim, generator=random).to(case.dtype).transpose(1, 2)
+        for heads, dim in ((case.heads[0], case.dims[0]), *((case.heads[1], dim) for dim in case.dims))
+    ]
+    keys, module = keyed_module()
+    move_site(module, lambda site: replace(site, cut_dim=1, part=case.part))
+    rows = torch.tensor([5, 3, 9, 0, 7])[: len(case.lengths)]
+
+    def attend(dtype: torch.dtype) -> list[Tensor]:
+        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in states]
+        options = {"dropout": case.dropout, "scaling": 0.4, "is_causal": case.causal}
+        options["sliding_window"] = None if case.window is None else case.window + 1
+        module.num_key_value_groups = case.heads[0] // case.heads[1]
+        with keys.use(MicrobatchKey(2, rows, packed)):
+            output, _ = ALL_ATTENTION_FUNCTIONS[PACKED_ATTENTION](module, *inputs, None, packed=packed, **options)
+        weights = torch.linspace(-1, 1, output.numel()).to(output.dtype).view_as(output)
+        return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+
+    with mock.patch.object(PackedTokens, "groups", mock.PropertyMock(side_effect=AssertionError("padded"))):
+        found = attend(case.dtype)
+    with eager():
+        exact, own = attend(torch.float64), attend(case.dtype)
+    for result, reference, rounded in zip(found, exact, own, strict=True):
+        assert result.dtype == rounded.dtype
+        size = reference.abs().max()
+        error, eager_error = ((x.double() - reference).abs().max() / size for x in (result, rounded))
+        assert error < max(4e-6, (3 if case.dtype == torch.bfloat16 else 1.5) * eager_error), (error, eager_error)
 
 
 def test_a_query_that_sees_nothing_sees_all_keys_alike():
@@ -494,3 +554,8 @@ def test_the_measurements_on_a_gpu_run():
     assert torch.equal(*test_attention_gpu.mask_in_output(16, cpu, torch.float32))
     steps: list[object] = []
     assert len(test_attention_gpu.speeds(sizes, cpu, lambda step: steps.append(step()) or 1.0)) == len(steps) == 5
+    rows = test_attention_gpu.Sizes.joined(20, 3, heads=1, key_heads=1, dim=16, mask="window")
+    for dropout in (0.1, 0.0):
+        test_attention_gpu.assert_as_exact(rows, torch.float16, cpu, dropout)
+    found = test_attention_gpu.speeds_of_rows(rows, cpu, lambda step: steps.append(step()) or 1.0)
+    assert len(found) == len(steps) - 5 == 5

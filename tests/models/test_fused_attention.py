@@ -13,12 +13,13 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.planning.measured import SMALL_BERT, recipe_of
-from trainer.models.attention import KEYED_ATTENTION, RING_ATTENTION, attention_notes
+from trainer.models.attention import KEYED_ATTENTION, PACKED_ATTENTION, RING_ATTENTION, attention_notes
 from trainer.parallel import fused_attention
 from trainer.planning.hardware import parse_devices
 from trainer.planning.ledger import ACTIVATIONS
 from trainer.planning.step import plan_step
 from trainer.recipe.plan import plan_run
+from trainer.recipe.schema import Recipe
 
 INTERPRETED = Path(__file__).with_name("interpreted_attention.py")
 
@@ -71,6 +72,24 @@ class TestNotes:
         assert note.startswith("attention around a ring computes its blocks by operations of torch, because ")
         assert reason in note
 
+    def of_rows(self, monkeypatch, flash: bool = True, **options):
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
+        return self.notes(monkeypatch, implementation=PACKED_ATTENTION, **options)
+
+    def test_joined_rows(self, monkeypatch):
+        """Without keyed dropout, a model has none of its sites."""
+        without = "attention reads joined rows without padding in the fused kernel, where it has no dropout"
+        padded = "attention with torch's dropout pads joined rows, because only layout-invariant dropout has a kernel"
+        torchs = "without dropout in 16 bits, torch's variable-length attention reads joined rows"
+        assert self.of_rows(monkeypatch) == [padded, without, torchs]
+        assert self.of_rows(monkeypatch, flash=False) == [padded, without]
+        monkeypatch.setattr("trainer.models.attention.has_site", lambda module: True)
+        assert self.of_rows(monkeypatch) == ["attention reads joined rows without padding in the fused kernel", torchs]
+        reason = "the GPU Tesla T4 is older than compute capability 8.0"
+        assert self.of_rows(monkeypatch, capability=(7, 5)) == [
+            f"attention pads joined rows, and stores its probabilities with dropout, because {reason}"
+        ]
+
     def test_of_other_attention_and_devices_there_are_none(self, monkeypatch):
         assert self.notes(monkeypatch, implementation="sdpa") == []
         assert attention_notes(self.model(KEYED_ATTENTION), torch.device("cpu")) == []
@@ -80,8 +99,8 @@ class TestPlans:
     LENGTH = 256
     RECIPE = recipe_of({"model": {"config": {**SMALL_BERT, "max_position_embeddings": LENGTH}, "tokenizer": "none"}})
 
-    def step(self, cuda: bool, fused: bool = True):
-        return plan_step(plan_run(self.RECIPE, 1), 0, self.LENGTH, cuda, fused)
+    def step(self, cuda: bool, fused: bool = True, recipe: Recipe = RECIPE):
+        return plan_step(plan_run(recipe, 1), 0, self.LENGTH, cuda, fused)
 
     @property
     def pairs(self) -> int:
@@ -103,6 +122,14 @@ class TestPlans:
         head_dim = SMALL_BERT["hidden_size"] // SMALL_BERT["num_attention_heads"]
         microbatches = 4
         assert fused - eager == microbatches * 3 * 2 * self.pairs * head_dim
+
+    def test_of_packed_rows_on_a_gpu_pad_nothing(self):
+        """Attention keeps as much as that of padded rows without padding, and computes the same products."""
+        packed = self.RECIPE.model_copy(update={"data": self.RECIPE.data.model_copy(update={"packing": True})})
+        found, padded = (self.step(True, recipe=recipe) for recipe in (packed, self.RECIPE))
+        indices = 2 * 8 * self.RECIPE.training.micro_batch_size * self.LENGTH  # rows and positions of the tokens
+        assert found.peak.by_component[ACTIVATIONS] < padded.peak.by_component[ACTIVATIONS] + 4 * indices
+        assert sum(found.totals.flops.values()) == sum(padded.totals.flops.values())
 
     @pytest.mark.parametrize(("name", "runs"), [("A100-80", True), ("H100", True), ("T4", False), ("V100-32", False)])
     def test_know_the_gpus_that_run_it(self, name, runs):

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trainer.base.errors import UsageError
 from trainer.models.checkpointing import not_recorded
 from trainer.models.dropout import has_site, site_of
-from trainer.parallel import fused_attention
+from trainer.parallel import fused_attention, varlen
 from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.packed import PackedTokens
@@ -30,6 +30,8 @@ from trainer.parallel.sequence import ContextCut
 KEYED_ATTENTION = "trainer_keyed"
 RING_ATTENTION = "trainer_ring"
 """The same function, with masks that are computed block by block."""
+PACKED_ATTENTION = "trainer_packed"
+"""The same function for rows that are always joined; the model makes no mask."""
 PACKED = "packed"
 """The argument of models, layers and attention with the `PackedTokens` of their hidden states."""
 
@@ -201,21 +203,40 @@ def _expanded(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def attention_notes(model: nn.Module, device: torch.device) -> list[str]:
-    """Return a note on the function that computes attention around a ring, or with dropout, on a GPU.
+    """Return notes on the functions that compute attention around a ring, with dropout or of joined rows, on a GPU.
 
-    There is none for other models.
+    There are none for other models.
     """
     config = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
-    if device.type != "cuda" or implementation not in (KEYED_ATTENTION, RING_ATTENTION):
+    if device.type != "cuda" or implementation not in (KEYED_ATTENTION, RING_ATTENTION, PACKED_ATTENTION):
         return []
     obstacle = fused_attention.obstacle(device)
+    if implementation == PACKED_ATTENTION:
+        return _notes_of_rows(model, device, obstacle)
     is_ring = implementation == RING_ATTENTION
     if obstacle is None:
         return [f"attention {'around a ring' if is_ring else 'with dropout'} runs in the fused kernel"]
     if is_ring:
         return [f"attention around a ring computes its blocks by operations of torch, because {obstacle}"]
     return [f"attention with dropout stores its probabilities, because {obstacle}"]
+
+
+def _notes_of_rows(model: nn.Module, device: torch.device, obstacle: str | None) -> list[str]:
+    is_keyed = any(map(has_site, model.modules()))
+    notes = []
+    if not is_keyed:
+        notes.append(
+            "attention with torch's dropout pads joined rows, because only layout-invariant dropout has a kernel"
+        )
+    if obstacle is None:
+        reads = "attention reads joined rows without padding in the fused kernel"
+        notes.append(reads if is_keyed else f"{reads}, where it has no dropout")
+    else:
+        notes.append(f"attention pads joined rows, and stores its probabilities with dropout, because {obstacle}")
+    if varlen.obstacle_of_device(device) is None:
+        notes.append("without dropout in 16 bits, torch's variable-length attention reads joined rows")
+    return notes
 
 
 def _attention(
@@ -230,7 +251,7 @@ def _attention(
     """Compute `keyed_attention`, also for tokens without padding.
 
     With `packed`, queries, keys, values and output have a batch of 1, and one position for each token. The mask is that
-    of padded rows. No probabilities are returned.
+    of the rows, whatever `attention_mask` is. No probabilities are returned.
 
     After `share_heads`, queries, keys, values and output are this rank's positions, with all heads.
     """
@@ -240,13 +261,20 @@ def _attention(
         if cut.of_heads.ring > 1:
             output = _around_ring(cut, module, query, key, value, attention_mask, packed, **options)
         elif packed is not None:
-            output = _of_groups(module, query, key, value, attention_mask, packed, **options)
+            output = _of_rows(module, query, key, value, packed, **options)
         else:
             output, _ = keyed_attention(module, query, key, value, attention_mask, **options)
         return cut.to_positions(output.transpose(1, 2)).transpose(1, 2), None
     if packed is None:
         return keyed_attention(module, query, key, value, attention_mask, **options)
-    return _of_groups(module, query, key, value, attention_mask, packed, **options), None
+    return _of_rows(module, query, key, value, packed, **options), None
+
+
+def _attention_of_rows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Any, *, packed: PackedTokens, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `_attention` for joined rows, which need no mask: each token sees those of its row."""
+    return _attention(module, query, key, value, None, packed, **options)
 
 
 def _row_keys(module: nn.Module, query: Tensor, packed: PackedTokens | None) -> Tensor:
@@ -256,26 +284,48 @@ def _row_keys(module: nn.Module, query: Tensor, packed: PackedTokens | None) -> 
     return site.keys.row_keys(site.name, shape)
 
 
-def _of_groups(
+def _of_rows(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
     packed: PackedTokens,
-    **options: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
 ) -> Tensor:
-    """Return the output `[1, tokens, heads, head_dim]` of attention inside of the rows of `packed`."""
-    row_keys = _row_keys(module, query, packed) if options.get("dropout") and has_site(module) else None
+    """Return the output `[1, tokens, heads, head_dim]` of attention inside of the rows of `packed`.
+
+    The fused kernel and torch's variable-length attention read the joined rows. Where neither runs, rows are padded: on
+    a CPU in groups of similar length, and for torch's dropout, which neither draws.
+    """
+    row_keys = _row_keys(module, query, packed) if dropout and has_site(module) else None
+    scale, causal = _scale(query, scaling), _is_causal(module, is_causal)
+    window = None if sliding_window is None else sliding_window - 1  # transformers counts the query too
+    states = (_autocast(query), _autocast(key), _autocast(value))
+    if not dropout and varlen.obstacle(*states) is None:
+        return varlen.attention(*states, packed.starts, max(packed.lengths), scale, causal, window)
+    if fused_attention.obstacle(query.device) is None and (row_keys is not None or not dropout):
+        obstacle = _obstacle_of_states(*states)
+        if obstacle is None:
+            first_head = site_of(module).offsets(query.shape)[1] if row_keys is not None else 0
+            keys = packed.order if row_keys is None else row_keys[packed.order]  # none are read without dropout
+            output: Tensor = fused_attention.fused_attention(
+                *states, keys, None, None, None, None, scale, dropout, causal, [first_head, 0, 0],
+                packed.starts, packed.lengths, window,
+            )[0]  # fmt: skip
+            return output
+        warnings.warn(f"attention pads joined rows, because {obstacle}", stacklevel=2)
     outputs = []
     for group in packed.groups:
-        rows = [group.pad(states.transpose(1, 2)).transpose(1, 2) for states in (query, key, value)]
-        mask = None
-        if attention_mask is not None and (group.places is not None or options.get("sliding_window")):
-            mask = attention_mask[..., : group.width, : group.width][group.rows]
-        keys = row_keys if row_keys is None else row_keys[group.rows]
-        output, _ = keyed_attention(module, rows[0], rows[1], rows[2], mask, row_keys=keys, **options)
-        outputs.append(group.join(output))
+        rows = [group.pad(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value)]
+        padded, _ = keyed_attention(
+            module, rows[0], rows[1], rows[2], group.mask(window, causal), dropout, scaling, is_causal,
+            row_keys=None if row_keys is None else row_keys[group.rows], **kwargs,
+        )  # fmt: skip
+        outputs.append(group.join(padded))
     return torch.cat(outputs).unsqueeze(0)
 
 
@@ -380,3 +430,5 @@ ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, sdpa_mask)
 ALL_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _block_mask)
+ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _attention_of_rows)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, lambda *_, **__: None)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from trainer.parallel import fused_attention  # noqa: F401  # registers the operation
+from trainer.parallel import fused_attention, varlen  # noqa: F401  # registers their operations
 from trainer.parallel.dropout import DropoutKeys
 
 CheckpointingName = Literal["none", "selective", "full"]
@@ -41,6 +41,7 @@ _KEPT = {
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.trainer.keyed_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
 }
 
 

@@ -2,8 +2,8 @@
 
 The first layer gets the tokens of all rows of a microbatch as one sequence `[1, tokens, hidden]`, and the last layer
 returns padded rows. Embeddings and heads are those of padded rows, so positions, token types and pooling stay as they
-are. The attention function returns to rows for itself, since tokens see their own row only. transformers passes the
-argument `PACKED` of the model on to each layer and to the attention function.
+are. The attention function finds the rows for itself, since tokens see their own row only; no mask is made.
+transformers passes the argument `PACKED` of the model on to each layer and to the attention function.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.models.attention import KEYED_ATTENTION, PACKED, RING_ATTENTION
+from trainer.models.attention import PACKED, PACKED_ATTENTION, RING_ATTENTION
 from trainer.models.families.table import FAMILIES, layers_of
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.packed import PackedTokens
@@ -48,7 +48,7 @@ def pack_layers(model: Any) -> None:
     """
     check_packing(model)
     if model.config._attn_implementation != RING_ATTENTION:
-        model.config._attn_implementation = KEYED_ATTENTION  # with torch's dropout, too: it returns to rows
+        model.config._attn_implementation = PACKED_ATTENTION
     layers = list(layers_of(model).values())
     for layer in layers:
         layer.register_forward_pre_hook(_pack_rotations, with_kwargs=True)

@@ -16,14 +16,14 @@ import triton.language as tl
 
 from trainer.parallel.random import GOLDEN_GAMMA, INDEX_BITS, ROUNDS
 
-NO_MASK, BOOLEAN, ADDITIVE = 0, 1, 2
-"""The kinds of a mask."""
+NO_MASK, BOOLEAN, ADDITIVE, WINDOW = 0, 1, 2, 3
+"""The kinds of a mask. A window has no tensor: the mask is the largest distance of a query and a key that it sees."""
 
 INTERPRETED = "interpreted"
 """The precision of products in Triton's interpreter."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-_NO_MASK, _BOOLEAN, _ADDITIVE = tl.constexpr(NO_MASK), tl.constexpr(BOOLEAN), tl.constexpr(ADDITIVE)
+_BOOLEAN, _ADDITIVE, _WINDOW = tl.constexpr(BOOLEAN), tl.constexpr(ADDITIVE), tl.constexpr(WINDOW)
 _WORD = 1 << 64
 _GAMMA = tl.constexpr(GOLDEN_GAMMA)
 _HEAD_STRIDE = tl.constexpr((GOLDEN_GAMMA << INDEX_BITS) % _WORD)
@@ -80,6 +80,13 @@ def _stream_keys(row_keys, batch, head, query):
 
 
 @triton.jit
+def _joined_row(starts, row):
+    """Return the place of the first token of a row that is joined with others, and its number of tokens."""
+    start = tl.load(starts + row)
+    return start.to(tl.int64), tl.load(starts + row + 1) - start
+
+
+@triton.jit
 def _load(pointers, row, column, num_rows, num_columns, CHECK_ROWS: tl.constexpr, CHECK_COLUMNS: tl.constexpr):
     """Load a tile; its checked elements outside of the tensor are 0."""
     if CHECK_ROWS and CHECK_COLUMNS:
@@ -113,6 +120,8 @@ def _scores(
         if MASK == _BOOLEAN:
             pointers = mask + query.to(tl.int64) * mask_strides[2] + key * mask_strides[3]
             scores = tl.where(tl.load(pointers, mask=exists, other=0) != 0, scores, _LOWEST)
+        if MASK == _WINDOW:
+            scores = tl.where((query - key <= mask) & (key - query <= mask), scores, _LOWEST)
         if CAUSAL:
             scores = tl.where(query >= key, scores, _LOWEST)
         scores = tl.where(key < num_keys, scores, float("-inf"))
@@ -127,26 +136,32 @@ def _piece(tiles, index, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _key_pieces(
-    tiles, first_query, num_keys,
+    tiles, first_query, num_keys, mask,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_N: tl.constexpr, CAUSAL: tl.constexpr, TILES: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
-    """Return the number of pieces of keys that a tile of queries sees whole, and the number of all that it sees."""
+    """Return the number of pieces of keys that a tile of queries sees whole, the first partial one, and their end."""
     if TILES:
         whole, partial = tl.load(tiles), tl.load(tiles + 1)
-        return whole * (UNIT_N // BLOCK_N), (whole + partial) * (UNIT_N // BLOCK_N)
-    elif CAUSAL:
-        seen = tl.minimum(first_query + BLOCK_M, num_keys)
-        return tl.minimum(first_query + 1, num_keys) // BLOCK_N, tl.cdiv(seen, BLOCK_N)
-    elif MASK == _BOOLEAN:
-        return num_keys * 0, tl.cdiv(num_keys, BLOCK_N)
+        return whole * (UNIT_N // BLOCK_N), whole * (UNIT_N // BLOCK_N), (whole + partial) * (UNIT_N // BLOCK_N)
     else:
-        return num_keys // BLOCK_N, tl.cdiv(num_keys, BLOCK_N)
+        whole, seen = num_keys // BLOCK_N, num_keys
+        if CAUSAL:
+            whole = tl.minimum(first_query + 1, num_keys) // BLOCK_N
+            seen = tl.minimum(first_query + BLOCK_M, num_keys)
+        if MASK == _BOOLEAN:
+            whole = num_keys * 0
+        first = whole
+        if MASK == _WINDOW:
+            whole = num_keys * 0
+            first = tl.maximum(first_query - mask, 0) // BLOCK_N
+            seen = tl.minimum(first_query + BLOCK_M + mask, seen)
+        return whole, first, tl.cdiv(seen, BLOCK_N)
 
 
 @triton.jit
 def _query_pieces(
-    tiles, first_key, num_queries, num_keys,
+    tiles, first_key, num_queries, num_keys, mask,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, CAUSAL: tl.constexpr, TILES: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
@@ -165,6 +180,10 @@ def _query_pieces(
             first = first_key // BLOCK_M
             whole = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M)
         if MASK == _BOOLEAN:
+            whole = last
+        if MASK == _WINDOW:
+            first = tl.maximum(first, tl.maximum(first_key - mask, 0) // BLOCK_M)
+            last = tl.cdiv(tl.minimum(first_key + BLOCK_N + mask, num_queries), BLOCK_M)
             whole = last
         whole = tl.where(first_key + BLOCK_N > num_keys, last, whole)
         return tl.minimum(first, last), tl.minimum(whole, last), last
@@ -208,31 +227,35 @@ def _forward_piece(
 
 @_compiled
 def forward_kernel(
-    query, key, value, output, sums, row_keys, mask, bias, tiles, scale, threshold, kept_scale,
+    query, key, value, output, sums, row_keys, mask, bias, tiles, starts, scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_strides, sums_strides, mask_strides, bias_strides, tiles_strides,
     num_heads, group, num_queries, num_keys, num_blocks, head_offset, query_offset, key_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    JOINED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the output of a tile of queries, and the maximum and the binary logarithm of the sum of each row."""
     program = tl.program_id(0)
     block = num_blocks - 1 - program % num_blocks  # under a causal mask, the longest first
     head, row = (program // num_blocks) % num_heads, (program // num_blocks // num_heads).to(tl.int64)
     first_query = block * BLOCK_M
+    start = row * 0
+    if JOINED:
+        start, num_queries = _joined_row(starts, row)
+        num_keys = num_queries
     if first_query >= num_queries:
         return
     streams = tl.zeros((BLOCK_M,), tl.uint64)
     queries, dims, value_dims = first_query + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     if DROPOUT:
         streams = _stream_keys(row_keys, row, head + head_offset, queries + query_offset)
-    query += row * query_strides[0] + head * query_strides[1]
-    key += row * key_strides[0] + (head // group) * key_strides[1]
-    value += row * value_strides[0] + (head // group) * value_strides[1]
-    output += row * output_strides[0] + head * output_strides[1]
-    sums += row * sums_strides[1] + head * sums_strides[2]
-    if MASK:
+    query += row * query_strides[0] + head * query_strides[1] + start * query_strides[2]
+    key += row * key_strides[0] + (head // group) * key_strides[1] + start * key_strides[2]
+    value += row * value_strides[0] + (head // group) * value_strides[1] + start * value_strides[2]
+    output += row * output_strides[0] + head * output_strides[1] + start * output_strides[2]
+    sums += row * sums_strides[1] + head * sums_strides[2] + start
+    if MASK and MASK != _WINDOW:
         mask += row * mask_strides[0] + head * mask_strides[1]
     if BIAS:
         bias += row * bias_strides[0] + head * bias_strides[1]
@@ -245,7 +268,7 @@ def forward_kernel(
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     accumulated = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    whole, end = _key_pieces(tiles, first_query, num_keys, BLOCK_M, BLOCK_N, UNIT_N, CAUSAL, TILES, MASK)
+    whole, partial, end = _key_pieces(tiles, first_query, num_keys, mask, BLOCK_M, BLOCK_N, UNIT_N, CAUSAL, TILES, MASK)
     for index in range(0, whole):
         first_key = index * BLOCK_N
         if TILES:
@@ -255,7 +278,7 @@ def forward_kernel(
             num_keys, key_strides[2], value_strides[2], mask, mask_strides, bias, bias_strides, key_offset,
             HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, MASK, BIAS, CAUSAL, DROPOUT, PRECISION, False,
         )  # fmt: skip
-    for index in range(whole, end):
+    for index in range(partial, end):
         first_key = index * BLOCK_N
         if TILES:
             first_key = _piece(tiles, index, UNIT_N, BLOCK_N)
@@ -309,7 +332,7 @@ def _query_gradient_piece(
 
 @_compiled
 def query_gradient_kernel(
-    query, key, value, output, output_gradient, query_gradient, sums, deltas, row_keys, mask, bias, tiles,
+    query, key, value, output, output_gradient, query_gradient, sums, deltas, row_keys, mask, bias, tiles, starts,
     scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_strides, output_gradient_strides, query_gradient_strides,
     sums_strides, mask_strides, bias_strides, tiles_strides,
@@ -317,28 +340,34 @@ def query_gradient_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    JOINED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a tile of queries, and `deltas`: the sums of output times its gradient, `[queries]`."""
     program = tl.program_id(0)
     block = num_blocks - 1 - program % num_blocks
     head, row = (program // num_blocks) % num_heads, (program // num_blocks // num_heads).to(tl.int64)
     first_query = block * BLOCK_M
+    start = row * 0
+    if JOINED:
+        start, num_queries = _joined_row(starts, row)
+        num_keys = num_queries
     if first_query >= num_queries:
         return
     streams = tl.zeros((BLOCK_M,), tl.uint64)
     queries, dims, value_dims = first_query + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     if DROPOUT:
         streams = _stream_keys(row_keys, row, head + head_offset, queries + query_offset)
-    query += row * query_strides[0] + head * query_strides[1]
-    key += row * key_strides[0] + (head // group) * key_strides[1]
-    value += row * value_strides[0] + (head // group) * value_strides[1]
-    output += row * output_strides[0] + head * output_strides[1]
+    query += row * query_strides[0] + head * query_strides[1] + start * query_strides[2]
+    key += row * key_strides[0] + (head // group) * key_strides[1] + start * key_strides[2]
+    value += row * value_strides[0] + (head // group) * value_strides[1] + start * value_strides[2]
+    output += row * output_strides[0] + head * output_strides[1] + start * output_strides[2]
     output_gradient += row * output_gradient_strides[0] + head * output_gradient_strides[1]
+    output_gradient += start * output_gradient_strides[2]
     query_gradient += row * query_gradient_strides[0] + head * query_gradient_strides[1]
-    sums += row * sums_strides[1] + head * sums_strides[2]
-    deltas += row * sums_strides[1] + head * sums_strides[2]
-    if MASK:
+    query_gradient += start * query_gradient_strides[2]
+    sums += row * sums_strides[1] + head * sums_strides[2] + start
+    deltas += row * sums_strides[1] + head * sums_strides[2] + start
+    if MASK and MASK != _WINDOW:
         mask += row * mask_strides[0] + head * mask_strides[1]
     if BIAS:
         bias += row * bias_strides[0] + head * bias_strides[1]
@@ -362,7 +391,7 @@ def query_gradient_kernel(
     largest = tl.load(sums + queries, mask=exists, other=0.0)
     logarithm = tl.load(sums + sums_strides[0] + queries, mask=exists, other=0.0)
     gradient = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    whole, end = _key_pieces(tiles, first_query, num_keys, BLOCK_M, BLOCK_N, UNIT_N, CAUSAL, TILES, MASK)
+    whole, partial, end = _key_pieces(tiles, first_query, num_keys, mask, BLOCK_M, BLOCK_N, UNIT_N, CAUSAL, TILES, MASK)
     for index in range(0, whole):
         first_key = index * BLOCK_N
         if TILES:
@@ -373,7 +402,7 @@ def query_gradient_kernel(
             bias_strides, key_offset,
             HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, MASK, BIAS, CAUSAL, DROPOUT, PRECISION, False,
         )  # fmt: skip
-    for index in range(whole, end):
+    for index in range(partial, end):
         first_key = index * BLOCK_N
         if TILES:
             first_key = _piece(tiles, index, UNIT_N, BLOCK_N)
@@ -436,7 +465,7 @@ def _key_gradient_piece(
 
 @_compiled
 def key_gradient_kernel(
-    query, key, value, output_gradient, key_gradient, value_gradient, sums, deltas, row_keys, mask, bias, tiles,
+    query, key, value, output_gradient, key_gradient, value_gradient, sums, deltas, row_keys, mask, bias, tiles, starts,
     scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_gradient_strides, key_gradient_strides, value_gradient_strides,
     sums_strides, mask_strides, bias_strides, tiles_strides,
@@ -444,18 +473,22 @@ def key_gradient_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    JOINED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of keys and values; the heads of their group are summed here."""
     program = tl.program_id(0)
     block = program % num_blocks
     key_head, row = (program // num_blocks) % num_key_heads, (program // num_blocks // num_key_heads).to(tl.int64)
     first_key = block * BLOCK_N
+    start = row * 0
+    if JOINED:
+        start, num_queries = _joined_row(starts, row)
+        num_keys = num_queries
     if first_key >= num_keys:
         return
     keys, dims, value_dims = first_key + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    key += row * key_strides[0] + key_head * key_strides[1]
-    value += row * value_strides[0] + key_head * value_strides[1]
+    key += row * key_strides[0] + key_head * key_strides[1] + start * key_strides[2]
+    value += row * value_strides[0] + key_head * value_strides[1] + start * value_strides[2]
     rows = _load(
         key + keys[:, None] * key_strides[2] + dims[None, :], keys[:, None], dims[None, :], num_keys, HEAD_DIM, True,
         HEAD_DIM != BLOCK_D,
@@ -468,11 +501,12 @@ def key_gradient_kernel(
     of_values = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     first_word = (first_key + key_offset) // 4
     for head in range(key_head * group, (key_head + 1) * group):
-        queries = query + row * query_strides[0] + head * query_strides[1]
+        queries = query + row * query_strides[0] + head * query_strides[1] + start * query_strides[2]
         of_output = output_gradient + row * output_gradient_strides[0] + head * output_gradient_strides[1]
-        place = row * sums_strides[1] + head * sums_strides[2]
+        of_output += start * output_gradient_strides[2]
+        place = row * sums_strides[1] + head * sums_strides[2] + start
         own_mask, own_bias, own_tiles = mask, bias, tiles
-        if MASK:
+        if MASK and MASK != _WINDOW:
             own_mask = mask + row * mask_strides[0] + head * mask_strides[1]
         if BIAS:
             own_bias = bias + row * bias_strides[0] + head * bias_strides[1]
@@ -480,7 +514,7 @@ def key_gradient_kernel(
             own_tiles = tiles + row * tiles_strides[0] + head * tiles_strides[1]
             own_tiles += (first_key // UNIT_N) * tiles_strides[2]
         low, middle, high = _query_pieces(
-            own_tiles, first_key, num_queries, num_keys, BLOCK_M, BLOCK_N, UNIT_M, CAUSAL, TILES, MASK
+            own_tiles, first_key, num_queries, num_keys, mask, BLOCK_M, BLOCK_N, UNIT_M, CAUSAL, TILES, MASK
         )
         if TILES:
             partial_first, partial_end, whole_first, whole_end = low, middle, high, low
@@ -510,7 +544,9 @@ def key_gradient_kernel(
             )  # fmt: skip
     exists = (keys < num_keys)[:, None]
     key_gradient += row * key_gradient_strides[0] + key_head * key_gradient_strides[1]
+    key_gradient += start * key_gradient_strides[2]
     value_gradient += row * value_gradient_strides[0] + key_head * value_gradient_strides[1]
+    value_gradient += start * value_gradient_strides[2]
     tl.store(
         key_gradient + keys[:, None] * key_gradient_strides[2] + dims[None, :],
         (of_keys * scale).to(key_gradient.dtype.element_ty),
@@ -563,7 +599,7 @@ def bias_gradient_kernel(
             dims[:, None], keys[None, :], HEAD_DIM, num_keys, HEAD_DIM != BLOCK_D, True,
         )  # fmt: skip
         own_mask = mask
-        if MASK:
+        if MASK and MASK != _WINDOW:
             own_mask = mask + row * mask_strides[0] + head * mask_strides[1]
         scores = _scores(
             _product(rows, columns, None, PRECISION), scale, queries[:, None], keys[None, :], num_queries,

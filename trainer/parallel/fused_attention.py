@@ -172,8 +172,15 @@ def fused_attention(
     probability: float,
     is_causal: bool,
     offsets: Sequence[int],
+    starts: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute scaled dot-product attention with a keyed dropout mask.
+
+    Rows of tokens may be joined without padding: tensors then have a batch of 1 and the positions of all rows, one row
+    after the other, and each query sees the keys of its row. Such a call has no mask, no bias, and one index that is
+    not 0 in `offsets`: that of the head.
 
     Args:
         query: the queries `[batch, heads, queries, head_dim]`, of a type in `DTYPES`.
@@ -190,6 +197,10 @@ def fused_attention(
         is_causal: whether a query sees no key at a later position; it excludes `mask`.
         offsets: the indices of the first head, query and key of these tensors in those of one process. The key's is a
             multiple of 4.
+        starts: the place of the first token of each row that is joined, and the number of all tokens, int32
+            `[rows + 1]`; `row_keys` are then `[rows]`.
+        lengths: the tokens of each row, as `starts` has them.
+        window: the largest distance of a query and a key that it sees; it excludes `mask`.
 
     Returns:
         The output `[batch, queries, heads, value_dim]`, and the maximum and the binary logarithm of the sum of each
@@ -201,15 +212,15 @@ def fused_attention(
     )
     if output.numel() == 0:
         return output, sums
-    call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets)
+    call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, lengths, window)
     block = call.tiling.forward
     by_head = output.transpose(1, 2)
-    num_blocks = -(-query.shape[2] // block.queries)
-    _kernels().forward_kernel[(num_blocks * query.shape[0] * query.shape[1],)](
-        query, key, value, by_head, sums, row_keys, *call.added, key_tiles, *call.factors,
+    num_blocks = -(-call.queries // block.queries)
+    _kernels().forward_kernel[(num_blocks * call.rows * query.shape[1],)](
+        query, key, value, by_head, sums, row_keys, *call.added, key_tiles, starts, *call.factors,
         call.strides(query), call.strides(key), call.strides(value), call.strides(by_head), call.strides(sums),
         *call.added_strides, call.strides(key_tiles),
-        query.shape[1], call.group, query.shape[2], key.shape[2], num_blocks, *offsets,
+        query.shape[1], call.group, call.queries, call.keys, num_blocks, *offsets,
         **call.options(block, key_tiles is not None),
     )  # fmt: skip
     return output, sums
@@ -229,6 +240,9 @@ def _empty_results(
     probability: float,
     is_causal: bool,
     offsets: Sequence[int],
+    starts: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, heads, queries = query.shape[:3]
     output = query.new_empty((batch, queries, heads, value.shape[-1]))
@@ -253,6 +267,9 @@ def backward_of(
     is_causal: bool,
     offsets: Sequence[int],
     with_bias: bool,
+    starts: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    window: int | None = None,
 ) -> list[Tensor]:
     """Return the gradients of query, key and value, and that of the bias `with_bias`.
 
@@ -267,18 +284,18 @@ def backward_of(
     if output.numel() == 0:
         return [gradient.zero_() for gradient in gradients]
     query_gradient, key_gradient, value_gradient = gradients[:3]
-    call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets)
+    call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, lengths, window)
     by_head, gradient = output.transpose(1, 2), output_gradient.transpose(1, 2)
     deltas = torch.empty_like(sums[0])
-    batch, heads, num_queries = query.shape[:3]
-    key_heads, num_keys = key.shape[1:3]
+    batch, heads, num_queries = call.rows, query.shape[1], call.queries
+    key_heads, num_keys = key.shape[1], call.keys
     kernels, strides = _kernels(), call.strides
     inputs = (strides(query), strides(key), strides(value))
 
     block = call.tiling.of_queries
     num_blocks = -(-num_queries // block.queries)
     kernels.query_gradient_kernel[(num_blocks * batch * heads,)](
-        query, key, value, by_head, gradient, query_gradient, sums, deltas, row_keys, *call.added, key_tiles,
+        query, key, value, by_head, gradient, query_gradient, sums, deltas, row_keys, *call.added, key_tiles, starts,
         *call.factors, *inputs, strides(by_head), strides(gradient), strides(query_gradient), strides(sums),
         *call.added_strides, strides(key_tiles),
         heads, call.group, num_queries, num_keys, num_blocks, *offsets, **call.options(block, key_tiles is not None),
@@ -288,7 +305,7 @@ def backward_of(
     num_blocks = -(-num_keys // block.keys)
     kernels.key_gradient_kernel[(num_blocks * batch * key_heads,)](
         query, key, value, gradient, key_gradient, value_gradient, sums, deltas, row_keys, *call.added, query_tiles,
-        *call.factors, *inputs, strides(gradient), strides(key_gradient), strides(value_gradient),
+        starts, *call.factors, *inputs, strides(gradient), strides(key_gradient), strides(value_gradient),
         strides(sums), *call.added_strides, strides(query_tiles),
         key_heads, call.group, num_queries, num_keys, num_blocks, *offsets,
         **call.options(block, query_tiles is not None),
@@ -299,7 +316,7 @@ def backward_of(
         block = call.tiling.of_queries
         blocks = (-(-num_queries // block.queries), -(-num_keys // block.keys))
         options = call.options(block, False)
-        for name in ("UNIT_M", "UNIT_N", "BIAS", "TILES"):
+        for name in ("UNIT_M", "UNIT_N", "BIAS", "TILES", "JOINED"):
             del options[name]
         kernels.bias_gradient_kernel[(blocks[0] * blocks[1] * bias.shape[0] * bias.shape[1],)](
             query, key, value, gradient, gradients[3], sums, deltas, row_keys, *call.added, *call.factors,
@@ -327,6 +344,9 @@ def _empty_gradients(
     is_causal: bool,
     offsets: Sequence[int],
     with_bias: bool,
+    starts: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    window: int | None = None,
 ) -> list[Tensor]:
     # As projections make them, `[batch, positions, heads, head_dim]`, so that their gradients need no copy.
     gradients = [
@@ -339,16 +359,18 @@ def _empty_gradients(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale, probability, is_causal, offsets = inputs
-    ctx.save_for_backward(*output, *tensors)
+    *tensors, scale, probability, is_causal, offsets, starts, lengths, window = inputs
+    ctx.save_for_backward(starts, *output, *tensors)
     ctx.mark_non_differentiable(output[1])
     ctx.numbers = (scale, probability, is_causal, offsets)
+    ctx.of_rows = (lengths, window)
 
 
 def _backward(ctx: Any, output_gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     with_bias = ctx.needs_input_grad[5]
-    gradients = backward_of(output_gradient, *ctx.saved_tensors, *ctx.numbers, with_bias)
-    return *gradients[:3], None, None, gradients[3] if with_bias else None, *[None] * 6
+    starts, *tensors = ctx.saved_tensors
+    gradients = backward_of(output_gradient, *tensors, *ctx.numbers, with_bias, starts, *ctx.of_rows)
+    return *gradients[:3], None, None, gradients[3] if with_bias else None, *[None] * 9
 
 
 fused_attention.register_autograd(_backward, setup_context=_save)
@@ -379,11 +401,22 @@ class _Call:
         probability: float,
         is_causal: bool,
         offsets: Sequence[int],
+        lengths: Sequence[int] | None,
+        window: int | None,
     ) -> None:
+        joined = lengths is not None
+        self.rows, self.queries, self.keys = query.shape[0], query.shape[2], key.shape[2]
+        if lengths is not None:
+            assert self.rows == 1, "rows are joined in a batch of 1"
+            assert mask is bias is None, "joined rows have a window only"
+            assert not any(offsets[1:]), "joined rows are whole"
+            assert sum(lengths) == self.queries == self.keys, "each token has a row"
+            self.rows, self.queries = len(lengths), max(lengths)
+            self.keys = self.queries
         assert query.dtype == key.dtype == value.dtype, "the kernels compute products of equal types"
-        assert row_keys.shape == query.shape[:1], "one key for each row"
+        assert row_keys.shape == (self.rows,), "one key for each row"
         assert offsets[2] % LANES == 0, "a word of the dropout mask begins at the first key"
-        assert not (is_causal and mask is not None), "a mask takes the place of the causal one"
+        assert mask is None or not (is_causal or window is not None), "a mask takes the place of others"
         self._dims = (query.shape[-1], value.shape[-1])
         self.tiling = _tiling(query.dtype, max(self._dims))
         self.group = query.shape[1] // key.shape[1]
@@ -391,12 +424,14 @@ class _Call:
         # the lowest 16 bits that keep an element, as signed numbers in the upper half of a word
         threshold = (levels - LANE_LEVELS // 2) << 16
         self.factors = (scale, threshold, LANE_LEVELS / (LANE_LEVELS - levels))
-        self.added = (mask, bias)
+        self.added = (mask if window is None else window, bias)
         if bias is not None or (mask is not None and mask.dtype != torch.bool):
             self.tiling = _for_floats(self.tiling)
         self.added_strides = (self.strides(mask), self.strides(bias))
         kernels = _kernels()
-        kind = kernels.NO_MASK if mask is None else kernels.BOOLEAN if mask.dtype == torch.bool else kernels.ADDITIVE
+        kind = kernels.NO_MASK if window is None else kernels.WINDOW
+        if mask is not None:
+            kind = kernels.BOOLEAN if mask.dtype == torch.bool else kernels.ADDITIVE
         self._options = {
             "HEAD_DIM": self._dims[0],
             "VALUE_DIM": self._dims[1],
@@ -408,6 +443,7 @@ class _Call:
             "BIAS": bias is not None,
             "CAUSAL": is_causal,
             "DROPOUT": levels > 0,
+            "JOINED": joined,
             "PRECISION": kernels.INTERPRETED if is_interpreted() else _precision(),
         }
 

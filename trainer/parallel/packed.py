@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +28,14 @@ class RowGroup:
         tokens: the places of their tokens in the joined sequence.
         width: the tokens of the longest row.
         places: the place of each token in the flattened rows `[rows * width]`, int64; None: all rows are of one length.
+        is_token: whether a position of a row has a token, bool `[rows, width]`; None: all have one.
     """
 
     rows: Tensor
     tokens: slice
     width: int
     places: Tensor | None
+    is_token: Tensor | None
 
     def pad(self, x: Tensor) -> Tensor:
         """Return the rows `[rows, width, ...]` of `x` `[1, tokens, ...]`, with zeros as padding."""
@@ -46,6 +50,25 @@ class RowGroup:
         flat = x.flatten(0, 1)
         return flat if self.places is None else flat.index_select(0, self.places)
 
+    def mask(self, window: int | None, is_causal: bool) -> Tensor | None:
+        """Return the mask of the padded rows, bool (True: visible) `[rows or 1, 1, width or 1, width]`; None: no mask.
+
+        Args:
+            window: the largest distance of a query and a key that it sees; None: any.
+            is_causal: whether a query sees no key at a later position. Without padding and window, the mask leaves that
+                to its reader.
+        """
+        if self.is_token is None and window is None:
+            return None
+        positions = torch.arange(self.width, device=self.rows.device)
+        distances = (positions[:, None] - positions)[None, None]
+        mask = torch.ones_like(positions, dtype=torch.bool) if self.is_token is None else self.is_token[:, None, None]
+        if window is not None:
+            mask = mask & (distances.abs() <= window)
+        if is_causal:
+            mask = mask & (distances >= 0)
+        return mask
+
 
 @dataclass(frozen=True)
 class PackedTokens:
@@ -56,7 +79,6 @@ class PackedTokens:
         positions: the position of each token in its row, int64 `[tokens]`.
         places: the place of each token in the flattened padded rows `[batch * positions]`, int64 `[tokens]`.
         shape: the rows and positions of the padded microbatch.
-        groups: the rows by their length, in the order of the sequence.
         order: the rows in the order of the sequence, int64 `[batch]`.
         lengths: their numbers of tokens.
     """
@@ -65,7 +87,6 @@ class PackedTokens:
     positions: Tensor
     places: Tensor
     shape: tuple[int, int]
-    groups: tuple[RowGroup, ...]
     order: Tensor
     lengths: tuple[int, ...]
 
@@ -73,7 +94,7 @@ class PackedTokens:
     def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> PackedTokens:
         """Return the tokens of a microbatch.
 
-        The longest rows come first. A CPU computes attention for rows of similar length together, a GPU for all rows.
+        The longest rows come first.
 
         Args:
             lengths: the tokens of each row, padded on the right, `[batch]`.
@@ -84,22 +105,37 @@ class PackedTokens:
         ordered = np.asarray(lengths)[order]
         rows, starts = order.repeat(ordered), ordered.cumsum() - ordered
         positions = np.arange(len(rows)) - starts.repeat(ordered)
-        groups = []
-        for first, end in pairwise(_cuts(ordered.tolist(), 0.0 if device.type == "cuda" else _ALIKE)):
-            longest = int(ordered[first])
-            tokens = slice(int(starts[first]), int(starts[end - 1] + ordered[end - 1]))
-            is_token = np.arange(longest) < ordered[first:end, None]
-            places = None if is_token.all() else _moved(np.flatnonzero(is_token), device)
-            groups.append(RowGroup(_moved(order[first:end], device), tokens, longest, places))
         return cls(
             _moved(rows, device),
             _moved(positions, device),
             _moved(rows * width + positions, device),
             (len(order), width),
-            tuple(groups),
             _moved(order, device),
             tuple(ordered.tolist()),
         )
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """The place of the first token of each row in the sequence, and the number of all tokens, int32 `[batch + 1]`.
+
+        The rows are in the order of the sequence.
+        """
+        return _moved(np.array([0, *accumulate(self.lengths)], dtype=np.int32), self.rows.device)
+
+    @cached_property
+    def groups(self) -> tuple[RowGroup, ...]:
+        """The rows by their length, in the order of the sequence: a CPU takes those of similar length, a GPU all."""
+        device, lengths = self.rows.device, np.asarray(self.lengths)
+        starts = [0, *accumulate(self.lengths)]
+        groups = []
+        for first, end in pairwise(_cuts(self.lengths, 0.0 if device.type == "cuda" else _ALIKE)):
+            longest = self.lengths[first]
+            found = np.arange(longest) < lengths[first:end, None]
+            places = is_token = None
+            if not found.all():
+                places, is_token = _moved(np.flatnonzero(found), device), _moved(found, device)
+            groups.append(RowGroup(self.order[first:end], slice(starts[first], starts[end]), longest, places, is_token))
+        return tuple(groups)
 
     def pack(self, x: Tensor) -> Tensor:
         """Return the tokens `[1, tokens, ...]` of `x` `[batch, positions, ...]`; a batch of 1 stands for all rows."""
@@ -122,7 +158,7 @@ def _cuts(lengths: Sequence[int], alike: float) -> list[int]:
     return [*cuts, number]
 
 
-def _moved(places: NDArray[np.int64], device: torch.device) -> Tensor:
+def _moved(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copy to `device`, without a wait of the host."""
-    tensor = torch.from_numpy(places)
+    tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -21,24 +21,32 @@ MATMUL, ATTENTION, SPECIAL, INTEGER, OTHER, VIEW = (
 )  # fmt: skip
 
 
-def _product_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> tuple[int, int]:
-    """Return the FLOPs of products of all queries and keys over the head's size, and over that of the values."""
-    pairs = 2 * query[0] * query[1] * query[2] * key[2]
-    return pairs * query[3], pairs * value[3]
+def _product_flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], rows: Sequence[Any]
+) -> tuple[int, int]:
+    """Return the FLOPs of products of all queries and keys over the head's size, and over that of the values.
+
+    `rows` begins with `starts` and `lengths` of `fused_attention`, if rows are joined.
+    """
+    pairs = query[0] * query[2] * key[2]
+    if len(rows) > 1 and rows[1] is not None:
+        pairs = sum(length * length for length in rows[1])
+    products = 2 * query[1] * pairs
+    return products * query[3], products * value[3]
 
 
 @register_flop_formula(torch.ops.trainer.keyed_attention)
-def _forward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    return sum(_product_flops(query, key, value))
+def _forward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *others: Any, **_: Any) -> int:
+    return sum(_product_flops(query, key, value, others[9:]))
 
 
 @register_flop_formula(torch.ops.trainer.keyed_attention_backward)
 def _backward_flops(
     output_gradient: Any, output: Any, sums: Any, query: Sequence[int], key: Sequence[int], value: Sequence[int],
-    *_: Any, out_shape: Sequence[Any], **__: Any,
+    *others: Any, out_shape: Sequence[Any], **_: Any,
 ) -> int:  # fmt: skip
     """Return the FLOPs of the products that the kernels compute; each of them computes the scores again."""
-    over_head, over_value = _product_flops(query, key, value)
+    over_head, over_value = _product_flops(query, key, value, others[10:])
     of_bias = int(len(out_shape) == 4)  # a fourth gradient
     return (4 + of_bias) * over_head + (3 + of_bias) * over_value
 
