@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from trainer.planning.hardware import parse_devices
 from trainer.planning.ledger import ACTIVATIONS
 from trainer.planning.step import plan_step
 from trainer.recipe.plan import plan_run
-from trainer.recipe.schema import Recipe
 
 INTERPRETED = Path(__file__).with_name("interpreted_attention.py")
 
@@ -99,8 +99,11 @@ class TestPlans:
     LENGTH = 256
     RECIPE = recipe_of({"model": {"config": {**SMALL_BERT, "max_position_embeddings": LENGTH}, "tokenizer": "none"}})
 
-    def step(self, cuda: bool, fused: bool = True, recipe: Recipe = RECIPE):
-        return plan_step(plan_run(recipe, 1), 0, self.LENGTH, cuda, fused)
+    @classmethod
+    @cache
+    def step(cls, cuda: bool, fused: bool = True, packing: bool = False):
+        data = cls.RECIPE.data.model_copy(update={"packing": packing})
+        return plan_step(plan_run(cls.RECIPE.model_copy(update={"data": data}), 1), 0, cls.LENGTH, cuda, fused)
 
     @property
     def pairs(self) -> int:
@@ -125,8 +128,7 @@ class TestPlans:
 
     def test_of_packed_rows_on_a_gpu_pad_nothing(self):
         """Attention keeps as much as that of padded rows without padding, and computes the same products."""
-        packed = self.RECIPE.model_copy(update={"data": self.RECIPE.data.model_copy(update={"packing": True})})
-        found, padded = (self.step(True, recipe=recipe) for recipe in (packed, self.RECIPE))
+        found, padded = self.step(True, True, True), self.step(True, True)
         indices = 2 * 8 * self.RECIPE.training.micro_batch_size * self.LENGTH  # rows and positions of the tokens
         assert found.peak.by_component[ACTIVATIONS] < padded.peak.by_component[ACTIVATIONS] + 4 * indices
         assert sum(found.totals.flops.values()) == sum(padded.totals.flops.values())
