@@ -120,7 +120,9 @@ def run(case: Case, cut: ContextCut | None) -> list[Tensor]:
             parts = [cut.split(packed.pack(whole) if packed else whole) for whole in wholes]
             parts = [part.unflatten(2, (-1, WIDTH)).transpose(1, 2) for part in parts]
             mask = case.masked(ALL_MASK_ATTENTION_FUNCTIONS[RING_ATTENTION] if cut.of_heads.ring > 1 else sdpa_mask)
-            options |= {"packed": packed, "sliding_window": case.mask == "window"}
+            if case.mask == "window":
+                options |= {"sliding_window": 5, "is_causal": True}
+            options |= {"packed": packed}
             output, _ = ALL_ATTENTION_FUNCTIONS[RING_ATTENTION](module, *parts, mask, **options)
             output = cut.join(output.flatten(2))
             output = (packed.unpack(output) if packed else output).unflatten(2, (-1, WIDTH))
