@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_HEAD_DIM, _HEAD_DIM_FACTOR = 192, 8
-"""Limits of heads; from 192 on, some GPUs have no backward pass."""
+"""Limits of heads; above 192, the backward pass of FlashAttention depends on the GPU."""
 _LEAST_CAPABILITY = (8, 0)
 
 
