@@ -384,8 +384,8 @@ _PARALLEL = [
         "ring_of_rows_in_another_order",
         "Around a ring, packed rows drop by the masks of the microbatch's order, and not by their own.",
         "models/attention.py",
-        "row_keys[packed.order]",
-        "row_keys[packed.order.sort().values]",
+        "row_keys = row_keys if row_keys is None else row_keys[packed.order]",
+        "row_keys = row_keys if row_keys is None else row_keys[packed.order.sort().values]",
         ("models/test_ring_attention.py",),
     ),
     Defect(
@@ -427,6 +427,22 @@ _PARALLEL = [
         "head.to(tl.uint64) * _HEAD_STRIDE",
         "head.to(tl.uint64) * 0",
         ("models/test_fused_attention.py::test_the_kernel_in_tritons_interpreter",),
+    ),
+    Defect(
+        "keys_before_a_tile_of_a_window_hidden",
+        "In packed rows, the fused kernel passes over the keys of a window that precede the tile of queries.",
+        "parallel/attention_kernels.py",
+        "first = tl.maximum(first_query - mask, 0) // BLOCK_N",
+        "first = first_query // BLOCK_N",
+        ("models/test_fused_attention.py::test_the_kernel_in_tritons_interpreter",),
+    ),
+    Defect(
+        "window_of_packed_rows_too_wide",
+        "In packed rows, each token sees one more token on both sides of its window.",
+        "models/attention.py",
+        "window = None if sliding_window is None else sliding_window - 1",
+        "window = None if sliding_window is None else sliding_window",
+        ("parity/test_packing.py::test_every_family_that_packs[modernbert]",),
     ),
     Defect(
         "causal_kernel_hides_the_token_itself",
