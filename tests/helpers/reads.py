@@ -1,4 +1,4 @@
-"""A check that the host reads no value of a tensor, for which it would wait for a GPU."""
+"""A check that the host reads no value of a tensor of the device, for which it would wait for a GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _READS = {
 
 
 class NoReads(TorchDispatchMode):
-    """A context in which the host may read no floating-point number."""
+    """A context in which the host may read integers only, such as labels; those of a batch are on the host."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function not in _READS or not args[0].is_floating_point(), "the host reads a number of the device"
+        assert function not in _READS or args[0].dtype == torch.int64, "the host reads a number of the device"
         return function(*args, **(kwargs or {}))

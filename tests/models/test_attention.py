@@ -7,13 +7,22 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    create_bidirectional_mask,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    sdpa_mask,
+)
 from transformers.models.bert import modeling_bert
 from transformers.models.llama import modeling_llama
 
+from tests.helpers.reads import NoReads
 from trainer.base.errors import UsageError
-from trainer.models.attention import KEYED_ATTENTION, keyed_attention
+from trainer.models.attention import KEYED_ATTENTION, RING_ATTENTION, keyed_attention, padding_known
 from trainer.models.dropout import key_dropout, set_probabilities
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, MicrobatchKey
+from trainer.parallel.microbatch import has_padding
 from trainer.parallel.random import quantised
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 4, 6, 8
@@ -195,3 +204,31 @@ def test_a_whole_model_without_dropout_is_that_of_transformers(model_type):
         logits.square().sum().backward()
         found[attention] = (logits, {name: parameter.grad for name, parameter in model.named_parameters()})
     torch.testing.assert_close(found[KEYED_ATTENTION], found["eager"])
+
+
+class TestMasks:
+    @pytest.mark.parametrize("make", [create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask])
+    @pytest.mark.parametrize("is_padded", [True, False])
+    @pytest.mark.parametrize("name", [KEYED_ATTENTION, "sdpa"])
+    def test_are_those_of_transformers_without_a_read(self, monkeypatch, name, is_padded, make):
+        config = AutoConfig.for_model("mistral", hidden_size=8, num_attention_heads=2, sliding_window=3)
+        config._attn_implementation = name
+        mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+        mask[1, 4:] = 1 - int(is_padded)
+        inputs = {"attention_mask": mask, "inputs_embeds": torch.zeros(BATCH, LENGTH, 8), "past_key_values": None}
+        with padding_known(has_padding({"attention_mask": mask})), NoReads():
+            found = make(config, **inputs)
+        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, sdpa_mask)
+        expected = make(config, **inputs)
+        if expected is None:
+            assert found is None
+        else:
+            assert torch.equal(found, expected)
+
+    def test_around_a_ring_are_none_without_padding(self):
+        config = AutoConfig.for_model("bert", hidden_size=8, num_attention_heads=2)
+        config._attn_implementation = RING_ATTENTION
+        mask, embeddings = torch.ones(BATCH, LENGTH, dtype=torch.int64), torch.zeros(BATCH, LENGTH, 8)
+        for is_padded in (False, True):
+            with padding_known(is_padded):
+                assert (create_bidirectional_mask(config, embeddings, mask) is None) == (not is_padded)

@@ -437,7 +437,6 @@ def _layout(num_ranks: int, sections: dict[str, Any]) -> str:
     words += [f"{key} {json.dumps(value)}" for key, value in parallel.items() if value not in (1, False, "none")]
     if sections["activation_checkpointing"] != "none":
         words.append(f"recompute {sections['activation_checkpointing']}")
-    words += ["packing"] * ("data" in sections)
     return ", ".join(words)
 
 

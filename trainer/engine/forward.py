@@ -15,7 +15,7 @@ from trainer.engine.bf16_weights import store_in_bf16
 from trainer.engine.engine import EvalResult
 from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.precision import cast_forward
-from trainer.models.attention import PACKED
+from trainer.models.attention import PACKED, padding_known
 from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.compiled import CompiledLayers
@@ -25,7 +25,7 @@ from trainer.models.generating import generate
 from trainer.models.packing import pack_layers
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.microbatch import Microbatch, RankBatch, has_padding
 from trainer.parallel.packed import PackedTokens
 from trainer.parallel.random import seed_generator, stream_key
 from trainer.recipe.plan import RunPlan
@@ -161,15 +161,18 @@ class ModelForward:
         microbatch = self._ready(microbatch)
         logits = self._training_scores(self._call, microbatch)
         if not self._task.rows_depend:
-            loss = self._row_losses(logits, microbatch.labels, self._taught(microbatch.inputs))
+            loss = self._row_losses(logits, microbatch.labels, self._taught(microbatch.inputs, microbatch.is_padded))
         else:
             joint = self._joint or joint_losses(self._task, self._mesh, self._num_rows, [microbatch], [logits])
             loss = joint.sum_of(microbatch.rows, logits)
         return loss * 0.0 if microbatch.filler else loss
 
-    def _taught(self, inputs: dict[str, Tensor]) -> Tensor | None:
+    def _taught(self, inputs: dict[str, Tensor], is_padded: bool | None) -> Tensor | None:
         """Return the teacher's logits for the inputs of rows on this rank's device; None without a teacher."""
-        return None if self._teacher is None else self._teacher.logits(self._task.model_inputs(inputs))
+        if self._teacher is None:
+            return None
+        with padding_known(is_padded):
+            return self._teacher.logits(self._task.model_inputs(inputs))
 
     def _row_losses(self, logits: Tensor, labels: Tensor, taught: Tensor | None) -> Tensor:
         """Return the sum of the losses of rows, with the divergence from the teacher's logits `taught`, if any."""
@@ -225,7 +228,7 @@ class ModelForward:
 
     def _ready(self, microbatch: Microbatch) -> Microbatch:
         """Copy a microbatch to this rank's device, and find its tokens if the layers process no padding."""
-        ready = microbatch.to(self._mesh.device)
+        ready = replace(microbatch.to(self._mesh.device), is_padded=has_padding(microbatch.inputs))
         if not self._packs or ready.packed is not None:
             return ready
         mask = microbatch.inputs["attention_mask"]
@@ -234,7 +237,8 @@ class ModelForward:
 
     def _scores(self, call: ModelCall, microbatch: Microbatch, labels: Tensor | None = None) -> Tensor:
         inputs, packed = microbatch.inputs, {PACKED: microbatch.packed} if self._packs else {}
-        with self._head.use(labels) if self._head and labels is not None else nullcontext():
+        head = self._head.use(labels) if self._head and labels is not None else nullcontext()
+        with head, padding_known(microbatch.is_padded):
             output = call(**self._task.model_inputs(inputs), **self._constants, **packed)
         return self._task.scores(output, inputs)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.parallel.copying import to_device
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.tasks.task import Task
@@ -59,10 +60,10 @@ def joint_losses(
     labels = torch.zeros((num_rows, *of_row) if has_labels else num_rows, dtype=torch.float64, device=mesh.device)
     for microbatch, part in zip(microbatches, scores, strict=True):
         if not microbatch.filler:
-            rows = microbatch.rows.to(mesh.device)
+            rows = to_device(microbatch.rows, mesh.device)
             every[rows] = part.to(mesh.device)
             if has_labels:
-                labels[rows] = microbatch.labels.to(mesh.device, labels.dtype)
+                labels[rows] = to_device(microbatch.labels, mesh.device).to(labels.dtype)
     # Each row is on one rank, and the others add zeros, so the sum gathers the rows in their order, without rounding.
     mesh.sum_(every, "dp")
     mesh.sum_(labels, "dp")

@@ -22,12 +22,14 @@ from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.native import NativeEngine
 from trainer.engine.precision import COMPUTE_DTYPES, sent_dtype
 from trainer.engine.sharded import shard
+from trainer.models.attention import padding_known
 from trainer.models.building import BuiltModel
 from trainer.models.stages import StagePart
+from trainer.parallel.copying import to_device
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.gradients import OverlappedSums, TiedGradients, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.microbatch import Microbatch, RankBatch, text_rows
+from trainer.parallel.microbatch import Microbatch, RankBatch, has_padding, text_rows
 from trainer.parallel.pipeline import BusyClock, LocalStage, PipelineDriver, Shapes
 from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.recipe.plan import PipelinePlan, RunPlan
@@ -128,22 +130,26 @@ class PipelinedForward(ModelForward):
 
     def accumulate(self, rows: Pass, denominator: Tensor, scale: Tensor | None) -> Tensor:
         """Run forward and backward of one pass; return this rank's share of the loss, zero without the last stage."""
-        labels = rows.labels.to(self._mesh.device, non_blocking=True)
+        labels = to_device(rows.labels, self._mesh.device)
         factor = 1.0 if scale is None else scale
+        is_padded = has_padding(rows.inputs)
 
         def loss(logits: Tensor, number: Tensor) -> Tensor:
             microbatch = self._index(number)
             real = rows.real_rows(microbatch)
             count = real.stop - real.start
-            taught = self._taught(self._inputs_of(rows, microbatch))  # without real rows, too: it may be a collective
+            # Without real rows, too: it may be a collective.
+            taught = self._taught(self._inputs_of(rows, microbatch), is_padded)
             if count == 0:
                 return logits.sum() * 0.0  # its backward pass must run too
             if self._joint is not None:
-                return self._joint.sum_of(rows.rows[real].to(logits.device), logits[:count]) * factor / denominator
+                places = to_device(rows.rows[real], logits.device)
+                return self._joint.sum_of(places, logits[:count]) * factor / denominator
             own = None if taught is None else taught[:count]
             return self._row_losses(logits[:count], labels[real], own) * factor / denominator
 
-        total = self._driver.train(self._inputs(rows), self._shapes(rows), loss)
+        with padding_known(is_padded):
+            total = self._driver.train(self._inputs(rows), self._shapes(rows), loss)
         self._end_first_pass()
         return total / factor
 
@@ -151,7 +157,7 @@ class PipelinedForward(ModelForward):
     def _joint_losses(self, batch: RankBatch) -> JointLosses | None:
         """Return the losses of the global batch on ranks with the last stage, after a pass without gradients."""
         passes = passes_of(batch.microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
-        found = [self._driver.forward(self._inputs(rows), self._shapes(rows)) for rows in passes]
+        found = [self._scores_of_pass(rows) for rows in passes]
         parts = [(rows, scores) for rows, scores in zip(passes, found, strict=True) if scores is not None]
         if not parts:
             return None
@@ -181,8 +187,12 @@ class PipelinedForward(ModelForward):
         """Return the scores of a microbatch on the rank of the last stage; None on other ranks and for a filler."""
         self._set_training(False)
         (rows,) = passes_of([microbatch], 1, self._pipeline.num_microbatches)
-        scores = self._driver.forward(self._inputs(rows), self._shapes(rows))
+        scores = self._scores_of_pass(rows)
         return None if microbatch.filler or scores is None else scores[: len(microbatch.rows)]
+
+    def _scores_of_pass(self, rows: Pass) -> Tensor | None:
+        with padding_known(has_padding(rows.inputs)):
+            return self._driver.forward(self._inputs(rows), self._shapes(rows))
 
     def _run_stage(
         self,
@@ -213,7 +223,7 @@ class PipelinedForward(ModelForward):
         tensors = {**rows.inputs, _ROWS: rows.rows}
         if self._task.chunk_tokens is not None:
             tensors[_LABELS] = rows.labels
-        return {name: tensor.to(self._mesh.device, non_blocking=True) for name, tensor in tensors.items()}
+        return {name: to_device(tensor, self._mesh.device) for name, tensor in tensors.items()}
 
     def _index(self, number: Tensor) -> int:
         """Return the index of a microbatch; in a plan `number` has no value and reads as 1."""
@@ -225,7 +235,7 @@ class PipelinedForward(ModelForward):
             return {}
         size = rows.rows_of_each
         start = microbatch * size
-        return {name: tensor[start : start + size].to(self._mesh.device) for name, tensor in rows.inputs.items()}
+        return {name: to_device(one[start : start + size], self._mesh.device) for name, one in rows.inputs.items()}
 
     def _shapes(self, rows: Pass) -> Shapes:
         return _part(self._built[0]).shapes.of(rows.inputs, rows.rows_of_each)

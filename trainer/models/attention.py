@@ -8,6 +8,9 @@ not take, it materialises the probabilities and applies the keyed mask to them.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -387,6 +390,36 @@ def _around_ring(
     return not_recorded(ring_attention)(query, key, value, row_keys, options, ring)  # type: ignore[no-any-return]
 
 
+_IS_PADDED: ContextVar[bool | None] = ContextVar("is_padded", default=None)
+
+
+@contextmanager
+def padding_known(is_padded: bool | None) -> Iterator[None]:
+    """Let the functions of masks know whether inputs are padded.
+
+    They are functions that transformers finds by a name, and they would read the mask, for which the host would wait.
+
+    Args:
+        is_padded: whether a mask of the inputs hides a position; None: not known.
+    """
+    before = _IS_PADDED.set(is_padded)
+    try:
+        yield
+    finally:
+        _IS_PADDED.reset(before)
+
+
+def _mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+    """Return the mask of `sdpa_mask` for the same arguments, without a read of its values if they are known."""
+    is_padded = _IS_PADDED.get()
+    if is_padded is False:
+        attention_mask = None  # no position is hidden
+    if is_padded and attention_mask is not None:
+        options = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor | None = sdpa_mask(attention_mask=attention_mask, **options)
+    return mask
+
+
 def _block_mask(
     q_length: int,
     kv_length: int,
@@ -399,6 +432,8 @@ def _block_mask(
     **options: Any,
 ) -> BlockMask | None:
     """Return the mask of `sdpa_mask` for the same arguments, without a tensor of all queries and all keys."""
+    if _IS_PADDED.get() is False:
+        attention_mask = None
     if attention_mask is None and local_size is None and (allow_is_causal_skip or allow_is_bidirectional_skip):
         return None
 
@@ -427,7 +462,8 @@ def share_heads(module: nn.Module, cut: ContextCut) -> None:
 
 
 ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, sdpa_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _mask)  # with torch's own dropout; outside `padding_known`, as before
 ALL_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _block_mask)
 ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _attention_of_rows)

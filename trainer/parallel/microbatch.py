@@ -24,7 +24,7 @@ class Microbatch:
     `rows` `[batch]` (int64) is the index of each row in its global batch, which keys its dropout masks. A `filler`
     repeats a row so that a rank without rows joins the collectives; it adds nothing to loss, gradients or metrics.
     `packed` are the tokens of the rows on the device of the model, if its layers process them without padding.
-    `ahead` is a copy on that device that was begun before.
+    `ahead` is a copy on that device that was begun before. `is_padded` is the result of `has_padding`, if it is known.
     """
 
     inputs: dict[str, Tensor]
@@ -33,6 +33,7 @@ class Microbatch:
     filler: bool = False
     packed: PackedTokens | None = None
     ahead: CopyAhead | None = None
+    is_padded: bool | None = None
 
     @property
     def text_rows(self) -> Tensor:
@@ -58,6 +59,12 @@ class Microbatch:
             labels=self.labels.pin_memory(),
             rows=self.rows.pin_memory(),
         )
+
+
+def has_padding(inputs: Mapping[str, Tensor]) -> bool | None:
+    """Return whether a mask in `inputs`, which are on the host, hides a position; None without a mask."""
+    masks = [tensor for name, tensor in inputs.items() if name.endswith("attention_mask")]
+    return any(int((mask == 0).sum()) for mask in masks) if masks else None
 
 
 class CopyAhead:

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.parallel.copying import to_device
+
 _ALIKE = 0.75
 """The length of the shortest row of a group, relative to the longest, on a CPU."""
 
@@ -159,6 +161,4 @@ def _cuts(lengths: Sequence[int], alike: float) -> list[int]:
 
 
 def _moved(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy to `device`, without a wait of the host."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return to_device(torch.from_numpy(array), device)

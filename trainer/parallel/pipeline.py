@@ -103,9 +103,26 @@ class BusyClock:
 
 
 class _TimedStage(PipelineStage):
-    """Torch's stage, with a clock around the computation of each microbatch."""
+    """Torch's stage, with a clock around the computation of each microbatch.
+
+    For each schedule, torch's stages vote whether all know their shapes: a message from rank to rank and back, and the
+    host waits for it. Here they do. The first vote opens connections; later ones are left out.
+    """
 
     clock: BusyClock
+    votes: bool
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        if not self.votes:
+            return torch.ones(1, dtype=torch.int64)
+        found: Tensor = super()._warmup_forward_vote(has_backward, received_acc)
+        return found
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        if not self.votes:
+            return torch.ones(1, dtype=torch.int64)
+        found: Tensor = super()._warmup_backward_result(received_result)
+        return found
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         return self.clock.run(lambda: PipelineStage.forward_one_chunk(self, *args, **kwargs))
@@ -149,6 +166,7 @@ class PipelineDriver:
         self._device = device
         self._loss: LossFunction
         self._made: dict[bool, tuple[Shapes, Any]] = {}  # the last schedules of training and evaluation
+        self._is_connected = False
         self.clock = BusyClock(device)
 
     @property
@@ -204,6 +222,7 @@ class PipelineDriver:
             scale_grads=False,  # the losses are sums and already divided
         )
         self._made[is_training] = (shapes, schedule)
+        self._is_connected = True
         return schedule
 
     def _loss_of_pass(self, logits: Tensor, number: Tensor) -> Tensor:
@@ -228,4 +247,5 @@ class PipelineDriver:
             group=self._group,
         )
         timed.clock = self.clock if is_training else BusyClock(self._device)
+        timed.votes = not self._is_connected
         return timed

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.base.errors import DataError, Problems, UsageError
 from trainer.base.text import listed
+from trainer.parallel.copying import to_device
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import STRING_TYPES, cell, require_columns, type_name
 from trainer.tasks.metrics import METRICS
@@ -358,7 +359,7 @@ class RowClasses(NamedClasses):
         scores = at_least_fp32(logits)
         weights = self._weights(scores.dtype)
         if weights is not None:
-            weights = weights.to(scores.device, non_blocking=True)
+            weights = to_device(weights, scores.device)
         return F.cross_entropy(scores, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
