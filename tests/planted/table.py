@@ -949,6 +949,22 @@ _ENGINE = [
         ("engine/test_skipping.py::test_steps_that_are_read_late_are_those_of_a_host_that_waits[muon]",),
     ),
     Defect(
+        "padding_ignored",
+        "Rows with padding count as rows without, so attention sees the padding.",
+        "parallel/microbatch.py",
+        "any(int((mask == 0).sum()) for mask in masks)",
+        "False",
+        ("models/test_attention.py::TestMasks",),
+    ),
+    Defect(
+        "padding_read_from_the_device",
+        "The model is not told whether rows are padded, and reads it from the device.",
+        "engine/forward.py",
+        "is_padded=has_padding(microbatch.inputs)",
+        "is_padded=None",
+        ("engine/test_skipping.py::test_steps_that_are_read_late_are_those_of_a_host_that_waits[adamw]",),
+    ),
+    Defect(
         "late_step_is_not_read",
         "A step with numbers that are still on the device is not read before the next update, so a bad one is lost.",
         "engine/native.py",
