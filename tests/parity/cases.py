@@ -230,11 +230,11 @@ def context_matrix() -> Iterator[Case]:
     yield case("ddp", 3, 3, model_type="modernbert", dropout=0.0)  # with a sliding window
     yield case("ddp", 4, 4, model_type="llama", dropout=0.0, precision="bf16", checkpointing="full")
     yield case("fsdp", 6, 3, precision="fp16", checkpointing="full", is_nightly=True)
-    yield case("zero3", 6, 3, accumulates=True, checkpointing="selective")
+    yield case("zero3", 6, 3, precision="fp16")
     yield case("zero1", 6, 3, task="masked_lm", checkpointing="full", is_nightly=True)
     yield case("zero2", 6, 3, accumulates=True, precision="bf16", is_nightly=True)
     yield case("zero2", 8, 4, model_type="llama", dropout=0.0, is_nightly=True)
-    yield case("zero3", 6, 3, precision="fp16", is_nightly=True)
+    yield case("zero3", 6, 3, accumulates=True, checkpointing="selective", is_nightly=True)
     yield case("hsdp", 6, 3, accumulates=True, is_nightly=True)
     yield case("hsdp", 8, 4, model_type="llama", dropout=0.0, checkpointing="selective", is_nightly=True)
     yield case("ddp", 6, 3, stages=2, num_layers=4, task="masked_lm")
