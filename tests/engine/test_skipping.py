@@ -10,12 +10,15 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.reads import NoReads
 from tests.helpers.training import TinyTraining, parallel_keys, tiny_recipe, tiny_training, whole_state
+from trainer.engine import native
 from trainer.engine.engine import StepResult
 from trainer.engine.skipping import unchanged_if
+from trainer.parallel.microbatch import RankBatch
 from trainer.recipe.schema import Recipe
 
 CASES: dict[str, dict[str, Any]] = {
@@ -58,20 +61,37 @@ def _waiting(training: TinyTraining) -> list[StepResult]:
 
 
 def _late(training: TinyTraining) -> list[StepResult]:
-    """Run steps that the host reads before the next update."""
+    """Run steps that the host reads before the next update; it then examines the rows of a bad one."""
     engine, results = training.engine, []
-    reads: list[Callable[[], StepResult]] = []
+    reads: list[tuple[RankBatch, Callable[[], StepResult]]] = []
+    updates = 0
 
     def before_update() -> None:
-        results.extend(read() for read in reads)
+        nonlocal updates
+        updates += 1
+        for batch, read in reads:
+            results.append(read())
+            if not results[-1].is_finite:
+                with _disable_current_modes():
+                    engine.eval_step(batch.microbatches[0])
         reads.clear()
 
-    for number, batch in enumerate(training.loader):
-        # The first pass compares states of generators, to find dropout that has no keys.
-        no_reads = NoReads() if number else nullcontext()
-        with _bad_on_last_rank(training) if number in BAD else nullcontext(), no_reads:
-            reads.append(engine.begin_step(batch, before_update))
-    before_update()
+    def begin_read(numbers: torch.Tensor) -> Callable[[], list[float]]:
+        begun = updates
+
+        def read() -> list[float]:
+            assert updates >= begun + 2, "the host waits for the step that it has begun"
+            return numbers.tolist()
+
+        return read
+
+    with mock.patch.object(native, "_begin_read", begin_read):
+        for number, batch in enumerate(training.loader):
+            # The first pass compares states of generators, to find dropout that has no keys.
+            no_reads = NoReads() if number else nullcontext()
+            with _bad_on_last_rank(training) if number in BAD else nullcontext(), no_reads:
+                reads.append((batch, engine.begin_step(batch, before_update)))
+        before_update()
     return results
 
 
@@ -103,6 +123,7 @@ def test_steps_that_are_read_late_are_those_of_a_host_that_waits(case: str):
     ("case", "parallel"),
     [
         ("momentum", parallel_keys("fsdp", 2)),
+        ("adamw", {**parallel_keys("fsdp", 2), "reshard_after_forward": False}),
         ("adamw_8bit", parallel_keys("fsdp", 2)),
         ("fp16", {"pipeline": {"stages": 2}}),
         pytest.param("muon", parallel_keys("fsdp", 2), marks=pytest.mark.nightly),

@@ -225,6 +225,18 @@ class TestMasks:
         else:
             assert torch.equal(found, expected)
 
+    @pytest.mark.parametrize("is_padded", [None, True, False])
+    def test_of_joined_rows_around_a_ring_keep_the_window(self, is_padded):
+        config = AutoConfig.for_model("mistral", hidden_size=8, num_attention_heads=2, sliding_window=3)
+        config._attn_implementation = RING_ATTENTION
+        mask, embeddings = torch.ones(BATCH, LENGTH, dtype=torch.int64), torch.zeros(BATCH, LENGTH, 8)
+        with padding_known(is_padded):
+            found = create_sliding_window_causal_mask(config, embeddings, mask, None)
+        places = torch.arange(LENGTH)
+        distances = places[:, None] - places
+        of_tokens = found.of_tokens.compute(range(LENGTH), range(LENGTH))
+        assert torch.equal(of_tokens[0, 0], (distances >= 0) & (distances < 3))
+
     def test_around_a_ring_are_none_without_padding(self):
         config = AutoConfig.for_model("bert", hidden_size=8, num_attention_heads=2)
         config._attn_implementation = RING_ATTENTION

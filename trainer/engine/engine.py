@@ -164,7 +164,8 @@ class Engine(Protocol):
                 the engine can, it calls it after the passes, while the device is busy with them.
 
         Raises:
-            NonFiniteError: the loss scale of fp16 falls below 1.
+            NonFiniteError: the loss scale of fp16 fell below 1 in the step before, if that was not read. The returned
+                function raises it for its own step.
         """
         ...
 

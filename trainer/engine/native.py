@@ -138,6 +138,7 @@ class NativeEngine:
         self.placements = placements
         self._forward = forward
         self._models = models
+        self._sharded = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
         self._complete = complete
         self._mesh = mesh
         self._recipe = plan.recipe
@@ -192,6 +193,7 @@ class NativeEngine:
         read = _begin_read(numbers)
         if not self._averaged:
             before_update()
+            self._free_gathered()  # of an evaluation there
         self._settle()  # the device is past these numbers; the rate depends on the steps that fp16 skipped
         rate = self._learning_rate()
         self._settle = finish = cache(partial(self._result, read, rate))  # the host waits for the device only here
@@ -209,7 +211,10 @@ class NativeEngine:
     def _result(self, read: Callable[[], list[float]], rate: float) -> StepResult:
         loss, norm, *scale = read()
         result = StepResult(loss, norm, rate, loss_scale=scale[0] if scale else None)
-        return self._scaler.settle(result) if self._scaler else result
+        if self._scaler:
+            result = self._scaler.settle(result)
+        self._settle = nothing
+        return result
 
     def _update(self, norm: Tensor, flag: Tensor) -> None:
         """Clip the gradients and step the optimizer, without a wait; a bad step changes nothing.
@@ -251,10 +256,8 @@ class NativeEngine:
 
     def _free_gathered(self) -> None:
         """Free the gathered parameters of FSDP, which would keep their old values."""
-        for model in self._models:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        for module in self._sharded:
+            module.reshard()
 
     def state(self) -> EngineState:
         self._settle()

@@ -46,14 +46,15 @@ class LossScaler:
             NonFiniteError: the scale falls below 1.
         """
         if not result.is_finite:
-            self.skipped_steps += 1
+            skipped_steps = self.skipped_steps + 1
             assert result.loss_scale is not None
             if result.loss_scale / 2.0 < _SMALLEST:
                 raise NonFiniteError(
-                    f"the loss scale of fp16 fell below {_SMALLEST:g} after {self.skipped_steps} skipped steps: the"
-                    " model itself leaves the range of fp16. Use `precision` bf16 or fp32, or lower"
+                    f"the loss scale of fp16 fell below {_SMALLEST:g} after {skipped_steps} skipped steps: the model"
+                    " itself leaves the range of fp16. Use `precision` bf16 or fp32, or lower"
                     " `optimizer.learning_rate`"
                 )
+            self.skipped_steps = skipped_steps
         return replace(result, skipped_steps=self.skipped_steps)
 
     def state(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ not take, it materialises the probabilities and applies the keyed mask to them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -432,28 +432,25 @@ def _block_mask(
     **options: Any,
 ) -> BlockMask | None:
     """Return the mask of `sdpa_mask` for the same arguments, without a tensor of all queries and all keys."""
-    if _IS_PADDED.get() is False:
-        attention_mask = None
-    if attention_mask is None and local_size is None and (allow_is_causal_skip or allow_is_bidirectional_skip):
-        return None
+    skips = allow_is_causal_skip or allow_is_bidirectional_skip
 
-    def compute(queries: range, keys: range) -> Tensor:
-        mask: Tensor = sdpa_mask(
-            q_length=len(queries), kv_length=len(keys), q_offset=q_offset + queries.start,
-            kv_offset=kv_offset + keys.start, attention_mask=attention_mask, allow_is_causal_skip=False, **options,
-        )  # fmt: skip
-        return mask
+    def blocks(attention_mask: Tensor | None, options: Mapping[str, Any]) -> BlockMask | None:
+        if attention_mask is None and local_size is None and skips:
+            return None
 
-    of_tokens = None
-    if attention_mask is not None:
-        skips = {
-            "allow_is_causal_skip": allow_is_causal_skip,
-            "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
-        }
-        of_tokens = _block_mask(
-            q_length, kv_length, q_offset, kv_offset, None, local_size, **skips, **{**options, "batch_size": 1}
-        )
-    return BlockMask(compute, of_tokens)
+        def compute(queries: range, keys: range) -> Tensor:
+            mask: Tensor = sdpa_mask(
+                q_length=len(queries), kv_length=len(keys), q_offset=q_offset + queries.start,
+                kv_offset=kv_offset + keys.start, attention_mask=attention_mask, allow_is_causal_skip=False, **options,
+            )  # fmt: skip
+            return mask
+
+        return BlockMask(compute)
+
+    mask = blocks(None if _IS_PADDED.get() is False else attention_mask, options)
+    if mask is not None:
+        mask.of_tokens = blocks(None, {**options, "batch_size": 1})
+    return mask
 
 
 def share_heads(module: nn.Module, cut: ContextCut) -> None:

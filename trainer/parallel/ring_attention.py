@@ -44,12 +44,14 @@ class BlockMask:
     Args:
         compute: returns the mask of a range of queries and a range of keys: boolean (True: visible), or added to the
             scores. It is broadcastable to `[batch, heads, queries, keys]`.
+
+    Attributes:
         of_tokens: the mask of each row without its padding, for joined rows; None: its queries see all its keys.
     """
 
-    def __init__(self, compute: Callable[[range, range], Tensor], of_tokens: BlockMask | None = None) -> None:
+    def __init__(self, compute: Callable[[range, range], Tensor]) -> None:
         self.compute = compute
-        self.of_tokens = of_tokens
+        self.of_tokens: BlockMask | None = None
         self._seen: dict[tuple[range, range], int] = {}
 
     @classmethod
