@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.helpers.ranks import RankPools
-from trainer.comparing.peers import PEERS, PeerTraining, name_ranks
+from trainer.base.errors import UsageError
+from trainer.comparing.peers import PEERS, PeerTraining, _Flat, name_ranks
 from trainer.models.building import build_model
+from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import plan_run
@@ -60,3 +64,23 @@ def test_all_learn_the_same(sample: str, ranks: RankPools, tmp_path: Path):
     for other in others:
         # the second step is after an update by Adam, which enlarges rounding
         assert other == [pytest.approx(ours[0], rel=1e-6), pytest.approx(ours[1], rel=1e-5)]
+
+
+def test_rows_without_labels_and_fillers_count_nothing():
+    recipe = load_recipe("bert_sample_mlm", ["training.max_steps=1"]).recipe
+    plan = plan_run(recipe, 1)
+    training = PeerTraining(recipe, plan, prepare_data(recipe).task, torch.nn.Linear(1, 1), 1, 1)
+    rows = Microbatch({}, torch.tensor([[3, IGNORED_LABEL]]), torch.zeros(1))
+    filler = replace(rows, filler=True)
+    assert training.num_labels(RankBatch([rows, filler], 1, 2)) == 1
+    hidden = replace(rows, labels=torch.full((1, 2), IGNORED_LABEL))
+    assert training.num_labels(RankBatch([hidden], 1, 2)) == 1, "a loss of 0, not 0 / 0"
+    assert training.loss_sum(SimpleNamespace(logits=torch.randn(1, 2, 8)), filler) == 0
+
+
+def test_trainer_refuses_a_batch_that_is_not_full():
+    training = SimpleNamespace(plan=SimpleNamespace(batch=SimpleNamespace(num_microbatches=2)))
+    rows = Microbatch({}, torch.zeros(1), torch.zeros(1))
+    for microbatches in ([rows], [rows, replace(rows, filler=True)]):
+        with pytest.raises(UsageError, match=r"do not fill one \(step 1\); use fewer `--steps`"):
+            list(_Flat([RankBatch(microbatches, 1, 1)], [], training))

@@ -79,16 +79,14 @@ class TestNotes:
     def test_joined_rows(self, monkeypatch):
         """Without keyed dropout, a model has none of its sites."""
         without = "attention reads joined rows without padding in the fused kernel, where it has no dropout"
-        padded = "attention with torch's dropout pads joined rows, because only layout-invariant dropout has a kernel"
+        padded = "attention pads joined rows for torch's dropout: only layout-invariant dropout has a kernel"
         torchs = "without dropout in 16 bits, torch's variable-length attention reads joined rows"
         assert self.of_rows(monkeypatch) == [padded, without, torchs]
         assert self.of_rows(monkeypatch, flash=False) == [padded, without]
         monkeypatch.setattr("trainer.models.attention.has_site", lambda module: True)
         assert self.of_rows(monkeypatch) == ["attention reads joined rows without padding in the fused kernel", torchs]
         reason = "the GPU Tesla T4 is older than compute capability 8.0"
-        assert self.of_rows(monkeypatch, capability=(7, 5)) == [
-            f"attention pads joined rows, and stores its probabilities with dropout, because {reason}"
-        ]
+        assert self.of_rows(monkeypatch, capability=(7, 5)) == [f"attention pads joined rows, because {reason}"]
 
     def test_of_other_attention_and_devices_there_are_none(self, monkeypatch):
         assert self.notes(monkeypatch, implementation="sdpa") == []

@@ -79,18 +79,19 @@ class PeerTraining:
 
         return without_cache(self.model)
 
-    def num_labels(self, batch: RankBatch) -> float:
+    def num_labels(self, batch: RankBatch) -> Tensor | float:
         """Return the number of valid labels in the global batch, by which its sum of losses is divided."""
         import torch
         import torch.distributed as dist
 
         if self.task.rows_are_labels:
             return float(batch.num_rows)
-        counts = [float(self.task.num_valid(microbatch.labels)) for microbatch in batch.microbatches]
-        total = torch.tensor(sum(counts), device=self.device)
-        if self.plan.layout.world_size > 1:
-            dist.all_reduce(total)
-        return total.item()
+        found = sum(float(self.task.num_valid(rows.labels)) for rows in batch.microbatches if not rows.filler)
+        if self.plan.layout.world_size == 1:
+            return found or 1.0  # without labels, the loss is 0
+        total = torch.full((), found, device=self.device)
+        dist.all_reduce(total)
+        return torch.where(total > 0, total, 1.0)
 
     def inputs(self, rows: Microbatch) -> dict[str, Any]:
         """Return the model's keyword arguments for rows."""
@@ -98,7 +99,8 @@ class PeerTraining:
 
     def loss_sum(self, output: Any, rows: Microbatch) -> Tensor:
         """Return the loss of rows, summed over their valid labels, from the output of the model."""
-        return self.task.loss_sum(self.task.scores(output, rows.inputs), rows.labels)
+        loss = self.task.loss_sum(self.task.scores(output, rows.inputs), rows.labels)
+        return loss * 0.0 if rows.filler else loss
 
     def optimizer(self) -> tuple[Optimizer, LRScheduler]:
         """Return the recipe's optimizer and its learning rates."""
@@ -156,7 +158,7 @@ def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], t
 
     from trainer.parallel.microbatch import Microbatch
 
-    taken: list[tuple[RankBatch, float]] = []
+    taken: list[tuple[RankBatch, Tensor | float]] = []
 
     class OnOurBatches(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
@@ -168,7 +170,8 @@ def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], t
             num_labels = taken[-1][1]
             # Trainer divides by the microbatches, and DistributedDataParallel by the ranks.
             factor = self.current_gradient_accumulation_steps * training.plan.layout.world_size
-            return training.loss_sum(model(**training.inputs(rows)), rows).mul(factor / num_labels)
+            loss = training.loss_sum(model(**training.inputs(rows)), rows)
+            return torch.mul(loss, factor / num_labels)
 
     class Tell(TrainerCallback):  # type: ignore[misc]
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -284,15 +287,24 @@ class _Flat:
     """The microbatches of rank batches as dictionaries for transformers' Trainer, without a length.
 
     `taken` gets each batch with its number of labels.
+
+    Raises:
+        UsageError: a batch has fewer microbatches or rows than others; Trainer would add those of the next batch.
     """
 
     def __init__(
-        self, batches: Iterable[RankBatch], taken: list[tuple[RankBatch, float]], training: PeerTraining
+        self, batches: Iterable[RankBatch], taken: list[tuple[RankBatch, Tensor | float]], training: PeerTraining
     ) -> None:
         self._batches, self._taken, self._training = batches, taken, training
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        number = self._training.plan.batch.num_microbatches
         for batch in self._batches:
+            if len(batch.microbatches) != number or any(rows.filler for rows in batch.microbatches):
+                raise UsageError(
+                    f"`--with transformers` trains batches of {number} microbatches on each rank, but the last rows of"
+                    f" an epoch do not fill one (step {len(self._taken) + 1}); use fewer `--steps`"
+                )
             self._taken.append((batch, self._training.num_labels(batch)))
             for microbatch in batch.microbatches:
                 yield {**microbatch.inputs, "labels": microbatch.labels}

@@ -229,14 +229,12 @@ def _notes_of_rows(model: nn.Module, device: torch.device, obstacle: str | None)
     is_keyed = any(map(has_site, model.modules()))
     notes = []
     if not is_keyed:
-        notes.append(
-            "attention with torch's dropout pads joined rows, because only layout-invariant dropout has a kernel"
-        )
+        notes.append("attention pads joined rows for torch's dropout: only layout-invariant dropout has a kernel")
     if obstacle is None:
         reads = "attention reads joined rows without padding in the fused kernel"
         notes.append(reads if is_keyed else f"{reads}, where it has no dropout")
     else:
-        notes.append(f"attention pads joined rows, and stores its probabilities with dropout, because {obstacle}")
+        notes.append(f"attention pads joined rows, because {obstacle}")
     if varlen.obstacle_of_device(device) is None:
         notes.append("without dropout in 16 bits, torch's variable-length attention reads joined rows")
     return notes
@@ -280,6 +278,11 @@ def _attention_of_rows(
     return _attention(module, query, key, value, None, packed, **options)
 
 
+def _variant(options: Mapping[str, Any]) -> str | None:
+    """Return an argument of attention that has no form for blocks and joined rows; None if there is none."""
+    return next((name for name in ("position_bias", *_VARIANTS) if options.get(name) is not None), None)
+
+
 def _row_keys(module: nn.Module, query: Tensor, packed: PackedTokens | None) -> Tensor:
     """Return the keys of the rows of a microbatch for the next call of attention, int64 `[batch]`."""
     site = site_of(module)
@@ -303,7 +306,15 @@ def _of_rows(
 
     The fused kernel and torch's variable-length attention read the joined rows. Where neither runs, rows are padded: on
     a CPU in groups of similar length, and for torch's dropout, which neither draws.
+
+    Raises:
+        UsageError: the model needs a variant of attention that has no such form.
     """
+    if variant := _variant(kwargs):
+        raise UsageError(
+            f"this model's attention uses {variant}, which has no form for rows without padding; set `data.packing` to"
+            " false"
+        )
     row_keys = _row_keys(module, query, packed) if dropout and has_site(module) else None
     scale, causal = _scale(query, scaling), _is_causal(module, is_causal)
     window = None if sliding_window is None else sliding_window - 1  # transformers counts the query too
@@ -353,12 +364,11 @@ def _around_ring(
     Raises:
         UsageError: the model needs a variant of attention that has no blocks.
     """
-    for name in ("position_bias", *_VARIANTS):
-        if kwargs.get(name) is not None:
-            raise UsageError(
-                f"this model's attention uses {name}, which has no form for a ring of ranks; set `parallel.context` to"
-                f" {cut.of_heads.heads}, which needs no ring"
-            )
+    if variant := _variant(kwargs):
+        raise UsageError(
+            f"this model's attention uses {variant}, which has no form for a ring of ranks; set `parallel.context` to"
+            f" {cut.of_heads.heads}, which needs no ring"
+        )
     query, key, value = map(_autocast, (query, key, value))
     row_keys = None
     if dropout:

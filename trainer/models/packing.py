@@ -2,7 +2,7 @@
 
 The first layer gets the tokens of all rows of a microbatch as one sequence `[1, tokens, hidden]`, and the last layer
 returns padded rows. Embeddings and heads are those of padded rows, so positions, token types and pooling stay as they
-are. The attention function finds the rows for itself, since tokens see their own row only; no mask is made.
+are. The attention function finds the rows for itself, since tokens see their own row only.
 transformers passes the argument `PACKED` of the model on to each layer and to the attention function.
 """
 
