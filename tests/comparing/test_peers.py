@@ -82,5 +82,5 @@ def test_trainer_refuses_a_batch_that_is_not_full():
     training = SimpleNamespace(plan=SimpleNamespace(batch=SimpleNamespace(num_microbatches=2)))
     rows = Microbatch({}, torch.zeros(1), torch.zeros(1))
     for microbatches in ([rows], [rows, replace(rows, filler=True)]):
-        with pytest.raises(UsageError, match=r"do not fill one \(step 1\); use fewer `--steps`"):
+        with pytest.raises(UsageError, match="but step 1 has the last rows of an epoch"):
             list(_Flat([RankBatch(microbatches, 1, 1)], [], training))

@@ -289,7 +289,7 @@ class _Flat:
     `taken` gets each batch with its number of labels.
 
     Raises:
-        UsageError: a batch has fewer microbatches or rows than others; Trainer would add those of the next batch.
+        UsageError: a batch has fewer microbatches than others, or a filler; Trainer would add those of the next batch.
     """
 
     def __init__(
@@ -302,8 +302,9 @@ class _Flat:
         for batch in self._batches:
             if len(batch.microbatches) != number or any(rows.filler for rows in batch.microbatches):
                 raise UsageError(
-                    f"`--with transformers` trains batches of {number} microbatches on each rank, but the last rows of"
-                    f" an epoch do not fill one (step {len(self._taken) + 1}); use fewer `--steps`"
+                    f"`--with transformers` needs {number} full microbatches on each rank, but step"
+                    f" {len(self._taken) + 1} has the last rows of an epoch, which are too few; use"
+                    f" `--steps {len(self._taken)}` or fewer"
                 )
             self._taken.append((batch, self._training.num_labels(batch)))
             for microbatch in batch.microbatches:
@@ -349,10 +350,11 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
         }
     if found := [key for key, is_wrong in wrong.items() if is_wrong]:
         raise UsageError(
-            f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it trains with"
-            " `parallel.strategy` ddp, in fp32 or bf16, with fp32 weights, without recomputation, in equal"
-            " microbatches, by losses of single rows"
-            + ("; it needs several processes, and AdamW or SGD" if peer == "deepspeed" else "")
+            f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it needs `parallel.strategy` ddp"
+            " without tensor ranks, context ranks and stages, fp32 or bf16 with fp32 weights, and equal microbatches."
+            " It takes no recomputation, adapters, distillation, `task.loss_chunk_tokens` or loss over the whole batch."
+            + (" It needs several processes, and AdamW or SGD." if peer == "deepspeed" else "")
+            + f" Change these keys, or leave out `--with {peer}`"
         )
 
 

@@ -405,9 +405,10 @@ _IS_PADDED: ContextVar[bool | None] = ContextVar("is_padded", default=None)
 
 @contextmanager
 def padding_known(is_padded: bool | None) -> Iterator[None]:
-    """Let the functions of masks know whether inputs are padded.
+    """Set whether inputs are padded, for the mask functions in this context.
 
-    They are functions that transformers finds by a name, and they would read the mask, for which the host would wait.
+    transformers calls these functions by name, so they get no further argument. Without this value they read the mask,
+    and the host waits.
 
     Args:
         is_padded: whether a mask of the inputs hides a position; None: not known.

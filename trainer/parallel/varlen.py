@@ -1,6 +1,6 @@
 """Attention inside of joined rows without dropout, by torch's variable-length attention.
 
-It runs the FlashAttention that is part of torch's builds for CUDA, or the newer one that torch was told to use.
+It runs the FlashAttention that is part of torch's builds for CUDA, or a newer version that the user activates in torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def obstacle_of_device(device: torch.device) -> str | None:
     if not torch.backends.cuda.is_flash_attention_available():
         return "this torch was built without FlashAttention"
     if "window_size" not in inspect.signature(varlen_attn).parameters:
-        return f"torch {torch.__version__} is older than 2.11, whose variable-length attention has no window"
+        return f"the variable-length attention of torch {torch.__version__} has no window; install torch 2.11 or newer"
     return None
 
 
