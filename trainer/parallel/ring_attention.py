@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, cast
 
@@ -100,29 +101,34 @@ class Ring:
     distance: int
     index: int
     blocks: Sequence[range]
-    lengths: Sequence[int] | None = None
+    lengths: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
         return len(self.blocks)
 
-    def pieces(self, block: int) -> Iterator[Piece]:
-        """Yield the parts of this rank's queries that see keys of a block, with these keys."""
+    def pieces(self, block: int) -> Sequence[Piece]:
+        """Return the parts of this rank's queries that see keys of a block, with these keys."""
         queries, keys = self.blocks[self.index], self.blocks[block]
-        if self.lengths is None:
-            yield Piece(queries, keys, slice(None))
-            return
-        starts = [0, *accumulate(self.lengths)]
-        parts = [(_part(queries, start, stop), _part(keys, start, stop)) for start, stop in pairwise(starts)]
-        # Neighbours with the same queries and keys are whole rows, so they lie side by side in both blocks.
-        for (own, others), rows in groupby(range(len(parts)), parts.__getitem__):
-            first, *more = rows
-            if own and others:
-                places = (starts[first] + own.start - queries.start, starts[first] + others.start - keys.start)
-                yield Piece(own, others, slice(first, first + 1 + len(more)), places)
+        return (Piece(queries, keys, slice(None)),) if self.lengths is None else _pieces(self.lengths, queries, keys)
 
     def begin_shift(self, tensors: Sequence[Tensor], tag: int = 0) -> Callable[[], list[Tensor]]:
         return begin_shift(tensors, self.group, self.distance, tag)
+
+
+@lru_cache(maxsize=256)
+def _pieces(lengths: tuple[int, ...], queries: range, keys: range) -> Sequence[Piece]:
+    """Return the pieces of two blocks of rows that are joined; all layers and the backward pass need the same ones."""
+    starts = [0, *accumulate(lengths)]
+    parts = [(_part(queries, start, stop), _part(keys, start, stop)) for start, stop in pairwise(starts)]
+    found = []
+    # Neighbours with the same queries and keys are whole rows, so they lie side by side in both blocks.
+    for (own, others), rows in groupby(range(len(parts)), parts.__getitem__):
+        first, *more = rows
+        if own and others:
+            places = (starts[first] + own.start - queries.start, starts[first] + others.start - keys.start)
+            found.append(Piece(own, others, slice(first, first + 1 + len(more)), places))
+    return found
 
 
 def _part(block: range, start: int, stop: int) -> range:
