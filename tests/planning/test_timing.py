@@ -97,7 +97,9 @@ def test_a_measured_step_computes_as_its_plan_does():
     planned = Counter[str]()
     for kind, amount in step.totals.work.items():
         planned[kind.name] += amount.number if kind.operation in computing else 0
-    assert +planned == Counter(one.kind.name for one in found if one.kind.operation in computing)
+    measured = Counter(one.kind.name for one in found if one.kind.operation in computing)
+    del measured["_local_scalar_dense"]  # the host's read of its own masks, which have no values in a plan
+    assert +planned == measured
     assert min(seconds, *(one.seconds for one in found)) > 0
 
 
