@@ -11,8 +11,7 @@ import torch
 
 from tests.helpers.ranks import RankPools
 from trainer.base.errors import UsageError
-from trainer.comparing.peers import PEERS, PeerTraining, _Flat, name_ranks
-from trainer.models.building import build_model
+from trainer.comparing.peers import PEERS, PeerTraining, _Flat, build_peer_model, name_ranks
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.reading.loading import load_recipe
@@ -36,17 +35,8 @@ def losses(sample: str, folder: Path, peers: tuple[str, ...]) -> dict[str, list[
     task, mesh = data.task, open_mesh(plan.layout, torch.device("cpu"))
     training = assemble(plan, mesh, data)
     found = {"ours": [training.engine.train_step(batch).loss for batch in training.train_loader]}
-    keys = recipe.training.model_copy(update={"layout_invariant_dropout": False})
     for peer in peers:
-        model = build_model(
-            recipe.model,
-            keys,
-            task.auto_class_name,
-            task.model_options(),
-            pad_token_id=data.preparation.padding_token,
-            unused=task.unused_modules,
-            packed=task.packs_documents,
-        ).model
+        model = build_peer_model(recipe, data)
         of_peer = found[peer] = []
         one = PeerTraining(recipe, plan, task, model, STEPS, STEPS)
         PEERS[peer](one, train_batches(plan, mesh, data), lambda batch, loss, norm, into=of_peer: into.append(loss))

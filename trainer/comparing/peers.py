@@ -393,9 +393,24 @@ class PeerMeasurement:
         return ExitCode.DONE
 
 
+def build_peer_model(recipe: Recipe, data: PreparedData) -> nn.Module:
+    """Build the recipe's model with torch's dropout, with the same weights at each call and on each rank."""
+    from trainer.models.building import build_model
+
+    task = data.task
+    return build_model(
+        recipe.model,
+        recipe.training.model_copy(update={"layout_invariant_dropout": False}),
+        task.auto_class_name,
+        task.model_options(),
+        pad_token_id=data.preparation.padding_token,
+        unused=task.unused_modules,
+        packed=task.packs_documents,
+    ).model
+
+
 def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, environment: LaunchEnvironment) -> None:
     from trainer.engine.optimizer import learning_rate
-    from trainer.models.building import build_model
     from trainer.observe.memory import peak_memory_bytes
     from trainer.observe.metrics_file import MetricsFile
     from trainer.observe.records import StepRecord
@@ -404,16 +419,7 @@ def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, env
     from trainer.training.run_info import run_info
 
     recipe, task = plan.recipe, data.task
-    keys = recipe.training.model_copy(update={"layout_invariant_dropout": False})
-    model = build_model(
-        recipe.model,
-        keys,
-        task.auto_class_name,
-        task.model_options(),
-        pad_token_id=data.preparation.padding_token,
-        unused=task.unused_modules,
-        packed=task.packs_documents,
-    ).model.to(mesh.device)
+    model = build_peer_model(recipe, data).to(mesh.device)
     total = plan.total_steps(len(data.train))
     training = PeerTraining(recipe, plan, task, model, min(total, recipe.training.stop_at_step or total), total)
     records: list[StepRecord] = []
