@@ -840,8 +840,8 @@ _ENGINE = [
         "mean_of_means_over_ranks",
         "Each rank divides by its own labels instead of those of all ranks.",
         "engine/forward.py",
-        'total = self._mesh.sum_(local, "dp").float()',
-        'total = (local * self._mesh.size("dp")).float()',
+        'lambda local: self._mesh.sum_(local, "dp")',
+        'lambda local: local * self._mesh.size("dp")',
         ("engine/test_native.py::TestIgnoredLabels::test_how_they_lie_over_ranks_changes_nothing",),
     ),
     Defect(

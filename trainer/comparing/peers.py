@@ -79,19 +79,18 @@ class PeerTraining:
 
         return without_cache(self.model)
 
-    def num_labels(self, batch: RankBatch) -> Tensor | float:
+    def num_labels(self, batch: RankBatch) -> Tensor:
         """Return the number of valid labels in the global batch, by which its sum of losses is divided."""
-        import torch
         import torch.distributed as dist
 
-        if self.task.rows_are_labels:
-            return float(batch.num_rows)
-        found = sum(float(self.task.num_valid(rows.labels)) for rows in batch.microbatches if not rows.filler)
-        if self.plan.layout.world_size == 1:
-            return found or 1.0  # without labels, the loss is 0
-        total = torch.full((), found, device=self.device)
-        dist.all_reduce(total)
-        return torch.where(total > 0, total, 1.0)
+        from trainer.engine.forward import denominator_of
+
+        def sum_(local: Tensor) -> Tensor:
+            if self.plan.layout.world_size > 1:
+                dist.all_reduce(local)
+            return local
+
+        return denominator_of(self.task, batch, self.device, sum_)
 
     def inputs(self, rows: Microbatch) -> dict[str, Any]:
         """Return the model's keyword arguments for rows."""
@@ -158,7 +157,7 @@ def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], t
 
     from trainer.parallel.microbatch import Microbatch
 
-    taken: list[tuple[RankBatch, Tensor | float]] = []
+    taken: list[tuple[RankBatch, Tensor]] = []
 
     class OnOurBatches(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
@@ -293,7 +292,7 @@ class _Flat:
     """
 
     def __init__(
-        self, batches: Iterable[RankBatch], taken: list[tuple[RankBatch, Tensor | float]], training: PeerTraining
+        self, batches: Iterable[RankBatch], taken: list[tuple[RankBatch, Tensor]], training: PeerTraining
     ) -> None:
         self._batches, self._taken, self._training = batches, taken, training
 

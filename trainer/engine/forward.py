@@ -66,6 +66,26 @@ def without_cache(model: nn.Module) -> dict[str, bool]:
     return {"use_cache": False} if "use_cache" in own or (passes_on and "use_cache" in of_base) else {}
 
 
+def denominator_of(task: Task, batch: RankBatch, device: torch.device, sum_: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the number of valid labels in the global batch, or the sum of their weights, a scalar.
+
+    It is known before the first forward pass.
+
+    Args:
+        task: the task.
+        batch: this rank's part of the global batch.
+        device: the device of the model.
+        sum_: sums a tensor over the data-parallel ranks, in place, and returns it.
+    """
+    if task.rows_are_labels:
+        return torch.full((), float(batch.num_rows), device=device)
+    counts = [task.num_valid(m.labels) for m in batch.microbatches if not m.filler]
+    # Unlike `torch.tensor`, `torch.full` does not let the host wait for a GPU.
+    total = sum_(torch.full((), sum(map(float, counts)), dtype=torch.float64, device=device)).float()
+    # A batch with ignored labels only has a loss of 0, not 0 / 0.
+    return torch.where(total > 0, total, torch.ones_like(total))
+
+
 class ModelForward:
     """The forward pass of a task's model.
 
@@ -143,18 +163,8 @@ class ModelForward:
         return joint_losses(self._task, self._mesh, batch.num_rows, batch.microbatches, scores)
 
     def denominator(self, batch: RankBatch) -> Tensor:
-        """Return the number of valid labels in the global batch, or the sum of their weights.
-
-        It is known before the first forward pass.
-        """
-        if self._task.rows_are_labels:
-            return torch.full((), float(batch.num_rows), device=self._mesh.device)
-        counts = [self._task.num_valid(m.labels) for m in batch.microbatches if not m.filler]
-        # Unlike `torch.tensor`, `torch.full` does not let the host wait for a GPU.
-        local = torch.full((), sum(map(float, counts)), dtype=torch.float64, device=self._mesh.device)
-        total = self._mesh.sum_(local, "dp").float()
-        # A batch with ignored labels only has a loss of 0, not 0 / 0.
-        return torch.where(total > 0, total, torch.ones_like(total))
+        """Return the number of valid labels in the global batch, or the sum of their weights."""
+        return denominator_of(self._task, batch, self._mesh.device, lambda local: self._mesh.sum_(local, "dp"))
 
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
         """Return the sum of losses of a microbatch; a filler joins the collectives with a gradient of zero."""

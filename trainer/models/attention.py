@@ -102,7 +102,7 @@ def keyed_attention(
             dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias, **kwargs,
         )  # fmt: skip
         return output
-    if variant := next((name for name in _VARIANTS if kwargs.get(name) is not None), None):
+    if variant := _variant(kwargs):
         raise UsageError(f"this model's attention uses {variant}, which has no keyed form; {REMEDY}")
     scale = _scale(query, scaling)
     causal = _is_causal(module, is_causal)
@@ -119,6 +119,11 @@ def keyed_attention(
     probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
     dropped = site_of(module).drop(probabilities, dropout, row_keys)
     return torch.matmul(dropped, value).transpose(1, 2).contiguous(), probabilities
+
+
+def _variant(options: Mapping[str, Any]) -> str | None:
+    """Return an argument that changes the formula, of those that a form of attention has no name for; None: none."""
+    return next((name for name in ("position_bias", *_VARIANTS) if options.get(name) is not None), None)
 
 
 def _scale(query: Tensor, given: float | None) -> float:
@@ -259,16 +264,16 @@ def _attention(
     cut: ContextCut | None = getattr(module, _CUT, None)
     if cut is not None:
         query, key, value = (cut.to_heads(states) for states in (query, key, value))
-        if cut.of_heads.ring > 1:
-            output = _around_ring(cut, module, query, key, value, attention_mask, packed, **options)
-        elif packed is not None:
-            output = _of_rows(module, query, key, value, packed, **options)
-        else:
-            output, _ = keyed_attention(module, query, key, value, attention_mask, **options)
-        return cut.to_positions(output.transpose(1, 2)).transpose(1, 2), None
-    if packed is None:
-        return keyed_attention(module, query, key, value, attention_mask, **options)
-    return _of_rows(module, query, key, value, packed, **options), None
+    probabilities = None
+    if cut is not None and cut.of_heads.ring > 1:
+        output = _around_ring(cut, module, query, key, value, attention_mask, packed, **options)
+    elif packed is not None:
+        output = _of_rows(module, query, key, value, packed, **options)
+    else:
+        output, probabilities = keyed_attention(module, query, key, value, attention_mask, **options)
+    if cut is None:
+        return output, probabilities
+    return cut.to_positions(output.transpose(1, 2)).transpose(1, 2), None
 
 
 def _attention_of_rows(
@@ -276,11 +281,6 @@ def _attention_of_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `_attention` for joined rows, which need no mask: each token sees those of its row."""
     return _attention(module, query, key, value, None, packed, **options)
-
-
-def _variant(options: Mapping[str, Any]) -> str | None:
-    """Return an argument of attention that has no form for blocks and joined rows; None if there is none."""
-    return next((name for name in ("position_bias", *_VARIANTS) if options.get(name) is not None), None)
 
 
 def _row_keys(module: nn.Module, query: Tensor, packed: PackedTokens | None) -> Tensor:

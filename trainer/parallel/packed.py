@@ -117,18 +117,19 @@ class PackedTokens:
         )
 
     @cached_property
-    def starts(self) -> Tensor:
-        """The place of the first token of each row in the sequence, and the number of all tokens, int32 `[batch + 1]`.
+    def bounds(self) -> tuple[int, ...]:
+        """The place of the first token of each row in the sequence, and the number of all tokens."""
+        return (0, *accumulate(self.lengths))
 
-        The rows are in the order of the sequence.
-        """
-        return _moved(np.array([0, *accumulate(self.lengths)], dtype=np.int32), self.rows.device)
+    @cached_property
+    def starts(self) -> Tensor:
+        """`bounds` on the device of the model, int32 `[batch + 1]`."""
+        return _moved(np.array(self.bounds, dtype=np.int32), self.rows.device)
 
     @cached_property
     def groups(self) -> tuple[RowGroup, ...]:
         """The rows by their length, in the order of the sequence: a CPU takes those of similar length, a GPU all."""
         device, lengths = self.rows.device, np.asarray(self.lengths)
-        starts = [0, *accumulate(self.lengths)]
         groups = []
         for first, end in pairwise(_cuts(self.lengths, 0.0 if device.type == "cuda" else _ALIKE)):
             longest = self.lengths[first]
@@ -136,7 +137,9 @@ class PackedTokens:
             places = is_token = None
             if not found.all():
                 places, is_token = _moved(np.flatnonzero(found), device), _moved(found, device)
-            groups.append(RowGroup(self.order[first:end], slice(starts[first], starts[end]), longest, places, is_token))
+            groups.append(
+                RowGroup(self.order[first:end], slice(self.bounds[first], self.bounds[end]), longest, places, is_token)
+            )
         return tuple(groups)
 
     def pack(self, x: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class Ring:
 
 
 @lru_cache(maxsize=256)
-def _pieces(lengths: tuple[int, ...], queries: range, keys: range) -> Sequence[Piece]:
+def _pieces(lengths: tuple[int, ...], queries: range, keys: range) -> tuple[Piece, ...]:
     """Return the pieces of two blocks of rows that are joined; all layers and the backward pass need the same ones."""
     starts = [0, *accumulate(lengths)]
     parts = [(_part(queries, start, stop), _part(keys, start, stop)) for start, stop in pairwise(starts)]
@@ -128,7 +128,7 @@ def _pieces(lengths: tuple[int, ...], queries: range, keys: range) -> Sequence[P
         if own and others:
             places = (starts[first] + own.start - queries.start, starts[first] + others.start - keys.start)
             found.append(Piece(own, others, slice(first, first + 1 + len(more)), places))
-    return found
+    return tuple(found)
 
 
 def _part(block: range, start: int, stop: int) -> range:
