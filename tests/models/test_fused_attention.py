@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from tests.helpers.families import CONFIGS
 from tests.planning.measured import SMALL_BERT, recipe_of
 from trainer.models.attention import KEYED_ATTENTION, PACKED_ATTENTION, RING_ATTENTION, attention_notes
 from trainer.parallel import fused_attention
@@ -130,6 +131,26 @@ class TestPlans:
         indices = 2 * 8 * self.RECIPE.training.micro_batch_size * self.LENGTH  # rows and positions of the tokens
         assert found.peak.by_component[ACTIVATIONS] < padded.peak.by_component[ACTIVATIONS] + 4 * indices
         assert sum(found.totals.flops.values()) == sum(padded.totals.flops.values())
+
+    def test_of_packed_rows_with_a_window_count_its_pairs(self):
+        """Of three layers, two see a window, forward in two products of matrices and backward in seven."""
+
+        length = 24
+
+        def flops(window: int) -> int:
+            config = {
+                **CONFIGS["modernbert"],
+                "model_type": "modernbert",
+                "num_hidden_layers": 3,
+                "local_attention": window,
+            }
+            keys = {"model": {"config": config, "tokenizer": "none"}, "data": {"packing": True}}
+            return sum(plan_step(plan_run(recipe_of(keys), 1), 0, length).totals.flops.values())
+
+        places = torch.arange(length)
+        hidden = int(((places[:, None] - places).abs() > 4 // 2).sum())
+        rows, hidden_size = 16, CONFIGS["modernbert"]["hidden_size"]
+        assert flops(2 * length) - flops(4) == 2 * rows * (2 + 7) * 2 * hidden_size * hidden
 
     @pytest.mark.parametrize(("name", "runs"), [("A100-80", True), ("H100", True), ("T4", False), ("V100-32", False)])
     def test_know_the_gpus_that_run_it(self, name, runs):

@@ -5,7 +5,7 @@ Source: Williams et al. 2009, "Roofline: an insightful visual performance model 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,35 +21,46 @@ MATMUL, ATTENTION, SPECIAL, INTEGER, OTHER, VIEW = (
 )  # fmt: skip
 
 
-def _product_flops(
-    query: Sequence[int], key: Sequence[int], value: Sequence[int], rows: Sequence[Any]
-) -> tuple[int, int]:
+def _product_flops(call: Mapping[str, Any]) -> tuple[int, int]:
     """Return the FLOPs of products of all queries and keys over the head's size, and over that of the values.
 
-    `rows` begins with `starts` and `lengths` of `fused_attention`, if rows are joined.
+    Joined rows have the pairs of their rows and their window. A causal mask saves none, as in torch's formulas.
     """
-    pairs = query[0] * query[2] * key[2]
-    if len(rows) > 1 and rows[1] is not None:
-        pairs = sum(length * length for length in rows[1])
+    query, lengths, window = call["query"], call.get("lengths"), call.get("window")
+    pairs = query[0] * query[2] * call["key"][2]
+    if lengths is not None:
+        hidden = [0 if window is None else max(0, length - 1 - window) for length in lengths]
+        # The window hides two triangles of pairs, one after and one before each query.
+        pairs = sum(length * length - rows * (rows + 1) for length, rows in zip(lengths, hidden, strict=True))
     products = 2 * query[1] * pairs
-    return products * query[3], products * value[3]
+    return products * query[3], products * call["value"][3]
 
 
-@register_flop_formula(torch.ops.trainer.keyed_attention)
-def _forward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *others: Any, **_: Any) -> int:
-    return sum(_product_flops(query, key, value, others[9:]))
+def _forward_flops(call: Mapping[str, Any]) -> int:
+    return sum(_product_flops(call))
 
 
-@register_flop_formula(torch.ops.trainer.keyed_attention_backward)
-def _backward_flops(
-    output_gradient: Any, output: Any, sums: Any, query: Sequence[int], key: Sequence[int], value: Sequence[int],
-    *others: Any, out_shape: Sequence[Any], **_: Any,
-) -> int:  # fmt: skip
+def _backward_flops(call: Mapping[str, Any]) -> int:
     """Return the FLOPs of the products that the kernels compute; each of them computes the scores again."""
-    over_head, over_value = _product_flops(query, key, value, others[10:])
-    of_bias = int(len(out_shape) == 4)  # a fourth gradient
+    over_head, over_value = _product_flops(call)
+    of_bias = int(call["with_bias"])
     return (4 + of_bias) * over_head + (3 + of_bias) * over_value
 
+
+def _register(operation: Any, formula: Callable[[Mapping[str, Any]], int]) -> None:
+    """Register a formula that gets the arguments of a call by their names, tensors as their shapes.
+
+    Arguments with the value of their default may be missing.
+    """
+    names = [argument.name for argument in operation.default._schema.arguments]
+
+    @register_flop_formula(operation)
+    def count(*arguments: Any, out_shape: Any = None, **named: Any) -> int:
+        return formula({**dict(zip(names, arguments, strict=False)), **named})
+
+
+_register(torch.ops.trainer.keyed_attention, _forward_flops)
+_register(torch.ops.trainer.keyed_attention_backward, _backward_flops)
 
 _aten = torch.ops.aten
 FLOPS = {
