@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -40,25 +40,29 @@ class Microbatch:
         """The index of each text in its global batch `[batch * texts]`, which keys its dropout masks."""
         return text_rows(self.rows, self.inputs)
 
-    def to(self, device: torch.device) -> Microbatch:
-        """Copy to `device`, asynchronously from pinned memory; or return the copy that was begun before, once."""
-        copied = self.ahead.take() if self.ahead is not None else None
-        return copied or replace(
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that move to a device."""
+        return [*self.inputs.values(), self.labels, self.rows]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
+        """Return the microbatch with the results of `function` as `tensors`."""
+        return replace(
             self,
-            inputs={name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()},
-            labels=self.labels.to(device, non_blocking=True),
-            rows=self.rows.to(device, non_blocking=True),
+            inputs={name: function(tensor) for name, tensor in self.inputs.items()},
+            labels=function(self.labels),
+            rows=function(self.rows),
             ahead=None,
         )
 
+    def to(self, device: torch.device) -> Microbatch:
+        """Copy to `device`, asynchronously from pinned memory; or return the copy that was begun before, once."""
+        copied = self.ahead.take() if self.ahead is not None else None
+        return copied or self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
     def pin_memory(self) -> Microbatch:
         """Copy to page-locked memory; the `DataLoader` calls this in its own thread."""
-        return replace(
-            self,
-            inputs={name: tensor.pin_memory() for name, tensor in self.inputs.items()},
-            labels=self.labels.pin_memory(),
-            rows=self.rows.pin_memory(),
-        )
+        return self.map(lambda tensor: tensor.pin_memory())
 
 
 def has_padding(inputs: Mapping[str, Tensor]) -> bool | None:
@@ -105,7 +109,7 @@ class CopyAhead:
         copy, done = copied
         current = torch.cuda.current_stream(copy.rows.device)
         current.wait_event(done)
-        for tensor in (*copy.inputs.values(), copy.labels, copy.rows):
+        for tensor in copy.tensors:
             tensor.record_stream(current)
         return copy
 

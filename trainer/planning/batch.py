@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import ceil
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from torch import Tensor
 from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.packed import PackedTokens
+from trainer.planning.ledger import BATCH, Ledger
 from trainer.recipe.plan import BatchPlan, texts_of_a_row
 from trainer.recipe.schema import (
     CausalLM,
@@ -97,3 +101,24 @@ def _labels(section: Any, task: Task, rows: int, length: int) -> Tensor:
                 return torch.zeros(rows, task.model_options()["num_labels"])
             return torch.zeros(rows, dtype=torch.long)
     raise UsageError(f"`task.type` is {section.type}, which no plan covers yet: the shapes of its inputs are unknown")
+
+
+@contextmanager
+def copied_ahead(batch: RankBatch, ledger: Ledger) -> Iterator[None]:
+    """Count the microbatches on a GPU: that of the present passes, and the one that a run copies ahead meanwhile.
+
+    The copy of the first one begins in the step before.
+    """
+    batches = batch.microbatches
+    following = {id(one): other for one, other in zip(batches, [*batches[1:], batches[0]], strict=True)}
+    ahead: dict[int, Microbatch] = {}
+
+    def to(microbatch: Microbatch, _: torch.device) -> Microbatch:
+        present, after = ahead.pop(id(microbatch), None), following[id(microbatch)]
+        ahead.clear()
+        with ledger.creating(BATCH):
+            ahead[id(after)] = after.map(torch.empty_like)
+            return present or microbatch.map(torch.empty_like)
+
+    with mock.patch.object(Microbatch, "to", to):
+        yield

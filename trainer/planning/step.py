@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import chain
 from typing import cast
 
 import torch
@@ -21,7 +22,7 @@ from trainer.models.building import BuiltModel, build_shapes, freeze
 from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
-from trainer.planning.batch import blank_batch
+from trainer.planning.batch import blank_batch, copied_ahead
 from trainer.planning.ledger import (
     BATCH,
     BUFFERS,
@@ -192,9 +193,12 @@ class _Simulation:
         plan, task = self.plan, self.task
         splits = self.offload != "none"
         stacks = self.stacks or [[] for _ in built]
+        copies_ahead = self.cuda and plan.copies_ahead
         with (
             shapes_only(self.cuda, self.fused),
+            nullcontext(blank_batch(plan.recipe, task, built[0].model.config, plan.batch, self.length)) as batch,
             Ledger(answers=True, splits=splits) as ledger,
+            copied_ahead(batch, ledger) if copies_ahead else nullcontext(),
             labelled_deepspeed(ledger, plan),
             copies_between_host_and_device(ledger, plan) if splits else nullcontext(),
         ):
@@ -212,8 +216,8 @@ class _Simulation:
                 engine = build_engine(built, task, self.mesh, uncompiled, 2, teacher)
             assert isinstance(engine, (NativeEngine, ZeroEngine))
             label_model(ledger, engine, built, self.offload)
-            with ledger.creating(BATCH):
-                batch = blank_batch(plan.recipe, task, built[0].model.config, plan.batch, self.length)
+            if not copies_ahead:
+                ledger.assign(chain.from_iterable(m.tensors for m in batch.microbatches), BATCH)
             yield engine, ledger, batch
 
 

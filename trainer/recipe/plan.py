@@ -130,6 +130,14 @@ class RunPlan:
     def strategy(self) -> Strategy:
         return STRATEGIES[self.recipe.parallel.strategy]
 
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether a GPU gets each microbatch during the passes of the one before it.
+
+        A pipeline joins the microbatches of a pass on the host; DataParallel cuts them for its GPUs.
+        """
+        return self.pipeline is None and not self.strategy.single_process
+
     def steps_per_epoch(self, num_rows: int) -> int:
         """Return the optimizer steps in one epoch of `num_rows` rows; the last batch may be smaller."""
         return math.ceil(num_rows / self.batch.global_batch_size)

@@ -226,8 +226,6 @@ def train_batches(plan: RunPlan, mesh: ParallelMesh, data: PreparedData, start_s
     lengths = data.train.lengths if recipe.data.group_by_length else None
     seed = recipe.training.seed
     on_gpu = mesh.device.type == "cuda"
-    # A pipeline joins the microbatches of a pass on the host; DataParallel cuts them for its GPUs.
-    takes_copies = plan.pipeline is None and not plan.strategy.single_process
     return TrainLoader(
         data.train,
         GlobalOrder(len(data.train), lengths, plan.batch.global_batch_size, seed, data.mixture(recipe)),
@@ -239,7 +237,7 @@ def train_batches(plan: RunPlan, mesh: ParallelMesh, data: PreparedData, start_s
         num_workers=recipe.data.num_workers,
         pin_memory=on_gpu,
         masking=data.masking,
-        ahead_to=mesh.device if on_gpu and takes_copies else None,
+        ahead_to=mesh.device if on_gpu and plan.copies_ahead else None,
     )
 
 
