@@ -84,3 +84,16 @@ def test_what_it_does_not_take(changed: dict[str, Any], reason: str):
 def test_heads_that_share_keys():
     query, key, value = states(torch.bfloat16)
     assert varlen.obstacle(query, key[:, :1], value[:, :1]) == "heads of queries share keys"
+
+
+def test_a_compiled_graph_does_not_follow_the_question_to_the_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", torch.compiler.disable(lambda _: (9, 0)))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2 if varlen.obstacle_of_device(torch.device("cuda")) is None else x
+
+    compiled = torch.compile(double, fullgraph=True, backend="eager")
+    assert compiled(torch.ones(())) == 2
+    monkeypatch.setattr(varlen, "_HAS_WINDOW", False)
+    assert "has no window" in str(varlen.obstacle_of_device(torch.device("cuda")))
