@@ -54,7 +54,8 @@ bench: $(INSTALLED)
 	  --rounds 10 --steps 2 --json bench.json
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small \
 	  --tasks tags questions choices "masked words" --further packed compiled --warm-up 8 --rounds 10 --steps 2
-	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.padding --models small medium --epochs 3
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small minilm --processes 1 --defaults \
+	  --further packed "rows in random order" "rows in random order, packed" --rounds 3 --steps 71
 
 bench-quick: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small --processes 1 --rounds 20 --steps 4

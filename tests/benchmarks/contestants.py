@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainingArguments,
+)
 
 from tests.benchmarks.setting import Setting
 from trainer.checkpoint.progress import Progress
@@ -29,6 +42,50 @@ def peer(
 ) -> None:
     """Train with the loop of another tool, which logs nothing here."""
     loop(_of(setting), batches)
+
+
+def trainer_by_default(setting: Setting, steps: Iterable[object]) -> None:
+    """Train a classifier with transformers' Trainer as its pages show, for one step of each item of `steps`.
+
+    Sampler, padding, loader, loss and optimizer are its own; sizes of batches, learning rate and precision are those of
+    the recipe.
+    """
+    recipe, batch, pace = setting.recipe, setting.plan.batch, iter(steps)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.tokenizer)
+    lines = Path(recipe.data.train).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines[: setting.batches_per_epoch * batch.global_batch_size]]
+    classes = sorted({row["label"] for row in rows})
+
+    class Pace(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+            control.should_training_stop = next(pace, None) is None
+
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(
+            setting.model().model,
+            TrainingArguments(
+                output_dir=folder,
+                max_steps=setting.total_steps + 1,
+                per_device_train_batch_size=batch.micro_batch_size,
+                gradient_accumulation_steps=batch.num_microbatches,
+                learning_rate=recipe.optimizer.learning_rate,
+                bf16=recipe.precision == "bf16",
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=True,
+                ddp_backend="gloo",
+            ),
+            train_dataset=[
+                {
+                    **tokenizer(row["text"], truncation=True, max_length=recipe.data.max_length),
+                    "labels": classes.index(row["label"]),
+                }
+                for row in rows
+            ],
+            data_collator=DataCollatorWithPadding(tokenizer),
+            callbacks=[Pace()],
+        ).train()
 
 
 def _of(setting: Setting) -> PeerTraining:

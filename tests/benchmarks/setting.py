@@ -18,6 +18,7 @@ from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 from trainer.training.assembly import train_batches
 from trainer.training.prepared import PreparedData, prepare_data
+from trainer.training.process_group import open_mesh
 
 MODELS: dict[str, dict[str, int]] = {
     "small": {},  # the model of the sample
@@ -71,8 +72,8 @@ class Setting:
     @classmethod
     def of(cls, recipe: Recipe, world_size: int) -> Setting:
         """Create the setting. If `world_size` is greater than 1, the default process group must exist."""
-        mesh = ParallelMesh(torch.device("cpu"), dp_replicate=world_size)
-        return cls(recipe, plan_run(recipe, world_size), mesh, prepare_data(recipe))
+        plan = plan_run(recipe, world_size)
+        return cls(recipe, plan, open_mesh(plan.layout, torch.device("cpu")), prepare_data(recipe))
 
     @property
     def task(self) -> Task:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import gpu_figures
+from docs.generate import gpu_figures, throughput, throughput_by_default
 from tests.benchmarks.throughput import regressions
 from tests.helpers import processes
 from tests.helpers.memory import needs_peak
@@ -30,9 +30,12 @@ def run(*arguments: str) -> list[list[str]]:
 
 
 def test_throughput():
-    rows = run("tests.benchmarks.throughput", "--processes=2", "--models=small", "--rounds=2", "--steps=2")
-    names = ["PyTorch by hand", "ours", "ours, torch's dropout", "transformers' Trainer", "accelerate"]
-    assert [row[0] for row in rows] == [*names, "DeepSpeed, ZeRO-1"]
+    rows = run(
+        "tests.benchmarks.throughput", "--processes=2", "--models=small", "--rounds=2", "--steps=2", "--defaults"
+    )
+    names = ["PyTorch by hand", "ours", "ours, torch's dropout", "ours, fsdp", "ours, zero1", "transformers' Trainer"]
+    names += ["accelerate", "DeepSpeed, ZeRO-1", "accelerate, FSDP2", "transformers' Trainer, defaults"]
+    assert [row[0] for row in rows] == names
     for _, rate, *ratios in rows:
         assert float(rate) > 0
         for ratio in ratios:
@@ -109,6 +112,20 @@ def test_a_page_shows_the_rows_that_failed_or_did_not_run():
     shown = gpu_figures([{"device": "H100", "torch": "2.11", "training": training, "transformers": {}}])
     assert "| one | OutOfMemoryError: too much | - |" in shown
     assert "| two | no time | - |" in shown
+
+
+def test_settings_with_equal_trainings_share_a_table():
+    ratio = {"cpu_ratio": [0.9, 1.0, 1.1]}
+    alone, both = {"by hand": ratio, "ours": ratio}, {"by hand": ratio, "ours": ratio, "peer": ratio}
+    beside = {"ours": ratio | {"default_ratio": [1.8, 2.0, 2.1]}}
+    figures = {"A, fp32": alone, "B, fp32": both, "C, fp32": alone, "D, fp32": beside}
+    shown = [[line[:4] for line in table.splitlines()] for table in throughput(figures).split("\n\n")]
+    assert shown == [["|  |", "| --", "| A,", "| C,"], ["|  |", "| --", "| B,"]]
+    assert throughput_by_default(figures).splitlines() == [
+        "|  | D |",
+        "| --- | --- |",
+        "| ours | 2.000 (1.80 to 2.10) |",
+    ]
 
 
 def test_only_ratios_far_below_the_stored_ones_are_regressions():

@@ -20,27 +20,41 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import product, repeat
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from docs.generate import with_spread
-from tests.benchmarks.contestants import hand_written, ours, peer
+from tests.benchmarks.contestants import hand_written, ours, peer, trainer_by_default
 from tests.benchmarks.setting import MODELS, TASKS, Setting, benchmark_recipe
 from tests.benchmarks.turns import Contestant, Cost
 from tests.helpers.ranks import RankPool
-from trainer.comparing.peers import accelerate_loop, name_ranks, plain_deepspeed, transformers_trainer
+from trainer.comparing.peers import (
+    accelerate_fsdp2,
+    accelerate_loop,
+    name_ranks,
+    plain_deepspeed,
+    transformers_trainer,
+)
 from trainer.engine.deepspeed_package import ready_deepspeed
+from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.recipe.schema import Recipe
+from trainer.recipe.schema import MaskedLM, Recipe
 
 BASELINE = "PyTorch by hand"
 TORCHS_DROPOUT = "ours, torch's dropout"
+BY_DEFAULT = "transformers' Trainer, defaults"
 OURS = {"ours": [], TORCHS_DROPOUT: ["training.layout_invariant_dropout=false"]}
-FURTHER = {"packed": ["data.packing=true"], "compiled": ["compile=true", "data.pad_to=32"]}
-"""The keys of our trainings beside those of the setting; `FURTHER` are measured on request."""
+SHARDED = {"ours, fsdp": ["parallel.strategy=fsdp"], "ours, zero1": ["parallel.strategy=zero1"]}
+FURTHER = {
+    "packed": ["data.packing=true"],
+    "compiled": ["compile=true", "data.pad_to=32"],
+    "rows in random order": ["data.group_by_length=false"],
+    "rows in random order, packed": ["data.group_by_length=false", "data.packing=true"],
+}
+"""The keys of our trainings beside those of the setting: always, on several processes, and on request."""
 
 Figures = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """The figures by setting (model, precision and processes), training and name; ratios have their quartiles."""
@@ -57,7 +71,7 @@ class Round:
     costs: dict[str, Cost]
 
 
-def _contestants(recipes: Mapping[str, Recipe], world_size: int) -> list[Contestant]:
+def _contestants(recipes: Mapping[str, Recipe], world_size: int, by_default: bool) -> list[Contestant]:
     settings = {name: Setting.of(recipe, world_size) for name, recipe in recipes.items()}
     torchs = settings[TORCHS_DROPOUT]
     ready = list(torchs.batches())
@@ -70,10 +84,16 @@ def _contestants(recipes: Mapping[str, Recipe], world_size: int) -> list[Contest
     ]
     if world_size > 1:
         found.append(Contestant("DeepSpeed, ZeRO-1", partial(peer, plain_deepspeed, torchs), ready))
+        if not isinstance(torchs.recipe.task, MaskedLM):  # accelerate shards the tied bias twice, and fails
+            found.append(Contestant("accelerate, FSDP2", partial(peer, accelerate_fsdp2, torchs), ready))
+    if by_default:
+        found.append(Contestant(BY_DEFAULT, partial(trainer_by_default, torchs), repeat(RankBatch([], 0, 0))))
     return found
 
 
-def compete(recipes: Mapping[str, Recipe], num_rounds: int, num_steps: int, warm_up: int = 1) -> list[Round]:
+def compete(
+    recipes: Mapping[str, Recipe], num_rounds: int, num_steps: int, warm_up: int = 1, by_default: bool = False
+) -> list[Round]:
     """Run the rounds on this rank. All ranks must call it.
 
     Args:
@@ -81,10 +101,11 @@ def compete(recipes: Mapping[str, Recipe], num_rounds: int, num_steps: int, warm
         num_rounds: the rounds to return.
         num_steps: the steps of a training in a round.
         warm_up: the rounds before them, which are not returned.
+        by_default: whether transformers' Trainer also trains with its own batches, in random order.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     name_ranks(LaunchEnvironment("none", rank=rank, local_rank=rank, world_size=ranks, local_world_size=ranks))
-    contestants = _contestants(recipes, ranks)
+    contestants = _contestants(recipes, ranks, by_default)
     rounds = []
     for number in range(warm_up + num_rounds):
         costs = {}
@@ -106,23 +127,35 @@ def _rotated(items: Sequence[Contestant], places: int) -> list[Contestant]:
 
 def report(of_setting: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Iterate over the lines of a table of medians. Ratios are per round, with the quartiles over all rounds."""
-    yield f"| training | samples/s | of {BASELINE} | the same, by processor time |"
-    yield "|---|---|---|---|"
+    titles = {
+        "ratio": f"of {BASELINE}",
+        "cpu_ratio": "the same, by processor time",
+        "default_ratio": f"of {BY_DEFAULT}, by processor time",
+    }
+    kinds = [kind for kind in titles if kind in of_setting[BASELINE]]
+    yield "| training | samples/s | " + " | ".join(titles[kind] for kind in kinds) + " |"
+    yield "|---|---|" + "---|" * len(kinds)
     for name, found in of_setting.items():
-        ratios = " | ".join(with_spread(found[kind]) for kind in ("ratio", "cpu_ratio"))
+        ratios = " | ".join(with_spread(found[kind]) for kind in kinds)
         yield f"| {name} | {found['samples_per_second']:.1f} | {ratios} |"
 
 
 def figures(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
-    """Return samples per second and the quartiles of the ratios to the hand-written loop, by training."""
-    return {
-        name: {
+    """Return samples per second and the quartiles of ratios, by training.
+
+    Ratios are those to the hand-written loop, and `default_ratio` that to transformers' Trainer with its defaults.
+    """
+    found = {}
+    for name in rounds[0].costs:
+        found[name] = {
             "samples_per_second": statistics.median(r.samples / r.costs[name].seconds for r in rounds),
             "ratio": _quartiles([r.costs[BASELINE].seconds / r.costs[name].seconds for r in rounds]),
             "cpu_ratio": _quartiles([r.costs[BASELINE].cpu_seconds / r.costs[name].cpu_seconds for r in rounds]),
         }
-        for name in rounds[0].costs
-    }
+        if BY_DEFAULT in rounds[0].costs:
+            ratios = [r.costs[BY_DEFAULT].cpu_seconds / r.costs[name].cpu_seconds for r in rounds]
+            found[name]["default_ratio"] = _quartiles(ratios)
+    return found
 
 
 def _quartiles(values: Sequence[float]) -> list[float]:
@@ -147,12 +180,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--precisions", choices=("fp32", "bf16"), nargs="+", default=["fp32"])
     parser.add_argument("--tasks", choices=TASKS, nargs="+", default=["classification"], help="tasks of the samples")
     parser.add_argument("--further", choices=FURTHER, nargs="+", default=[], help="further trainings of ours")
+    parser.add_argument("--defaults", action="store_true", help="add transformers' Trainer with its own batches")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--store", action="store_true", help=f"add the figures to docs/{STORED.name}")
     parser.add_argument("--rounds", type=int, default=50, help="rounds that count")
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before them; a compiled training needs more")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each training in a round")
     options = parser.parse_args(arguments)
+    if options.defaults and options.tasks != ["classification"]:
+        parser.error("--defaults needs --tasks classification")
     os.environ["OMP_NUM_THREADS"] = "1"  # before a rank imports torch, because ranks share the cores
     ready_deepspeed(0, on_cpu=True)  # a pool would wait without end for the lock of a killed build
     # With one extra step, no training ends before its last block.
@@ -164,18 +200,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             recipes = {
                 name: benchmark_recipe(model, total_steps, Path(folder), precision, task, keys)
-                for name, keys in kinds.items()
+                for name, keys in (kinds | (SHARDED if processes > 1 else {})).items()
             }
             pool = RankPool(processes)
             try:
                 rounds = pool.run(
-                    compete, recipes, options.rounds, options.steps, options.warm_up, timeout_seconds=3600
+                    compete,
+                    recipes,
+                    options.rounds,
+                    options.steps,
+                    options.warm_up,
+                    options.defaults,
+                    timeout_seconds=3600,
                 )[0]
             finally:
                 pool.close()
         named = [] if task == "classification" else [task]
         ranks = "1 process" if processes == 1 else f"{processes} processes"
-        setting = ", ".join([f"{model} BERT", *named, precision, ranks])
+        beside = [f"beside {BY_DEFAULT}"] if options.defaults else []
+        setting = ", ".join([f"{model} BERT", *named, precision, ranks, *beside])
         found[setting] = figures(rounds)
         print(f"\n{setting}\n", *report(found[setting]), sep="\n", flush=True)
         if options.json:  # after each setting, so that an interrupted run keeps the others

@@ -272,7 +272,10 @@ def test_peers_refuse_what_they_lack(sample: str, words: list[str], named: str):
 
 def test_an_unknown_peer_is_named(capsys: pytest.CaptureFixture[str]):
     assert main(["compare", "bert_sample", "--with", "lightning"]) == ExitCode.USER
-    assert "`--with` is 'lightning'; use pytorch, transformers, accelerate, deepspeed" in capsys.readouterr().err
+    assert (
+        "`--with` is 'lightning'; use pytorch, transformers, accelerate, accelerate_fsdp2, deepspeed"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow

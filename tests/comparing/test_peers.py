@@ -47,7 +47,8 @@ def losses(sample: str, folder: Path, peers: tuple[str, ...]) -> dict[str, list[
     "sample", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in SAMPLES]
 )
 def test_all_learn_the_same(sample: str, ranks: RankPools, tmp_path: Path):
-    peers = ("pytorch",) if sample != QUICK[0] else ("pytorch", "transformers", "accelerate")
+    further = {"bert_sample_mlm": ("transformers", "accelerate"), "qa_sample": ("accelerate_fsdp2",)}
+    peers = ("pytorch", *further.get(sample, ()))
     ours, *others = ranks(2).run(losses, sample, tmp_path, peers)[0].values()
     assert len(others) == len(peers)
     assert len(ours) == STEPS

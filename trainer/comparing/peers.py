@@ -6,6 +6,7 @@ nor save.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import sys
@@ -27,6 +28,7 @@ from trainer.recipe.schema import Embedding, Recipe
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import FullyShardedDataParallelPlugin
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -43,6 +45,7 @@ NAMES = {
     "pytorch": "plain PyTorch",
     "transformers": "transformers' Trainer",
     "accelerate": "a loop of accelerate",
+    "accelerate_fsdp2": "a loop of accelerate, FSDP2",
     "deepspeed": "plain DeepSpeed, ZeRO-1",
 }
 """The names of the peers in a table."""
@@ -205,17 +208,34 @@ def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], t
         trainer.train()
 
 
-def accelerate_loop(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
-    """Train with the loop that accelerate's documentation shows, and DistributedDataParallel."""
+def accelerate_loop(
+    training: PeerTraining,
+    batches: Iterable[RankBatch],
+    tell: Told | None = None,
+    plugin: FullyShardedDataParallelPlugin | None = None,
+) -> None:
+    """Train with the loop that accelerate's documentation shows, and DistributedDataParallel.
+
+    Args:
+        training: the training.
+        batches: its batches.
+        tell: gets each batch after its step.
+        plugin: the settings of FSDP2, in place of DistributedDataParallel.
+    """
     import torch
-    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 
     recipe, ranks, device = training.recipe, training.plan.layout.world_size, training.device
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision="bf16" if recipe.precision == "bf16" else "no",
+        fsdp_plugin=plugin,
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
+    if plugin is not None and not accelerator.is_fsdp2:  # accelerate shards on CPUs too, but asks for GPUs here
+        # Objects of this type share their attributes; those of a copy leave other trainings in this process alone.
+        accelerator.state = copy.copy(accelerator.state)
+        vars(accelerator.state).update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
     made, schedule = training.optimizer()
     model, optimizer = accelerator.prepare(training.model.train(), made)
     for batch in islice(batches, training.num_steps):
@@ -233,6 +253,22 @@ def accelerate_loop(training: PeerTraining, batches: Iterable[RankBatch], tell: 
         optimizer.zero_grad()
         if tell is not None:
             tell(batch, accelerator.reduce(total).item(), norm.item())
+
+
+def accelerate_fsdp2(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
+    """Train with the loop of accelerate, and FSDP2 of each layer."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    from trainer.models.families.table import layers_of
+
+    # By default it also takes BERT's embeddings as a layer, and then fails because it shards their table twice.
+    layers = {type(layer).__name__ for layer in layers_of(training.model).values()}
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=sorted(layers)
+    )
+    if training.recipe.precision == "bf16":
+        plugin.set_mixed_precision("bf16")
+    accelerate_loop(training, batches, tell, plugin)
 
 
 def plain_deepspeed(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
@@ -278,6 +314,7 @@ PEERS: dict[str, Callable[[PeerTraining, Iterable[RankBatch], Told | None], None
     "pytorch": plain_pytorch,
     "transformers": transformers_trainer,
     "accelerate": accelerate_loop,
+    "accelerate_fsdp2": accelerate_fsdp2,
     "deepspeed": plain_deepspeed,
 }
 
@@ -342,7 +379,8 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
         % (processes * plan_run(recipe, processes).batch.micro_batch_size)
         != 0,
     }
-    if peer == "deepspeed":
+    shards = peer in ("deepspeed", "accelerate_fsdp2")
+    if shards:
         wrong |= {
             "processes": processes == 1,
             "optimizer.name": recipe.optimizer.name not in ("adamw", "sgd"),
@@ -352,7 +390,7 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
             f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it needs `parallel.strategy` ddp"
             " without tensor ranks, context ranks and stages, fp32 or bf16 with fp32 weights, and equal microbatches."
             " It takes no recomputation, adapters, distillation, `task.loss_chunk_tokens` or loss over the whole batch."
-            + (" It needs several processes, and AdamW or SGD." if peer == "deepspeed" else "")
+            + (" It needs several processes, and AdamW or SGD." if shards else "")
             + f" Change these keys, or leave out `--with {peer}`"
         )
 
