@@ -50,7 +50,7 @@ OURS = {"ours": [], TORCHS_DROPOUT: ["training.layout_invariant_dropout=false"]}
 SHARDED = {"ours, fsdp": ["parallel.strategy=fsdp"], "ours, zero1": ["parallel.strategy=zero1"]}
 FURTHER = {
     "packed": ["data.packing=true"],
-    "compiled": ["compile=true", "data.pad_to=32"],
+    "compiled": ["compile=true"],
     "rows in random order": ["data.group_by_length=false"],
     "rows in random order, packed": ["data.group_by_length=false", "data.packing=true"],
 }
@@ -180,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--precisions", choices=("fp32", "bf16"), nargs="+", default=["fp32"])
     parser.add_argument("--tasks", choices=TASKS, nargs="+", default=["classification"], help="tasks of the samples")
     parser.add_argument("--further", choices=FURTHER, nargs="+", default=[], help="further trainings of ours")
+    parser.add_argument("--keys", nargs="+", default=[], help="overrides for all trainings, such as data.pad_to=32")
     parser.add_argument("--defaults", action="store_true", help="add transformers' Trainer with its own batches")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--store", action="store_true", help=f"add the figures to docs/{STORED.name}")
@@ -199,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for processes, model, task, precision in settings:
         with tempfile.TemporaryDirectory() as folder:
             recipes = {
-                name: benchmark_recipe(model, total_steps, Path(folder), precision, task, keys)
+                name: benchmark_recipe(model, total_steps, Path(folder), precision, task, [*options.keys, *keys])
                 for name, keys in (kinds | (SHARDED if processes > 1 else {})).items()
             }
             pool = RankPool(processes)
@@ -218,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         named = [] if task == "classification" else [task]
         ranks = "1 process" if processes == 1 else f"{processes} processes"
         beside = [f"beside {BY_DEFAULT}"] if options.defaults else []
-        setting = ", ".join([f"{model} BERT", *named, precision, ranks, *beside])
+        setting = ", ".join([f"{model} BERT", *named, precision, ranks, *options.keys, *beside])
         found[setting] = figures(rounds)
         print(f"\n{setting}\n", *report(found[setting]), sep="\n", flush=True)
         if options.json:  # after each setting, so that an interrupted run keeps the others
