@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.masking_utils import sdpa_mask
 
 from tests.engine.test_tensor import export
 from tests.helpers.ranks import RankError, RankPools
@@ -16,9 +18,10 @@ from tests.parity.test_resuming import DONE_STEPS, MORE_STEPS, first_steps, last
 from trainer.data.collate import Padding
 from trainer.engine.engine import StepResult
 from trainer.engine.pipelined import passes_of
+from trainer.models import attention
 from trainer.models.building import build_model
 from trainer.models.cutting import ModelCut, StageChoice
-from trainer.parallel.microbatch import Microbatch
+from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
 
@@ -206,3 +209,26 @@ def test_an_evaluation_gives_what_one_process_gives_on_the_last_stage(ranks: Ran
     for (loss, valid, predicted), (its_loss, its_valid, its_predicted) in zip(alone, last, strict=True):
         assert its_loss == pytest.approx(loss, rel=1e-5)
         assert (its_valid, its_predicted) == (valid, predicted)
+
+
+def masks_of(recipe: Recipe) -> tuple[list[bool], float, float | None]:
+    """Return whether the stages of this rank mask each microbatch, and the loss and gradient norm of the step."""
+    inputs = {"input_ids": torch.arange(1, 41).reshape(8, 5), "attention_mask": torch.ones(8, 5, dtype=torch.long)}
+    inputs["attention_mask"][3, 4:] = 0  # the second of four microbatches
+    batch = RankBatch([Microbatch(inputs, torch.arange(8) % 2, torch.arange(8))], 8, 39)
+    with tiny_training(recipe) as training, mock.patch.object(attention, "sdpa_mask", wraps=sdpa_mask) as mask:
+        result = training.engine.train_step(batch)
+        return (
+            [call.kwargs["attention_mask"] is not None for call in mask.call_args_list],
+            result.loss,
+            result.grad_norm,
+        )
+
+
+def test_only_microbatches_with_padding_have_a_mask(ranks: RankPools):
+    training = {"global_batch_size": 8, "micro_batch_size": 2}
+    found = ranks(2).run(masks_of, tiny_recipe(training=training, parallel=pipeline(2)))
+    _, *alone = masks_of(tiny_recipe(training=training))
+    for masks, *results in found:
+        assert masks == [False, True, False, False]
+        assert results == pytest.approx(alone, rel=1e-5)

@@ -29,13 +29,14 @@ from trainer.parallel.copying import to_device
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.gradients import OverlappedSums, TiedGradients, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.microbatch import Microbatch, RankBatch, has_padding, text_rows
+from trainer.parallel.microbatch import Microbatch, RankBatch, has_padding, hidden_positions, text_rows
 from trainer.parallel.pipeline import BusyClock, LocalStage, PipelineDriver, Shapes
 from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.recipe.plan import PipelinePlan, RunPlan
 from trainer.tasks.task import Task
 
 _ROWS = "microbatch_rows"  # sent with the inputs: the indices of the rows, which key dropout
+_HIDDEN = "microbatch_hidden"  # stays on the host: the positions of padding, so that full rows need no mask
 _LABELS = "microbatch_labels"  # sent with the inputs, for a head that works in chunks of tokens
 
 
@@ -132,14 +133,13 @@ class PipelinedForward(ModelForward):
         """Run forward and backward of one pass; return this rank's share of the loss, zero without the last stage."""
         labels = to_device(rows.labels, self._mesh.device)
         factor = 1.0 if scale is None else scale
-        is_padded = has_padding(rows.inputs)
 
         def loss(logits: Tensor, number: Tensor) -> Tensor:
             microbatch = self._index(number)
             real = rows.real_rows(microbatch)
             count = real.stop - real.start
             # Without real rows, too: it may be a collective.
-            taught = self._taught(self._inputs_of(rows, microbatch), is_padded)
+            taught = self._taught_rows(rows, microbatch)
             if count == 0:
                 return logits.sum() * 0.0  # its backward pass must run too
             if self._joint is not None:
@@ -148,8 +148,7 @@ class PipelinedForward(ModelForward):
             own = None if taught is None else taught[:count]
             return self._row_losses(logits[:count], labels[real], own) * factor / denominator
 
-        with padding_known(is_padded):
-            total = self._driver.train(self._inputs(rows), self._shapes(rows), loss)
+        total = self._driver.train(self._inputs(rows), self._shapes(rows), loss)
         self._end_first_pass()
         return total / factor
 
@@ -191,8 +190,7 @@ class PipelinedForward(ModelForward):
         return None if microbatch.filler or scores is None else scores[: len(microbatch.rows)]
 
     def _scores_of_pass(self, rows: Pass) -> Tensor | None:
-        with padding_known(has_padding(rows.inputs)):
-            return self._driver.forward(self._inputs(rows), self._shapes(rows))
+        return self._driver.forward(self._inputs(rows), self._shapes(rows))
 
     def _run_stage(
         self,
@@ -204,12 +202,13 @@ class PipelinedForward(ModelForward):
     ) -> Any:
         """Run one microbatch, as torch calls it; return the tensors for the next stage, or logits."""
         rows = inputs.pop(_ROWS)
-        labels = inputs.pop(_LABELS, None)
+        labels, hidden = inputs.pop(_LABELS, None), inputs.pop(_HIDDEN, None)
         keys = built.dropout_keys
         key = MicrobatchKey(self._step, text_rows(rows, inputs))
         keyed = keys.use(key) if keys and built.model.training else nullcontext()
         labelled = built.head.use(labels) if built.head and labels is not None else nullcontext()
-        with self._watch if built.model.training else nullcontext(), keyed, labelled:
+        known = padding_known(None if hidden is None else int(hidden.sum()) > 0)
+        with self._watch if built.model.training else nullcontext(), keyed, labelled, known:
             output = part.run(
                 forward,
                 tuple(t.to(self._own_type) for t in received),
@@ -223,19 +222,22 @@ class PipelinedForward(ModelForward):
         tensors = {**rows.inputs, _ROWS: rows.rows}
         if self._task.chunk_tokens is not None:
             tensors[_LABELS] = rows.labels
-        return {name: to_device(tensor, self._mesh.device) for name, tensor in tensors.items()}
+        inputs = {name: to_device(tensor, self._mesh.device) for name, tensor in tensors.items()}
+        hidden = hidden_positions(rows.inputs)
+        return inputs if hidden is None else {**inputs, _HIDDEN: hidden}
 
     def _index(self, number: Tensor) -> int:
         """Return the index of a microbatch; in a plan `number` has no value and reads as 1."""
         return min(int(number), self._pipeline.num_microbatches - 1)
 
-    def _inputs_of(self, rows: Pass, microbatch: int) -> dict[str, Tensor]:
-        """Return the inputs of a microbatch for the teacher, which needs those of its rows at the last stage."""
+    def _taught_rows(self, rows: Pass, microbatch: int) -> Tensor | None:
+        """Return the teacher's logits for a microbatch at the last stage; None without a teacher."""
         if self._teacher is None:
-            return {}
-        size = rows.rows_of_each
-        start = microbatch * size
-        return {name: to_device(one[start : start + size], self._mesh.device) for name, one in rows.inputs.items()}
+            return None
+        start, end = microbatch * rows.rows_of_each, (microbatch + 1) * rows.rows_of_each
+        inputs = {name: tensor[start:end] for name, tensor in rows.inputs.items()}
+        on_device = {name: to_device(tensor, self._mesh.device) for name, tensor in inputs.items()}
+        return self._taught(on_device, has_padding(inputs))
 
     def _shapes(self, rows: Pass) -> Shapes:
         return _part(self._built[0]).shapes.of(rows.inputs, rows.rows_of_each)

@@ -65,10 +65,16 @@ class Microbatch:
         return self.map(lambda tensor: tensor.pin_memory())
 
 
+def hidden_positions(inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the number of positions of each row that masks in `inputs` hide, int64 `[batch]`; None without a mask."""
+    masks = [tensor for name, tensor in inputs.items() if name.endswith("attention_mask")]
+    return torch.stack([(mask == 0).flatten(1).sum(1) for mask in masks]).sum(0) if masks else None
+
+
 def has_padding(inputs: Mapping[str, Tensor]) -> bool | None:
     """Return whether a mask in `inputs`, which are on the host, hides a position; None without a mask."""
-    masks = [tensor for name, tensor in inputs.items() if name.endswith("attention_mask")]
-    return any(int((mask == 0).sum()) for mask in masks) if masks else None
+    hidden = hidden_positions(inputs)
+    return None if hidden is None else int(hidden.sum()) > 0
 
 
 class CopyAhead:
