@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -45,7 +47,7 @@ def test_a_recipe_says_where_its_run_goes(tmp_path: Path):
     assert at(CLOSED) == "problem"
 
 
-def test_a_recipe_names_the_folder_of_checkpoints_in_memory(tmp_path: Path, free: dict[str, int]):
+def test_a_recipe_names_the_folder_of_checkpoints_in_memory(tmp_path: Path):
     def at(folder: str) -> tuple[str, str]:
         keys = (f'checkpoint.memory={{"every": "1 step", "folder": "{folder}"}}',)
         return answers(folders.checkpoint_memory, machine(recipe="bert_sample", overrides=keys))
@@ -53,8 +55,25 @@ def test_a_recipe_names_the_folder_of_checkpoints_in_memory(tmp_path: Path, free
     assert at("/dev/shm") == ("ok", "/dev/shm, 50.0 GiB free")
     assert at(str(tmp_path)) == ("warning", f"{tmp_path}, 50.0 GiB free, but on a disk")
     assert at(str(tmp_path / "none"))[0] == at("/proc")[0] == "problem"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "remedy"),
+    [
+        (None, "warning", "larger --shm-size"),
+        (errno.ENOSPC, "problem", "larger --shm-size"),
+        (errno.EACCES, "problem", "name a writable folder"),
+    ],
+    ids=["nearly full", "full", "closed"],
+)
+def test_a_full_folder_of_memory_has_a_remedy_of_its_own(monkeypatch, free, code, status, remedy):
     free["bytes"] = 64 * 2**20
-    assert at("/dev/shm")[0] == "warning"
+    if code is not None:
+        monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=OSError(code, "text")))
+    keys = ('checkpoint.memory={"every": "1 step", "folder": "/dev/shm"}',)
+    found = folders.checkpoint_memory(machine(recipe="bert_sample", overrides=keys))
+    assert found.status == status
+    assert [text for text in ("larger --shm-size", "name a writable folder") if text in str(found.remedy)] == [remedy]
 
 
 def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 from pathlib import Path
@@ -33,8 +34,10 @@ def run_folder(machine: Machine) -> Finding:
 def checkpoint_memory(machine: Machine) -> Finding:
     """With a recipe: `checkpoint.memory.folder`, on each host of the run.
 
-    Warning: it is on a disk, or less than 1 GiB is free. Name a folder of a memory file system, or start the container
-    with `--shm-size`.
+    Warning: it is on a disk. Name a folder of a memory file system.
+
+    Warning: less than 1 GiB is free. Delete files of dead programs there, or start the container with a larger
+    `--shm-size`. If nothing is free, this is a problem.
 
     Problem: it does not exist or cannot be written. Name another folder, or set `checkpoint.memory` to null.
     """
@@ -44,7 +47,12 @@ def checkpoint_memory(machine: Machine) -> Finding:
     path = Path(memory.folder)
     if not path.is_dir():
         return problem(f"{path} does not exist", "name a folder of each host in `checkpoint.memory.folder`")
-    found = folder(path, "start the container with --shm-size, or set `checkpoint.memory` to null", is_needed=True)
+    found = folder(
+        path,
+        "name a writable folder in `checkpoint.memory.folder`, or set `checkpoint.memory` to null",
+        is_needed=True,
+        room=f"delete files of dead programs (`ls -l {path}`), or start the container with a larger --shm-size",
+    )
     if found.status == "ok" and not is_in_memory(path):
         return warning(f"{found.value}, but on a disk", "name a folder of a memory file system, such as /dev/shm")
     return found
@@ -107,15 +115,24 @@ def hugging_face_home(machine: Machine) -> Path:
     return user_cache(machine.environ) / "huggingface"
 
 
-def folder(path: Path, remedy: str, is_needed: bool) -> Finding:
-    """Check that a folder, or its nearest existing parent, is writable; leave no file behind."""
+def folder(path: Path, remedy: str, is_needed: bool, room: str | None = None) -> Finding:
+    """Check that a folder, or its nearest existing parent, is writable; leave no file behind.
+
+    Args:
+        path: the folder.
+        remedy: the remedy for a folder that cannot be written.
+        is_needed: whether this is a problem, not a warning.
+        room: the remedy for a full folder; None: free some space, or `remedy`.
+    """
+    room = room or f"free some space, or {remedy}"
     try:
         place = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"\0" * 4096)
         free = shutil.disk_usage(place).free
     except OSError as error:
-        return bad(f"{path} cannot be written: {error.strerror}", remedy, is_needed)
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return bad(f"{path} cannot be written: {error.strerror}", room if is_full else remedy, is_needed)
     if free < _LITTLE_BYTES:
-        return warning(f"{path}, {size(free)} free", "free some space, or " + remedy)
+        return warning(f"{path}, {size(free)} free", room)
     return ok(f"{path}, {size(free)} free")
