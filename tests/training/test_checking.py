@@ -159,6 +159,17 @@ def test_large_files_are_read_in_part(tmp_path, capsys, monkeypatch):
     assert main(["check", recipe, "task.label=nope"]) == ExitCode.USER
 
 
+def test_a_note_names_weights_of_a_mixture_that_only_a_run_can_check(tmp_path, capsys, monkeypatch):
+    recipe = str(write_tiny_run(tmp_path))
+    (tmp_path / "more.jsonl").write_text((tmp_path / "train.jsonl").read_text())
+    entries = [str(tmp_path / name) for name in ("train.jsonl", "more.jsonl")]
+    keys = (f"data.train={json.dumps(entries)}", "data.mixture=[1, 0.000001]")
+    assert "must be at least one row's share of an epoch" in errors(capsys, "check", recipe, *keys)[0]
+    monkeypatch.setattr(checking, "MOST_ROWS", 10)
+    assert main(["check", recipe, *keys]) == ExitCode.DONE
+    assert "mixture: weights that are too small are found at the start of the run" in capsys.readouterr().out
+
+
 def test_weights_are_compared_by_their_headers(tmp_path, capsys):
     keys = {key: value for key, value in TINY_BERT.items() if key != "model_type"}
     folder = tmp_path / "model"

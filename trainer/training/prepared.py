@@ -158,10 +158,12 @@ def _shown(split: Split, observer: Observer) -> Split:
 
 
 def _mixture_notes(recipe: Recipe, prepared: PreparedData) -> list[str]:
-    """Return a note on the share of each source in an epoch."""
+    """Return a note on the share of each source in an epoch, or on a check that does not count the rows of sources."""
+    if recipe.data.source_weights is None:
+        return []
     mixture = prepared.mixture(recipe)
     if mixture is None:
-        return []
+        return ["mixture: weights that are too small are found at the start of the run, which counts all rows"]
     assert isinstance(recipe.data, FileData)
     return [
         f"mixture: {count:,} of the {mixture.num_rows:,} rows of an epoch are of `{entry}`, which has {size:,}:"
