@@ -3,8 +3,9 @@
     python -m tests.benchmarks.gpu --json gpu.json
 
 The parts: the tests of `tests/gpu`; training speed, share of the peak (MFU) and peak memory of several models, beside
-the plan's prediction and transformers' `Trainer`; every strategy on one rank; two ranks on one device over gloo. The
-error of a part is in the results, and the others run. Rows for which no time is left are named too.
+the plan's prediction and transformers' `Trainer`; an update with moments in 32 and in 8 bits; every strategy on one
+rank; two ranks on one device over gloo. The error of a part is in the results, and the others run. Rows for which no
+time is left are named too.
 
 `--tiny` runs everything with tiny models, on the CPU if there is no GPU: it checks this script.
 """
@@ -27,10 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.helpers.ranks import RankPool
 from trainer.comparing.peers import PeerTraining, transformers_trainer
 from trainer.engine.building import build_engine, partitioned_loading
+from trainer.engine.optimizer import build_optimizer
 from trainer.models.building import build_model, freeze
 from trainer.observe.meter import peak_flops
 from trainer.parallel.mesh import ParallelMesh, init_process_group
@@ -38,7 +41,7 @@ from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.planning.batch import blank_batch
 from trainer.planning.step import StepPlan, plan_step, planned_task
 from trainer.recipe.plan import plan_run
-from trainer.recipe.schema import Recipe
+from trainer.recipe.schema import AdamW, AdamW8bit, OptimizerSection, Recipe
 from trainer.recipe.strategies import STRATEGIES
 
 WARM_UP, STEPS = 3, 10
@@ -239,6 +242,27 @@ def train_by_transformers(case: Case, device: Device) -> dict[str, Any]:
     return {"step_seconds": step, "rows_per_second": case.rows / step, "peak_bytes": device.peak_bytes()}
 
 
+def update(recipe: OptimizerSection, device: Device, tiny: bool) -> dict[str, Any]:
+    """Step the matrices of BERT-large's layers, without a training around it, and return the figures."""
+    device.clear()
+    width = 64 if tiny else 1024
+    shapes = [*[(width, width)] * 4, (4 * width, width), (width, 4 * width)] * (1 if tiny else 24)
+    matrices = [nn.Parameter(torch.zeros(shape, device=device.device)) for shape in shapes]
+    optimizer = build_optimizer(recipe, [(str(number), matrix) for number, matrix in enumerate(matrices)], set())
+    for matrix in matrices:
+        matrix.grad = torch.randn_like(matrix)
+    seconds = []
+    for _ in range(WARM_UP + STEPS):
+        started = device.now()
+        optimizer.step()
+        seconds.append(device.now() - started)
+    return {
+        "elements": sum(matrix.numel() for matrix in matrices),
+        "step_seconds": statistics.median(seconds[WARM_UP:]),
+        "peak_bytes": device.peak_bytes(),
+    }
+
+
 def two_ranks(case: Case) -> list[float]:
     """Train a case on two ranks of one device, as one of them, and return its losses. Gloo sends the tensors."""
     device = Device()
@@ -280,7 +304,7 @@ def run(models: Sequence[str], tiny: bool, until: float, out: Path) -> dict[str,
     device = Device()
     chosen = {case.name: shrunk(case) if tiny else case for case in cases() if case.model in models}
     results: dict[str, Any] = {"device": device.name, "torch": torch.__version__, "tiny": tiny}
-    parts = ("plans", "training", "transformers", "two_ranks")
+    parts = ("plans", "updates", "training", "transformers", "two_ranks")
     results |= {part: {} for part in parts}
     steps: dict[str, StepPlan] = {}
 
@@ -303,6 +327,8 @@ def run(models: Sequence[str], tiny: bool, until: float, out: Path) -> dict[str,
             attempt(results["two_ranks"], strategy, until, work)
     finally:
         pool.close()
+    for recipe in (AdamW(), AdamW8bit(name="adamw_8bit")):
+        attempt(results["updates"], recipe.name, until, partial(update, recipe, device, tiny))
     save()
     init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
     for name, case in chosen.items():

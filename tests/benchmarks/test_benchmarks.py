@@ -100,6 +100,7 @@ def test_gpu_runs_in_small_on_a_cpu(tmp_path: Path):
     assert name == "Llama 1B, 2048 tokens, bf16, ddp, keyed dropout"
     assert found["training"][name]["tokens_per_second"] > 0
     assert found["training"][name]["planned_peak_bytes"] == found["plans"][name]["peak_bytes"] > 0
+    assert found["updates"]["adamw"]["elements"] == found["updates"]["adamw_8bit"]["elements"] == 12 * 64**2
     assert found["two_ranks"]["ddp"]["result"] == found["two_ranks"]["fsdp"]["result"]
     assert found["tests"]["exit_code"] == 0
     *_, row = gpu_figures([found]).splitlines()

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from itertools import product
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.ranks import RankPools
-from trainer.engine import eight_bits
-from trainer.engine.eight_bits import FIRST, MAPS, SCALES, SECOND, code_index, moment_bytes
-from trainer.engine.optimizer import build_optimizer
+from tests.planning.measured import SMALL_BERT, recipe_of
+from trainer.engine import eight_bits, fused_eight_bits
+from trainer.engine.dynamic_map import FIRST, MAPS, SECOND, code_index
+from trainer.engine.eight_bits import SCALES, moment_bytes
+from trainer.engine.optimizer import build_optimizer, optimizer_notes
 from trainer.engine.whole_matrices import WholeAccess
-from trainer.parallel.blocks import BLOCK, block_rows
+from trainer.parallel import kernel_support
+from trainer.parallel.blocks import BLOCK, block_rows, num_blocks
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Split
 from trainer.parallel.slicing import part_of
+from trainer.planning.ledger import PARAMETERS
+from trainer.planning.step import plan_step
+from trainer.planning.work import OPTIMIZER_STEP
+from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW, AdamW8bit
 
 ROWS, COLUMNS = Split(0, "tp"), Split(1, "tp")
@@ -97,7 +110,7 @@ class TestTheMaps:
         assert MAPS[SECOND].values(CPU)[coded(SECOND, torch.ones(1))].tolist() == [1.0]
 
 
-@pytest.mark.parametrize(("tensor", "shards"), [(1, 3), (2, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize(("tensor", "shards"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 3)])
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_each_element_lies_in_the_block_of_the_whole_parameter(name: str, tensor: int, shards: int):
     placement = PLACEMENTS[name]
@@ -105,11 +118,12 @@ def test_each_element_lies_in_the_block_of_the_whole_parameter(name: str, tensor
     seen = []
     for mesh in ranks_of(tensor, shards):
         own = part(index, placement, mesh)
-        rows = block_rows(placement, own.shape, mesh, own.device)
-        found = rows.of(own)
-        is_real = found > 0  # padding is 0
-        assert torch.equal(((found - 1) // BLOCK)[is_real], rows.blocks.unsqueeze(1).expand_as(found)[is_real])
-        seen.append(found[is_real])
+        for rows in block_rows(placement, own.shape, mesh, own.device).pieces(BLOCK * 3):
+            found = rows.of(own)
+            is_real = found > 0  # padding is 0
+            blocks = rows.spread(torch.arange(num_blocks(placement.shape))).expand_as(found)
+            assert torch.equal(((found - 1) // BLOCK)[is_real], blocks[is_real])
+            seen.append(found[is_real])
     assert set(torch.cat(seen).tolist()) == set(range(1, index.numel() + 1))
 
 
@@ -221,3 +235,84 @@ class TestOneProcess:
         _, expected, _ = self.both(5000, 3)
         monkeypatch.setattr(eight_bits, "_PIECE", 1024)
         assert torch.equal(self.both(5000, 3)[1], expected)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+class TestTheKernels:
+    @pytest.mark.slow
+    def test_in_tritons_interpreter(self):
+        """Triton chooses its interpreter when it is imported, hence another process."""
+        file = Path(__file__).with_name("interpreted_eight_bits.py")
+        command = [sys.executable, "-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        print(done.stdout)
+
+    @pytest.mark.parametrize("is_whole", [True, False])
+    def test_their_code_rounds_each_operation(self, is_whole: bool):
+        """A product and a sum in one instruction, or a quick quotient, would have other codes than a CPU."""
+        from triton import compile
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        from trainer.engine import eight_bit_kernels
+
+        kernel = eight_bit_kernels.update_kernel
+        options = fused_eight_bits._options(BLOCK if is_whole else 64)
+        constants = {name: options.pop(name) for name in ("WIDTH", "ROWS")}
+        constants |= dict.fromkeys(("blocks", "maxima", "flag") if is_whole else ())
+        types = {
+            **dict.fromkeys(("num_elements", "num_blocks"), "i32"),
+            **dict.fromkeys(("eps", "decay"), "fp32"),
+            **{"first": "*i8", "second": "*u8", "blocks": "*i32", "shares": ("fp32",) * 4},
+            **{"values": ("*fp32", "*fp32"), "codes": ("*i8", "*u8")},
+        }
+        signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names}
+        source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): one for name, one in constants.items()})
+        code = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        assert {"mul.rn.f32", "add.rn.f32", "div.rn.f32", "sqrt.rn.f32"} <= set(code.split())
+        assert re.findall(r"\w*(?:fma|mad|ftz|approx|full)\w*\.[\w.]*f32", code) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "note"),
+    [
+        ((9, 0), "moments in 8 bits are updated in a fused kernel"),
+        (
+            (7, 5),
+            "moments in 8 bits are updated by operations of torch, because the GPU Tesla T4 is older than compute"
+            " capability 8.0",
+        ),
+    ],
+)
+def test_a_run_on_a_gpu_notes_the_kernel_of_8_bit_moments(monkeypatch, capability: tuple[int, int], note: str):
+    monkeypatch.setattr(kernel_support, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    recipe = AdamW8bit(name="adamw_8bit")
+    assert optimizer_notes(recipe, torch.device("cuda", 0)) == [note]
+    assert optimizer_notes(recipe, torch.device("cpu")) == optimizer_notes(AdamW(), torch.device("cuda", 0)) == []
+
+
+class TestPlans:
+    VOCABULARY = 30_011
+    RECIPE = recipe_of(
+        {
+            "model": {"config": {**SMALL_BERT, "vocab_size": VOCABULARY}, "tokenizer": "none"},
+            "training": {"global_batch_size": 1, "micro_batch_size": 1},
+            "optimizer": {"name": "adamw_8bit"},
+        }
+    )
+
+    def test_count_one_pass_over_memory_where_the_kernel_runs(self):
+        """The eager functions compute a piece of 2**20 elements in fp32, in some temporary tensors."""
+        fused, eager = (plan_step(plan_run(self.RECIPE, 1), 0, 8, True, how) for how in (True, False))
+        moved = [
+            sum(amount.num_bytes for kind, amount in step.totals.work.items() if kind.phase == OPTIMIZER_STEP)
+            for step in (fused, eager)
+        ]
+        elements = fused.peak.by_component[PARAMETERS] // 4
+        assert 16 * elements <= moved[0] < 17 * elements
+        assert moved[1] > 10 * moved[0]
+        assert eager.peak.num_bytes - fused.peak.num_bytes > 3 * 4 * eight_bits._PIECE

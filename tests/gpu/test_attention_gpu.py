@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.models.attention import PACKED_ATTENTION, keyed_attention
 from trainer.models.dropout import key_dropout, site_of
-from trainer.parallel import fused_attention, varlen
+from trainer.parallel import fused_attention, kernel_support, varlen
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.packed import PackedTokens
 
@@ -108,7 +108,7 @@ class Keyed:
 def eager() -> Iterator[None]:
     why = "the test wants the eager function"
     with (
-        mock.patch.object(fused_attention, "obstacle", return_value=why),
+        mock.patch.object(kernel_support, "obstacle", return_value=why),
         mock.patch.object(varlen, "obstacle", return_value=why),
     ):
         yield

@@ -26,7 +26,7 @@ from trainer.models.attention import PACKED_ATTENTION, keyed_attention
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.dropout import key_dropout, move_site, site_of
 from trainer.models.families.table import layers_of
-from trainer.parallel import fused_attention
+from trainer.parallel import fused_attention, kernel_support
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.packed import PackedTokens
 from trainer.parallel.random import element_keys, keep_mask
@@ -41,13 +41,13 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def test_the_interpreter_is_on():
-    assert fused_attention.is_interpreted()
-    assert fused_attention.obstacle(torch.device("cpu")) is None
+    assert kernel_support.is_interpreted()
+    assert kernel_support.obstacle(torch.device("cpu")) is None
 
 
 @contextmanager
 def eager() -> Iterator[None]:
-    with mock.patch.object(fused_attention, "obstacle", return_value="the test wants the eager function"):
+    with mock.patch.object(kernel_support, "obstacle", return_value="the test wants the eager function"):
         yield
 
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.helpers.families import CONFIGS
 from tests.planning.measured import SMALL_BERT, recipe_of
 from trainer.models.attention import KEYED_ATTENTION, PACKED_ATTENTION, RING_ATTENTION, attention_notes
-from trainer.parallel import fused_attention
+from trainer.parallel import kernel_support
 from trainer.planning.hardware import parse_devices
 from trainer.planning.ledger import ACTIVATIONS
 from trainer.planning.step import plan_step
@@ -37,7 +37,7 @@ def test_the_kernel_in_tritons_interpreter():
 
 
 def test_without_a_gpu_the_eager_function_runs():
-    assert fused_attention.obstacle(torch.device("cpu")) == "the device is a cpu, and the kernel needs an NVIDIA GPU"
+    assert kernel_support.obstacle(torch.device("cpu")) == "the device is a cpu, and the kernel needs an NVIDIA GPU"
 
 
 class TestNotes:
@@ -51,7 +51,7 @@ class TestNotes:
             return AutoModelForSequenceClassification.from_config(config, attn_implementation=implementation)
 
     def notes(self, monkeypatch, *, installed: bool = True, capability=(9, 0), implementation: str = KEYED_ATTENTION):
-        monkeypatch.setattr(fused_attention, "find_spec", lambda name: object() if installed else None)
+        monkeypatch.setattr(kernel_support, "find_spec", lambda name: object() if installed else None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
         return attention_notes(self.model(implementation), self.GPU)
@@ -156,4 +156,4 @@ class TestPlans:
     def test_know_the_gpus_that_run_it(self, name, runs):
         machine = parse_devices(name).machine
         assert machine is not None
-        assert machine.runs_fused_attention == runs
+        assert machine.runs_kernels == runs

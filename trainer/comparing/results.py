@@ -201,7 +201,7 @@ def with_plan(result: Result, trial: Trial, hardware: str | None) -> Result:
     """
     import torch
 
-    from trainer.parallel.fused_attention import obstacle
+    from trainer.parallel.kernel_support import obstacle
     from trainer.planning.hardware import parse_devices
     from trainer.planning.recipe_plan import plan_recipe, traffic_by_axis
     from trainer.planning.stages import plan_steps

@@ -9,29 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from trainer.engine import fused_eight_bits  # noqa: F401  # defines its operations
+from trainer.engine.dynamic_map import FIRST, MAPS, SECOND, code_index
 from trainer.engine.skipping import flag_of, unchanged_if
 from trainer.engine.whole_matrices import PartlyAdamW, WholeAccess
-from trainer.parallel.blocks import BlockRows, block_rows, num_blocks, share_maxima
+from trainer.parallel import kernel_support
+from trainer.parallel.blocks import BlockRows, Rows, block_rows, is_shared, num_blocks, share_maxima
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.whole import local_part
 
 SMALLEST = 4096
 """The elements of a whole parameter from which on its moments have 8 bits; smaller ones cost little memory."""
-STEP, FIRST, SECOND, SCALES = "step", "exp_avg_codes", "exp_avg_sq_codes", "scales"
-"""The keys of the state of a large parameter."""
+STEP, SCALES = "step", "scales"
+"""The keys of the state of a large parameter beside those of the codes."""
 IN_BLOCKS = "in_blocks"
 """The key of a parameter group: whether its moments have 8 bits."""
 
-_INDEX_BITS, _LOW_BITS = 18, 14  # of fp32: sign, exponent and 9 bits of the fraction; the rest
-_DECADES = 7  # powers of ten that a code distinguishes; the largest has half of all codes
 _PIECE = 2**20  # elements that are updated at once, in fp32
 _TINY, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
@@ -51,63 +51,11 @@ def moment_bytes(shape: tuple[int, ...], num_elements: int) -> int:
     return 2 * num_elements + 8 * num_blocks(shape) if is_in_blocks(shape) else 8 * num_elements
 
 
-@dataclass(frozen=True)
-class DynamicMap:
-    """Codes of numbers relative to the largest of their block, with more codes for larger numbers.
+class Tables(NamedTuple):
+    """The `values` and `codes` of the maps of both moments."""
 
-    The numbers between two powers of ten have cells of equal width: twice as many as those below, over seven decades.
-    A code stands for the centre of its cell, and the last one for 1. These are the cells of the dynamic map of Dettmers
-    et al. 2022, with two differences:
-
-    - Signed codes are symmetric, with both -1 and 1, so the largest number of a block is exact.
-    - No unsigned code is 0. A second moment that is rounded to 0 beside a first moment would give a huge update.
-
-    Args:
-        signed: whether codes are int8 of numbers in [-1, 1], or else uint8 of numbers in [0, 1].
-    """
-
-    signed: bool
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the codes."""
-        return torch.int8 if self.signed else torch.uint8
-
-    @property
-    def _edges(self) -> list[float]:
-        """The lower edges of the cells of the codes from 1 on."""
-        cells = [2**decade if self.signed else 2 ** (decade + 1) for decade in range(_DECADES)]
-        cells[-1] -= self.signed  # for the code of -1
-        lows = [10.0 ** (decade - _DECADES) for decade in range(_DECADES)]
-        return [
-            low * (1 + 9 * place / number) for low, number in zip(lows, cells, strict=True) for place in range(number)
-        ] + [1.0]
-
-    def values(self, device: torch.device) -> Tensor:
-        """Return the numbers of all codes, fp32 `[256]`, by the code as an unsigned byte."""
-        edges = self._edges
-        found = [0.0 if self.signed else edges[0] / 2, *((low + high) / 2 for low, high in pairwise(edges)), 1.0]
-        if self.signed:
-            found += [-1.0, *(-value for value in reversed(found[1:]))]  # -128 is not used
-        return torch.tensor(found, device=device)
-
-    def codes(self, device: torch.device) -> Tensor:
-        """Return the codes of all numbers, by the upper 18 bits of their fp32, which `code_index` returns."""
-        numbers = (torch.arange(1 << _INDEX_BITS) * 2 + 1 << _LOW_BITS - 1).int().view(torch.float32)  # with these bits
-        codes = torch.bucketize(numbers.abs(), torch.tensor(self._edges), right=True).float()
-        return (codes.copysign_(numbers) if self.signed else codes).to(self.dtype).to(device)
-
-
-def code_index(numbers: Tensor) -> Tensor:
-    """Return the places of fp32 numbers in the table of their codes, int32 of the same shape."""
-    return numbers.view(torch.int32).bitwise_right_shift(_LOW_BITS).bitwise_and_((1 << _INDEX_BITS) - 1)
-
-
-MAPS = {FIRST: DynamicMap(signed=True), SECOND: DynamicMap(signed=False)}
-
-
-Tables = Mapping[str, tuple[Tensor, Tensor]]
-"""The `values` and `codes` of both maps."""
+    values: list[Tensor]
+    codes: list[Tensor]
 
 
 class AdamW8bit(PartlyAdamW):
@@ -130,18 +78,16 @@ class AdamW8bit(PartlyAdamW):
         super().__init__(groups, **options)
         self._whole = whole
         self._tables: dict[torch.device, Tables] = {}
+        self._rows: dict[nn.Parameter, BlockRows] = {}
 
     def update(self, groups: list[dict[str, Any]]) -> None:
         mesh = self._whole.mesh
         shared: list[_Part] = []
-        for group in groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    part = self._part(parameter, group)
-                    if mesh is not None and any(mesh.size(axis) > 1 for axis in part.placement.split_axes):
-                        shared.append(part)
-                    else:
-                        part.update()
+        for part in (part for group in groups for part in self._parts(group)):
+            if is_shared(part.placement, mesh):
+                shared.append(part)
+            else:
+                part.update()
         if mesh is not None:
             maxima = share_maxima(
                 [part.maxima().view(-1) for part in shared], [part.placement for part in shared], mesh
@@ -149,40 +95,61 @@ class AdamW8bit(PartlyAdamW):
             for part, found in zip(shared, maxima, strict=True):
                 part.update(found.view(2, -1))
 
-    def _part(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> _Part:
+    def _parts(self, group: Mapping[str, Any]) -> Iterator[_Part]:
+        """Count a step of the parameters of a group with a gradient, and yield their parts."""
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not parameters:
+            return
+        states, flag = [self._state(parameter) for parameter in parameters], flag_of(self)
+        steps = [state[STEP] for state in states]
+        torch._foreach_add_(steps, 1)
+        if flag is not None:
+            torch._foreach_sub_(steps, [flag] * len(steps))
+        first, second = (1 - beta ** torch.stack(steps).double() for beta in group["betas"])
+        corrections = torch.stack((group["lr"] / first, 1 / second), 1).float()
+        is_fused = kernel_support.obstacle(corrections.device) is None
+        for parameter, state, own in zip(parameters, states, corrections, strict=True):
+            weight, gradient = local_part(parameter.detach()), local_part(parameter.grad).contiguous()
+            placement, device = self._whole.placement(parameter), weight.device
+            if parameter not in self._rows:
+                self._rows[parameter] = block_rows(placement, weight.shape, self._whole.mesh, device)
+            if device not in self._tables:
+                kinds = MAPS.values()
+                self._tables[device] = Tables([m.values(device) for m in kinds], [m.codes(device) for m in kinds])
+            rows, tables = self._rows[parameter], self._tables[device]
+            yield _Part(placement, weight, gradient, state, group, own, rows, tables, flag, is_fused)
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return this rank's part of the state of a parameter, which is made in its first step."""
         own, state = local_part(parameter.detach()), self.state[parameter]
-        placement = self._whole.placement(parameter)
         if not state:
             state[STEP] = torch.zeros((), device=own.device)
-            state[FIRST] = torch.zeros(own.shape, dtype=MAPS[FIRST].dtype, device=own.device)
-            state[SECOND] = torch.zeros(own.shape, dtype=MAPS[SECOND].dtype, device=own.device)
-            state[SCALES] = torch.zeros(2, num_blocks(placement.shape), device=own.device)
-        assert parameter.grad is not None
-        rows = block_rows(placement, own.shape, self._whole.mesh, own.device)
-        if own.device not in self._tables:
-            self._tables[own.device] = {
-                key: (found.values(own.device), found.codes(own.device)) for key, found in MAPS.items()
-            }
-        tables = self._tables[own.device]
-        held = {key: local_part(value) for key, value in state.items()}  # a loaded state of FSDP has DTensors
-        return _Part(placement, own, local_part(parameter.grad), held, group, rows, tables, flag_of(self))
+            for key, codes in MAPS.items():
+                state[key] = torch.zeros(own.shape, dtype=codes.dtype, device=own.device)
+            state[SCALES] = torch.zeros(2, num_blocks(self._whole.placement(parameter).shape), device=own.device)
+        return {key: local_part(value) for key, value in state.items()}  # a loaded state of FSDP has DTensors
 
 
 @dataclass(frozen=True)
 class _Part:
     """This rank's part of a large parameter in one step.
 
-    All operations on its elements are elementwise, but for the maxima of the blocks.
+    All operations on its elements are elementwise, but for the maxima of the blocks. Each rounds by itself: moments
+    from a fused product and sum would have other codes. The kernels compute the same numbers as torch's operations; but
+    torch's square root, which the codes do not need, may be the next number on a CPU.
 
     Args:
         placement: the placement of the parameter.
         weight: the part, which changes.
-        gradient: its gradient.
+        gradient: its gradient, contiguous.
         state: the state of the optimizer for it, which changes.
         group: the options of AdamW.
+        corrections: the learning rate and the factor of second moments, both corrected for the zeros from which the
+            moments began, fp32 `[2]`.
         rows: the blocks of its elements.
-        tables: the numbers of the codes and the codes of numbers, for each moment.
+        tables: the numbers of the codes and the codes of numbers.
         flag: the flag of a bad step, in which nothing changes; None: the step is good.
+        is_fused: whether kernels compute the step.
     """
 
     placement: ParameterPlacement
@@ -190,15 +157,20 @@ class _Part:
     gradient: Tensor
     state: dict[str, Tensor]
     group: Mapping[str, Any]
+    corrections: Tensor
     rows: BlockRows
     tables: Tables
     flag: Tensor | None
+    is_fused: bool
 
     def maxima(self) -> Tensor:
         """Return the largest new moments of this part in each block, fp32 `[2, blocks]`."""
         maxima = torch.zeros_like(self.state[SCALES])
-        for piece in self._pieces():
-            self._raise(maxima, piece, *self._moments(piece))
+        if self.is_fused:
+            torch.ops.trainer.raise_maxima_8bit.default(maxima, *self._read())
+        else:
+            for rows in self.rows.pieces(_PIECE):
+                self._raise(maxima, rows, *self._moments(rows))
         return maxima
 
     def update(self, maxima: Tensor | None = None) -> None:
@@ -207,50 +179,58 @@ class _Part:
         Args:
             maxima: the largest new moments of whole blocks; None: the part is the whole parameter.
         """
-        scales = torch.zeros_like(self.state[SCALES]) if maxima is None else maxima
-        weight = self.weight.contiguous()
-        with unchanged_if(self.flag, self.state[STEP], self.state[SCALES]):
-            self.state[STEP] += 1
-            for piece in self._pieces():
-                changed = [self.rows.of(tensor)[piece] for tensor in (weight, *(self.state[key] for key in MAPS))]
-                with unchanged_if(self.flag, *changed):
-                    self._update(piece, scales, *changed, is_whole=maxima is None)
-            self.state[SCALES].copy_(scales)
+        scales, weight = self.state[SCALES], self.weight.contiguous()
+        if self.is_fused:
+            decay = 1 - self.group["lr"] * self.group["weight_decay"]
+            torch.ops.trainer.adamw_8bit.default(
+                weight, *self._read(), self.tables.codes, maxima, self.corrections, self.flag, self.group["eps"], decay
+            )
+        else:
+            for rows in self.rows.pieces(_PIECE):
+                changed = [rows.of(tensor) for tensor in (weight, *(self.state[key] for key in MAPS))]
+                own_scales = [] if maxima is not None else [scales[:, rows.blocks]]
+                with unchanged_if(self.flag, *changed, *own_scales):
+                    self._update(rows, *changed, maxima=maxima)
+        if maxima is not None:
+            with unchanged_if(self.flag, scales):
+                scales.copy_(maxima)
         if weight is not self.weight:
             self.weight.copy_(weight)
 
-    def _update(self, piece: slice, scales: Tensor, weight: Tensor, *codes: Tensor, is_whole: bool) -> None:
+    def _read(self) -> tuple[Any, ...]:
+        """Return the arguments from which the operations of `fused_eight_bits` compute the new moments."""
+        stored = [self.state[key] for key in (FIRST, SECOND, SCALES)]
+        return self.gradient, *stored, self.tables.values, self.rows.blocks, self.rows.width, self.group["betas"]
+
+    def _update(self, rows: Rows, weight: Tensor, *codes: Tensor, maxima: Tensor | None) -> None:
         """Step the weights of some rows, `[rows, width]`, and store their new moments as codes of the same shape."""
-        first_share, second_share = (1 - beta ** self.state[STEP].double() for beta in self.group["betas"])
-        first, second = self._moments(piece)
-        if is_whole:  # a piece has whole blocks
-            self._raise(scales, piece, first, second)
-        for key, moment, scale, stored in zip(MAPS, (first, second), scales, codes, strict=True):
-            index = code_index(moment / self.rows.spread(scale, piece).clamp_(min=_TINY))
-            stored.copy_(self.tables[key][1].index_select(0, index.view(-1)).view(index.shape))
-        update = first.div_(second.div_(second_share).sqrt_().add_(self.group["eps"]))
+        first, second = self._moments(rows)
+        if maxima is None:  # these rows are whole blocks
+            maxima = self.state[SCALES]
+            self._raise(maxima, rows, first, second)
+        for moment, scale, stored, table in zip((first, second), maxima, codes, self.tables.codes, strict=True):
+            index = code_index(moment / rows.spread(scale).clamp(min=_TINY))
+            torch.index_select(table, 0, index.view(-1), out=stored.view(-1))
+        rate, factor = self.corrections
+        update = first.div_(second.mul_(factor).sqrt_().add_(self.group["eps"]))
         weight.mul_(1 - self.group["lr"] * self.group["weight_decay"])
-        weight.sub_(update.mul_(self.group["lr"] / first_share))
+        weight.sub_(update.mul_(rate))
 
-    def _pieces(self) -> Iterator[slice]:
-        """Yield rows that are updated at once: a multiple of a block, so that memory for fp32 is bounded."""
-        number = _PIECE // self.rows.width
-        for start in range(0, len(self.rows.blocks), number):
-            yield slice(start, start + number)
-
-    def _moments(self, piece: slice) -> tuple[Tensor, Tensor]:
+    def _moments(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the new moments of some rows, fp32 `[rows, width]`."""
-        first, second = (self._stored(key, scale, piece) for key, scale in zip(MAPS, self.state[SCALES], strict=True))
-        gradient = self.gradient.reshape(-1, self.rows.width)[piece].float()
-        first.lerp_(gradient, 1 - self.group["betas"][0])
-        second.mul_(self.group["betas"][1]).addcmul_(gradient, gradient, value=1 - self.group["betas"][1])
+        gradient, (beta_1, beta_2) = rows.of(self.gradient).float(), self.group["betas"]
+        first, second = self._stored(rows, FIRST, beta_1), self._stored(rows, SECOND, beta_2)
+        first.add_(gradient * (1 - beta_1))  # `lerp_` and `addcmul_` fuse product and sum on some devices
+        second.add_(gradient.square().mul_(1 - beta_2))
         return first, second.clamp_(max=_LARGEST)  # infinite moments would leave no number in their block
 
-    def _stored(self, key: str, scale: Tensor, piece: slice) -> Tensor:
-        codes = self.rows.of(self.state[key])[piece]
-        numbers = self.tables[key][0].index_select(0, codes.view(torch.uint8).int().view(-1)).view(codes.shape)
-        return numbers.mul_(self.rows.spread(scale, piece))
+    def _stored(self, rows: Rows, key: str, factor: float) -> Tensor:
+        """Return the stored moments of some rows, multiplied by `factor`."""
+        place = list(MAPS).index(key)
+        codes = rows.of(self.state[key])
+        numbers = self.tables.values[place].index_select(0, codes.view(torch.uint8).int().view(-1)).view(codes.shape)
+        return numbers.mul_(rows.spread(self.state[SCALES][place] * factor))
 
-    def _raise(self, maxima: Tensor, piece: slice, first: Tensor, second: Tensor) -> None:
-        self.rows.raise_(maxima[0], first.abs(), piece)
-        self.rows.raise_(maxima[1], second, piece)
+    def _raise(self, maxima: Tensor, rows: Rows, first: Tensor, second: Tensor) -> None:
+        rows.raise_(maxima[0], torch.linalg.vector_norm(first, torch.inf, dim=1))
+        rows.raise_(maxima[1], second.amax(1))

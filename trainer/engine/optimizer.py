@@ -15,6 +15,7 @@ from trainer.engine.eight_bits import IN_BLOCKS, AdamW8bit, is_in_blocks
 from trainer.engine.schedule_free import schedule_free_adamw
 from trainer.engine.skipping import flag_of
 from trainer.engine.whole_matrices import Adafactor, Muon, WholeAccess
+from trainer.parallel import kernel_support
 from trainer.parallel.rounding import KeyedRounding
 from trainer.parallel.whole import local_part
 from trainer.recipe import schema
@@ -145,6 +146,16 @@ def build_optimizer(
             return RoundedAdamW(groups, rounding, **options)
         return torch.optim.AdamW(groups, **options)
     return SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum, fused=fused or None)
+
+
+def optimizer_notes(recipe: OptimizerSection, device: torch.device) -> list[str]:
+    """Return a note on the kernel of moments in 8 bits on a GPU; there is none for other optimizers."""
+    if device.type != "cuda" or not isinstance(recipe, schema.AdamW8bit):
+        return []
+    obstacle = kernel_support.obstacle(device)
+    if obstacle is None:
+        return ["moments in 8 bits are updated in a fused kernel"]
+    return [f"moments in 8 bits are updated by operations of torch, because {obstacle}"]
 
 
 def learning_rate_factor(recipe: Schedule, step: int, total_steps: int) -> float:

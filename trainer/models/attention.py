@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trainer.base.errors import UsageError
 from trainer.models.checkpointing import not_recorded
 from trainer.models.dropout import has_site, site_of
-from trainer.parallel import fused_attention, varlen
+from trainer.parallel import fused_attention, kernel_support, varlen
 from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.packed import PackedTokens
@@ -106,7 +106,7 @@ def keyed_attention(
         raise UsageError(f"this model's attention uses {variant}, which has no keyed form; {REMEDY}")
     scale = _scale(query, scaling)
     causal = _is_causal(module, is_causal)
-    if fused_attention.obstacle(query.device) is None:
+    if kernel_support.obstacle(query.device) is None:
         inputs = _Inputs(_autocast(query), _autocast(key), _autocast(value), attention_mask, position_bias)
         obstacle = _obstacle(module, inputs)
         if obstacle is None:
@@ -219,7 +219,7 @@ def attention_notes(model: nn.Module, device: torch.device) -> list[str]:
     implementation = getattr(config, "_attn_implementation", None)
     if device.type != "cuda" or implementation not in (KEYED_ATTENTION, RING_ATTENTION, PACKED_ATTENTION):
         return []
-    obstacle = fused_attention.obstacle(device)
+    obstacle = kernel_support.obstacle(device)
     if implementation == PACKED_ATTENTION:
         return _notes_of_rows(model, device, obstacle)
     is_ring = implementation == RING_ATTENTION
@@ -321,7 +321,7 @@ def _of_rows(
     states = (_autocast(query), _autocast(key), _autocast(value))
     if not dropout and varlen.obstacle(*states) is None:
         return varlen.attention(*states, packed.starts, max(packed.lengths), scale, causal, window)
-    if fused_attention.obstacle(query.device) is None and (row_keys is not None or not dropout):
+    if kernel_support.obstacle(query.device) is None and (row_keys is not None or not dropout):
         obstacle = _obstacle_of_states(*states)
         if obstacle is None:
             first_head = site_of(module).offsets(query.shape)[1] if row_keys is not None else 0
@@ -374,7 +374,7 @@ def _around_ring(
     if dropout:
         assert has_site(module), "context ranks need keyed dropout"
         row_keys = _row_keys(module, query, packed)
-    fused = fused_attention.obstacle(query.device) is None
+    fused = kernel_support.obstacle(query.device) is None
     if fused and (obstacle := _obstacle_of_states(query, key, value)):
         warnings.warn(f"attention around a ring runs without the fused kernel, because {obstacle}", stacklevel=2)
         fused = False

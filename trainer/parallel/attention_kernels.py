@@ -1,6 +1,6 @@
 """Triton kernels of attention with layout-invariant dropout, forward and backward.
 
-Only this module imports Triton; `trainer.parallel.fused_attention` launches the kernels. It describes the arguments.
+`trainer.parallel.fused_attention` launches the kernels, and describes the arguments.
 
 The forward pass keeps a running maximum and sum of each query's row (Milakov & Gimelshein 2018, arXiv:1805.02867; Dao
 et al. 2022, arXiv:2205.14135). The backward pass computes the probabilities again, tile by tile (Dao 2023,

@@ -6,9 +6,10 @@ equal width, each within one block, so that all elements are handled by the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,29 +27,66 @@ def num_blocks(shape: Sequence[int]) -> int:
     return -(-prod(shape) // BLOCK)
 
 
-@dataclass(frozen=True)
-class BlockRows:
-    """This rank's part of a parameter as rows `[rows, width]` of consecutive elements.
+class Rows(NamedTuple):
+    """Some rows `[rows, width]` of consecutive elements of a part, each within one block.
 
     Args:
-        width: the elements of a row, a divisor of `BLOCK`.
-        blocks: the block of each row, int64 `[rows]`. Rows of padding, which are zero, count to any block.
+        elements: the elements in the flattened part.
+        width: the elements of a row.
+        blocks: the block of each row, int32 `[rows]`; or as a slice, where each row is a block of its own.
     """
 
+    elements: slice
     width: int
-    blocks: Tensor
+    blocks: slice | Tensor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a view of a contiguous tensor with the shape of the part as rows."""
-        return tensor.view(-1, self.width)
+        """Return a view of these rows of a contiguous tensor with the shape of the part, `[rows, width]`."""
+        return tensor.view(-1)[self.elements].view(-1, self.width)
 
-    def spread(self, values: Tensor, rows: slice) -> Tensor:
-        """Return the values of the blocks, `[blocks]`, for some of the rows: `[rows, 1]`."""
-        return values.index_select(0, self.blocks[rows]).unsqueeze(1)
+    def spread(self, values: Tensor) -> Tensor:
+        """Return the values of the blocks, `[blocks]`, for each row: `[rows, 1]`."""
+        return values[self.blocks].unsqueeze(1)
 
-    def raise_(self, maxima: Tensor, values: Tensor, rows: slice) -> None:
-        """Raise the maxima of blocks, `[blocks]`, to the values of some of the rows, `[rows, width]`, in place."""
-        maxima.scatter_reduce_(0, self.blocks[rows], values.amax(1), "amax")
+    def raise_(self, maxima: Tensor, values: Tensor) -> None:
+        """Raise the maxima of blocks, `[blocks]`, to the values of rows, `[rows]`, in place."""
+        if isinstance(self.blocks, Tensor):
+            maxima.scatter_reduce_(0, self.blocks.long(), values, "amax")
+        else:
+            maxima[self.blocks] = values
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """This rank's part of a parameter as rows of consecutive elements, each within one block.
+
+    Args:
+        size: the elements of the part.
+        width: the elements of a row, a divisor of `BLOCK`.
+        blocks: the block of each row, int32 `[rows]`. Rows of padding, which are zero, count to any block. None: the
+            part is the whole parameter. Its rows are its blocks; the last one may have fewer elements.
+    """
+
+    size: int
+    width: int
+    blocks: Tensor | None
+
+    def pieces(self, most: int) -> Iterator[Rows]:
+        """Yield all rows in pieces of at most `most` elements, a multiple of `BLOCK`."""
+        whole = self.size - self.size % self.width
+        for start in range(0, whole, most):
+            yield self._rows(start, min(start + most, whole), self.width)
+        if whole < self.size:
+            yield self._rows(whole, self.size, self.size - whole)
+
+    def _rows(self, start: int, stop: int, width: int) -> Rows:
+        rows = slice(start // self.width, -(-stop // self.width))
+        return Rows(slice(start, stop), width, rows if self.blocks is None else self.blocks[rows])
+
+
+def is_shared(placement: ParameterPlacement, mesh: ParallelMesh | None) -> bool:
+    """Return whether ranks have parts of a parameter, and thus share its blocks."""
+    return mesh is not None and any(mesh.size(axis) > 1 for axis in placement.split_axes)
 
 
 def block_rows(
@@ -62,11 +100,10 @@ def block_rows(
         mesh: the ranks; None: the part is the whole parameter.
         device: the device of the blocks.
     """
+    if mesh is None or not is_shared(placement, mesh):
+        return BlockRows(prod(shape), BLOCK, None)
     whole = [[Segment(0, size, 0)] for size in placement.shape]
-    if mesh is None:
-        dims = whole
-    else:
-        dims = segments_of(placement, mesh, placement.splits)
+    dims = segments_of(placement, mesh, placement.splits)
     # Dimensions after the last split one are whole, and so are its runs of consecutive elements.
     last = max((dim for dim, found in enumerate(dims) if found != whole[dim]), default=0)
     inner = prod(placement.shape[last + 1 :])
@@ -86,7 +123,7 @@ def block_rows(
         for run in dims[dim]:
             places[run.local : run.local + run.length] = torch.arange(run.start, run.start + run.length, device=device)
         outer = (outer.unsqueeze(1) * placement.shape[dim] + places).flatten()
-    return BlockRows(width, (outer.unsqueeze(1) * stride + first).flatten() // BLOCK)
+    return BlockRows(prod(shape), width, ((outer.unsqueeze(1) * stride + first).flatten() // BLOCK).int())
 
 
 def share_maxima(

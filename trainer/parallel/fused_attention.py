@@ -3,26 +3,23 @@
 The mask is that of `trainer.parallel.random`. Forward and backward passes draw it again from one key for each row, so
 nothing of size queries x keys is kept. Beside the output, two numbers in fp32 are kept for each query and head.
 
-Triton comes with torch's builds for CUDA. This module imports it at the first call, so that a plan knows the operation
-on a machine without Triton.
+This module imports Triton at the first call: see `trainer.parallel.kernel_support`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from trainer.parallel import kernel_support
 from trainer.parallel.random import LANE_LEVELS, LANES, dropped_levels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
-_LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs, for which Triton is built and tested
 _LEAST_DIM = 16  # of a matrix product in Triton
 _LISTED_TILES = 4  # tiles of keys from which on it pays to list the visible ones
 
@@ -69,29 +66,8 @@ def _kernels() -> Any:
     return attention_kernels
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled graph need not follow it
-def is_interpreted() -> bool:
-    """Return whether Triton interprets its kernels, on any device: it was imported with `TRITON_INTERPRET=1`."""
-    triton = sys.modules.get("triton")
-    return triton is not None and bool(triton.knobs.runtime.interpret)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def obstacle(device: torch.device) -> str | None:
-    """Return the reason why the kernels do not run on a device; None if they run."""
-    if is_interpreted():
-        return None
-    if device.type != "cuda":
-        return f"the device is a {device.type}, and the kernel needs an NVIDIA GPU"
-    if find_spec("triton") is None:
-        return "Triton is not installed (`pip install triton`)"
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        return f"the GPU {torch.cuda.get_device_name(device)} is older than compute capability 8.0"
-    return None
-
-
 def _tiling(dtype: torch.dtype, dim: int) -> _Tiling:
-    if is_interpreted():
+    if kernel_support.is_interpreted():
         return _TILING_OF_INTERPRETER
     tilings = _TILINGS_32_BIT if dtype == torch.float32 else _TILINGS_16_BIT
     return tilings[max(64, _padded(dim))]
@@ -444,7 +420,7 @@ class _Call:
             "CAUSAL": is_causal,
             "DROPOUT": levels > 0,
             "JOINED": joined,
-            "PRECISION": kernels.INTERPRETED if is_interpreted() else _precision(),
+            "PRECISION": kernels.INTERPRETED if kernel_support.is_interpreted() else _precision(),
         }
 
     def options(self, block: _Block, with_tiles: bool) -> dict[str, Any]:
@@ -456,7 +432,7 @@ class _Call:
             "TILES": with_tiles,
             **(
                 {}
-                if is_interpreted()
+                if kernel_support.is_interpreted()
                 else {"num_warps": block.warps, "num_stages": block.stages, "enable_fp_fusion": True}
             ),
         }

@@ -117,8 +117,8 @@ class Machine:
         return self.figures.get("device") == "cpu"
 
     @property
-    def runs_fused_attention(self) -> bool:
-        """Whether the fused attention kernel runs: from compute capability 8.0 on, which began to compute in bf16."""
+    def runs_kernels(self) -> bool:
+        """Whether the project's kernels run: from compute capability 8.0 on, which began to compute in bf16."""
         return not self.is_cpu and "bf16" in self.figures["teraflops"]
 
     @property

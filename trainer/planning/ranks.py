@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from trainer.base.errors import UsageError
-from trainer.parallel import fused_attention, norms
+from trainer.parallel import kernel_support, norms
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import Layout
 
@@ -101,7 +101,7 @@ def shapes_only(cuda: bool, fused: bool = True) -> Iterator[None]:
 
     Args:
         cuda: whether to choose the types that autocast has on CUDA.
-        fused: whether attention with dropout is the fused kernel, as on newer GPUs; ignored without `cuda`.
+        fused: whether the project's kernels run, as on newer GPUs; ignored without `cuda`.
 
     Raises:
         UsageError: an operation needs the values of a tensor, or has no rule for shapes.
@@ -123,7 +123,7 @@ def shapes_only(cuda: bool, fused: bool = True) -> Iterator[None]:
             # On a GPU, the norm of a tensor is one operation.
             stack.enter_context(mock.patch.object(norms, "_PIECE", torch.iinfo(torch.int64).max))
             if fused:
-                stack.enter_context(mock.patch.object(fused_attention, "obstacle", return_value=None))
+                stack.enter_context(mock.patch.object(kernel_support, "obstacle", return_value=None))
             stack.enter_context(_AutocastOfCuda())
             stack.enter_context(_autocast_of_recomputation())
         try:

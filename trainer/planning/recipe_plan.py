@@ -137,7 +137,7 @@ def plan_recipe(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, leng
     plan = plan_run(resolved.recipe, devices.number * nodes, devices.number)
     tokens: int = length or getattr(resolved.recipe.data, "max_length", None) or 1
     cuda = devices.machine is None or not devices.machine.is_cpu
-    fused = devices.machine is None or devices.machine.runs_fused_attention
+    fused = devices.machine is None or devices.machine.runs_kernels
     steps = plan_steps(plan, tokens, cuda, fused)
     return RecipePlan(plan, devices, tokens, steps)
 

@@ -30,7 +30,7 @@ def plan_steps(plan: RunPlan, length: int, cuda: bool = True, fused: bool = True
         plan: the recipe and its layout.
         length: the tokens of each text.
         cuda: whether the device is a GPU.
-        fused: whether that GPU runs the fused attention kernel.
+        fused: whether that GPU runs the project's kernels.
 
     Raises:
         UsageError: see `plan_step`.

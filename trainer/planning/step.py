@@ -98,7 +98,7 @@ def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: b
         rank: the rank to simulate.
         length: the tokens of each text.
         cuda: whether the device is a GPU; autocast has other types there than on a CPU.
-        fused: whether that GPU runs the fused attention kernel.
+        fused: whether that GPU runs the project's kernels.
 
     Raises:
         UsageError: the model's configuration cannot be read, the model cannot be cut like this, or the recipe has a
@@ -141,7 +141,7 @@ class _Simulation:
         mesh: the simulated mesh.
         length: the tokens of each text.
         cuda: whether the device is a GPU.
-        fused: whether that GPU runs the fused attention kernel.
+        fused: whether that GPU runs the project's kernels.
         stacks: the stacks to shorten of each part of the model; None: all layers run.
     """
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from trainer.engine import fused_eight_bits  # noqa: F401  # registers its operations
 from trainer.parallel import fused_attention  # noqa: F401  # registers its operations
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP = "forward", "backward", "recomputed", "optimizer"
@@ -72,6 +73,7 @@ FLOPS = {
 }
 """Formulas of the floating-point operations of matrix products and attention, by operation."""
 _LOOKUPS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))  # read only the rows they return
+_IN_8_BITS = frozenset((torch.ops.trainer.adamw_8bit, torch.ops.trainer.raise_maxima_8bit))
 _EMPTY = frozenset(
     (
         *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
@@ -152,6 +154,9 @@ def work_of(
     if function.is_view or packet in _EMPTY or not (inputs or outputs):
         return Kind(phase, VIEW, "", None, 0, 0), Amount(1, 0, 0)
     read = outputs if packet in _LOOKUPS else inputs
+    if packet in _IN_8_BITS:
+        weight, gradient, *state = inputs[:5]  # or maxima; the tables stay in the cache
+        read = [weight, weight, gradient, *state, *(state if packet is torch.ops.trainer.adamw_8bit else ())]
     moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
     # The size of an operation on all parameters depends on the number of layers; its sums must be linear in it.
     several = packet.__name__.startswith(("_fused_adam", "_fused_sgd", "_foreach_"))

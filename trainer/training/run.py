@@ -12,6 +12,7 @@ from trainer.base.errors import ExitCode, LostPeerError
 from trainer.base.text import without_secrets
 from trainer.checkpoint.owner import FolderOwner
 from trainer.checkpoint.progress import Progress
+from trainer.engine.optimizer import optimizer_notes
 from trainer.models.attention import attention_notes
 from trainer.models.compiled import compilations, compile_cache
 from trainer.models.tensor import context_notes
@@ -152,6 +153,7 @@ def _train(
         *forecast.notes(),
         *context_notes(parts.models[0].config, recipe.parallel.context),
         *attention_notes(parts.models[0], device),
+        *optimizer_notes(recipe.optimizer, device),
         *([f"layers are compiled after the first microbatch; the code is kept in {compile_cache()}"] * recipe.compile),
     ]
 

@@ -1,0 +1,35 @@
+"""The devices that run the kernels of this project, which Triton compiles.
+
+Triton comes with torch's builds for CUDA. Modules that launch kernels import it late, so that a plan knows their
+operations on a machine without Triton.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+import torch
+
+_LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs, for which Triton is built and tested
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled graph need not follow it
+def is_interpreted() -> bool:
+    """Return whether Triton interprets its kernels, on any device: it was imported with `TRITON_INTERPRET=1`."""
+    triton = sys.modules.get("triton")
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def obstacle(device: torch.device) -> str | None:
+    """Return the reason why the kernels do not run on a device; None if they run."""
+    if is_interpreted():
+        return None
+    if device.type != "cuda":
+        return f"the device is a {device.type}, and the kernel needs an NVIDIA GPU"
+    if find_spec("triton") is None:
+        return "Triton is not installed (`pip install triton`)"
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return f"the GPU {torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    return None
