@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import MemorySource, build_tiny, tiny_recipe, train_tiny, whole_state
 from tests.parity.cases import model_config
-from trainer.engine import bf16_weights
+from trainer.engine import batches, bf16_weights
 from trainer.engine.bf16_weights import COMPENSATION, RoundedAdamW
 from trainer.engine.optimizer import build_optimizer
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.parts import tensor_part
 from trainer.parallel.placement import ParameterPlacement
-from trainer.parallel.rounding import KeyedRounding
+from trainer.parallel.rounding import KeyedRounding, Piece
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW
 from trainer.training.process_group import open_mesh
@@ -111,7 +111,7 @@ class TestUpdates:
     @pytest.mark.parametrize("weights", METHODS)
     def test_pieces_change_no_bit(self, mesh: ParallelMesh, weights: str, monkeypatch: pytest.MonkeyPatch):
         whole, _ = updated(weights, mesh, steps=3)
-        monkeypatch.setattr(bf16_weights, "_PIECE", 7)
+        monkeypatch.setattr(batches, "MOST_ON_CPU", 7)
         assert torch.equal(updated(weights, mesh, steps=3)[0], whole)
 
     @pytest.mark.parametrize("weights", METHODS)
@@ -143,7 +143,7 @@ class TestRandomRounding:
         parameter = in_bf16(torch.zeros(64, 1024))
         rounding = KeyedRounding({parameter: ParameterPlacement(name, (64, 1024))}, mesh, seed)
         rounding.step = step
-        return rounding.round_(parameter, 0, torch.full((64 * 1024,), value)).float()
+        return rounding.round_([Piece(parameter, 0, 64 * 1024)], torch.full((64 * 1024,), value)).float()
 
     @pytest.mark.parametrize("sign", [1.0, -1.0])
     @pytest.mark.parametrize("share", [0.0, 1 / 65536, 0.3, 0.5, 0.99])

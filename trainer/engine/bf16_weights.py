@@ -9,20 +9,21 @@ another order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from trainer.engine.batches import batches, most_elements
 from trainer.engine.precision import rounded_by_autocast
 from trainer.engine.skipping import flag_of
 from trainer.engine.whole_matrices import PartlyAdamW
 from trainer.models.building import BuiltModel
 from trainer.parallel.placement import Placements
-from trainer.parallel.rounding import KeyedRounding
+from trainer.parallel.rounding import KeyedRounding, Piece
 from trainer.parallel.whole import local_part
 from trainer.recipe.schema import Recipe
 
@@ -30,7 +31,6 @@ COMPENSATION = "compensation"
 """The key of the optimizer's state under which the rest of a rounded weight is kept, in units of fp32's last bit."""
 IN_BF16 = "in_bf16"
 """The key of a parameter group: whether its weights are in bf16."""
-_PIECE = 2**23  # elements that are updated at once; their fp32 copies need memory
 
 
 def store_in_bf16(built: BuiltModel) -> None:
@@ -78,63 +78,82 @@ class RoundedAdamW(PartlyAdamW):
 
     def update(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in stepped:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self._first_state(parameter))
+            if stepped:
+                before = torch.stack([self.state[parameter]["step"] for parameter in stepped])
+                most = most_elements(before.device)
+                for batch in batches(_pieces(stepped, most), lambda piece: piece.stop - piece.start, most):
+                    steps = dict(zip(stepped, before.clone(), strict=True))  # the update of each piece counts it up
+                    self._update(batch, [steps[piece.parameter] for piece in batch], group)
 
-    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-            if self._rounding is None:
-                state[COMPENSATION] = torch.zeros_like(parameter, dtype=torch.int16)
-        assert parameter.grad is not None
-        weight, first, second = (_flat(one) for one in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]))
-        rest = None if self._rounding is not None else _flat(state[COMPENSATION])
-        gradient = local_part(parameter.grad).reshape(-1)
-        for start, stop in _pieces(weight.numel()):
-            exact = torch.empty(stop - start, dtype=torch.float32, device=weight.device).copy_(weight[start:stop])
-            if rest is not None:
-                exact.view(torch.int32).add_(rest[start:stop])
-            steps = state["step"].clone()  # the update counts it up
-            adamw(
-                [exact],
-                [gradient[start:stop]],
-                [first[start:stop]],
-                [second[start:stop]],
-                [],
-                [steps],
-                fused=bool(group["fused"]),
-                foreach=False,
-                grad_scale=None,
-                found_inf=flag_of(self),
-                amsgrad=False,
-                maximize=False,
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-            )
-            if rest is None:
-                assert self._rounding is not None
-                weight[start:stop] = self._rounding.round_(parameter, start, exact)
-            else:
-                weight[start:stop] = exact
-                rest[start:stop] = _cut_off(exact)
-        state["step"].copy_(steps)
+    def _update(self, batch: Sequence[Piece], steps: list[Tensor], group: Mapping[str, Any]) -> None:
+        def all_of(key: str) -> list[Tensor]:
+            return [_flat(self.state[piece.parameter][key], piece) for piece in batch]
+
+        weights = [_flat(piece.parameter.detach(), piece) for piece in batch]
+        exact = torch.cat(weights).float()
+        if self._rounding is None:
+            exact.view(torch.int32).add_(torch.cat(all_of(COMPENSATION)))
+        adamw(
+            _split_like(weights, exact),
+            [_flat(cast(Tensor, piece.parameter.grad).contiguous(), piece) for piece in batch],
+            all_of("exp_avg"),
+            all_of("exp_avg_sq"),
+            [],
+            steps,
+            fused=bool(group["fused"]),
+            foreach=False,
+            grad_scale=None,
+            found_inf=flag_of(self),
+            amsgrad=False,
+            maximize=False,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        torch._foreach_copy_([self.state[piece.parameter]["step"] for piece in batch], steps)
+        if self._rounding is None:
+            _write(all_of(COMPENSATION), _cut_off(exact))
+            _write(weights, exact)
+        else:
+            _write(weights, self._rounding.round_(batch, exact))
+
+    def _first_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        state = {
+            "step": torch.zeros((), dtype=torch.float32, device=local_part(parameter).device),
+            "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32),
+        }
+        if self._rounding is None:
+            state[COMPENSATION] = torch.zeros_like(parameter, dtype=torch.int16)
+        return state
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    return local_part(tensor).view(-1)
+def _pieces(parameters: Iterable[nn.Parameter], most: int) -> Iterator[Piece]:
+    """Yield pieces of at most `most` elements of this rank's parts; an empty part has one, which counts the step."""
+    for parameter in parameters:
+        size = local_part(parameter).numel()
+        for start in range(0, max(size, 1), most):
+            yield Piece(parameter, start, min(start + most, size))
 
 
-def _pieces(size: int) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of each piece; an empty shard has an empty one, which counts the step."""
-    for start in range(0, max(size, 1), _PIECE):
-        yield start, min(start + _PIECE, size)
+def _flat(tensor: Tensor, piece: Piece) -> Tensor:
+    """Return a view of the elements of a piece in a contiguous tensor with the layout of its parameter."""
+    return local_part(tensor).view(-1)[piece.start : piece.stop]
+
+
+def _write(tensors: list[Tensor], values: Tensor) -> None:
+    """Copy consecutive values into flat tensors."""
+    torch._foreach_copy_(tensors, _split_like(tensors, values))
+
+
+def _split_like(tensors: list[Tensor], values: Tensor) -> list[Tensor]:
+    return list(torch.split(values, [len(tensor) for tensor in tensors]))
 
 
 def _cut_off(exact: Tensor) -> Tensor:

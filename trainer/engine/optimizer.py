@@ -19,7 +19,7 @@ from trainer.parallel import kernel_support
 from trainer.parallel.rounding import KeyedRounding
 from trainer.parallel.whole import local_part
 from trainer.recipe import schema
-from trainer.recipe.schema import AdamW, OptimizerSection, Schedule
+from trainer.recipe.schema import AdamW, OptimizerSection, Recipe, Schedule
 
 _SGD_OPTIONS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach", "fused")
 NormTypes = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.RMSNorm)
@@ -75,6 +75,11 @@ def _divided(
         for chosen in (False, True)
         if (found := [parameter for parameter in group["params"] if has_key(parameter) == chosen])
     ]
+
+
+def updates_in_batches(recipe: Recipe) -> bool:
+    """Return whether the optimizer of a recipe updates `batches` of tensors, which have temporary copies."""
+    return isinstance(recipe.optimizer, schema.Muon | schema.Adafactor) or recipe.weights != "fp32"
 
 
 def build_optimizer(

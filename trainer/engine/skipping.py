@@ -6,11 +6,13 @@ kernels read it themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from trainer.engine.batches import stack_of
 
 
 def flag_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
@@ -31,3 +33,16 @@ def unchanged_if(flag: Tensor | None, *tensors: Tensor) -> Iterator[None]:
     if flag is not None:
         for tensor, old in zip(tensors, before, strict=True):
             torch.where(flag.bool(), old, tensor, out=tensor)
+
+
+def write_unless(flag: Tensor | None, tensors: Sequence[Tensor], values: Tensor) -> None:
+    """Copy values into tensors, or nothing if the flag is not 0.
+
+    Args:
+        flag: a scalar on the device of the tensors; None: they change.
+        tensors: plain tensors of one shape, perhaps views.
+        values: their new values `[n, *shape]`, which may be overwritten.
+    """
+    if flag is not None:
+        torch.where(flag.bool(), stack_of(tensors), values, out=values)
+    torch._foreach_copy_(list(tensors), list(values.unbind()))

@@ -1,13 +1,15 @@
 """Muon and Adafactor under every layout: their update of a matrix depends on all of its elements.
 
 Each matrix is gathered by itself. All ranks compute its whole update and keep their parts, so a layout changes rounding
-only. The iterations of Muon are torch's.
+only. Parameters of one shape are stacked and updated at once, so that a GPU starts few kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr, _zeropower_via_newtonschulz
 from transformers.pytorch_utils import Conv1D
 
-from trainer.engine.skipping import flag_of, unchanged_if
+from trainer.engine.batches import alike, batches, most_elements, stack_of
+from trainer.engine.skipping import flag_of, write_unless
 from trainer.models.families.table import layers_of
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.mesh import ParallelMesh
@@ -24,7 +27,6 @@ from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.whole import gather_on_all, local_part, part_like
 
 _LINEAR = (nn.Linear, Conv1D, ColumnParallelLinear, RowParallelLinear)
-_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 _Groups = list[dict[str, Any]]
 
 
@@ -61,22 +63,33 @@ class WholeAccess:
             return ParameterPlacement("", tuple(parameter.shape))
         return self.placements[parameter]
 
-    def gather(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """Return the whole tensor on every rank for this rank's part; a collective if the parameter is sharded.
+    def batches(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Yield batches of parameters of one shape and placement that have gradients; on all ranks in one order."""
+        stepped = [parameter for parameter in parameters if parameter.grad is not None]
+        for group in alike(stepped, lambda one: (self.placement(one).shape, self.placement(one).splits, one.dtype)):
+            most = most_elements(local_part(group[0]).device)
+            yield from batches(group, lambda one: prod(self.placement(one).shape), most)
+
+    def gather(self, parameters: Sequence[nn.Parameter], parts: Tensor) -> Tensor:
+        """Return whole tensors on every rank for this rank's parts; a collective for each one that is sharded.
 
         Args:
-            parameter: the parameter.
-            part: a plain tensor with the shape of this rank's part of it.
+            parameters: parameters of one batch.
+            parts: plain tensors `[n, *shape]` with the shape of this rank's parts of them.
         """
         if self.mesh is None:
-            return part
-        return gather_on_all(part, parameter, self.placements[parameter], self.mesh)
+            return parts
+        gathered = partial(gather_on_all, mesh=self.mesh)
+        return stack_of(
+            [gathered(part, one, self.placements[one]) for one, part in zip(parameters, parts, strict=True)]
+        )
 
-    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor."""
+    def parts(self, parameters: Sequence[nn.Parameter], whole: Tensor) -> Tensor:
+        """Return this rank's parts of whole tensors `[n, *shape]`."""
         if self.mesh is None:
             return whole
-        return part_like(whole, parameter, self.placements[parameter], self.mesh)
+        cut = partial(part_like, mesh=self.mesh)
+        return stack_of([cut(full, one, self.placements[one]) for one, full in zip(parameters, whole, strict=True)])
 
 
 class PartlyAdamW(torch.optim.AdamW):
@@ -127,24 +140,49 @@ class Muon(PartlyAdamW):
 
     def update(self, groups: _Groups) -> None:
         for group in groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+            for batch in self._whole.batches(group["params"]):
+                self._update(batch, group)
 
-    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        assert parameter.grad is not None
-        own, gradient, momentum = map(local_part, (parameter, parameter.grad, state["momentum_buffer"]))
-        with unchanged_if(flag_of(self), own, momentum):
-            momentum.lerp_(gradient, 1 - group["momentum"])
-            update = gradient.lerp(momentum, group["momentum"])  # Nesterov's
-            whole = self._whole.gather(parameter, update.bfloat16())
-            orthogonal = _zeropower_via_newtonschulz(whole, _COEFFICIENTS, group["iterations"], EPS)
-            rate = _adjust_lr(group["lr"], "match_rms_adamw", whole.shape)
-            own.mul_(1 - group["lr"] * group["weight_decay"])
-            own.add_(self._whole.part(parameter, orthogonal), alpha=-rate)
+    def _update(self, batch: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
+        for parameter in batch:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        flag = flag_of(self)
+        momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in batch]
+        gradient, momentum = stack_of(_gradients(batch)), torch.stack(momenta)
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]).bfloat16()  # Nesterov's
+        write_unless(flag, momenta, momentum)
+        del gradient, momentum
+        whole = self._whole.gather(batch, update)
+        rate = _adjust_lr(group["lr"], "match_rms_adamw", whole.shape[1:])
+        update = self._whole.parts(batch, orthogonalised(whole, group["iterations"]))
+        weights = [local_part(parameter.detach()) for parameter in batch]
+        changed = torch.stack(weights).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
+        write_unless(flag, weights, changed)
+
+
+def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
+    """Return matrices with singular values near 1, by the Newton-Schulz iterations of torch's Muon in batched products.
+
+    `torch.func.vmap` of torch's own function would round to bf16 between a product and its sum, with twice the error.
+
+    Args:
+        matrices: the matrices, bf16 `[n, rows, columns]`, which may be overwritten.
+        iterations: the number of iterations.
+    """
+    if len(matrices) == 1:  # batched products of one matrix are slower on a CPU
+        return _zeropower_via_newtonschulz(matrices[0], (DEFAULT_A, DEFAULT_B, DEFAULT_C), iterations, EPS).unsqueeze(0)
+    is_tall = matrices.size(-2) > matrices.size(-1)
+    found = matrices.mT if is_tall else matrices
+    # Singular values are 1 at most.
+    found = found / torch.linalg.matrix_norm(found, keepdim=True).clamp(min=EPS)
+    for _ in range(iterations):
+        gram = found @ found.mT
+        found = torch.baddbmm(
+            found, torch.baddbmm(gram, gram, gram, beta=DEFAULT_B, alpha=DEFAULT_C), found, beta=DEFAULT_A
+        )
+    return found.mT if is_tall else found
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -168,46 +206,74 @@ class Adafactor(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+            for batch in self._whole.batches(group["params"]):
+                self._update(batch, group)
 
-    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        assert parameter.grad is not None
-        own = local_part(parameter.detach())
-        weight, gradient = (self._whole.gather(parameter, part) for part in (own, local_part(parameter.grad)))
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=own.device)
-            if gradient.dim() > 1:
-                state["row_var"] = gradient.new_zeros((*gradient.shape[:-1], 1))
-                state["col_var"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))
-            else:
-                state["variance"] = torch.zeros_like(gradient)
-        with unchanged_if(flag_of(self), own, *state.values()):
-            _factored_update_(weight, gradient, state, group)
-            if weight is not own:
-                own.copy_(self._whole.part(parameter, weight))
+    def _update(self, batch: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
+        own = [local_part(parameter.detach()) for parameter in batch]
+        weight, gradient = (self._whole.gather(batch, stack_of(parts)) for parts in (own, _gradients(batch)))
+        for parameter, like in zip(batch, gradient, strict=True):
+            if not self.state[parameter]:
+                self.state[parameter].update(_zeros_for(like))
+        states = {key: [self.state[parameter][key] for parameter in batch] for key in self.state[batch[0]]}
+        changed = {key: torch.stack(tensors) for key, tensors in states.items()}
+        weight = _factored_update(weight, gradient, changed, group)
+        del gradient
+        flag = flag_of(self)
+        write_unless(flag, own, self._whole.parts(batch, weight))
+        for key, tensors in states.items():
+            write_unless(flag, tensors, changed[key])
 
 
-def _factored_update_(weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
-    """Update a whole tensor and its state by Adafactor; relative to its size, and clipped by its own norm."""
-    smallest, length = torch.finfo(weight.dtype).eps, weight.numel() ** 0.5
+def _gradients(batch: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [local_part(parameter.grad) for parameter in batch if parameter.grad is not None]
+
+
+def _zeros_for(gradient: Tensor) -> dict[str, Tensor]:
+    """Return the first state for a whole gradient."""
+    step = torch.zeros((), device=gradient.device)
+    if gradient.dim() < 2:
+        return {"step": step, "variance": torch.zeros_like(gradient)}
+    *rows, columns = gradient.shape
+    return {
+        "step": step,
+        "row_var": gradient.new_zeros((*rows, 1)),
+        "col_var": gradient.new_zeros((*rows[:-1], 1, columns)),
+    }
+
+
+def _factored_update(weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    """Return whole tensors after an update by Adafactor: relative to the size of each, and clipped by its own norm.
+
+    Args:
+        weight: the tensors `[n, *shape]`.
+        gradient: their gradients.
+        state: their state, by key, which changes.
+        group: the options of Adafactor.
+    """
+
+    def spread(numbers: Tensor) -> Tensor:
+        return numbers.to(weight.dtype).view(-1, *(1,) * (weight.dim() - 1))
+
+    def norms(tensors: Tensor) -> Tensor:
+        found: Tensor = torch.linalg.vector_norm(tensors.reshape(len(tensors), -1), dim=1)
+        return found.double()
+
+    smallest, length = torch.finfo(weight.dtype).eps, weight[0].numel() ** 0.5
     state["step"] += 1
     steps = state["step"].double()
-    fresh = steps.pow(group["beta2_decay"]).to(weight.dtype)  # the share of the new second moment
-    rate = steps.rsqrt().clamp(max=group["lr"]) * (weight.norm(2).double() / length).clamp(min=group["eps2"])
-    weight.mul_(1 - group["lr"] * group["weight_decay"])
-    if gradient.dim() > 1:
+    fresh = spread(steps.pow(group["beta2_decay"]))  # the share of the new second moment
+    rate = steps.rsqrt().clamp(max=group["lr"]) * (norms(weight) / length).clamp(min=group["eps2"])
+    if "variance" in state:
+        update = state["variance"].lerp_(gradient.square(), fresh).clamp(min=smallest**2)
+    else:
         row, column = state["row_var"], state["col_var"]
         for moment, dim in ((row, -1), (column, -2)):
             moment.lerp_(gradient.norm(dim=dim, keepdim=True).square_().div_(gradient.size(dim)), fresh)
-        estimate = (row @ column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=smallest))
-    else:
-        estimate = state["variance"].lerp_(gradient.square(), fresh).clone()
-    update = estimate.clamp_(min=smallest**2).rsqrt_().mul_(gradient)
-    clipped = rate / (update.norm(2).double() / (length * group["d"])).clamp(min=1.0)
-    weight.sub_(update.mul_(clipped.to(weight.dtype)))
+        update = (row * column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=smallest)).clamp_(min=smallest**2)
+    update.rsqrt_().mul_(gradient)
+    clipped = rate / (norms(update) / (length * group["d"])).clamp(min=1.0)
+    return update.mul_(spread(-clipped)).add_(weight, alpha=1 - group["lr"] * group["weight_decay"])
 
 
 def whole_access(

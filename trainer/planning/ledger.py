@@ -67,10 +67,17 @@ class Traffic:
 
 
 class Place(NamedTuple):
-    """A part of a step: the name of the innermost module, empty outside of the model, and the kind of its pass."""
+    """A part of a step.
+
+    Args:
+        module: the name of the innermost module; empty outside of the model.
+        backward: whether it is in a backward pass.
+        update: whether it is after the passes.
+    """
 
     module: str
     backward: bool
+    update: bool = False
 
 
 class Peak(NamedTuple):
@@ -274,7 +281,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_peak(self) -> None:
         backward = _in_backward()
-        place = Place(self._module(backward), backward)
+        place = Place(self._module(backward), backward, self._phase() == OPTIMIZER_STEP)
         before = self.peaks.get(place)
         if before is None or self._now > before.num_bytes:
             self.peaks[place] = Peak(self._now, self.alive, place)

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from trainer.base.errors import UsageError
+from trainer.engine import batches
 from trainer.parallel import kernel_support, norms
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import Layout
@@ -122,6 +123,7 @@ def shapes_only(cuda: bool, fused: bool = True) -> Iterator[None]:
         if cuda:
             # On a GPU, the norm of a tensor is one operation.
             stack.enter_context(mock.patch.object(norms, "_PIECE", torch.iinfo(torch.int64).max))
+            stack.enter_context(mock.patch.object(batches, "MOST_ON_CPU", batches.MOST))
             if fused:
                 stack.enter_context(mock.patch.object(kernel_support, "obstacle", return_value=None))
             stack.enter_context(_AutocastOfCuda())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -56,6 +56,10 @@ class Found:
     share: int = 0
     loaded: int = 0
     saved: int = 0
+
+    def followed_by(self, update: Peak, totals: Totals) -> Found:
+        """Return the result with an update after this run, from the update's peak and totals."""
+        return replace(self, peaks={**self.peaks, update.place: update}, totals=self.totals.plus(totals))
 
 
 def stacks_of(model: Any) -> list[Stack]:

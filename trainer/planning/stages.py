@@ -101,8 +101,8 @@ def _repeated(found: Found, plan: RunPlan, pipeline: PipelinePlan, stage: int) -
         if stage > 0 and place.backward:
             later = later + Counter({TEMPORARY: _received_bytes(found)})
         # The first backward passes begin with all that is in flight. Gradients are whole in those after it.
-        moments = [own + _times(held, flight - 1)]
-        if number > flight:
+        moments = [own if place.update else own + _times(held, flight - 1)]
+        if number > flight and not place.update:
             moments.append(later + _times(held, flight - 1))
         elif number > 1 and place.backward:
             moments.append(later + _times(held, flight - 2))

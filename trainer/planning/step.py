@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain
 from typing import cast
+from unittest import mock
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from trainer.base.collector import without_collector
 from trainer.engine.bf16_weights import store_in_bf16
 from trainer.engine.building import build_engine, planned_cuts
 from trainer.engine.native import NativeEngine
+from trainer.engine.optimizer import updates_in_batches
 from trainer.engine.zero import ZeroEngine
 from trainer.models.building import BuiltModel, build_shapes, freeze
 from trainer.models.teacher import Teacher
@@ -122,12 +124,17 @@ def simulate(plan: RunPlan, rank: int, length: int, cuda: bool, fused: bool = Tr
         built = whole.build()
         # DeepSpeed fills buckets of a fixed size, so that its memory is not linear in the number of layers.
         stacks = [[] if plan.strategy.zero_stage else stacks_of(part.model) for part in built]
-        short = replace(whole, stacks=stacks)
+        numbers = {stack.number for part in stacks for stack in part}
+        # Batches of equal tensors grow with the number of layers, up to a limit.
+        is_apart = bool(numbers) and updates_in_batches(plan.recipe)
+        short = replace(whole, stacks=stacks, updates=not is_apart)
         loaded, saved = _loaded(plan, built), sum(map(_saved, built))
         found = short.run(built)
-        if numbers := {stack.number for part in stacks for stack in part}:
+        if numbers:
             longer = {number: short.run(short.build(), number) for number in numbers}
             found = lengthen(found, longer, [stack for part in stacks for stack in part])
+        if is_apart:
+            found = found.followed_by(*whole.update())
         return replace(found, loaded=loaded, saved=saved)
 
 
@@ -143,6 +150,7 @@ class _Simulation:
         cuda: whether the device is a GPU.
         fused: whether that GPU runs the project's kernels.
         stacks: the stacks to shorten of each part of the model; None: all layers run.
+        updates: whether `run` steps the optimizer.
     """
 
     plan: RunPlan
@@ -152,6 +160,7 @@ class _Simulation:
     cuda: bool
     fused: bool
     stacks: Sequence[Sequence[Stack]] | None = None
+    updates: bool = True
 
     @property
     def offload(self) -> Offload:
@@ -173,7 +182,8 @@ class _Simulation:
             gc.collect()  # cycles of the first step
             ledger.restart()
             resident = dict(ledger.alive)
-            totals = _run(engine, batch, ledger, self.plan)
+            with nullcontext() if self.updates else mock.patch.object(engine.optimizer, "step"):
+                totals = _run(engine, batch, ledger, self.plan)
             return Found(
                 resident,
                 dict(ledger.peaks),
@@ -184,6 +194,20 @@ class _Simulation:
                 group_axes(self.mesh, engine),
                 _share(engine),
             )
+
+    def update(self) -> tuple[Peak, Totals]:
+        """Run the update alone, with all layers, and return its peak and its totals."""
+        built = self.build()
+        with self.opened(built) as (engine, ledger, _):
+            assert isinstance(engine, NativeEngine)
+            _fill_gradients(engine, ledger)
+            _step(engine)  # makes the state of the optimizer
+            label_model(ledger, engine, built, self.offload)
+            _fill_gradients(engine, ledger)
+            with torch.no_grad():
+                ledger.restart()
+                _step(engine)
+            return ledger.peak, ledger.totals
 
     @contextmanager
     def opened(
@@ -263,16 +287,26 @@ def updated_engine(
     """Open the engine of a rank with all its layers and the state of its optimizer, and its mesh; see `plan_step`."""
     with without_collector(), simulated_mesh(plan.layout, rank) as mesh, simulated_deepspeed(plan):
         simulation = _Simulation(plan, planned_task(plan), mesh, length, cuda, fused)
-        with simulation.opened(simulation.build()) as (engine, _, batch):
+        with simulation.opened(simulation.build()) as (engine, ledger, batch):
             if isinstance(engine, ZeroEngine):
                 engine.train_step(_smallest(batch, plan))
             else:  # the update alone makes the state, whatever the gradients
-                for parameter in engine.parameters.values():
-                    if parameter.requires_grad:
-                        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
+                _fill_gradients(engine, ledger)
+                _step(engine)
             yield engine, mesh
+
+
+def _fill_gradients(engine: NativeEngine, ledger: Ledger) -> None:
+    for parameter in engine.parameters.values():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            ledger.assign([parameter.grad], GRADIENTS)
+
+
+def _step(engine: NativeEngine) -> None:
+    engine.optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
 
 
 def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, plan: RunPlan) -> Totals:

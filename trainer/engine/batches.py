@@ -1,0 +1,54 @@
+"""Batches of tensors that an optimizer updates at once, so that a GPU starts few kernels, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+_Item = TypeVar("_Item")
+
+MOST, MOST_ON_CPU = 2**23, 2**18
+"""The elements of a batch, which has temporary copies; a larger tensor is alone. A CPU caches few of them."""
+
+
+def most_elements(device: torch.device) -> int:
+    """Return the elements of a batch on a device."""
+    return MOST_ON_CPU if device.type == "cpu" else MOST
+
+
+def batches(items: Iterable[_Item], num_elements: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
+    """Yield consecutive items with at most `most` elements in all; a larger item is alone.
+
+    Args:
+        items: the items.
+        num_elements: a function that returns the elements of one.
+        most: the most elements of a batch, from `most_elements`.
+    """
+    batch: list[_Item] = []
+    total = 0
+    for item in items:
+        number = num_elements(item)
+        if batch and total + number > most:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += number
+    if batch:
+        yield batch
+
+
+def alike(items: Iterable[_Item], key: Callable[[_Item], Hashable]) -> list[list[_Item]]:
+    """Return items in groups of equal keys, in the order of their first items."""
+    groups: defaultdict[Hashable, list[_Item]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return list(groups.values())
+
+
+def stack_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape as `[n, *shape]`: a copy, unless it is one tensor."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
