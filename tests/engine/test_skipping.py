@@ -17,7 +17,7 @@ from tests.helpers.reads import NoReads
 from tests.helpers.training import TinyTraining, parallel_keys, tiny_recipe, tiny_training, whole_state
 from trainer.engine import native
 from trainer.engine.engine import StepResult
-from trainer.engine.skipping import unchanged_if
+from trainer.engine.skipping import unchanged_if, write_unless
 from trainer.parallel.microbatch import RankBatch
 from trainer.recipe.schema import Recipe
 
@@ -144,3 +144,13 @@ def test_a_flag_undoes_changes_of_views():
             other.add_(1)
     assert whole.tolist() == [0, 1, 7, 7, 4, 5]
     assert other.tolist() == [3, 3]
+
+
+def test_a_flag_keeps_values_from_being_written():
+    whole = torch.arange(6.0).view(3, 2)
+    for flag in (torch.ones(()), torch.zeros(()), None):
+        write_unless(flag, [whole[0], whole[2]], torch.full((2, 2), 8.0 if flag is None else 7.0))
+        expected = [[0, 1], [4, 5]] if flag else [[8, 8]] * 2 if flag is None else [[7, 7]] * 2
+        assert whole[::2].tolist() == expected
+    write_unless(torch.ones(()), [whole[1]], torch.full((1, 2), math.nan))
+    assert whole[1].tolist() == [2, 3]

@@ -9,9 +9,12 @@ import pytest
 
 from tests.helpers.training import TINY_TASKS
 from tests.planning.measured import LENGTH, SMALL_BERT, recipe_of
+from trainer.engine import batches
 from trainer.planning import shortening
+from trainer.planning.ledger import Place
 from trainer.planning.recipe_plan import traffic_by_axis
-from trainer.planning.step import StepPlan, plan_step
+from trainer.planning.step import StepPlan, plan_step, simulate
+from trainer.planning.work import OPTIMIZER_STEP
 from trainer.recipe.plan import plan_run
 
 DEEP_BERT = {"config": {**SMALL_BERT, "num_hidden_layers": 8}, "tokenizer": "none"}
@@ -54,3 +57,25 @@ def test_a_shortened_model_gives_the_plan_of_the_whole_one(keys: dict[str, Any],
     assert short.resident == whole.resident
     assert traffic_by_axis(short) == traffic_by_axis(whole)
     assert short.totals.flops == whole.totals.flops
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_batches_of_tensors_are_those_of_all_layers(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(batches, "MOST", 3 * SMALL_BERT["hidden_size"] ** 2)  # fewer than the layers have
+    optimizer = {"name": name, "learning_rate": 0.1}
+    plan = plan_run(recipe_of({"model": DEEP_BERT, "training": FEW_ROWS, "optimizer": optimizer}), 1)
+    short = simulate(plan, 0, LENGTH, cuda=True)
+    monkeypatch.setattr(shortening, "_MOST", 99)
+    whole = simulate(plan, 0, LENGTH, cuda=True)
+    update = Place("", backward=False, update=True)
+    assert short.peaks[update].num_bytes == pytest.approx(whole.peaks[update].num_bytes, abs=256)  # some scalars
+    found, expected = (
+        {
+            kind: amount
+            for kind, amount in run.totals.work.items()
+            if kind.phase == OPTIMIZER_STEP and kind.name and amount.number
+        }
+        for run in (short, whole)
+    )
+    assert found == expected

@@ -119,7 +119,7 @@ class RoundedAdamW(PartlyAdamW):
         torch._foreach_copy_([self.state[piece.parameter]["step"] for piece in batch], steps)
         if self._rounding is None:
             _write(all_of(COMPENSATION), _cut_off(exact))
-            _write(weights, exact)
+            _write(weights, exact.bfloat16())
         else:
             _write(weights, self._rounding.round_(batch, exact))
 

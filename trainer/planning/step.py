@@ -297,14 +297,15 @@ def updated_engine(
 
 
 def _fill_gradients(engine: NativeEngine, ledger: Ledger) -> None:
+    """Make the inputs of an update: gradients, and the flag of a bad step."""
     for parameter in engine.parameters.values():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             ledger.assign([parameter.grad], GRADIENTS)
+    engine.optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
 
 
 def _step(engine: NativeEngine) -> None:
-    engine.optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
     engine.optimizer.step()
     engine.optimizer.zero_grad()
 
