@@ -149,8 +149,9 @@ def test_a_flag_undoes_changes_of_views():
 def test_a_flag_keeps_values_from_being_written():
     whole = torch.arange(6.0).view(3, 2)
     for flag in (torch.ones(()), torch.zeros(()), None):
-        write_unless(flag, [whole[0], whole[2]], torch.full((2, 2), 8.0 if flag is None else 7.0))
+        new = torch.full((2, 2), 8.0 if flag is None else 7.0)
+        write_unless(flag, [whole[0], whole[2]], whole[::2].clone(), new)
         expected = [[0, 1], [4, 5]] if flag else [[8, 8]] * 2 if flag is None else [[7, 7]] * 2
         assert whole[::2].tolist() == expected
-    write_unless(torch.ones(()), [whole[1]], torch.full((1, 2), math.nan))
+    write_unless(torch.ones(()), [whole[1]], whole[1:2], torch.full((1, 2), math.nan))
     assert whole[1].tolist() == [2, 3]

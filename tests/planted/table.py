@@ -968,8 +968,8 @@ _ENGINE = [
         "bad_step_moves_momentum",
         "A bad step under Muon leaves the weights, but not their momentum.",
         "engine/whole_matrices.py",
-        "write_unless(flag, momenta, momentum)",
-        "write_unless(None, momenta, momentum)",
+        "write_unless(flag, momenta, old, momentum)",
+        "write_unless(None, momenta, old, momentum)",
         ("engine/test_skipping.py::test_steps_that_are_read_late_are_those_of_a_host_that_waits[muon]",),
     ),
     Defect(

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from trainer.engine.batches import stack_of
-
 
 def flag_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
     """Return the flag of a bad step; None: the step is good."""
@@ -35,14 +33,15 @@ def unchanged_if(flag: Tensor | None, *tensors: Tensor) -> Iterator[None]:
             torch.where(flag.bool(), old, tensor, out=tensor)
 
 
-def write_unless(flag: Tensor | None, tensors: Sequence[Tensor], values: Tensor) -> None:
-    """Copy values into tensors, or nothing if the flag is not 0.
+def write_unless(flag: Tensor | None, tensors: Sequence[Tensor], old: Tensor, new: Tensor) -> None:
+    """Copy new values into tensors, or nothing if the flag is not 0.
 
     Args:
         flag: a scalar on the device of the tensors; None: they change.
         tensors: plain tensors of one shape, perhaps views.
-        values: their new values `[n, *shape]`, which may be overwritten.
+        old: their values `[n, *shape]`, perhaps their memory.
+        new: their new values `[n, *shape]`, which are overwritten.
     """
     if flag is not None:
-        torch.where(flag.bool(), stack_of(tensors), values, out=values)
-    torch._foreach_copy_(list(tensors), list(values.unbind()))
+        torch.where(flag.bool(), old, new, out=new)
+    torch._foreach_copy_(list(tensors), list(new.unbind()))

@@ -24,7 +24,7 @@ from trainer.models.families.table import layers_of
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
-from trainer.parallel.whole import gather_on_all, local_part, part_like
+from trainer.parallel.whole import gather_on_all, is_whole, local_part, part_like
 
 _LINEAR = (nn.Linear, Conv1D, ColumnParallelLinear, RowParallelLinear)
 _Groups = list[dict[str, Any]]
@@ -77,7 +77,7 @@ class WholeAccess:
             parameters: parameters of one batch.
             parts: plain tensors `[n, *shape]` with the shape of this rank's parts of them.
         """
-        if self.mesh is None:
+        if self.mesh is None or is_whole(parameters[0], self.placements[parameters[0]], self.mesh):
             return parts
         gathered = partial(gather_on_all, mesh=self.mesh)
         return stack_of(
@@ -86,7 +86,7 @@ class WholeAccess:
 
     def parts(self, parameters: Sequence[nn.Parameter], whole: Tensor) -> Tensor:
         """Return this rank's parts of whole tensors `[n, *shape]`."""
-        if self.mesh is None:
+        if self.mesh is None or is_whole(parameters[0], self.placements[parameters[0]], self.mesh):
             return whole
         cut = partial(part_like, mesh=self.mesh)
         return stack_of([cut(full, one, self.placements[one]) for one, full in zip(parameters, whole, strict=True)])
@@ -149,17 +149,17 @@ class Muon(PartlyAdamW):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         flag = flag_of(self)
         momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in batch]
-        gradient, momentum = stack_of(_gradients(batch)), torch.stack(momenta)
-        momentum.lerp_(gradient, 1 - group["momentum"])
+        gradient, old = stack_of(_gradients(batch)), stack_of(momenta)
+        momentum = old.lerp(gradient, 1 - group["momentum"])
         update = gradient.lerp(momentum, group["momentum"]).bfloat16()  # Nesterov's
-        write_unless(flag, momenta, momentum)
-        del gradient, momentum
+        write_unless(flag, momenta, old, momentum)
+        del gradient, old, momentum
         whole = self._whole.gather(batch, update)
         rate = _adjust_lr(group["lr"], "match_rms_adamw", whole.shape[1:])
         update = self._whole.parts(batch, orthogonalised(whole, group["iterations"]))
         weights = [local_part(parameter.detach()) for parameter in batch]
-        changed = torch.stack(weights).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
-        write_unless(flag, weights, changed)
+        old = stack_of(weights)
+        write_unless(flag, weights, old, (old * (1 - group["lr"] * group["weight_decay"])).add_(update, alpha=-rate))
 
 
 def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
@@ -210,19 +210,20 @@ class Adafactor(torch.optim.Optimizer):
                 self._update(batch, group)
 
     def _update(self, batch: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
-        own = [local_part(parameter.detach()) for parameter in batch]
-        weight, gradient = (self._whole.gather(batch, stack_of(parts)) for parts in (own, _gradients(batch)))
+        weights = [local_part(parameter.detach()) for parameter in batch]
+        own = stack_of(weights)
+        whole, gradient = (self._whole.gather(batch, parts) for parts in (own, stack_of(_gradients(batch))))
         for parameter, like in zip(batch, gradient, strict=True):
             if not self.state[parameter]:
                 self.state[parameter].update(_zeros_for(like))
         states = {key: [self.state[parameter][key] for parameter in batch] for key in self.state[batch[0]]}
-        changed = {key: torch.stack(tensors) for key, tensors in states.items()}
-        weight = _factored_update(weight, gradient, changed, group)
-        del gradient
+        old = {key: stack_of(tensors) for key, tensors in states.items()}
+        updated, new = _factored_update(whole, gradient, old, group)
+        del whole, gradient
         flag = flag_of(self)
-        write_unless(flag, own, self._whole.parts(batch, weight))
+        write_unless(flag, weights, own, self._whole.parts(batch, updated))
         for key, tensors in states.items():
-            write_unless(flag, tensors, changed[key])
+            write_unless(flag, tensors, old[key], new[key])
 
 
 def _gradients(batch: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -242,13 +243,15 @@ def _zeros_for(gradient: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _factored_update(weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
-    """Return whole tensors after an update by Adafactor: relative to the size of each, and clipped by its own norm.
+def _factored_update(
+    weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return whole tensors and their state after an update, relative to the size of each, and clipped by its own norm.
 
     Args:
         weight: the tensors `[n, *shape]`.
         gradient: their gradients.
-        state: their state, by key, which changes.
+        state: their state `[n, ...]`, by key.
         group: the options of Adafactor.
     """
 
@@ -260,20 +263,22 @@ def _factored_update(weight: Tensor, gradient: Tensor, state: Mapping[str, Tenso
         return found.double()
 
     smallest, length = torch.finfo(weight.dtype).eps, weight[0].numel() ** 0.5
-    state["step"] += 1
-    steps = state["step"].double()
+    new = {"step": state["step"] + 1}
+    steps = new["step"].double()
     fresh = spread(steps.pow(group["beta2_decay"]))  # the share of the new second moment
     rate = steps.rsqrt().clamp(max=group["lr"]) * (norms(weight) / length).clamp(min=group["eps2"])
     if "variance" in state:
-        update = state["variance"].lerp_(gradient.square(), fresh).clamp(min=smallest**2)
+        new["variance"] = state["variance"].lerp(gradient.square(), fresh)
+        update = new["variance"].clamp(min=smallest**2)
     else:
-        row, column = state["row_var"], state["col_var"]
-        for moment, dim in ((row, -1), (column, -2)):
-            moment.lerp_(gradient.norm(dim=dim, keepdim=True).square_().div_(gradient.size(dim)), fresh)
+        for key, dim in (("row_var", -1), ("col_var", -2)):
+            square = gradient.norm(dim=dim, keepdim=True).square_().div_(gradient.size(dim))
+            new[key] = state[key].lerp(square, fresh)
+        row, column = new["row_var"], new["col_var"]
         update = (row * column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=smallest)).clamp_(min=smallest**2)
     update.rsqrt_().mul_(gradient)
     clipped = rate / (norms(update) / (length * group["d"])).clamp(min=1.0)
-    return update.mul_(spread(-clipped)).add_(weight, alpha=1 - group["lr"] * group["weight_decay"])
+    return update.mul_(spread(-clipped)).add_(weight, alpha=1 - group["lr"] * group["weight_decay"]), new
 
 
 def whole_access(

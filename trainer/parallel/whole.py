@@ -29,6 +29,11 @@ def tensor_splits(placement: ParameterPlacement, mesh: ParallelMesh) -> list[Spl
     return [split for split in placement.splits if split.axis == TENSOR_AXIS and mesh.size(split.axis) > 1]
 
 
+def is_whole(parameter: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> bool:
+    """Return whether this rank's part of a parameter is the whole one."""
+    return not isinstance(parameter, DTensor) and not tensor_splits(placement, mesh)
+
+
 def gather_on_all(part: Tensor, parameter: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> Tensor:
     """Return the whole tensor on every rank with a part; without shards, `part` itself.
 
