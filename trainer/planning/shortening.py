@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.planning.ledger import Peak, Place, Totals
+from trainer.planning.ledger import BATCH, Peak, Place, Totals
 
 FEWEST = 2
 """Layers of a shortened stack: the first and the last one. In another run, a third one stands for all between them."""
@@ -58,8 +58,10 @@ class Found:
     saved: int = 0
 
     def followed_by(self, update: Peak, totals: Totals) -> Found:
-        """Return the result with an update after this run, from the update's peak and totals."""
-        return replace(self, peaks={**self.peaks, update.place: update}, totals=self.totals.plus(totals))
+        """Return the result with an update after this run, from its peak, in which no batch counts, and its totals."""
+        alive = {**update.by_component, BATCH: self.resident.get(BATCH, 0)}
+        peak = Peak(sum(alive.values()), alive, update.place)
+        return replace(self, peaks={**self.peaks, peak.place: peak}, totals=self.totals.plus(totals))
 
 
 def stacks_of(model: Any) -> list[Stack]:
