@@ -2,10 +2,15 @@
 
     python -m tests.benchmarks.gpu --json gpu.json
 
-The parts: the tests of `tests/gpu`; training speed, share of the peak (MFU) and peak memory of several models, beside
-the plan's prediction and transformers' `Trainer`; an update with moments in 32 and in 8 bits; every strategy on one
-rank; two ranks on one device over gloo. The error of a part is in the results, and the others run. Rows for which no
-time is left are named too.
+The parts, in their order:
+
+- the tests of `tests/gpu`;
+- training speed, share of the peak (MFU) and peak memory of several models, beside the plan's prediction and
+  transformers' `Trainer`;
+- an update with moments in 32 and in 8 bits;
+- every strategy on one rank, and two ranks on one device over gloo.
+
+The error of a part is in the results, and the others run. Rows for which no time is left are named too.
 
 `--tiny` runs everything with tiny models, on the CPU if there is no GPU: it checks this script.
 """

@@ -1,4 +1,4 @@
-"""Operations of AdamW with moments in 8 bits, each of which a Triton kernel computes in one pass over memory.
+"""Operations of AdamW with moments in 8 bits. A Triton kernel computes each in one pass over memory.
 
 `trainer.engine.eight_bits` defines them by operations of torch, and calls these where kernels run. This module imports
 Triton at the first launch: see `trainer.parallel.kernel_support`.

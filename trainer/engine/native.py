@@ -175,9 +175,7 @@ class NativeEngine:
         return self.begin_step(batch)()
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
-        if self._averaged:  # its counts are on the host, so a step waits for its own numbers
-            before_update()
-            self._averaged.hide()
+        self._hide_averages()
         self._forward.begin_step(self._step, batch)
         scale = self._scaler.scale if self._scaler else None
         share = self._schedule.run(batch.microbatches, self._forward.denominator(batch), scale)
@@ -191,26 +189,29 @@ class NativeEngine:
         norm = global_grad_norm(placed, self._mesh)
         numbers = torch.stack([loss().double(), norm] if scale is None else [loss().double(), norm / scale, scale])
         read = _begin_read(numbers)
-        if not self._averaged:
-            before_update()
-            self._free_gathered()  # of an evaluation there
+        before_update()
+        self._hide_averages()  # an evaluation there showed them
+        self._free_gathered()
         self._settle()  # the device is past these numbers; the rate depends on the steps that fp16 skipped
         rate = self._learning_rate()
-        self._settle = finish = cache(partial(self._result, read, rate))  # the host waits for the device only here
+        counts = self._averaged.state() if self._averaged else {}
+        # The host waits for the device only here.
+        self._settle = finish = cache(partial(self._result, read, rate, counts))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         flag = (~numbers.isfinite().all()).float()
-        if not self._averaged or finish().is_finite:
-            self._update(numbers[1], flag)
+        self._update(numbers[1], flag)
         if self._scaler:
             self._scaler.update(flag)
         self.optimizer.zero_grad()
         self._step += 1
         return finish
 
-    def _result(self, read: Callable[[], list[float]], rate: float) -> StepResult:
+    def _result(self, read: Callable[[], list[float]], rate: float, counts: Mapping[str, float]) -> StepResult:
         loss, norm, *scale = read()
         result = StepResult(loss, norm, rate, loss_scale=scale[0] if scale else None)
+        if self._averaged and not result.is_finite:
+            self._averaged.count_as(counts)
         if self._scaler:
             result = self._scaler.settle(result)
         self._settle = nothing
@@ -254,6 +255,10 @@ class NativeEngine:
         if self._averaged:
             self._averaged.show()
 
+    def _hide_averages(self) -> None:
+        if self._averaged:
+            self._averaged.hide()
+
     def _free_gathered(self) -> None:
         """Free the gathered parameters of FSDP, which would keep their old values."""
         for module in self._sharded:
@@ -283,7 +288,7 @@ class NativeEngine:
             if keys := optimizer_keys(source, name):
                 shapes = {key: source.shapes[f"{OPTIMIZER_PREFIX}{name}.{key}"] for key in keys}
                 self.optimizer.state[parameter] = {
-                    key: torch.zeros_like(parameter, dtype=self._state_dtype(key, parameter))
+                    key: self._blank(key, parameter)
                     if shape == self.placements[label].shape and not self._is_whole(key)
                     else torch.zeros(shape, dtype=torch.float32, device=local_part(parameter).device)
                     for key, shape in shapes.items()
@@ -299,9 +304,12 @@ class NativeEngine:
         """Whether a tensor of the optimizer's state is whole on every rank, whatever the placement of its parameter."""
         return key in getattr(self.optimizer, "whole_keys", ())
 
-    def _state_dtype(self, key: str, parameter: Tensor) -> torch.dtype:
+    def _blank(self, key: str, parameter: Tensor) -> Tensor:
+        """Return zeros for a tensor of the optimizer's state with the shape of its parameter."""
         own: Mapping[str, torch.dtype] = getattr(self.optimizer, "state_dtypes", {})
-        return own.get(key, torch.promote_types(parameter.dtype, torch.float32))
+        if key in own:  # codes, in the order of the elements
+            return torch.zeros_like(parameter, dtype=own[key], memory_format=torch.contiguous_format)
+        return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
     def _parts(self, label: str) -> Iterator[TensorPart]:
         """Yield the parts of a parameter and of its optimizer state."""

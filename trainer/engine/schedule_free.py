@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
+from trainer.engine.batches import batches, most_elements
+from trainer.engine.skipping import flag_of, unchanged_if
+from trainer.parallel.whole import local_part
 
 NAME = "schedule_free_adamw"
 TRAINED = "y"
@@ -41,17 +44,53 @@ def require_package(name: str) -> Any:
 
 
 def schedule_free_adamw(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-    """Return the package's optimizer for parameter groups, ready for a step."""
-    optimizer: torch.optim.Optimizer = require_package(NAME).AdamWScheduleFree(groups, **options)
-    optimizer.train()  # type: ignore[attr-defined]  # a flag only; weights change in the first step
+    """Return the package's optimizer for parameter groups, ready for a step.
+
+    A flag on the device skips a bad step, but the host counts it.
+    """
+
+    class Skipping(require_package(NAME).AdamWScheduleFree):  # type: ignore[misc]
+        param_groups: list[dict[str, Any]]
+
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            flag, groups = flag_of(self), self.param_groups
+            if flag is None:
+                return super().step(closure)  # type: ignore[no-any-return]
+            try:
+                for group in groups:
+                    self._step(group, flag)
+            finally:
+                self.param_groups = groups
+            return None
+
+        def _step(self, group: dict[str, Any], flag: Tensor) -> None:
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in stepped:
+                if not self.state[parameter]:  # the package would begin with the squares of a bad step
+                    self.state[parameter] |= {
+                        "z": parameter.detach().clone(),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+            most = most_elements(flag.device)
+            parts = list(batches(stepped, lambda parameter: local_part(parameter).numel(), most))
+            for batch in parts or [[]]:  # a group without gradients counts too
+                part = {**group, "params": batch}
+                self.param_groups = [part]
+                changed = [tensor for one in batch for tensor in (one.detach(), *self.state[one].values())]
+                with unchanged_if(flag, *map(local_part, changed)):
+                    super().step()
+            group.update({key: part[key] for key in _SCALARS})
+
+    optimizer = Skipping(groups, **options)
+    optimizer.train()  # a flag only; weights change in the first step
     return optimizer
 
 
 class AveragedWeights:
     """The averaged weights x of a model, for evaluations, checkpoints and exports; training runs at y.
 
-    Parameters hold y or x. Meanwhile the optimizer's state keeps y, which takes the memory of the gradients that are
-    free at this time.
+    Parameters hold y or x. Meanwhile the optimizer's state keeps y, which takes the memory of the gradients. These are
+    free then, but for a look at the rows of a bad step.
 
     Args:
         optimizer: the optimizer of `schedule_free_adamw`.
@@ -89,10 +128,14 @@ class AveragedWeights:
         group = self._optimizer.param_groups[0]
         return {f"{_PREFIX}{key}": group[key] for key in _SCALARS}
 
-    def load_state(self, scalars: Mapping[str, float]) -> None:
-        """Load the numbers that `state` returned, beside tensors that were saved while averages were shown."""
+    def count_as(self, scalars: Mapping[str, float]) -> None:
+        """Set the numbers that `state` returned, which leaves out a bad step after it."""
         for group in self._optimizer.param_groups:
             group.update({key: scalars[f"{_PREFIX}{key}"] for key in _SCALARS})
+
+    def load_state(self, scalars: Mapping[str, float]) -> None:
+        """Load the numbers that `state` returned, beside tensors that were saved while averages were shown."""
+        self.count_as(scalars)
         self._is_shown = True
         self._changed()
 
