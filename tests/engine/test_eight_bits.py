@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.ranks import RankPools
+from tests.helpers.training import build_tiny, tiny_recipe
 from tests.planning.measured import SMALL_BERT, recipe_of
 from trainer.engine import eight_bits, fused_eight_bits
 from trainer.engine.dynamic_map import FIRST, MAPS, SECOND, code_index
@@ -316,3 +317,9 @@ class TestPlans:
         assert 16 * elements <= moved[0] < 17 * elements
         assert moved[1] > 10 * moved[0]
         assert eager.peak.num_bytes - fused.peak.num_bytes > 3 * 4 * eight_bits._PIECE
+
+
+def test_loaded_codes_are_in_the_order_of_the_elements():
+    """The kernels read them so, whatever the strides of the parameter."""
+    engine = build_tiny(tiny_recipe(optimizer={"name": "adamw_8bit"})).engine
+    assert all(engine._blank(key, torch.ones(4, 3).t()).is_contiguous() for key in MAPS)

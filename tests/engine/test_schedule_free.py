@@ -53,6 +53,16 @@ def test_update_and_average_are_the_published_rule():
         assert torch.equal(parameter, trained)
 
 
+def test_a_group_without_gradients_counts_the_steps():
+    recipe = ScheduleFreeAdamW(name="schedule_free_adamw", learning_rate=0.1)
+    parameters = [("weight", nn.Parameter(torch.ones(2))), ("bias", nn.Parameter(torch.ones(2)))]
+    optimizer = build_optimizer(recipe, parameters, {"bias"})
+    optimizer.found_inf = torch.zeros(())
+    parameters[1][1].grad = torch.ones(2)
+    optimizer.step()
+    assert [group["k"] for group in optimizer.param_groups] == [1, 1]
+
+
 def losses(recipe: Recipe, num_steps: int, evaluates: bool) -> tuple[list[float], list[float]]:
     """Return the losses of the steps, and those of the first microbatch of each batch in evaluations."""
     trained, shown = [], []

@@ -33,8 +33,13 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16_stochastic": {"precision": "bf16", "weights": "bf16_stochastic"},
     "fp16": {"precision": "fp16"},
     "fp16-muon": {"precision": "fp16", "optimizer": {"name": "muon"}},
+    "fp16-schedule_free": {
+        "precision": "fp16",
+        "optimizer": {"name": "schedule_free_adamw"},
+        "schedule": {"name": "constant", "warmup": 3},
+    },
 }
-FURTHER = ("sgd", "bf16_stochastic", "fp16-muon")
+FURTHER = ("sgd", "bf16_stochastic", "fp16-muon", "fp16-schedule_free")
 BAD = (0, 2)  # momentum begins in a bad step
 
 

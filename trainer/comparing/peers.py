@@ -224,6 +224,7 @@ def accelerate_loop(
     """
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
+    from torch.distributed.fsdp import FSDPModule
 
     recipe, ranks, device = training.recipe, training.plan.layout.world_size, training.device
     accelerator = Accelerator(
@@ -232,12 +233,14 @@ def accelerate_loop(
         fsdp_plugin=plugin,
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # the plugin set it, for all later trainings in this process
     if plugin is not None and not accelerator.is_fsdp2:  # accelerate shards on CPUs too, but asks for GPUs here
-        # Objects of this type share their attributes; those of a copy leave other trainings in this process alone.
+        # Objects of this type share their attributes; those of a copy leave other trainings alone.
         accelerator.state = copy.copy(accelerator.state)
         vars(accelerator.state).update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
     made, schedule = training.optimizer()
     model, optimizer = accelerator.prepare(training.model.train(), made)
+    assert (plugin is None) != isinstance(model, FSDPModule), "accelerate ignored the plugin"
     for batch in islice(batches, training.num_steps):
         total, labels = torch.zeros((), device=device), training.num_labels(batch)
         for microbatch in batch.microbatches:

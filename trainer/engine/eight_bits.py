@@ -135,8 +135,8 @@ class _Part:
     """This rank's part of a large parameter in one step.
 
     All operations on its elements are elementwise, but for the maxima of the blocks. Each rounds by itself: moments
-    from a fused product and sum would have other codes. The kernels compute the same numbers as torch's operations. Only
-    torch's square root on a CPU, which the codes do not need, may be the next number.
+    from a fused product and sum would have other codes. The kernels compute the same numbers as torch's operations.
+    Only torch's square root on a CPU, which the codes do not need, may be the next number.
 
     Args:
         placement: the placement of the parameter.

@@ -79,7 +79,8 @@ def _divided(
 
 def updates_in_batches(recipe: Recipe) -> bool:
     """Return whether the optimizer of a recipe updates `batches` of tensors, which have temporary copies."""
-    return isinstance(recipe.optimizer, schema.Muon | schema.Adafactor) or recipe.weights != "fp32"
+    kinds = schema.Muon | schema.Adafactor | schema.ScheduleFreeAdamW
+    return isinstance(recipe.optimizer, kinds) or recipe.weights != "fp32"
 
 
 def build_optimizer(
@@ -131,7 +132,7 @@ def build_optimizer(
             lr=recipe.learning_rate,
             betas=tuple(recipe.betas),
             eps=recipe.epsilon,
-            foreach=on_gpu,  # fewer kernels, but a temporary copy of the gradients
+            foreach=on_gpu,
         )
     fused = all(parameter.device.type in ("cpu", "cuda") for _, parameter in trainable)
     if isinstance(recipe, AdamW | schema.AdamW8bit | schema.Muon):

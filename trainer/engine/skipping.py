@@ -29,8 +29,9 @@ def unchanged_if(flag: Tensor | None, *tensors: Tensor) -> Iterator[None]:
     before = [] if flag is None else [tensor.clone() for tensor in tensors]
     yield
     if flag is not None:
+        is_bad = flag.bool()
         for tensor, old in zip(tensors, before, strict=True):
-            torch.where(flag.bool(), old, tensor, out=tensor)
+            torch.where(is_bad, old, tensor, out=tensor)
 
 
 def write_unless(flag: Tensor | None, tensors: Sequence[Tensor], old: Tensor, new: Tensor) -> None:
