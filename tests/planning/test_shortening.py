@@ -17,7 +17,7 @@ from trainer.planning.step import StepPlan, plan_step, simulate
 from trainer.planning.work import OPTIMIZER_STEP
 from trainer.recipe.plan import plan_run
 
-DEEP_BERT = {"config": {**SMALL_BERT, "num_hidden_layers": 8}, "tokenizer": "none"}
+DEEP_BERT: dict[str, Any] = {"config": {**SMALL_BERT, "num_hidden_layers": 8}, "tokenizer": "none"}
 FEW_ROWS = {"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 4}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "fsdp x tensor x sequence": ({"parallel": {"strategy": "fsdp", "tensor": 2, "sequence": True}}, 4),
@@ -37,6 +37,14 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
             "parallel": {"strategy": "ddp", "pipeline": {"stages": 2}},
         },
         2,
+    ),
+    # With two layers, gradients after the passes are larger than activations at the loss; with three, smaller.
+    "one microbatch": (
+        {
+            "model": {"config": {**DEEP_BERT["config"], "vocab_size": 6000}, "tokenizer": "none"},
+            "training": {**FEW_ROWS, "micro_batch_size": 8},
+        },
+        1,
     ),
     "recomputed in bf16": ({"precision": "bf16", "activation_checkpointing": "full"}, 1),
 }

@@ -72,7 +72,7 @@ class Place(NamedTuple):
     Args:
         module: the name of the innermost module; empty outside of the model.
         backward: whether it is in a backward pass.
-        update: whether it is after the passes.
+        update: whether it is outside of the model and after a backward pass, where gradients are alive.
     """
 
     module: str
@@ -159,6 +159,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: dict[nn.Module, str] = {}
         self._inside: list[str] = []  # the modules in a forward pass, innermost last
         self._behind = ""  # the module in a backward pass
+        self._has_passed = False  # whether the last pass was a backward pass
         self._hooks = ExitStack()
         self._now = 0
         self._now_on_host = 0
@@ -281,7 +282,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_peak(self) -> None:
         backward = _in_backward()
-        place = Place(self._module(backward), backward, self._phase() == OPTIMIZER_STEP)
+        is_after = self._has_passed or self._phase() == OPTIMIZER_STEP
+        place = Place(self._module(backward), backward, is_after and not backward)
         before = self.peaks.get(place)
         if before is None or self._now > before.num_bytes:
             self.peaks[place] = Peak(self._now, self.alive, place)
@@ -307,6 +309,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._inside[-1] if self._inside else self._behind if backward else ""
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
+        self._has_passed = False
         self._inside.append(self._names.get(module, self._inside[-1] if self._inside else ""))
 
     def _leave_module(self, module: nn.Module, _: Any, output: Any) -> None:
@@ -330,6 +333,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _ANSWERS[function](*args)
         if _in_backward():
             self._follow_backward()
+            self._has_passed = True
             self.held = self.held or self.alive
         else:
             self._behind = ""  # the next backward pass begins in no module

@@ -61,7 +61,9 @@ class Found:
         """Return the result with an update after this run, from its peak, in which no batch counts, and its totals."""
         alive = {**update.by_component, BATCH: self.resident.get(BATCH, 0)}
         peak = Peak(sum(alive.values()), alive, update.place)
-        return replace(self, peaks={**self.peaks, peak.place: peak}, totals=self.totals.plus(totals))
+        before = self.peaks.get(peak.place, peak)
+        highest = max(before, peak, key=lambda found: found.num_bytes)
+        return replace(self, peaks={**self.peaks, peak.place: highest}, totals=self.totals.plus(totals))
 
 
 def stacks_of(model: Any) -> list[Stack]:
