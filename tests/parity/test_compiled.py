@@ -17,6 +17,9 @@ CASES = (
     Case("zero2", 2, False, "fp32", "full", 0.1),
     Case("ddp", 2, False, "fp32", "selective", 0.1, tensor=2, sequence=True),
     Case("fsdp", 2, False, "fp32", "full", 0.1, stages=2),
+    Case("hsdp", 4, False, "bf16", "full", 0.1),
+    Case("zero1", 2, False, "bf16", "none", 0.1),
+    Case("fsdp", 2, False, "fp16", "none", 0.1),
 )
 
 
