@@ -52,7 +52,7 @@ class _Counter(TorchDispatchMode):
 
 
 def num_operations(name: str, num_layers: int) -> int:
-    """Return the operations of an update of equal layers, whose flag of a bad step is on the device."""
+    """Return the operations of an update of equal layers, with the flag of a bad step on the device."""
     parameters = {}
     for layer in range(num_layers):
         for kind, shape in (("weight", (8, 12)), ("other", (8, 12)), ("bias", (8,))):

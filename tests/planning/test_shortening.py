@@ -68,11 +68,12 @@ def test_a_shortened_model_gives_the_plan_of_the_whole_one(keys: dict[str, Any],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
-def test_batches_of_tensors_are_those_of_all_layers(name: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("name", "world_size"), [("muon", 2), ("adafactor", 1), ("schedule_free_adamw", 1)], ids=str)
+def test_batches_of_tensors_are_those_of_all_layers(name: str, world_size: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(batches, "MOST", 3 * SMALL_BERT["hidden_size"] ** 2)  # fewer than the layers have
     optimizer = {"name": name, "learning_rate": 0.1}
-    plan = plan_run(recipe_of({"model": DEEP_BERT, "training": FEW_ROWS, "optimizer": optimizer}), 1)
+    keys = {"optimizer": optimizer, "schedule": {"name": "constant"}}
+    plan = plan_run(recipe_of({"model": DEEP_BERT, "training": FEW_ROWS, **keys}), world_size)
     short = simulate(plan, 0, LENGTH, cuda=True)
     monkeypatch.setattr(shortening, "_MOST", 99)
     whole = simulate(plan, 0, LENGTH, cuda=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _Item = TypeVar("_Item")
 
@@ -18,6 +18,16 @@ MOST, MOST_ON_CPU = 2**23, 2**18
 def most_elements(device: torch.device) -> int:
     """Return the elements of a batch on a device."""
     return MOST_ON_CPU if device.type == "cpu" else MOST
+
+
+def takes_lists(device: torch.device) -> bool:
+    """Return whether kernels for lists of tensors pay on a device, or in a plan for it."""
+    return most_elements(device) == MOST
+
+
+def stepped(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that have gradients."""
+    return [parameter for parameter in parameters if parameter.grad is not None]
 
 
 def batches(items: Iterable[_Item], num_elements: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from trainer.engine.batches import batches, most_elements
+from trainer.engine.batches import batches, most_elements, stepped
 from trainer.engine.precision import rounded_by_autocast
 from trainer.engine.skipping import flag_of
 from trainer.engine.whole_matrices import PartlyAdamW
@@ -78,16 +78,18 @@ class RoundedAdamW(PartlyAdamW):
 
     def update(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:
-            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in stepped:
+            parameters = stepped(group["params"])
+            for parameter in parameters:
                 if not self.state[parameter]:
                     self.state[parameter].update(self._first_state(parameter))
-            if stepped:
-                before = torch.stack([self.state[parameter]["step"] for parameter in stepped])
-                most = most_elements(before.device)
-                for batch in batches(_pieces(stepped, most), lambda piece: piece.stop - piece.start, most):
-                    steps = dict(zip(stepped, before.clone(), strict=True))  # the update of each piece counts it up
-                    self._update(batch, [steps[piece.parameter] for piece in batch], group)
+            if parameters:
+                counts = torch.stack([self.state[parameter]["step"] for parameter in parameters])
+                before = dict(zip(parameters, counts.unbind(), strict=True))
+                most = most_elements(counts.device)
+                for batch in batches(_pieces(parameters, most), lambda piece: piece.stop - piece.start, most):
+                    # The update of each piece counts it up.
+                    steps = torch.stack([before[piece.parameter] for piece in batch])
+                    self._update(batch, list(steps.unbind()), group)
 
     def _update(self, batch: Sequence[Piece], steps: list[Tensor], group: Mapping[str, Any]) -> None:
         def all_of(key: str) -> list[Tensor]:

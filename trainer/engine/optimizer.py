@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
+from trainer.engine.batches import stepped, takes_lists
 from trainer.engine.bf16_weights import IN_BF16, RoundedAdamW
 from trainer.engine.eight_bits import IN_BLOCKS, AdamW8bit, is_in_blocks
 from trainer.engine.schedule_free import schedule_free_adamw
@@ -49,11 +50,11 @@ class SGD(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            parameters = stepped(group["params"])
             sgd(
-                [local_part(parameter) for parameter in stepped],
-                [local_part(parameter.grad) for parameter in stepped],
-                [self._momentum(parameter) if group["momentum"] else None for parameter in stepped],
+                [local_part(parameter) for parameter in parameters],
+                [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
+                [self._momentum(parameter) if group["momentum"] else None for parameter in parameters],
                 found_inf=flag_of(self),
                 **{key: group[key] for key in _SGD_OPTIONS},
             )
@@ -126,13 +127,12 @@ def build_optimizer(
             eps2=recipe.minimum_scale,
         )
     if isinstance(recipe, schema.ScheduleFreeAdamW):
-        on_gpu = all(parameter.device.type == "cuda" for _, parameter in trainable)
         return schedule_free_adamw(
             groups,
             lr=recipe.learning_rate,
             betas=tuple(recipe.betas),
             eps=recipe.epsilon,
-            foreach=on_gpu,
+            foreach=all(takes_lists(parameter.device) for _, parameter in trainable),
         )
     fused = all(parameter.device.type in ("cpu", "cuda") for _, parameter in trainable)
     if isinstance(recipe, AdamW | schema.AdamW8bit | schema.Muon):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
-from trainer.engine.batches import batches, most_elements
+from trainer.engine.batches import batches, most_elements, stepped
 from trainer.engine.skipping import flag_of, unchanged_if
 from trainer.parallel.whole import local_part
 
@@ -52,6 +52,7 @@ def schedule_free_adamw(groups: list[dict[str, Any]], **options: Any) -> torch.o
     class Skipping(require_package(NAME).AdamWScheduleFree):  # type: ignore[misc]
         param_groups: list[dict[str, Any]]
 
+        @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
             flag, groups = flag_of(self), self.param_groups
             if flag is None:
@@ -64,15 +65,15 @@ def schedule_free_adamw(groups: list[dict[str, Any]], **options: Any) -> torch.o
             return None
 
         def _step(self, group: dict[str, Any], flag: Tensor) -> None:
-            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in stepped:
+            parameters = stepped(group["params"])
+            for parameter in parameters:
                 if not self.state[parameter]:  # the package would begin with the squares of a bad step
                     self.state[parameter] |= {
                         "z": parameter.detach().clone(),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
             most = most_elements(flag.device)
-            parts = list(batches(stepped, lambda parameter: local_part(parameter).numel(), most))
+            parts = list(batches(parameters, lambda parameter: local_part(parameter).numel(), most))
             for batch in parts or [[]]:  # a group without gradients counts too
                 part = {**group, "params": batch}
                 self.param_groups = [part]

@@ -1,12 +1,12 @@
 """Muon and Adafactor under every layout: their update of a matrix depends on all of its elements.
 
-Each matrix is gathered by itself. All ranks compute its whole update and keep their parts, so a layout changes rounding
-only. Parameters of one shape are stacked and updated at once, so that a GPU starts few kernels.
+The matrices of a batch are gathered one by one. All ranks compute their whole update and keep their parts, so a layout
+changes rounding only. Parameters of one shape are stacked and updated at once, so that a GPU starts few kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr, _zeropower_via_newtonschulz
 from transformers.pytorch_utils import Conv1D
 
-from trainer.engine.batches import alike, batches, most_elements, stack_of
+from trainer.engine.batches import alike, batches, most_elements, stack_of, stepped
 from trainer.engine.skipping import flag_of, write_unless
 from trainer.models.families.table import layers_of
 from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -65,10 +65,19 @@ class WholeAccess:
 
     def batches(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Yield batches of parameters of one shape and placement that have gradients; on all ranks in one order."""
-        stepped = [parameter for parameter in parameters if parameter.grad is not None]
-        for group in alike(stepped, lambda one: (self.placement(one).shape, self.placement(one).splits, one.dtype)):
+
+        def kind(one: nn.Parameter) -> Hashable:
+            placement = self.placement(one)
+            return placement.shape, placement.splits, one.dtype
+
+        for group in alike(stepped(parameters), kind):
             most = most_elements(local_part(group[0]).device)
             yield from batches(group, lambda one: prod(self.placement(one).shape), most)
+
+    def _cut_over(self, batch: Sequence[nn.Parameter]) -> ParallelMesh | None:
+        """Return the mesh if its ranks have parts of the parameters of a batch."""
+        mesh, first = self.mesh, batch[0]
+        return None if mesh is None or is_whole(first, self.placements[first], mesh) else mesh
 
     def gather(self, parameters: Sequence[nn.Parameter], parts: Tensor) -> Tensor:
         """Return whole tensors on every rank for this rank's parts; a collective for each one that is sharded.
@@ -77,18 +86,18 @@ class WholeAccess:
             parameters: parameters of one batch.
             parts: plain tensors `[n, *shape]` with the shape of this rank's parts of them.
         """
-        if self.mesh is None or is_whole(parameters[0], self.placements[parameters[0]], self.mesh):
+        if (mesh := self._cut_over(parameters)) is None:
             return parts
-        gathered = partial(gather_on_all, mesh=self.mesh)
+        gathered = partial(gather_on_all, mesh=mesh)
         return stack_of(
             [gathered(part, one, self.placements[one]) for one, part in zip(parameters, parts, strict=True)]
         )
 
     def parts(self, parameters: Sequence[nn.Parameter], whole: Tensor) -> Tensor:
         """Return this rank's parts of whole tensors `[n, *shape]`."""
-        if self.mesh is None or is_whole(parameters[0], self.placements[parameters[0]], self.mesh):
+        if (mesh := self._cut_over(parameters)) is None:
             return whole
-        cut = partial(part_like, mesh=self.mesh)
+        cut = partial(part_like, mesh=mesh)
         return stack_of([cut(full, one, self.placements[one]) for one, full in zip(parameters, whole, strict=True)])
 
 

@@ -72,7 +72,7 @@ class Place(NamedTuple):
     Args:
         module: the name of the innermost module; empty outside of the model.
         backward: whether it is in a backward pass.
-        update: whether it is outside of the model and after a backward pass, where gradients are alive.
+        update: whether it is outside of the model, and after a backward pass or without recording for one.
     """
 
     module: str
@@ -212,7 +212,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def restart(self) -> None:
         """Begin a new period: forget its peaks, and count collectives and operations from zero."""
         self.restart_totals()
-        self.held, self.most_gradients = {}, 0
+        self.held, self.most_gradients, self._has_passed = {}, 0, False
         self.peaks.clear()
         self._note_peak()
         self.most_on_host = self.alive_on_host

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.planning.ledger import BATCH, Peak, Place, Totals
+from trainer.planning.ledger import BATCH, LOSS, Peak, Place, Totals
 
 FEWEST = 2
 """Layers of a shortened stack: the first and the last one. In another run, a third one stands for all between them."""
@@ -59,7 +59,8 @@ class Found:
 
     def followed_by(self, update: Peak, totals: Totals) -> Found:
         """Return the result with an update after this run, from its peak, in which no batch counts, and its totals."""
-        alive = {**update.by_component, BATCH: self.resident.get(BATCH, 0)}
+        loss = update.by_component.get(LOSS, 0) + self.resident.get(LOSS, 0)  # such as the buffers of a pipeline
+        alive = {**update.by_component, LOSS: loss, BATCH: self.resident.get(BATCH, 0)}
         peak = Peak(sum(alive.values()), alive, update.place)
         before = self.peaks.get(peak.place, peak)
         highest = max(before, peak, key=lambda found: found.num_bytes)

@@ -126,7 +126,7 @@ def simulate(plan: RunPlan, rank: int, length: int, cuda: bool, fused: bool = Tr
         stacks = [[] if plan.strategy.zero_stage else stacks_of(part.model) for part in built]
         numbers = {stack.number for part in stacks for stack in part}
         # Batches of equal tensors grow with the number of layers, up to a limit.
-        is_apart = bool(numbers) and updates_in_batches(plan.recipe)
+        is_apart = bool(numbers) and whole.offload == "none" and updates_in_batches(plan.recipe)
         short = replace(whole, stacks=stacks, updates=not is_apart)
         loaded, saved = _loaded(plan, built), sum(map(_saved, built))
         found = short.run(built)
@@ -200,6 +200,7 @@ class _Simulation:
         built = self.build()
         with self.opened(built) as (engine, ledger, _):
             assert isinstance(engine, NativeEngine)
+            in_buckets = ledger.alive.get(GRADIENTS, 0)  # of DDP, which `_fill_gradients` makes again
             _fill_gradients(engine, ledger)
             _step(engine)  # makes the state of the optimizer
             label_model(ledger, engine, built, self.offload)
@@ -207,7 +208,9 @@ class _Simulation:
             with torch.no_grad():
                 ledger.restart()
                 _step(engine)
-            return ledger.peak, ledger.totals
+            peak = ledger.peak
+            alive = {**peak.by_component, GRADIENTS: peak.by_component.get(GRADIENTS, 0) - in_buckets}
+            return Peak(sum(alive.values()), alive, peak.place), ledger.totals
 
     @contextmanager
     def opened(
