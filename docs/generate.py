@@ -317,7 +317,7 @@ def throughput_by_default(figures: Mapping[str, Any]) -> str:
     }
     names = dict.fromkeys(name for found in chosen.values() for name in found)
     rows = [(name, *(with_spread(found[name][_BY_DEFAULT]) for found in chosen.values())) for name in names]
-    return _table(("", *(setting.partition(",")[0] for setting in chosen)), rows)
+    return _table(("", *(setting.partition(", beside")[0] for setting in chosen)), rows)
 
 
 def with_spread(quartiles: Sequence[float]) -> str:

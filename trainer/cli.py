@@ -380,7 +380,8 @@ def compare(
         typer.Option(
             "--with",
             metavar="PEER",
-            help="Train the same batches by `pytorch`, a plain loop, `transformers`, `accelerate` or `deepspeed`.",
+            help="Train the same batches by `pytorch`, a plain loop, `transformers`, `accelerate`, `accelerate_fsdp2`"
+            " or `deepspeed`.",
         ),
     ] = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The compared trainings. Each uses the same model, recipe and batches with its own loop."""
+"""The compared trainings: the same model and recipe in several loops, and all but one on the same batches."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@
 
 The parts, in their order:
 
-- the tests of `tests/gpu`;
-- training speed, share of the peak (MFU) and peak memory of several models, beside the plan's prediction and
-  transformers' `Trainer`;
+- the planned memory of each model;
+- two ranks on one device over gloo;
 - an update with moments in 32 and in 8 bits;
-- every strategy on one rank, and two ranks on one device over gloo.
+- the tests of `tests/gpu`;
+- training speed, share of the peak (MFU) and peak memory of models and strategies, beside transformers' `Trainer`.
 
 The error of a part is in the results, and the others run. Rows for which no time is left are named too.
 
@@ -285,7 +285,7 @@ def two_ranks(case: Case) -> list[float]:
 def gpu_tests() -> dict[str, Any]:
     """Run the tests that need a GPU; without one, pytest skips them."""
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rP", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     return {"exit_code": done.returncode, "output": done.stdout[-4000:]}
 
 
@@ -334,6 +334,7 @@ def run(models: Sequence[str], tiny: bool, until: float, out: Path) -> dict[str,
         pool.close()
     for recipe in (AdamW(), AdamW8bit(name="adamw_8bit")):
         attempt(results["updates"], recipe.name, until, partial(update, recipe, device, tiny))
+    attempt(results, "tests", until, gpu_tests)
     save()
     init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
     for name, case in chosen.items():
@@ -342,8 +343,6 @@ def run(models: Sequence[str], tiny: bool, until: float, out: Path) -> dict[str,
             attempt(results["transformers"], name, until, partial(train_by_transformers, case, device))
         save()
     dist.destroy_process_group()
-    attempt(results, "tests", until, gpu_tests)
-    save()
     return results
 
 

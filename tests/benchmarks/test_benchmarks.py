@@ -119,11 +119,11 @@ def test_settings_with_equal_trainings_share_a_table():
     ratio = {"cpu_ratio": [0.9, 1.0, 1.1]}
     alone, both = {"by hand": ratio, "ours": ratio}, {"by hand": ratio, "ours": ratio, "peer": ratio}
     beside = {"ours": ratio | {"default_ratio": [1.8, 2.0, 2.1]}}
-    figures = {"A, fp32": alone, "B, fp32": both, "C, fp32": alone, "D, fp32": beside}
+    figures = {"A, fp32": alone, "B, fp32": both, "C, fp32": alone, "D, fp32, beside E": beside}
     shown = [[line[:4] for line in table.splitlines()] for table in throughput(figures).split("\n\n")]
     assert shown == [["|  |", "| --", "| A,", "| C,"], ["|  |", "| --", "| B,"]]
     assert throughput_by_default(figures).splitlines() == [
-        "|  | D |",
+        "|  | D, fp32 |",
         "| --- | --- |",
         "| ours | 2.000 (1.80 to 2.10) |",
     ]

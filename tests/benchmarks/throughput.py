@@ -1,13 +1,13 @@
-"""Samples per second of our loop and of other tools' loops, on the same batches.
+"""Samples per second of our loop and of other tools' loops, on the same batches; `--defaults` adds Trainer's own.
 
 All trainings alternate in the same processes in blocks of steps: other load on the machine affects them equally. The
 ratios are medians over the rounds. From the root of the repository:
 
     python -m tests.benchmarks.throughput --processes 1 2 --rounds 50
 
-`make bench` measures more models and precisions, and writes `bench.json`. It prints each ratio that is more than 5 %
-below the stored one in `docs/throughput.json`, and never fails because of one. `--store` stores them, and
-`python -m docs.generate` writes the table of `docs/benchmarks.md` from them.
+`make bench` measures more models, precisions and tasks; its first command writes `bench.json`. Each prints the ratios
+that are more than 5 % below the stored ones in `docs/throughput.json`, and never fails because of one. `--store` stores
+them, and `python -m docs.generate` writes the tables of `docs/benchmarks.md` from them.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def test_a_note_names_weights_of_a_mixture_that_only_a_run_can_check(tmp_path, c
     assert "must be at least one row's share of an epoch" in errors(capsys, "check", recipe, *keys)[0]
     monkeypatch.setattr(checking, "MOST_ROWS", 10)
     assert main(["check", recipe, *keys]) == ExitCode.DONE
-    assert "mixture: weights that are too small are found at the start of the run" in capsys.readouterr().out
+    assert "so the run finds weights that are too small at its start" in capsys.readouterr().out
 
 
 def test_weights_are_compared_by_their_headers(tmp_path, capsys):

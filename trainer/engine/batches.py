@@ -12,7 +12,10 @@ from torch import Tensor, nn
 _Item = TypeVar("_Item")
 
 MOST, MOST_ON_CPU = 2**23, 2**18
-"""The elements of a batch, which has temporary copies; a larger tensor is alone. A CPU caches few of them."""
+"""The most elements of a batch on a GPU, to bound its temporary copies, and on a CPU, for its caches.
+
+A larger tensor is alone. A plan for a GPU sets `MOST_ON_CPU` to `MOST`, because its tensors are on the CPU.
+"""
 
 
 def most_elements(device: torch.device) -> int:

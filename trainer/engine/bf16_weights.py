@@ -87,7 +87,7 @@ class RoundedAdamW(PartlyAdamW):
                 before = dict(zip(parameters, counts.unbind(), strict=True))
                 most = most_elements(counts.device)
                 for batch in batches(_pieces(parameters, most), lambda piece: piece.stop - piece.start, most):
-                    # The update of each piece counts it up.
+                    # Each piece begins with the count before the step, because its update raises it.
                     steps = torch.stack([before[piece.parameter] for piece in batch])
                     self._update(batch, list(steps.unbind()), group)
 

@@ -75,7 +75,7 @@ def maxima_kernel(
     tl.atomic_max(maxima + block, largest_second.to(tl.int32, bitcast=True), mask=row_exists, sem="relaxed")
 
 
-# These two are rows of larger tensors; no kernel is compiled again for addresses that divide by 16.
+# `maxima` and `corrections` are rows of larger tensors. The kernel need not be compiled again for each alignment.
 @triton.jit(do_not_specialize=["maxima", "corrections"])
 def update_kernel(
     weight, gradient, first, second, scales, values, codes, blocks, maxima, corrections, flag, num_elements, num_blocks,

@@ -307,7 +307,7 @@ class NativeEngine:
     def _blank(self, key: str, parameter: Tensor) -> Tensor:
         """Return zeros for a tensor of the optimizer's state with the shape of its parameter."""
         own: Mapping[str, torch.dtype] = getattr(self.optimizer, "state_dtypes", {})
-        if key in own:  # codes, in the order of the elements
+        if key in own:  # codes, or the bits that rounding cuts off, in the order of the elements
             return torch.zeros_like(parameter, dtype=own[key], memory_format=torch.contiguous_format)
         return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 

@@ -46,7 +46,7 @@ def require_package(name: str) -> Any:
 def schedule_free_adamw(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
     """Return the package's optimizer for parameter groups, ready for a step.
 
-    A flag on the device skips a bad step, but the host counts it.
+    A flag on the device skips a bad step. The counts on the host include it until `AveragedWeights.count_as`.
     """
 
     class Skipping(require_package(NAME).AdamWScheduleFree):  # type: ignore[misc]
@@ -91,7 +91,7 @@ class AveragedWeights:
     """The averaged weights x of a model, for evaluations, checkpoints and exports; training runs at y.
 
     Parameters hold y or x. Meanwhile the optimizer's state keeps y, which takes the memory of the gradients. These are
-    free then, but for a look at the rows of a bad step.
+    free then, except when the run looks for the rows of a bad step.
 
     Args:
         optimizer: the optimizer of `schedule_free_adamw`.

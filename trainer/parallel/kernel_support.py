@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-_LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs, for which Triton is built and tested
+_LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs, for which Triton and FlashAttention are built and tested
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled graph need not follow it
@@ -30,6 +30,11 @@ def obstacle(device: torch.device) -> str | None:
         return f"the device is a {device.type}, and the kernel needs an NVIDIA GPU"
     if find_spec("triton") is None:
         return "Triton is not installed (`pip install triton`)"
+    return age_obstacle(device)
+
+
+def age_obstacle(device: torch.device) -> str | None:
+    """Return the reason why a GPU is too old for Triton and FlashAttention; None if it is not."""
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return f"the GPU {torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     return None

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from trainer.parallel.kernel_support import age_obstacle
+
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_HEAD_DIM, _HEAD_DIM_FACTOR = 192, 8
 """Limits of heads; above 192, the backward pass of FlashAttention depends on the GPU."""
-_LEAST_CAPABILITY = (8, 0)
 _HAS_WINDOW = "window_size" in inspect.signature(varlen_attn).parameters  # a look takes 20 to 40 microseconds
 
 
@@ -23,8 +24,8 @@ def obstacle_of_device(device: torch.device) -> str | None:
     """Return the reason why no call runs on a device; None if calls run."""
     if device.type != "cuda":
         return f"the device is a {device.type}, and torch's variable-length attention needs an NVIDIA GPU"
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        return f"the GPU {torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    if (reason := age_obstacle(device)) is not None:
+        return reason
     if not torch.backends.cuda.is_flash_attention_available():
         return "this torch was built without FlashAttention"
     if not _HAS_WINDOW:

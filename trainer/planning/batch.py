@@ -104,8 +104,8 @@ def _labels(section: Any, task: Task, rows: int, length: int) -> Tensor:
 
 
 @contextmanager
-def copied_ahead(batch: RankBatch, ledger: Ledger) -> Iterator[None]:
-    """Count the microbatches on a GPU: that of the present passes, and the one that a run copies ahead meanwhile.
+def counted_ahead(batch: RankBatch, ledger: Ledger) -> Iterator[None]:
+    """Count two microbatches on a GPU: that of the present passes, and the next one, which a run copies ahead.
 
     The copy of the first one begins in the step before.
     """

@@ -24,7 +24,7 @@ from trainer.models.building import BuiltModel, build_shapes, freeze
 from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
-from trainer.planning.batch import blank_batch, copied_ahead
+from trainer.planning.batch import blank_batch, counted_ahead
 from trainer.planning.ledger import (
     BATCH,
     BUFFERS,
@@ -225,7 +225,7 @@ class _Simulation:
             shapes_only(self.cuda, self.fused),
             nullcontext(blank_batch(plan.recipe, task, built[0].model.config, plan.batch, self.length)) as batch,
             Ledger(answers=True, splits=splits) as ledger,
-            copied_ahead(batch, ledger) if copies_ahead else nullcontext(),
+            counted_ahead(batch, ledger) if copies_ahead else nullcontext(),
             labelled_deepspeed(ledger, plan),
             copies_between_host_and_device(ledger, plan) if splits else nullcontext(),
         ):

@@ -266,7 +266,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         _is("compile", True),
         _is("data.packing", True),
-        "each microbatch has rows of other lengths, and would be compiled anew",
+        "a graph would hold the lengths of all rows, so each microbatch would need a compilation",
         "set one of them to false",
     ),
     Exclusion(

@@ -163,7 +163,9 @@ def _mixture_notes(recipe: Recipe, prepared: PreparedData) -> list[str]:
         return []
     mixture = prepared.mixture(recipe)
     if mixture is None:
-        return ["mixture: weights that are too small are found at the start of the run, which counts all rows"]
+        return [
+            "mixture: this check read only a part of the rows, so the run finds weights that are too small at its start"
+        ]
     assert isinstance(recipe.data, FileData)
     return [
         f"mixture: {count:,} of the {mixture.num_rows:,} rows of an epoch are of `{entry}`, which has {size:,}:"
