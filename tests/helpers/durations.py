@@ -37,6 +37,7 @@ SLOW = {
         "torchrun waits for the lost node, then both start again"
     ),
     "tests/launch/test_two_nodes.py::TestTorchrunHandsOutTheRanks::test_a_rank_that_was_killed": "it starts twice",
+    "tests/models/test_compiled.py::test_with_inductor": "the compiler builds C++ for each graph",
     "tests/observe/test_telemetry.py::test_a_run_asks_nothing_of_the_network": "two runs with all trackers, not forked",
     "tests/parity/test_parity.py::TestTheTestCanFail::test_a_planted_mistake": "new ranks for each mistake",
     "tests/training/test_compiled.py::test_a_compiled_run": "each layer is traced and compiled",
