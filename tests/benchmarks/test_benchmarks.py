@@ -108,6 +108,19 @@ def test_gpu_runs_in_small_on_a_cpu(tmp_path: Path):
     assert row.endswith(" s | - |")
 
 
+@pytest.mark.slow
+def test_attention_blocks_run_in_the_interpreter(tmp_path: Path):
+    file = tmp_path / "blocks.json"
+    command = [sys.executable, "-m", "tests.benchmarks.attention_blocks", "--json", str(file)]
+    done = processes.run(command, timeout_seconds=180, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(file.read_text())["results"]
+    assert not any("error" in result for result in results)
+    assert {"torch, both", "present, both", "forward", "of_queries", "of_keys"} < {result["step"] for result in results}
+    assert results[-1]["step"] == "fastest, both"
+    assert results[-1]["difference"] < 0.02, "other blocks compute the same"
+
+
 def test_a_page_shows_the_rows_that_failed_or_did_not_run():
     training = {"one": {"error": "OutOfMemoryError: too much\nmore", "seconds": 1.0}, "two": {"not_run": "no time"}}
     shown = gpu_figures([{"device": "H100", "torch": "2.11", "training": training, "transformers": {}}])
