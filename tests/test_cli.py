@@ -17,7 +17,6 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from tests.helpers.processes import ROOT, environment, finish, kill, start
 from trainer import __version__, cli
-from trainer.__main__ import answer as program
 from trainer.base.errors import DataError, ExitCode, NonFiniteError, RecipeError
 from trainer.cli import main
 from trainer.launch import local
@@ -286,20 +285,6 @@ def test_run_hands_over_and_returns_the_exit_code(runs: list[tuple[str, int | No
     assert main(["run", "--processes", "3", "bert_base_sst2", "--max-restarts", "4"]) == ExitCode.STOPPED
     assert main(["run", "bert_base_sst2"]) == ExitCode.STOPPED
     assert runs == [("bert_base_mrpc", 2, 0), ("bert_base_sst2", 3, 4), ("bert_base_sst2", None, 0)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_during_the_imports_of_run_loses_nothing(
-    number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = signal.getsignal(number)
-    monkeypatch.setattr(sys, "argv", ["trainer", "run", "recipe.json"])
-    monkeypatch.setattr("trainer.__main__._command_line", lambda: os.kill(os.getpid(), number))
-    with pytest.raises(SystemExit) as ended:
-        program()
-    assert ended.value.code == 75
-    assert "before the first step; nothing was lost" in capsys.readouterr().err
-    assert signal.getsignal(number) is before
 
 
 def test_export_hands_over_and_says_what_it_did(

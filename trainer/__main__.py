@@ -26,7 +26,7 @@ def answer() -> int:
     if "run" in sys.argv[1:3]:  # deepspeed puts a `--local_rank` before it
         from trainer.ranks.stopping import stop_before_training
 
-        with stop_before_training():
+        with stop_before_training(interrupts=True):
             return _command_line()
     return _command_line()
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trainer import __version__
-from trainer.base.errors import ExitCode, RecipeError, TrainerError, UsageError
+from trainer.base.errors import INTERRUPTED, ExitCode, RecipeError, TrainerError, UsageError
 from trainer.base.text import for_terminal
 from trainer.ranks.environment import forbid_telemetry
 
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 Target = Literal["slurm", "kubernetes", "pytorchjob", "torchrun", "deepspeed", "accelerate"]
 """The targets of `launch-script`; a test compares them with its table."""
-
-INTERRUPTED = 130
-"""128 + SIGINT, as shells report it: Ctrl-C came before there was anything to save."""
 
 app = typer.Typer(
     help="Fine-tunes Hugging Face models from one JSON recipe, on one process or many.",

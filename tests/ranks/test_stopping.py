@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 from contextlib import suppress
 
 import pytest
 
-from trainer.ranks.stopping import SAVE, SHOW_CURSOR, STOP, StopRequest
+from tests.helpers import processes
+from tests.helpers.processes import ROOT
+from tests.helpers.tiny_run import write_tiny_run
+from trainer.base.processes import start_of
+from trainer.ranks.stopping import SAVE, SHOW_CURSOR, STOP, StopRequest, stop_before_training
 
 
 def send(number: signal.Signals) -> None:
@@ -120,3 +126,40 @@ class TestFiles:
             assert stop.asked() == signal.SIGUSR1
             assert min(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) > SAVE
             assert max(signal.valid_signals()) < STOP
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [
+        (signal.SIGUSR1, 75, "stopped by SIGUSR1 before the first step; nothing was lost\n"),
+        pytest.param(signal.SIGINT, 130, "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_at_an_import_of_the_start_ends_the_run(tmp_path, number, code, message):
+    """torch ignores any error in its import of numpy, which a handler that raises would end up in."""
+    recipe = write_tiny_run(tmp_path)
+    program = ROOT / "tests" / "helpers" / "signalled_imports.py"
+    ended = processes.run([sys.executable, program, "500", number.name, "numpy", "run", recipe])
+    assert ended.returncode == 0, ended.stderr
+    found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
+    assert [one for one in found if one[1:] != [code, message]] == []
+    assert len(found) > 5
+    assert "numpy" in [name for name, *_ in found]
+
+
+def test_a_signal_before_the_first_step_ends_the_processes_that_the_run_has_started():
+    text = "import os, signal, subprocess\nfrom trainer.ranks.stopping import stop_before_training\n"
+    text += "with stop_before_training():\n    print(subprocess.Popen(['sleep', '600']).pid)\n"
+    text += "    os.kill(os.getpid(), signal.SIGTERM)"
+    ended = processes.run([sys.executable, "-c", text])
+    assert ended.returncode == 75
+    assert not start_of(int(ended.stdout)), "it still runs"
+
+
+def test_a_process_that_ignores_ctrl_c_goes_on():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop_before_training(interrupts=True):
+            send(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

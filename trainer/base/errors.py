@@ -23,6 +23,10 @@ class ExitCode(IntEnum):
     STOPPED = 75  # EX_TEMPFAIL of sysexits.h, "try again later": a scheduler should start the job again
 
 
+INTERRUPTED = 130
+"""128 + SIGINT, as shells report it: Ctrl-C came before there was anything to save."""
+
+
 class TrainerError(Exception):
     """An error that the user can fix; `str(error)` is the whole message, with the fix."""
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from trainer.base.errors import ExitCode, UsageError
+from trainer.base.errors import INTERRUPTED, ExitCode, UsageError
 from trainer.base.text import for_terminal
 from trainer.comparing.contestants import Contestant, contestants
 from trainer.comparing.page import write_page
@@ -22,7 +22,6 @@ from trainer.launch.local import number_of_ranks
 from trainer.ranks.environment import detect
 from trainer.reading.loading import load_recipe
 
-_INTERRUPTED = 130  # 128 + SIGINT
 _WIDE = 1000  # characters of a line where the output is no terminal
 
 
@@ -95,7 +94,7 @@ def compare(
     for line in table(made, gpus == 0, shutil.get_terminal_size((_WIDE, 0)).columns):
         show(line)
     show(f"wrote     {folder / 'compare.html'}, compare.json and compare.csv")
-    return _INTERRUPTED if is_interrupted else _code(made)
+    return INTERRUPTED if is_interrupted else _code(made)
 
 
 def _device(gpus: int) -> str:

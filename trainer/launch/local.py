@@ -71,7 +71,6 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
         RecipeError: the recipe does not fit on that many ranks.
         LaunchError: the ranks contradict the request or the devices.
         RankError: a rank failed.
-        SystemExit: a stop signal arrived before the first step.
     """
     with stop_before_training():
         environment, number = plan_start(resolved, processes, max_restarts)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NoReturn
 
-from trainer.base.errors import ExitCode
+from trainer.base.errors import INTERRUPTED, ExitCode
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: Slurm's usual warning before the time limit
 
@@ -26,25 +27,44 @@ _LOOK_SECONDS = 0.25
 
 
 @contextmanager
-def stop_before_training() -> Iterator[None]:
+def stop_before_training(interrupts: bool = False) -> Iterator[None]:
     """End this process with exit code 75 on SIGTERM and SIGUSR1, until `StopRequest.listen` takes over.
 
-    Nothing is lost before the first step, so a batch system may start the run again.
+    Nothing is lost before the first step, so a batch system may start the run again. The handler ends the process,
+    because libraries catch an exception that comes in the middle of an import.
 
-    Raises:
-        SystemExit: a signal came.
+    Args:
+        interrupts: whether SIGINT ends it too, with exit code 130, unless the process was started to ignore it.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
-        sys.stderr.write(f"stopped by {signal.Signals(number).name} before the first step; nothing was lost\n")
-        sys.exit(ExitCode.STOPPED)
+        text = f"stopped by {signal.Signals(number).name} before the first step; nothing was lost\n"
+        os.write(2, b"" if number == signal.SIGINT else text.encode())
+        _end_at_once(INTERRUPTED if number == signal.SIGINT else ExitCode.STOPPED)
 
-    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    numbers = {signal.SIGTERM, signal.SIGUSR1}
+    if interrupts and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        numbers.add(signal.SIGINT)
+    previous = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End this process, and the processes that it has started."""
+    with suppress(Exception):  # the signal may have come in a write to the stream, or in the import of psutil
+        sys.stdout.flush()
+        if os.isatty(1):  # a bar hides it
+            os.write(1, SHOW_CURSOR)
+    with suppress(Exception):
+        import psutil  # not above: signals before the handler is there must find few imports
+
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+    os._exit(code)
 
 
 class StopRequest:

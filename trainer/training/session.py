@@ -84,8 +84,6 @@ class Session:
         except TrainerError as error:
             self.end(error.exit_code, str(error))
             raise
-        except SystemExit:  # a signal before the first step, which has its own message
-            raise
         except BaseException as error:
             self.end(ExitCode.FAILED, f"{type(error).__name__}: {error}")
             raise
