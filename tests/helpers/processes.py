@@ -25,7 +25,13 @@ def environment(**variables: str) -> dict[str, str]:
         if not name.startswith(LAUNCHER_PREFIXES) and name not in names
     }
     path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
-    ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
+    ours = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": path,
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else a look for GPUs before a fork forbids its children to use them
+    }
     return inherited | ours | variables
 
 

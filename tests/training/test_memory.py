@@ -40,7 +40,8 @@ def child(monkeypatch: pytest.MonkeyPatch, code: str) -> list[list[str]]:
 
     def start(command: list[str], *options: str) -> subprocess.Popen[str]:
         started.append([*command, *options])
-        return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, "-S", "-c", code], text=True, **pipes)
 
     monkeypatch.setattr(memory, "_start", start)
     return started
@@ -98,8 +99,8 @@ def test_the_error_stays_without_memory_for_a_plan(
     [
         (answers({"needed_bytes": 3 * 2**30}), "planned memory: 3.00 GiB of 4.00 GiB on each GPU"),
         (answers({"needed_bytes": 5 * 2**30}), "5.00 GiB, but each GPU has 4.00 GiB; this shows changes that fit: tra"),
-        ("raise SystemExit(2)", "not planned"),
-        ("import time; time.sleep(60)", "not planned"),
+        ("raise SystemExit('no such GPU')", "not planned: the plan failed with exit code 1 (no such GPU); this command"),
+        ("import time; time.sleep(60)", "not planned: the plan was not ready at the first step; this command"),
     ],
 )
 def test_rank_0_notes_the_planned_memory_of_gpus(

@@ -28,6 +28,10 @@ _ADVICE_SECONDS = 60.0
 _WAIT_SECONDS = 2.0
 
 
+class NoPlanError(Exception):
+    """A planning process made no plan; the text is the reason."""
+
+
 @contextmanager
 def explains_full_memory(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> Iterator[None]:
     """Raise an error with a remedy if the memory of the device is full in this context.
@@ -58,10 +62,10 @@ def advice(command: Sequence[str]) -> str | None:
         return None
     try:
         made = _result(child, _ADVICE_SECONDS)
+    except NoPlanError:
+        return None
     finally:
         _stop(child)
-    if made is None:
-        return None
     rank = max(made["ranks"], key=lambda rank: rank["peak_bytes"])
     component, held = max(rank["peak"].items(), key=lambda item: item[1])
     module = f" in {rank['peak_module']}" if rank["peak_module"] else ""
@@ -110,10 +114,12 @@ class Forecast:
         """Return a note on the planned memory; none if this rank plans nothing. Wait for two seconds at most."""
         if self._child is None:
             return []
-        made = _result(self._child, _WAIT_SECONDS)
-        _stop(self._child)
-        if made is None:
-            return ["memory was not planned: the plan failed or was not ready at the first step"]
+        try:
+            made = _result(self._child, _WAIT_SECONDS)
+        except NoPlanError as error:
+            return [f"memory was not planned: {error}; this command plans it: {shlex.join(self._command)}"]
+        finally:
+            _stop(self._child)
         needed, memory = made["needed_bytes"], int(_gibibytes(self._environment) * 2**30)
         if needed <= memory:
             return [f"planned memory: {_size(needed)} of {_size(memory)} on each GPU"]
@@ -132,7 +138,7 @@ def _start(command: Sequence[str], *options: str) -> subprocess.Popen[str]:
         [sys.executable, "-m", *command, *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         env=without_ranks(child_variables()),
     )
@@ -143,14 +149,19 @@ def _stop(child: subprocess.Popen[str]) -> None:
     child.communicate()
 
 
-def _result(child: subprocess.Popen[str], seconds: float) -> Mapping[str, Any] | None:
-    """Return the plan of a child; None if it failed or is not ready after some seconds."""
+def _result(child: subprocess.Popen[str], seconds: float) -> Mapping[str, Any]:
+    """Return the plan of a child.
+
+    Raises:
+        NoPlanError: the child failed, or is not ready after some seconds.
+    """
     try:
-        text, _ = child.communicate(timeout=seconds)
+        text, errors = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        return None
+        raise NoPlanError("the plan was not ready at the first step") from None
     if child.returncode:
-        return None
+        reason = (errors.strip().splitlines() or ["no message"])[-1]
+        raise NoPlanError(f"the plan failed with exit code {child.returncode} ({reason})")
     made: Mapping[str, Any] = json.loads(text)
     return made
 
