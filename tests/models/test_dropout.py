@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.helpers.training import TINY_BERT
 from trainer.base.errors import UsageError
 from trainer.models.attention import KEYED_ATTENTION
-from trainer.models.dropout import RefuseUnkeyedDropout, key_dropout, set_probabilities, site_of
+from trainer.models.dropout import RefuseUnkeyedDropout, dropout_notes, key_dropout, set_probabilities, site_of
+from trainer.parallel import kernel_support
 from trainer.parallel.dropout import DropoutKeys, KeyedDropout, MicrobatchKey
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 1], [5, 6, 7, 1, 0, 0]])
@@ -32,6 +33,17 @@ def tiny_bert() -> nn.Module:
 def logits(model: nn.Module, keys: DropoutKeys, rows: tuple[int, ...] = (0, 1), step: int = 0) -> torch.Tensor:
     with RefuseUnkeyedDropout(), keys.use(MicrobatchKey(step, torch.tensor(rows))):
         return model(input_ids=IDS, attention_mask=(IDS > 0).long()).logits
+
+
+def test_a_run_on_a_gpu_without_the_kernel_has_a_note(monkeypatch):
+    model, gpu = tiny_bert(), torch.device("cuda", 0)
+    monkeypatch.setattr(kernel_support, "obstacle", lambda device: "the GPU is old")
+    assert dropout_notes(model, gpu) == [], "torch's dropout"
+    key_dropout(model, DropoutKeys(0))
+    assert dropout_notes(model, gpu) == ["dropout stores its masks, because the GPU is old"]
+    assert dropout_notes(model, torch.device("cpu")) == []
+    monkeypatch.setattr(kernel_support, "obstacle", lambda device: None)
+    assert dropout_notes(model, gpu) == []
 
 
 class TestKeyDropout:

@@ -424,7 +424,7 @@ _PARALLEL = [
         "heads_share_a_mask_in_the_kernel",
         "The fused kernel draws one dropout mask for all heads.",
         "parallel/attention_kernels.py",
-        "head.to(tl.uint64) * _HEAD_STRIDE",
+        "head.to(tl.uint64) * FIRST_STRIDE",
         "head.to(tl.uint64) * 0",
         ("models/test_fused_attention.py::test_the_kernel_in_tritons_interpreter",),
     ),

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.base.errors import UsageError
 from trainer.models.families.table import called_dropouts, first_shared_call
 from trainer.models.within import run_within
+from trainer.parallel import kernel_support
 from trainer.parallel.dropout import REMEDY, DropoutKeys, DropoutSite, KeyedDropout, KeyedDropPath
 
 _SITE = "keyed_dropout_site"
@@ -101,6 +102,14 @@ def _keyed_form(module: nn.Module, site: DropoutSite, model: nn.Module) -> nn.Mo
     if type(module).__name__.endswith("DropPath") and isinstance(probability, int | float):
         return KeyedDropPath(site, float(probability))
     return None
+
+
+def dropout_notes(model: nn.Module, device: torch.device) -> list[str]:
+    """Return a note on a GPU that does not run the kernel of keyed dropout; there is none elsewhere."""
+    if device.type != "cuda" or not any(isinstance(module, KeyedDropout) for module in model.modules()):
+        return []
+    obstacle = kernel_support.obstacle(device)
+    return [] if obstacle is None else [f"dropout stores its masks, because {obstacle}"]
 
 
 def has_site(module: nn.Module) -> bool:

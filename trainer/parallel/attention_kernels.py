@@ -14,7 +14,7 @@ import inspect
 import triton
 import triton.language as tl
 
-from trainer.parallel.random import GOLDEN_GAMMA, INDEX_BITS, ROUNDS
+from trainer.parallel.random_kernels import FIRST_STRIDE, GAMMA, SECOND_STRIDE, mix
 
 NO_MASK, BOOLEAN, ADDITIVE, WINDOW = 0, 1, 2, 3
 """The kinds of a mask. A window has no tensor: the mask is the largest distance of a query and a key that it sees."""
@@ -24,12 +24,6 @@ INTERPRETED = "interpreted"
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _BOOLEAN, _ADDITIVE, _WINDOW = tl.constexpr(BOOLEAN), tl.constexpr(ADDITIVE), tl.constexpr(WINDOW)
-_WORD = 1 << 64
-_GAMMA = tl.constexpr(GOLDEN_GAMMA)
-_HEAD_STRIDE = tl.constexpr((GOLDEN_GAMMA << INDEX_BITS) % _WORD)
-_QUERY_STRIDE = tl.constexpr((GOLDEN_GAMMA << 2 * INDEX_BITS) % _WORD)
-_SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift, _ in ROUNDS)
-_FACTOR_1, _FACTOR_2 = (tl.constexpr(factor % _WORD) for _, factor in ROUNDS[:2])
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32: the score of a masked key, as in the eager function
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Numbers that change from batch to batch: no kernel is compiled again for them.
@@ -50,11 +44,8 @@ def _compiled(function):
 def _keep_mask(keys, first_word, threshold, NUM_KEYS: tl.constexpr):
     """Return the mask of kept elements, `[queries, NUM_KEYS]`, from the keys of the queries, uint64 `[queries]`."""
     # The products of `arange` are the same for every tile, and that of `first_word` is one for all elements.
-    keys += first_word.to(tl.uint64) * _GAMMA
-    words = keys[:, None] + (tl.arange(0, NUM_KEYS // 4).to(tl.uint64) * _GAMMA)[None, :]
-    words = (words ^ (words >> _SHIFT_1)) * _FACTOR_1
-    words = (words ^ (words >> _SHIFT_2)) * _FACTOR_2
-    words = words ^ (words >> _SHIFT_3)
+    keys += first_word.to(tl.uint64) * GAMMA
+    words = mix(keys[:, None] + (tl.arange(0, NUM_KEYS // 4).to(tl.uint64) * GAMMA)[None, :])
     low, high = words.to(tl.uint32).to(tl.int32, bitcast=True), (words >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
     # Each comparison reads the 16 bits of one lane as the upper half of a word; the lower half cannot change it.
     even = tl.join((low << 16) >= threshold, (high << 16) >= threshold)
@@ -75,8 +66,8 @@ def _product(left, right, total, PRECISION: tl.constexpr):
 @triton.jit
 def _stream_keys(row_keys, batch, head, query):
     """Return the keys of the streams that draw the masks of the queries of a head, uint64 of the shape of `query`."""
-    key = tl.load(row_keys + batch).to(tl.uint64) + head.to(tl.uint64) * _HEAD_STRIDE
-    return key + query.to(tl.uint64) * _QUERY_STRIDE
+    key = tl.load(row_keys + batch).to(tl.uint64) + head.to(tl.uint64) * FIRST_STRIDE
+    return key + query.to(tl.uint64) * SECOND_STRIDE
 
 
 @triton.jit

@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.base.errors import UsageError
+from trainer.parallel import fused_dropout, kernel_support
 from trainer.parallel.packed import PackedTokens
 from trainer.parallel.random import (
     MAX_INDEX_DIMS,
@@ -255,6 +256,34 @@ def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
     return dropped
 
 
+class _Streams(NamedTuple):
+    """The streams that draw the mask of activations.
+
+    Attributes:
+        shape: the shape of the activations, `[batch, ..., features]`.
+        offsets: the start of each dimension in that of one process.
+        row_keys: the keys of the rows, int64 `[batch]`.
+        tokens: the row and the position of each token of joined rows, int64 `[tokens]`; the batch is then 1.
+    """
+
+    shape: tuple[int, ...]
+    offsets: list[int]
+    row_keys: Tensor
+    tokens: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+
+    def mask(self, probability: float) -> Tensor:
+        """Return the mask of kept elements, uint8 of `shape`."""
+        rows, positions = self.tokens
+        if rows is None or positions is None:
+            keys = element_keys(self.row_keys, self.shape[1:-1], self.offsets[1:-1])
+        else:
+            part = slice(self.offsets[1], self.offsets[1] + self.shape[1])
+            keys = token_keys(self.row_keys, rows[part], positions[part])
+            # Context ranks pad the joined sequence at its end, and use no mask there.
+            keys = F.pad(keys, [0, self.shape[1] - len(keys)]).unsqueeze(0)
+        return keep_mask(keys, self.shape[-1], probability, self.offsets[-1])
+
+
 @dataclass(frozen=True)
 class DropoutSite:
     """A place in a model at which activations are dropped.
@@ -283,27 +312,30 @@ class DropoutSite:
         `keys` are the keys of the rows of `x` for this call, int64 `[batch]`; None: `x` has all rows of the microbatch,
         and this is the site's next call.
         """
-        return _scaled(x, self.mask(x.shape, probability, keys), probability)
+        streams = self._streams(x.shape, keys)
+        if kernel_support.obstacle(x.device) is not None or x.dtype not in fused_dropout.DTYPES:
+            return _scaled(x, streams.mask(probability).view(x.shape), probability)
+        dropped: Tensor = fused_dropout.KeyedDropout.apply(  # type: ignore[no-untyped-call]
+            x, streams.row_keys, *streams.tokens, streams.offsets, probability, x.dtype, None
+        )
+        return dropped
 
     def mask(self, shape: Sequence[int], probability: float, keys: Tensor | None = None) -> Tensor:
         """Return the mask of kept elements, uint8 of `shape` `[batch, ..., features]`; see `drop`."""
+        return self._streams(shape, keys).mask(probability).view(tuple(shape))
+
+    def _streams(self, shape: Sequence[int], keys: Tensor | None) -> _Streams:
+        """Return the streams of activations of `shape`."""
         packed = self.keys.packed if self.packed else None
         if packed is not None:
-            offsets = self.offsets(shape)
-            part = slice(offsets[1], offsets[1] + shape[1])
-            of_rows = self.keys.row_keys(self.name, (packed.shape[0], *shape[1:]))
-            of_tokens = token_keys(of_rows, packed.rows[part], packed.positions[part])
-            # Context ranks pad the joined sequence at its end, and use no mask there.
-            of_tokens = F.pad(of_tokens, [0, shape[1] - len(of_tokens)])
-            return keep_mask(of_tokens, shape[-1], probability, offsets[-1]).unsqueeze(0)
+            keys = self.keys.row_keys(self.name, (packed.shape[0], *shape[1:]))
+            return _Streams(tuple(shape), self.offsets(shape), keys, (packed.rows, packed.positions))
         is_shared = self.shared_from is not None and self.keys.num_calls(self.name) >= self.shared_from
         assert not (is_shared and self.cut_dim is not None), f"{self.name} is cut, and has no batch"
-        whole = (1, *shape) if is_shared else shape
+        whole = (1, *shape) if is_shared else tuple(shape)
         if keys is None:
             keys = self.keys.row_keys(self.name, whole, is_shared)
-        offsets = self.offsets(whole)
-        mask = keep_mask(element_keys(keys, whole[1:-1], offsets[1:-1]), whole[-1], probability, offsets[-1])
-        return mask.view(tuple(shape))
+        return _Streams(whole, self.offsets(whole), keys)
 
     def offsets(self, shape: Sequence[int]) -> list[int]:
         """Return the start of this rank's part of each dimension of activations of a local shape."""

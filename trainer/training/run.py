@@ -15,6 +15,7 @@ from trainer.checkpoint.progress import Progress
 from trainer.engine.optimizer import optimizer_notes
 from trainer.models.attention import attention_notes
 from trainer.models.compiled import compilations, compile_cache
+from trainer.models.dropout import dropout_notes
 from trainer.models.tensor import context_notes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
@@ -153,6 +154,7 @@ def _train(
         *forecast.notes(),
         *context_notes(parts.models[0].config, recipe.parallel.context),
         *attention_notes(parts.models[0], device),
+        *dropout_notes(parts.models[0], device),
         *optimizer_notes(recipe.optimizer, device),
         *([f"layers are compiled after the first microbatch; the code is kept in {compile_cache()}"] * recipe.compile),
     ]

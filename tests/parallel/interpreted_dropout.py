@@ -1,0 +1,136 @@
+"""The dropout kernel in Triton's interpreter against the eager function; `test_fused_dropout.py` runs it.
+
+Triton chooses its interpreter when it is imported, so these tests need a process of their own:
+
+    TRITON_INTERPRET=1 python -m pytest tests/parallel/interpreted_dropout.py
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl  # the kernels run where it is imported as an interpreter
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from triton.runtime import interpreter
+
+from tests.gpu.test_dropout_gpu import CASES, DTYPES, as_eager, drop, eager, fused, not_finite, random, speeds
+from trainer.parallel import kernel_support
+from trainer.parallel.dropout import DropoutKeys, DropoutSite, KeyedDropout, MicrobatchKey
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN and overflow
+
+CPU = torch.device("cpu")
+KEY = MicrobatchKey(0, torch.tensor([5, 3]))
+
+
+def test_the_interpreter_is_on():
+    assert kernel_support.obstacle(CPU) is None
+
+
+@pytest.fixture(autouse=True)
+def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round to bf16 as torch and GPUs; the interpreter cuts digits off."""
+    convert = interpreter._convert_float
+
+    def rounded(numbers: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+        if target != tl.bfloat16:
+            return convert(numbers, source, target, mode)
+        exact = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+        return exact.bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_the_eager_function(name: str):
+    shape, site = CASES[name]
+    output = as_eager(random(shape, CPU), **site)
+    if output.numel() > 40:
+        assert 0.1 < (output == 0).float().mean() < 0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [1e-9, 0.1, 0.99999])
+def test_in_each_type(dtype: torch.dtype, p: float):
+    as_eager(random((2, 3, 64), CPU, dtype), p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_not_finite(dtype: torch.dtype):
+    """A dropped NaN or infinity is NaN, so that a run notices it."""
+    output = as_eager(not_finite(dtype, CPU))
+    assert output.isnan().sum() > output[:, 0].isnan().sum()
+
+
+def test_tensors_that_are_not_contiguous():
+    as_eager(random((3, 2, 20), CPU).transpose(0, 1))
+    as_eager(random((2, 3, 40), CPU)[..., ::2])
+    as_eager(random((2, 3, 40), CPU)[:, 0])
+    as_eager(random((2, 3, 1), CPU).expand(2, 3, 20))
+
+
+def test_it_draws_for_each_call_step_and_row_anew():
+    keys = DropoutKeys(1)
+    outputs = []
+    for step, rows in ((0, [0, 1]), (0, [1, 2]), (1, [0, 1])):
+        with fused(), keys.use(MicrobatchKey(step, torch.tensor(rows))):
+            outputs += [DropoutSite(keys, "site").drop(torch.ones(2, 1, 64), 0.5) for _ in range(2)]
+    assert torch.equal(outputs[0][1], outputs[2][0])
+    pairs = ((0, 1), (0, 2), (0, 4))
+    assert not any(torch.equal(outputs[one], outputs[other]) for one, other in pairs)
+
+
+def test_a_recomputation_draws_the_same_mask():
+    keys, x = DropoutKeys(1), random((2, 3, 20), CPU).requires_grad_()
+    dropout, grads = KeyedDropout(DropoutSite(keys, "site"), 0.5), []
+    for recompute in (False, True):
+        with fused(), keys.use(KEY):
+            contexts = lambda: (nullcontext(), keys.capture()())  # noqa: E731
+            y = checkpoint(dropout, x, use_reentrant=False, context_fn=contexts) if recompute else dropout(x)
+        with keys.use(MicrobatchKey(0, KEY.rows + 2)):
+            grads.append(torch.autograd.grad(y.square().sum(), x)[0])
+    assert torch.equal(*grads)
+
+
+def test_second_derivatives():
+    x = random((2, 3, 20), CPU).requires_grad_()
+    found = []
+    for how in (fused, eager):
+        with how():
+            (gradient,) = torch.autograd.grad(drop(x).pow(3).sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
+    assert torch.equal(*found)
+    assert found[0].any()
+
+
+def test_nothing_but_keys_is_saved():
+    x, saved = random((2, 3, 20), CPU).requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        drop(x)
+    assert [(tensor.dtype, tensor.numel()) for tensor in saved] == [(torch.int64, 2)]
+
+
+def test_torch_sees_one_operation():
+    """Its schema, shapes and strides are right, and a compiled graph has no break."""
+    x, keys = random((2, 3, 20), CPU).requires_grad_(), torch.tensor([1, 2])
+    arguments = (keys, None, None, [0, 0, 0], 0.3, torch.float32, None)
+    operation = torch.ops.trainer.keyed_dropout.default
+    torch.library.opcheck(operation, (x.detach(), *arguments), test_utils=("test_schema", "test_faketensor"))
+    site = DropoutSite(DropoutKeys(1), "site", cut_dim=1, part=1)
+
+    def loss(x: Tensor) -> Tensor:
+        return site.drop(x * 2, 0.3, keys).square().sum()
+
+    with fused():
+        (found,) = torch.autograd.grad(torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")(x), x)
+    with eager():
+        assert torch.equal(found, torch.autograd.grad(loss(x), x)[0])
+
+
+def test_the_measurements_on_a_gpu_run():
+    assert set(speeds((2, 3, 20), CPU, lambda step: step() and 1.0).values()) == {1.0}
