@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,12 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.helpers.tiny_run import write_tiny_run
-from trainer.base.errors import ExitCode, UsageError
+from tests.helpers.webhdfs import WebHdfs, webhdfs
+from trainer.base.errors import ExitCode, TrainerError, UsageError
+from trainer.checkpoint import mirror
 from trainer.checkpoint.files import SUMS, verify
 from trainer.checkpoint.mirror import Mirror, open_place
+from trainer.checkpoint.store import CheckpointStore
 from trainer.cli import main
 
 EVERY_STEP = (
@@ -35,6 +42,10 @@ def run(folder: Path, *words: str, place: str | None = None) -> int:
 
 def steps_of(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join("".join(capsys.readouterr()).split())
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -82,9 +93,31 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFix
     copy = tmp_path / "copies" / "checkpoints" / "step-00000003"
     (copy / "state.json").write_text("{}")
     assert run(tmp_path) == ExitCode.DONE
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "passed over the checkpoint" in shown
-    assert "the checkpoint of step 2 was downloaded" in shown
+    text = shown(capsys)
+    assert "passed over the checkpoint" in text
+    assert "the checkpoint of step 2 was downloaded" in text
+
+
+@pytest.mark.parametrize("damage", ["lost", "half", "all"])
+def test_copies_that_lack_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str):
+    assert run(tmp_path, "training.stop_at_step=3") == ExitCode.STOPPED
+    shutil.rmtree(tmp_path / "run")
+    copies = tmp_path / "copies" / "checkpoints"
+    lost = {"lost": ["model/config.json"], "half": [SUMS, "state.json"], "all": ["state.json"]}[damage]
+    for folder in ["step-00000002", "step-00000003"][damage != "all" :]:
+        for name in lost:
+            (copies / folder / name).unlink()
+    code = run(tmp_path)
+    text = shown(capsys)
+    if damage == "all":  # a training from the start would replace them
+        assert code == ExitCode.FAILED
+        assert "step-00000003: it is damaged: it lacks state.json" in text
+        assert "No copy can be used; restore one, remove them all" in text
+        assert steps_of(tmp_path / "copies") == ["step-00000002", "step-00000003"]
+    else:
+        assert code == ExitCode.DONE
+        assert ("it is damaged: it lacks model/config.json" in text) == (damage == "lost")
+        assert "the checkpoint of step 2 was downloaded" in text
 
 
 def test_never_resuming_refuses_copies_of_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -107,13 +140,11 @@ class Broken(LocalFileSystem):
 def test_an_upload_that_fails_is_noted_and_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from trainer.checkpoint import mirror
-
     monkeypatch.setattr(mirror, "open_place", lambda url: (Broken(), url.removeprefix("file://")))
     assert run(tmp_path) == ExitCode.FAILED
-    shown = " ".join("".join(capsys.readouterr()).split())
-    assert "could not be uploaded: no route to the store; the training goes on" in shown
-    assert "Mend the access" in shown
+    text = shown(capsys)
+    assert "could not be uploaded: no route to the store; the training goes on" in text
+    assert "Mend the access" in text
     assert steps_of(tmp_path / "run") == ["step-00000003", "step-00000004"]
     whole = [path.parent.name for path in (tmp_path / "copies" / "checkpoints").glob(f"*/{SUMS}")]
     assert whole in ([], ["step-00000001"])
@@ -122,6 +153,128 @@ def test_an_upload_that_fails_is_noted_and_ends_the_run(
     assert run(tmp_path) == ExitCode.DONE  # the training is over; the missing copies are uploaded
     assert steps_of(tmp_path / "copies")[-1] == "step-00000004"
     assert (tmp_path / "copies" / "model" / "config.json").exists()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[WebHdfs]:
+    with webhdfs(tmp_path / "copies") as server:
+        yield server
+
+
+def test_a_server_that_goes_away_in_a_download_has_no_damaged_copies(
+    tmp_path: Path, server: WebHdfs, capsys: pytest.CaptureFixture[str]
+):
+    place = server.url("")
+    assert run(tmp_path, "training.stop_at_step=3", place=place) == ExitCode.STOPPED
+    shutil.rmtree(tmp_path / "run")
+
+    def go_away(operation: str, path: str) -> None:
+        if "/model" in path:  # a folder in the copy
+            server.state = "away"
+
+    server.heard = go_away
+    assert run(tmp_path, place=place) == ExitCode.FAILED
+    text = shown(capsys)
+    assert "could not be downloaded: 503 Server Error" in text
+    assert "passed over" not in text
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_server_that_is_away_at_the_start_is_not_an_empty_place(
+    tmp_path: Path, server: WebHdfs, capsys: pytest.CaptureFixture[str], resume: str
+):
+    place = server.url("")
+    assert run(tmp_path, "training.stop_at_step=3", place=place) == ExitCode.STOPPED
+    copies = ["step-00000002", "step-00000003"]
+    assert steps_of(tmp_path / "copies") == copies
+    shutil.rmtree(tmp_path / "run")
+    server.state = "away"
+    assert run(tmp_path, f"checkpoint.resume={resume}", place=place) == ExitCode.FAILED
+    assert "its checkpoints could not be listed: 503 Server Error" in shown(capsys)
+    assert steps_of(tmp_path / "run") == []
+    assert steps_of(tmp_path / "copies") == copies
+    if resume == "auto":
+        server.state = "well"
+        assert run(tmp_path, place=place) == ExitCode.DONE
+        assert list(losses(tmp_path)) == [4]
+
+
+def test_a_silent_server_has_a_time_limit_at_the_start(
+    tmp_path: Path, server: WebHdfs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(mirror, "SILENT_SECONDS", 0.3)
+    server.state = "silent"
+    assert run(tmp_path, place=server.url("run")) == ExitCode.FAILED
+    assert "its checkpoints could not be listed: it did not answer within 0.3 seconds; restore" in shown(capsys)
+
+
+def test_a_stop_is_obeyed_while_a_server_is_silent(tmp_path: Path, server: WebHdfs, capsys: pytest.CaptureFixture[str]):
+    server.state = "silent"
+    server.heard = lambda operation, path: os.kill(os.getpid(), signal.SIGTERM)
+    assert run(tmp_path, place=server.url("run")) == ExitCode.STOPPED
+    assert "stopped by a signal" in shown(capsys)
+
+
+def test_a_server_that_falls_silent_at_the_end_is_waited_for_no_longer(
+    tmp_path: Path, server: WebHdfs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fall_silent(operation: str, path: str) -> None:
+        if "step-00000004" in path:
+            server.state = "silent"
+
+    monkeypatch.setattr(mirror, "SILENT_SECONDS", 0.3)
+    server.heard = fall_silent
+    assert run(tmp_path, place=server.url("")) == ExitCode.FAILED
+    assert "it did not answer within 0.3 seconds. Mend the access, then start the run again" in shown(capsys)
+    assert steps_of(tmp_path / "run") == ["step-00000003", "step-00000004"]
+
+    monkeypatch.undo()
+    server.heard, server.state = (lambda operation, path: None), "well"
+    assert run(tmp_path, place=server.url("")) == ExitCode.DONE
+    verify(tmp_path / "copies" / "checkpoints" / "step-00000004")
+    assert (tmp_path / "copies" / "model" / "config.json").exists()
+
+
+def test_a_silent_ftp_server_is_an_error_for_users(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mirror, "SILENT_SECONDS", 0.3)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(TrainerError, match=r"it did not answer within 0\.3 seconds; restore the access") as error,
+    ):
+        open_place(f"ftp://127.0.0.1:{silent.getsockname()[1]}/run")
+    assert error.value.exit_code == ExitCode.FAILED
+
+
+def test_memory_is_no_place_for_copies():
+    with pytest.raises(UsageError, match="must be a place that outlives the run, but is memory://run"):
+        open_place("memory://run")
+
+
+def test_a_place_that_takes_no_files_is_refused_at_the_start(tmp_path: Path):
+    class ReadOnly(LocalFileSystem):
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            raise NotImplementedError("only reads")
+
+    store = CheckpointStore(tmp_path / "run", keep=2)
+    store.open()
+    copies = Mirror(str(tmp_path / "copies"), store)
+    copies._files = ReadOnly()
+    with pytest.raises(UsageError, match="a file could not be written there: only reads"):
+        copies.fetch()
+
+
+def test_pruning_spares_newer_copies_and_removes_half_ones(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run", keep=2)
+    for folder, step, is_whole in (("run", 5, True), ("copies", 1, False), ("copies", 3, True), ("copies", 15, True)):
+        place = tmp_path / folder / "checkpoints" / f"step-{step:08d}"
+        place.mkdir(parents=True)
+        (place / "state.json").touch()
+        if is_whole:
+            (place / SUMS).touch()
+    copies = Mirror(str(tmp_path / "copies"), store)
+    copies.send(5)
+    copies.finish(None)
+    assert steps_of(tmp_path / "copies") == ["step-00000005", "step-00000015"]
 
 
 def test_an_unknown_protocol_is_refused():

@@ -177,6 +177,12 @@ class LostPeerError(TrainerError):
     """Another rank has ended, so this rank cannot continue; that rank reports the cause."""
 
 
+class StoppedError(TrainerError):
+    """A signal came while the run waited before its first step; nothing is lost."""
+
+    _exit_code = ExitCode.STOPPED
+
+
 class NonFiniteError(TrainerError):
     """The loss or the gradient norm is not finite; the message names the step, and no later state was saved."""
 

@@ -34,6 +34,6 @@ class Background(Generic[Result]):
             return WRITING
         return FAILED if self.error else WRITTEN
 
-    def wait(self) -> None:
-        """Wait for the end of the thread."""
-        self._thread.join()
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for the end of the thread, for some seconds at most."""
+        self._thread.join(seconds)

@@ -135,6 +135,19 @@ def seal(folder: Path, facts: Facts, files: Iterable[WrittenFile]) -> None:
         sync(place)
 
 
+def read_sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each file that `state.json` and `SHA256SUMS` name, without these two.
+
+    Raises:
+        OSError: one of the two is missing or cannot be read.
+        ValueError: the checkpoint is damaged, or has another format.
+    """
+    sizes = _read_json(folder).get("files")
+    if not isinstance(sizes, dict) or _read_sums(folder).keys() != {*sizes, FACTS}:
+        raise ValueError(f"it is damaged: {FACTS} and {SUMS} name other files")
+    return sizes
+
+
 def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
     """Verify sizes and checksums; the ranks share the large files, so every rank must succeed.
 
@@ -150,11 +163,7 @@ def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
         OSError: a file is missing or cannot be read.
         ValueError: the checkpoint is damaged, or has another format.
     """
-    facts = _read_json(folder)
-    sums = _read_sums(folder)
-    sizes = facts.get("files")
-    if not isinstance(sizes, dict) or sums.keys() != {*sizes, FACTS}:
-        raise ValueError(f"it is damaged: {FACTS} and {SUMS} name other files")
+    sums, sizes = _read_sums(folder), read_sizes(folder)
     for name, size in sizes.items():
         found = _regular(folder / name).st_size
         if found != size:

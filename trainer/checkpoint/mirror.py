@@ -7,38 +7,84 @@ whole. The copies have the names of the files in the run's folder.
 from __future__ import annotations
 
 import posixpath
-import re
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.base.disk import sync
-from trainer.base.errors import TrainerError, UsageError
+from trainer.base.errors import StoppedError, TrainerError, UsageError
 from trainer.base.text import without_secrets
-from trainer.checkpoint.files import SUMS, verify
+from trainer.checkpoint.background import WRITING, Background
+from trainer.checkpoint.files import FACTS, SUMS, read_sizes, verify
 from trainer.checkpoint.store import CheckpointStore, steps_of
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _CHECKPOINTS = "checkpoints"
+
+SILENT_SECONDS = 60.0
+"""The longest time until a place answers; a transfer has more, by the bytes of its file."""
+_SLOWEST = 2**18  # bytes a second of a transfer
+_LOOK_SECONDS = 0.1
+
+Answer = TypeVar("Answer")
+
+
+def _never() -> bool:
+    return False
 
 
 def open_place(url: str) -> tuple[Any, str]:
     """Return the file system and the path of a URL.
 
     Raises:
-        UsageError: fsspec does not know the protocol, or its package is missing.
+        UsageError: fsspec does not know the protocol, its package is missing, or it keeps nothing.
+        TrainerError: the place does not answer.
     """
     from fsspec.core import url_to_fs
 
+    problem = f"`checkpoint.mirror` must be a place that fsspec can open, but is {without_secrets(url)}"
     try:
-        files, path = url_to_fs(url)
+        files, path = _answer(lambda: url_to_fs(url, skip_instance_cache=True))
     except (ImportError, ValueError) as error:
         raise UsageError(
-            f"`checkpoint.mirror` must be a place that fsspec can open, but is {without_secrets(url)}: {error}; install"
-            " its package, such as s3fs for s3:// and gcsfs for gs://"
+            f"{problem}: {error}; install its package, such as s3fs for s3:// and gcsfs for gs://"
         ) from error
+    except Exception as error:  # the classes differ between file systems
+        raise TrainerError(f"{problem}: {_why(error)}; restore the access, or name another") from error
+    if files.protocol == "memory":
+        raise UsageError(
+            f"`checkpoint.mirror` must be a place that outlives the run, but is {without_secrets(url)}, the memory of"
+            " its process; name another"
+        )
     return files, path.rstrip("/")
+
+
+def _answer(question: Callable[[], Answer], num_bytes: int = 0, is_stopped: Callable[[], bool] = _never) -> Answer:
+    """Return the answer to a question that a silent server may never give.
+
+    Raises:
+        StoppedError: the run has to stop.
+        TimeoutError: there is no answer.
+    """
+    asked = Background(question)
+    seconds = SILENT_SECONDS + num_bytes / _SLOWEST
+    end = time.monotonic() + seconds
+    while asked.status == WRITING:
+        if is_stopped():
+            raise StoppedError("stopped by a signal while `checkpoint.mirror` was asked; nothing is lost")
+        if time.monotonic() > end:
+            raise TimeoutError(f"it did not answer within {seconds:g} seconds")
+        asked.wait(_LOOK_SECONDS)
+    if asked.error is not None:
+        raise asked.error
+    return asked.result  # type: ignore[return-value]  # there is one, if there is no error
+
+
+def _why(error: Exception) -> str:
+    return without_secrets(" ".join(str(error).split()) or type(error).__name__)
 
 
 class Mirror:
@@ -49,11 +95,15 @@ class Mirror:
         store: the checkpoints of the run's folder.
 
     Raises:
-        UsageError: the place cannot be opened.
+        TrainerError: the place cannot be opened.
     """
 
     def __init__(self, url: str, store: CheckpointStore) -> None:
+        self.is_stopped: Callable[[], bool] = _never
+        """Return whether the run has to stop, instead of waiting for an answer at its start."""
+        self._url = url
         self._files, self._root = open_place(url)
+        self._is_lost = False  # whether the connection may be out of step, since a question failed
         self._name = without_secrets(url).rstrip("/")
         self._store = store
         self._lock = threading.Lock()
@@ -86,7 +136,7 @@ class Mirror:
             Notes for the user on damaged ones.
 
         Raises:
-            UsageError: the place does not answer.
+            TrainerError: the place does not answer.
         """
         copied, notes = self._asked(), []
         for step in reversed(steps):
@@ -125,20 +175,28 @@ class Mirror:
         if problem is not None:
             raise TrainerError(f"{problem}. Mend the access, then start the run again: it uploads what is missing")
 
-    def steps(self) -> list[int]:
+    def steps(self, is_stopped: Callable[[], bool] = _never) -> list[int]:
         """Return the steps of the whole copies, oldest first."""
-        folder = f"{self._root}/{_CHECKPOINTS}"
-        self._files.invalidate_cache()
-        if not self._files.exists(folder):
+        return [step for step in self._begun(is_stopped) if self._exists(f"{self._place(step)}/{SUMS}", is_stopped)]
+
+    def _begun(self, is_stopped: Callable[[], bool] = _never) -> list[int]:
+        """Return the steps of all copies, also of those that are not whole."""
+
+        def ask() -> list[str]:
+            self._files.invalidate_cache()
+            return list(self._files.ls(f"{self._root}/{_CHECKPOINTS}", detail=False))
+
+        try:
+            paths = self._ask(ask, is_stopped=is_stopped)
+        except FileNotFoundError:
             return []
-        names = (posixpath.basename(path.rstrip("/")) for path in self._files.ls(folder, detail=False))
-        return [step for step in steps_of(names) if self._files.exists(f"{self._place(step)}/{SUMS}")]
+        return steps_of(posixpath.basename(path.rstrip("/")) for path in paths)
 
     def fetch(self) -> list[str]:
         """Download the newest whole copy into the store, and return notes for the user.
 
         Raises:
-            UsageError: the place does not answer, or a file of a copy cannot be downloaded.
+            TrainerError: the place does not answer, or has copies, but all are damaged.
             OSError: the run's folder cannot be written.
         """
         notes = []
@@ -147,19 +205,25 @@ class Mirror:
             try:
                 self._download(step, temporary)
                 verify(temporary)
-            except ValueError as error:
+            except (FileNotFoundError, ValueError) as error:
                 self._store.discard(step)
                 notes.append(f"passed over the checkpoint {self._name}/{_CHECKPOINTS}/{self._folder(step)}: {error}")
                 continue
             self._store.adopt(step)
             return [*notes, f"the checkpoint of step {step} was downloaded from {self._name}"]
-        return notes
+        if notes:  # a training from the start would replace the copies in time
+            raise TrainerError(
+                f"{'; '.join(notes)}. No copy can be used; restore one, remove them all, or name another"
+                " `checkpoint.mirror`"
+            )
+        return []
 
     def refuse_copies(self) -> list[str]:
         """Refuse whole copies, which a run that does not resume from them would remove; return no note.
 
         Raises:
-            UsageError: there are copies, or the place does not answer.
+            UsageError: there are copies.
+            TrainerError: the place does not answer.
         """
         if steps := self._asked():
             raise UsageError(
@@ -169,24 +233,82 @@ class Mirror:
         return []
 
     def _asked(self) -> list[int]:
+        """Return the steps of the whole copies; a place without any must take a file."""
+        with self._refusing("its checkpoints", "listed"):
+            steps = self.steps(self.is_stopped)
+        if not steps:
+            with self._refusing("a file", "written there"):
+                self._ask(self._write_and_remove, is_stopped=self.is_stopped)
+        return steps
+
+    @contextmanager
+    def _refusing(self, subject: str, verb: str) -> Iterator[None]:
+        """Turn a problem of the place, in the block, into an error for the user."""
         try:
-            return self.steps()
+            yield
+        except StoppedError:
+            raise
         except Exception as error:  # the classes differ between file systems
-            raise UsageError(self._words("its checkpoints", error, "listed")) from error
+            kind = UsageError if isinstance(error, PermissionError | NotImplementedError) else TrainerError
+            raise kind(f"{self._words(subject, error, verb)}; restore the access, or name another place") from error
+
+    def _write_and_remove(self) -> None:
+        file = f"{self._root}/.trainer-writes"
+        self._files.makedirs(self._root, exist_ok=True)
+        self._files.pipe_file(file, b"removed at once")
+        self._files.rm_file(file)
 
     def _download(self, step: int, folder: Path) -> None:
-        place = self._place(step)
-        for path in self._files.find(place):
-            name = posixpath.relpath(path, place)
-            if not all(_PLAIN_NAME.fullmatch(part) for part in name.split("/")):
-                raise ValueError(f"it is damaged: it has a file {name!r}")
-            local = folder / name
-            local.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self._files.get_file(path, str(local))
-            except Exception as error:
-                raise UsageError(self._words(f"{self._folder(step)}/{name}", error, "downloaded")) from error
-            sync(local)
+        """Download the files that a copy names: a listing of fsspec leaves out a folder that cannot be read.
+
+        Raises:
+            TrainerError: the place does not answer.
+            FileNotFoundError: the copy lacks a file.
+            ValueError: the copy is damaged.
+        """
+        for name in (SUMS, FACTS):
+            self._download_file(step, name, folder, 0)
+        for name, size in read_sizes(folder).items():
+            self._download_file(step, name, folder, size)
+
+    def _download_file(self, step: int, name: str, folder: Path, size: int) -> None:
+        remote, local = f"{self._place(step)}/{name}", folder / name
+        local.parent.mkdir(parents=True, exist_ok=True)
+        with self._refusing(f"{self._folder(step)}/{name}", "downloaded"):
+            is_there = self._exists(remote, self.is_stopped)
+            if is_there:
+                self._ask(partial(self._files.get_file, remote, str(local)), size, self.is_stopped)
+        if not is_there:
+            raise FileNotFoundError(f"it is damaged: it lacks {name}")
+        sync(local)
+
+    def _ask(
+        self, question: Callable[[], Answer], num_bytes: int = 0, is_stopped: Callable[[], bool] = _never
+    ) -> Answer:
+        """Return the answer of the place; after a failure, over a new connection.
+
+        Raises:
+            FileNotFoundError: the place has no such file.
+            Exception: any other problem; the classes differ between file systems.
+        """
+        if self._is_lost:
+            self._files, self._root = open_place(self._url)
+        self._is_lost = True
+        try:
+            answer = _answer(question, num_bytes, is_stopped)
+        except FileNotFoundError:
+            self._is_lost = False
+            raise
+        self._is_lost = False
+        return answer
+
+    def _exists(self, path: str, is_stopped: Callable[[], bool] = _never) -> bool:
+        """Return whether there is a file; fsspec's `exists` would return False for a server that is away."""
+        try:
+            self._ask(lambda: self._files.info(path), is_stopped=is_stopped)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _work(self) -> None:
         while True:
@@ -206,20 +328,30 @@ class Mirror:
 
     def _send(self, folder: Path, place: str, last: str) -> None:
         """Upload a folder; the file `last`, which marks a whole copy, is removed first and comes back last."""
-        self._files.invalidate_cache()
-        if self._files.exists(f"{place}/{last}"):
-            self._files.rm_file(f"{place}/{last}")
+        self._remove_mark(f"{place}/{last}")
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
         for name in sorted(names, key=lambda name: (name == last, name)):
-            remote = f"{place}/{name}"
+            self._upload(folder / name, f"{place}/{name}")
+
+    def _upload(self, file: Path, remote: str) -> None:
+        def put() -> None:
             self._files.makedirs(posixpath.dirname(remote), exist_ok=True)
-            self._files.put_file(str(folder / name), remote)
+            self._files.put_file(str(file), remote)
+
+        self._ask(put, file.stat().st_size)
+
+    def _remove_mark(self, path: str) -> None:
+        """Remove the file that marks a whole copy, so that a partly removed one does not look like a damaged one."""
+        if self._exists(path):
+            self._ask(lambda: self._files.rm_file(path))
 
     def _prune(self, newest: int) -> None:
-        """Remove the copies of checkpoints that the run's folder no longer has."""
-        for step in set(self.steps()) - {*self._store.steps(), newest}:
-            self._files.rm_file(f"{self._place(step)}/{SUMS}")  # a partly removed copy must not look like a damaged one
-            self._files.rm(self._place(step), recursive=True)
+        """Remove the copies of earlier checkpoints that the run's folder no longer has."""
+        kept = self._store.steps()
+        for step in self._begun():
+            if step < newest and step not in kept:
+                self._remove_mark(f"{self._place(step)}/{SUMS}")
+                self._ask(partial(self._files.rm, self._place(step), recursive=True))
 
     def _place(self, step: int) -> str:
         return f"{self._root}/{_CHECKPOINTS}/{self._folder(step)}"
@@ -228,5 +360,4 @@ class Mirror:
         return self._store.path(step).name
 
     def _words(self, subject: str, error: Exception, verb: str = "uploaded") -> str:
-        why = without_secrets(" ".join(str(error).split()) or type(error).__name__)
-        return f"`checkpoint.mirror` is {self._name}, but {subject} could not be {verb}: {why}"
+        return f"`checkpoint.mirror` is {self._name}, but {subject} could not be {verb}: {_why(error)}"

@@ -98,7 +98,7 @@ class Saver:
         memory: the checkpoints in the memory of the hosts; None: there are none.
 
     Raises:
-        UsageError: `mirror` cannot be opened.
+        TrainerError: `mirror` cannot be opened; on every rank.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class Saver:
         self._asynchronous = asynchronous
         self._check_owner = check_owner
         self._is_mirrored = bool(mirror)
-        self._mirror = Mirror(mirror, store) if mirror and mesh.rank == 0 else None
-        if self._mirror is not None:
-            store.needed = self._mirror.needed
+        self._mirror: Mirror | None = None
+        if mirror:
+            mesh.on_rank_zero(lambda: self._open_mirror(mirror))
         self.note: Callable[[str], None] = warnings.warn
         """Show a note on rank 0."""
         self._memory = memory
@@ -137,16 +137,27 @@ class Saver:
         """Whether a complete checkpoint of this run exists, on the disk or in memory."""
         return self._is_saved or (self._memory is not None and not self._memory.is_empty)
 
-    def resume(self, mode: Literal["auto", "never"]) -> list[str]:
+    def _open_mirror(self, url: str) -> None:
+        self._mirror = Mirror(url, self._store)
+        self._store.needed = self._mirror.needed
+
+    def resume(self, mode: Literal["auto", "never"], is_stopped: Callable[[], bool] = lambda: False) -> list[str]:
         """Resume from the newest complete checkpoint, if there is one, of any layout.
+
+        Args:
+            mode: whether to resume.
+            is_stopped: returns whether rank 0 has to stop, while it waits for the place of the copies.
 
         Returns:
             Notes for the user on the checkpoints that were skipped.
 
         Raises:
+            StoppedError: `is_stopped` has returned true.
             UsageError: the checkpoint is of another training or model, `mode` is "never" and a checkpoint exists, or
                 the folder cannot be written.
         """
+        if self._mirror is not None:
+            self._mirror.is_stopped = is_stopped
         marker, key, notes = self._mesh.on_rank_zero(lambda: self._open_store(mode == "auto"))
         self._refuse_other_folders(marker)
         on_disk: list[tuple[int, Found | None]] = [(step, None) for step in self._mesh.share(self._store.steps())]

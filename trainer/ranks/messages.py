@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from trainer.base.errors import ExitCode, LostPeerError, NonFiniteError, TrainerError, UsageError
+from trainer.base.errors import ExitCode, LostPeerError, NonFiniteError, StoppedError, TrainerError, UsageError
 
 _HEADER_BYTES = 8  # length of the JSON part, little-endian
 
@@ -50,7 +50,11 @@ def decode_error(values: list[Any]) -> TrainerError:
     code, is_consequence, text = values
     if is_consequence:
         return LostPeerError(text)
-    classes: dict[int, type[TrainerError]] = {ExitCode.USER: UsageError, ExitCode.NON_FINITE: NonFiniteError}
+    classes: dict[int, type[TrainerError]] = {
+        ExitCode.USER: UsageError,
+        ExitCode.NON_FINITE: NonFiniteError,
+        ExitCode.STOPPED: StoppedError,
+    }
     return classes.get(code, TrainerError)(text)
 
 

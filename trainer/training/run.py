@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.base.errors import ExitCode, LostPeerError
+from trainer.base.errors import ExitCode, LostPeerError, StoppedError
 from trainer.base.text import without_secrets
 from trainer.checkpoint.owner import FolderOwner
 from trainer.checkpoint.progress import Progress
@@ -140,7 +140,10 @@ def _train(
     meter = Meter(model_size(parts.models, parts.placements, mesh), total_peak_flops(recipe, mesh))
 
     saver = session.saver = parts.saver(owner.check, saves)
-    resumed = saver.resume(recipe.checkpoint.resume)
+    try:
+        resumed = saver.resume(recipe.checkpoint.resume, lambda: bool(stop.received))
+    except StoppedError:
+        return "signal"
     parts.progress = session.progress = saver.progress
     validation = data.validation.content_hash if data.validation is not None else None
     notes = [

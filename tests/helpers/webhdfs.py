@@ -1,0 +1,121 @@
+"""A stand-in of a WebHDFS server on the loopback, over a folder, that can be away or silent."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import parse_qs, urlsplit
+
+PREFIX = "/webhdfs/v1"
+
+
+class WebHdfs(ThreadingHTTPServer):
+    """The server; `state` is how it answers from now on."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.folder = folder
+        self.state: Literal["well", "away", "silent"] = "well"
+        self.heard: Callable[[str, str], None] = lambda operation, path: None
+        """Called with each operation and its path, before the answer."""
+        self.ended = threading.Event()
+
+    def url(self, path: str) -> str:
+        """Return the URL of a path for fsspec."""
+        return f"webhdfs://127.0.0.1:{self.server_port}/{path}"
+
+
+@contextmanager
+def webhdfs(folder: Path) -> Iterator[WebHdfs]:
+    """Serve a folder in this context."""
+    folder.mkdir(exist_ok=True)
+    server = WebHdfs(folder)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.ended.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: WebHdfs
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        name = address.path.removeprefix(PREFIX)
+        query = {key: values[0] for key, values in parse_qs(address.query).items()}
+        operation = query.get("op", "")
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.server.heard(operation, name)
+        if self.server.state == "silent":
+            self.server.ended.wait()
+            self.close_connection = True
+        elif self.server.state == "away":
+            self._say(503, b"<html>in maintenance</html>")
+        elif not operation:  # the data itself, at the address of a redirection
+            with (self.server.folder / name.lstrip("/")).open("ab") as file:
+                file.write(body)
+            self._say(201)
+        else:
+            self._do(operation, self.server.folder / name.lstrip("/"), name, query)
+
+    do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 (names of http.server)
+
+    def _do(self, operation: str, path: Path, name: str, query: dict[str, str]) -> None:
+        if operation in ("CREATE", "APPEND"):
+            if operation == "CREATE":
+                path.write_bytes(b"")
+            self.send_response(307)
+            self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}{name}")
+            self.send_header("content-length", "0")
+            self.end_headers()
+        elif operation == "MKDIRS":
+            path.mkdir(parents=True, exist_ok=True)
+            self._say(200, b"{}")
+        elif operation == "DELETE":
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+            self._say(200, b"{}")
+        elif not path.exists():
+            problem = {"RemoteException": {"exception": "FileNotFoundException", "message": f"no {name}"}}
+            self._say(404, json.dumps(problem).encode())
+        elif operation == "OPEN":
+            start = int(query["offset"])
+            self._say(200, path.read_bytes()[start : start + int(query["length"])])
+        elif operation == "GETFILESTATUS":
+            self._say(200, json.dumps({"FileStatus": _status(path, "")}).encode())
+        else:
+            assert operation == "LISTSTATUS", operation
+            listed = sorted(path.iterdir()) if path.is_dir() else []
+            statuses = [_status(one, one.name) for one in listed] or [_status(path, "")] * path.is_file()
+            self._say(200, json.dumps({"FileStatuses": {"FileStatus": statuses}}).encode())
+
+    def _say(self, code: int, body: bytes = b"") -> None:
+        self.send_response(code)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _status(path: Path, suffix: str) -> dict[str, Any]:
+    is_folder = path.is_dir()
+    size = 0 if is_folder else path.stat().st_size
+    return {"pathSuffix": suffix, "type": "DIRECTORY" if is_folder else "FILE", "length": size}
