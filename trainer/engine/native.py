@@ -32,6 +32,7 @@ from trainer.engine.engine import (
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.precision import sent_dtype
+from trainer.engine.rounded import RoundedWeights, rounded_weights
 from trainer.engine.scaling import LossScaler
 from trainer.engine.schedule import AccumulationSchedule, Schedule
 from trainer.engine.schedule_free import NAME as SCHEDULE_FREE
@@ -118,6 +119,7 @@ class NativeEngine:
         models: the model, or this rank's pipeline stages, with placed parameters.
         schedule: the forward and backward passes of the microbatches of a step.
         complete: a function that completes the sums of gradients after the schedule.
+        rounded: the weights of matrix products in 16 bits; None: autocast rounds them, or nothing does.
         placements: the placement of each parameter, by its name in `models`.
         mesh: the ranks.
         plan: the plan of the run, with precision, optimizer, schedule and clipping.
@@ -134,12 +136,14 @@ class NativeEngine:
         plan: RunPlan,
         total_steps: int,
         complete: Callable[[], None] | None = None,
+        rounded: RoundedWeights | None = None,
     ) -> None:
         self.placements = placements
         self._forward = forward
         self._models = models
         self._sharded = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
         self._complete = complete
+        self._rounded = rounded
         self._mesh = mesh
         self._recipe = plan.recipe
         self._total_steps = total_steps
@@ -176,9 +180,10 @@ class NativeEngine:
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
         self._hide_averages()
-        self._forward.begin_step(self._step, batch)
         scale = self._scaler.scale if self._scaler else None
-        share = self._schedule.run(batch.microbatches, self._forward.denominator(batch), scale)
+        with self._rounded.use() if self._rounded else nullcontext():
+            self._forward.begin_step(self._step, batch)
+            share = self._schedule.run(batch.microbatches, self._forward.denominator(batch), scale)
         loss = self._mesh.begin_sum_(share, "dp")
         if self._needs_all_gradients:
             self._refuse_unused_parameters()
@@ -355,6 +360,7 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
     prepare_model(built, mesh, plan)
     sent_in = sent_dtype(parallel.communication)
     complete: Callable[[], None] | None = None
+    rounded: RoundedWeights | None = None
     sums: OverlappedSums | None = None
     call: nn.Module = model
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -374,6 +380,7 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
         no_sync = partial(defer_all_reduce, model)
     else:
         model.to(mesh.device)
+        rounded = rounded_weights([model], plan.recipe)
         if mesh.size("dp") > 1:
             # DDP has gradients in the type of the weights only, so it leaves out those in bf16.
             in_bf16 = stored_in_bf16(model)
@@ -387,4 +394,4 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
     synced = plan.strategy.cuts_parameters
     forward = ModelForward(built, call, model, task, mesh, plan.recipe.training.seed, synced, plan.recipe.data.packing)
     schedule = AccumulationSchedule(forward.loss_sum, no_sync, sums)
-    return NativeEngine(forward, [model], schedule, placements, mesh, plan, total_steps, complete)
+    return NativeEngine(forward, [model], schedule, placements, mesh, plan, total_steps, complete, rounded)

@@ -21,6 +21,7 @@ from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.native import NativeEngine
 from trainer.engine.precision import COMPUTE_DTYPES, sent_dtype
+from trainer.engine.rounded import rounded_weights
 from trainer.engine.sharded import shard
 from trainer.models.attention import padding_known
 from trainer.models.building import BuiltModel
@@ -302,6 +303,7 @@ def build_pipelined(
     built: Sequence[BuiltModel], task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int
 ) -> NativeEngine:
     """Return the engine of `ddp`, `fsdp` and `hsdp` with pipeline stages."""
+    assert plan.pipeline is not None
     models = [stage.model for stage in built]
     placements: Placements = {}
     parallel, cuts = plan.recipe.parallel, plan.strategy.cuts_parameters
@@ -338,7 +340,10 @@ def build_pipelined(
             round_gradients_(parameters, sent_in)
         tied.sum_()
 
-    return NativeEngine(forward, models, schedule, placements, mesh, plan, total_steps, complete)
+    # A backward pass that computes gradients of weights later finds them by the products that need them.
+    together = not plan.pipeline.schedule.splits_backward
+    rounded = None if cuts else rounded_weights(models, plan.recipe, together)
+    return NativeEngine(forward, models, schedule, placements, mesh, plan, total_steps, complete, rounded)
 
 
 def _tied_gradients(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -68,6 +68,11 @@ def rounded_by_autocast(model: nn.Module) -> set[str]:
         for parameter in module.parameters(recurse=False):
             users.setdefault(parameter, set()).add(type(module))
     return {name for name, parameter in model.named_parameters() if users[parameter] <= _PRODUCTS}
+
+
+def products(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of matrix products, by name."""
+    return ((name, module) for name, module in model.named_modules() if type(module) in _PRODUCTS)
 
 
 def _require(precision: PrecisionName, device: torch.device) -> None:

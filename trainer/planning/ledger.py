@@ -340,7 +340,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = function(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        component = self._component_of(function, inputs)
+        component = self._component_of(function, inputs, outputs)
         if self._splits and self._default is None and any(map(self.is_on_host, inputs)):
             component = on_host(TEMPORARY)
         for tensor in outputs:
@@ -348,12 +348,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count(function, args, kwargs, inputs, outputs, result)
         return result
 
-    def _component_of(self, function: Any, inputs: list[Tensor]) -> str:
+    def _component_of(self, function: Any, inputs: list[Tensor], outputs: list[Tensor]) -> str:
         if self._default is not None:
             return self._default
         if function.namespace == "fsdp":
             return GATHERED if "all_gather" in function.__name__ or "split" in function.__name__ else COMMUNICATION
-        if function is torch.ops.aten._to_copy.default and self._holds(inputs[0]) in (PARAMETERS, GATHERED):
+        is_smaller = function in _CASTING and outputs[0].dtype.itemsize < inputs[0].dtype.itemsize
+        if is_smaller and self._holds(inputs[0]) in (PARAMETERS, GATHERED):
             return CASTS
         if not self._inside:
             return TEMPORARY if _in_backward() else LOSS
@@ -425,6 +426,7 @@ def _number(tensor: Tensor) -> float | int | bool:
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
+_CASTING = frozenset((torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default))
 _ANSWERS = {
     torch.ops.aten._local_scalar_dense.default: _number,
     torch.ops.aten.equal.default: lambda *_: True,

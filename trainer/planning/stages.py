@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from trainer.models.building import build_on_meta
 from trainer.models.stages import split_stages
-from trainer.planning.ledger import ACTIVATIONS, BATCH, CASTS, GRADIENTS, LOSS, TEMPORARY, Peak
+from trainer.planning.ledger import ACTIVATIONS, BATCH, GRADIENTS, LOSS, TEMPORARY, Peak
 from trainer.planning.shortening import Found
 from trainer.planning.step import StepPlan, planned_task, simulate, step_plan
 from trainer.recipe.plan import PipelinePlan, RunPlan
@@ -91,7 +91,7 @@ def _repeated(found: Found, plan: RunPlan, pipeline: PipelinePlan, stage: int) -
     flight = number if pipeline.schedule.name == "gpipe" else min(number, pipeline.num_ranks - stage)
     more = Counter({LOSS: found.resident.get(LOSS, 0), BATCH: found.resident.get(BATCH, 0)})
     resident = Counter(found.resident) + _times(more, number - 1)
-    held = Counter({name: found.held.get(name, 0) for name in (ACTIVATIONS, CASTS)})  # casts of weights, too
+    held = Counter({ACTIVATIONS: found.held.get(ACTIVATIONS, 0)})
     held[LOSS] = max(0, found.held.get(LOSS, 0) - more[LOSS])
     waiting = _times(more, number - 1)
     peaks = {}

@@ -160,7 +160,7 @@ def work_of(
     moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
     # The size of an operation on all parameters depends on the number of layers; its sums must be linear in it.
     several = packet.__name__.startswith(("_fused_adam", "_fused_sgd", "_foreach_"))
-    if several and not outputs:
+    if several and not outputs and packet is not _aten._foreach_copy_:  # which reads one list and writes the other
         moved = moved * 7 // 4 if "_fused" in packet.__name__ else moved * 2  # all but the gradients is written too
     formula = FLOPS.get(packet)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

@@ -1,0 +1,115 @@
+"""The weights of matrix products in 16 bits, rounded at once for all passes of a step.
+
+Autocast rounds each weight in each forward pass, and returns each gradient to fp32 in each backward pass, by an
+operation for each of them. A GPU waits for so many operations of small models. The numbers here are those of autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.engine.precision import COMPUTE_DTYPES, products
+from trainer.recipe.schema import Recipe
+
+_User = tuple[nn.Module, str]
+"""A module and the name of its parameter."""
+
+
+class RoundedWeights:
+    """Copies of weights, with which their modules compute inside of the context `use`.
+
+    The gradients of the copies are added to those of the weights in fp32. The copies of trained weights live in the
+    context only; those of frozen ones stay until the weights change.
+
+    Args:
+        models: the models, on their device. Embeddings and norms keep their weights, also if a product shares them.
+        dtype: the type of the products.
+        together: whether the layers of a model return their gradients to fp32 layer by layer; else, module by module.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], dtype: torch.dtype, together: bool = True) -> None:
+        self._dtype = dtype
+        self._users: dict[Tensor, list[_User]] = {}
+        groups: dict[str, list[Tensor]] = {}
+        for number, model in enumerate(models):
+            for name, module in products(model):
+                for key, parameter in module.named_parameters(recurse=False):
+                    if parameter.dtype == torch.float32:  # others are stored in 16 bits
+                        if parameter not in self._users and parameter.requires_grad:
+                            group = f"{number}.{_layer(name) if together else name}"
+                            groups.setdefault(group, []).append(parameter)
+                        self._users.setdefault(parameter, []).append((module, key))
+        self._groups = list(groups.values())
+        self._trained = [parameter for group in self._groups for parameter in group]
+        self._frozen = [parameter for parameter in self._users if not parameter.requires_grad]
+        self._of_frozen: tuple[list[int], list[Tensor]] = ([], [])  # versions of the weights, and their copies
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Let the modules compute with rounded weights inside of this context."""
+        # An attribute of the object hides the parameter, which stays a parameter of the module.
+        for parameter, copy in zip((*self._trained, *self._frozen), (*self._recorded(), *self._kept()), strict=True):
+            for module, key in self._users[parameter]:
+                vars(module)[key] = copy
+        try:
+            yield
+        finally:
+            for users in self._users.values():
+                for module, key in users:
+                    del vars(module)[key]
+
+    def _recorded(self) -> Iterator[Tensor]:
+        """Yield the copies of trained weights, from which autograd reaches the weights."""
+        copies = iter(self._copies(self._trained))
+        for group in self._groups:
+            yield from _Rounded.apply([next(copies) for _ in group], *group)  # type: ignore[no-untyped-call]
+
+    def _kept(self) -> list[Tensor]:
+        versions, copies = self._of_frozen
+        now = [parameter._version for parameter in self._frozen]
+        if versions != now:
+            copies = self._copies(self._frozen)
+            self._of_frozen = now, copies
+        return copies
+
+    @torch.no_grad()
+    def _copies(self, weights: list[Tensor]) -> list[Tensor]:
+        copies = [torch.empty_like(weight, dtype=self._dtype) for weight in weights]
+        if copies:
+            torch._foreach_copy_(copies, weights)
+        return copies
+
+
+def rounded_weights(models: Iterable[nn.Module], recipe: Recipe, together: bool = True) -> RoundedWeights | None:
+    """Return the rounded weights of models in 16 bits; None if the recipe computes in fp32."""
+    dtype = COMPUTE_DTYPES.get(recipe.precision)
+    return RoundedWeights(models, dtype, together) if dtype else None
+
+
+class _Rounded(torch.autograd.Function):
+    """The rounding of weights, of which autograd keeps nothing, so that several backward passes may run through it."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        rounded = [gradient for gradient in gradients if gradient is not None]
+        exact = [torch.empty_like(gradient, dtype=torch.float32) for gradient in rounded]
+        torch._foreach_copy_(exact, rounded)
+        found = iter(exact)
+        return None, *(None if gradient is None else next(found) for gradient in gradients)
+
+
+def _layer(name: str) -> str:
+    """Return the name of the outermost element of a list that holds the module `name`, or else `name`."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: number + 1])
