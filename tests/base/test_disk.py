@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.base.disk import is_in_memory, replace_folder, save_tensors
+from trainer.base.disk import is_in_memory, open_plain, read_plain, replace_folder, replace_text, save_tensors
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
@@ -36,6 +36,29 @@ def test_a_folder_replaces_another(tmp_path, was_there):
     replace_folder(new, place)
     assert [(path.name, path.read_text()) for path in place.iterdir()] == [("file", "new")]
     assert os.listdir(tmp_path) == ["place"]
+
+
+def test_a_failed_write_leaves_the_old_file_alone(tmp_path, monkeypatch):
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    replace_text(tmp_path / "file", "old")
+    monkeypatch.setattr("trainer.base.disk.sync", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_text(tmp_path / "file", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_only_regular_files_are_opened_and_those_of_two_names_only_read(tmp_path):
+    (tmp_path / "file").write_text("text")
+    os.link(tmp_path / "file", tmp_path / "hard")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    assert read_plain(tmp_path / "hard", 3) == b"tex"
+    for name, flags in (("hard", os.O_RDWR), ("link", os.O_RDONLY), ("pipe", os.O_RDONLY), ("folder", os.O_RDONLY)):
+        with pytest.raises(OSError, match="it is a link or no regular file"):
+            open_plain(tmp_path / name, flags)
 
 
 def test_a_link_and_a_relative_path_lead_to_memory(tmp_path, monkeypatch):

@@ -196,6 +196,35 @@ class TestOneHost:
         run.finish_mirror(None)
         assert run._mirror.steps() == [2]
 
+    def test_a_folder_that_others_may_write_to_is_passed_over(self, tmp_path):
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        first = memory.folder_of_run(tmp_path, tmp_path / "run")
+        first.mkdir()
+        first.chmod(0o777)
+        first.with_name(f"{first.name}-1").symlink_to(tmp_path / "elsewhere")
+        for _ in range(2):
+            one = HostMemory(tmp_path, tmp_path / "run", ParallelMesh(torch.device("cpu")))
+            one.open("key")
+            assert one.folder == first.with_name(f"{first.name}-2")
+            one._use.close()
+        first.rmdir()  # a free name does not hide the folder with the checkpoints
+        assert memory.folder_of_run(tmp_path, tmp_path / "run") == one.folder
+        assert list((tmp_path / "elsewhere").iterdir()) == []
+        one.folder.chmod(0o777)
+        with pytest.raises(PermissionError, match="others may write to it"):
+            one._begin(one._store(0), 1)
+
+    def test_a_damaged_name_of_the_host_is_refused_in_words(self, tmp_path):
+        one = HostMemory(tmp_path, tmp_path / "run", ParallelMesh(torch.device("cpu")))
+        one.open("key")
+        (one.folder / "key" / "host").write_bytes(b"\xff")
+        with pytest.raises(UsageError, match="it is damaged; remove its folder"):
+            HostMemory(tmp_path, tmp_path / "run", ParallelMesh(torch.device("cpu"))).open("key")
+
+    @pytest.mark.parametrize("places", [["rank-00001-of-00001"], ["rank-00000-of-00002", "rank-00002-of-00002"]])
+    def test_shares_of_ranks_that_cannot_be_are_no_checkpoint(self, places):
+        assert memory.complete_in([(0, {place: [3] for place in places})]) == {}
+
     def test_the_control_group_limits_the_room(self, tmp_path, monkeypatch):
         monkeypatch.setattr(memory, "is_in_memory", lambda folder: True)
         monkeypatch.setattr(memory.cgroup, "free_memory_bytes", lambda: 5)
@@ -376,7 +405,10 @@ class TestSeveralHosts:
         assert f"the checkpoint of step 4 in memory: {note}" in shown
         kept = {spare for spare in (1, 2) if list((tmp_path / f"host{spare}").iterdir())}
         if change == "unreadable host":
-            assert "shares in memory on a host were not read: rank 2: [Errno 21] Is a directory" in unread[0]
+            assert (
+                "shares in memory on a host were not read: rank 2: [Errno 40] it is a link or no regular file"
+                in unread[0]
+            )
             assert kept == {2}
         else:
             assert (unread, kept) == ([], set()), "spare hosts are freed"

@@ -120,6 +120,19 @@ def test_copies_that_lack_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert "the checkpoint of step 2 was downloaded" in text
 
 
+@pytest.mark.parametrize("name", ["../../escaped", "model/../../escaped", "/escaped", "model/.hidden"])
+def test_a_copy_with_a_file_elsewhere_is_refused(tmp_path: Path, name: str):
+    store = CheckpointStore(tmp_path / "run", keep=1)
+    store.open()
+    place = tmp_path / "copies" / "checkpoints" / "step-00000001"
+    place.mkdir(parents=True)
+    (place / SUMS).write_text(f"{'0' * 64}  {name}\n")
+    (place / "state.json").write_text(json.dumps({"format": 2, "files": {name: 1}}))
+    with pytest.raises(TrainerError, match="it is damaged: SHA256SUMS holds a line that is no sum"):
+        Mirror(str(tmp_path / "copies"), store).fetch()
+    assert store.steps() == []
+
+
 def test_never_resuming_refuses_copies_of_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert run(tmp_path, "training.stop_at_step=2") == ExitCode.STOPPED
     shutil.rmtree(tmp_path / "run")

@@ -20,7 +20,7 @@ from tests.helpers import processes
 from tests.helpers.checkpoints import reseal
 from tests.helpers.forking import forking
 from tests.helpers.hostile import Trap
-from trainer.checkpoint.files import FACTS, SUMS, SavedState, share_name, verify
+from trainer.checkpoint.files import FACTS, SUMS, SavedState, open_verified, share_name, verify
 from trainer.checkpoint.store import CheckpointStore
 from trainer.parallel.parts import Box, TensorPart
 
@@ -231,6 +231,40 @@ class TestVerify:
         (store.path(1) / FACTS).write_text(json.dumps(facts))
         reseal(store.path(1))
         assert newest(store) == (None, ["it is damaged: the parts of model.weight are not the whole of it"])
+
+    @pytest.mark.parametrize(
+        ("place", "value"),
+        [
+            (("progress", "step"), -1),
+            (("progress", "step"), 2),  # of another checkpoint
+            (("progress", "step"), "1e9"),
+            (("progress", "samples"), 10**30),
+            (("progress", "samples"), float("nan")),
+            (("progress", "tokens"), None),
+            (("progress", "best"), {"name": "loss"}),
+            (("progress", "best"), {"name": [], "value": 1.0, "step": 1}),
+            (("progress", "more"), 1),
+            (("progress",), []),
+            (("identity",), "x"),
+            (("origin",), None),
+            (("scalars",), {"scale": "large"}),
+            (("tensors", "model.weight"), [-3, -4]),
+            (("tensors", "model.weight"), "34"),
+            (("tensors",), [[3, 4]]),
+            (("identity", "seed"), json.loads("[" * 200 + "]" * 200)),
+        ],
+    )
+    def test_a_wrong_value_is_damage(self, store, place, value):
+        saved(store, 1)
+        facts = json.loads((store.path(1) / FACTS).read_text())
+        group = facts
+        for name in place[:-1]:
+            group = group[name]
+        group[place[-1]] = value
+        (store.path(1) / FACTS).write_text(json.dumps(facts))
+        reseal(store.path(1))
+        with pytest.raises(ValueError, match=r"^it is damaged: "):
+            open_verified(store.path(1), step=1)
 
     def test_ranks_share_the_reading(self, store):
         saved(store, 1)

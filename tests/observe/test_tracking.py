@@ -103,10 +103,10 @@ def test_a_damaged_file_of_ids_is_refused(tmp_path, text):
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EIO, 1), (errno.ESTALE, 1), (errno.EACCES, 2)])
 def test_ids_that_the_storage_does_not_give_are_no_mistake_of_the_user(tmp_path, monkeypatch, number, code):
-    def fail(path: Path, **keywords: object) -> str:
+    def fail(path: Path) -> bytes:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(Path, "read_text", fail)
+    monkeypatch.setattr("trainer.observe.tracking.read_plain", fail)
     with pytest.raises(TrainerError, match=r"tracking\.json` must name .*but cannot be read .* start again") as raised:
         started(FakeService(), tmp_path, 4)
     assert raised.value.exit_code == code

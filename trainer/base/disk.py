@@ -1,10 +1,16 @@
-"""Durable files: waiting for the disk, and replacing a file or a folder atomically."""
+"""Durable files: waiting for the disk, and replacing a file or a folder atomically.
+
+A folder may come from someone else: nothing here writes through a link, or reads a pipe or a device as a file.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +19,52 @@ if TYPE_CHECKING:
 
 UNFINISHED = ".saving-"
 """Prefix of the name of a file or folder that is still being written; readers ignore it."""
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder if it exists. A link is removed itself; its target stays.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def open_plain(path: Path, flags: int, mode: int = 0o644) -> int:
+    """Return a descriptor of a regular file, with one name if it is written; arguments are those of `os.open`.
+
+    Raises:
+        OSError: it is a link, a pipe, a device or a folder, or it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise _not_plain(path) from error
+    status = os.fstat(descriptor)
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    if not stat.S_ISREG(status.st_mode) or (writes and status.st_nlink > 1):
+        os.close(descriptor)
+        raise _not_plain(path)
+    return descriptor
+
+
+def read_plain(path: Path, most_bytes: int | None = None) -> bytes:
+    """Return the content of a file that `open_plain` accepts, or its first bytes.
+
+    Raises:
+        OSError: see `open_plain`.
+    """
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        return file.read() if most_bytes is None else file.read(most_bytes)
+
+
+def _not_plain(path: Path) -> OSError:
+    return OSError(errno.ELOOP, "it is a link or no regular file; remove it", str(path))
 
 
 def sync(path: Path) -> None:
@@ -39,11 +91,22 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: a kill at any moment leaves either the old file or the new one."""
+    """Write a file atomically: a kill at any moment leaves either the old file or the new one.
+
+    Raises:
+        OSError: it cannot be written; the old file is unchanged.
+    """
     new = path.with_name(f"{UNFINISHED}{path.name}")
-    new.write_text(text, encoding="utf-8", newline="")
-    sync(new)
-    os.replace(new, path)
+    remove(new)  # of a process that was killed here, or a link
+    try:
+        with new.open("x", encoding="utf-8", newline="") as file:
+            file.write(text)
+        sync(new)
+        os.replace(new, path)
+    except BaseException:
+        with suppress(OSError):
+            remove(new)
+        raise
     sync(path.parent)
 
 
@@ -52,12 +115,13 @@ def replace_folder(new: Path, place: Path) -> None:
     for path in (*new.rglob("*"), new):
         sync(path)
     aside = place.with_name(f".replaced-{place.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    if place.exists():
+    remove(aside)
+    if os.path.lexists(place):
         os.rename(place, aside)
     os.rename(new, place)
     sync(place.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):  # the new folder is in its place
+        remove(aside)
 
 
 def is_in_memory(folder: Path) -> bool:

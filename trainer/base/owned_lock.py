@@ -17,11 +17,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainer.base.disk import open_plain, read_plain
 from trainer.base.processes import start_of, this_machine
 
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """The error numbers of a file system without locks."""
 
+_LARGEST_BYTES = 65536
 _HELD = {errno.EACCES, errno.EAGAIN}
 
 
@@ -72,7 +74,7 @@ class OwnedLock:
         Raises:
             OSError: the file cannot be written, or the file system has no locks (`UNSUPPORTED`).
         """
-        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_plain(self.file, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._is_the_file(descriptor):  # the previous owner removed it between `open` and `lockf`
@@ -96,13 +98,13 @@ class OwnedLock:
         """Return the owner by the record, or None if it cannot be read."""
         try:
             if self._descriptor is None:
-                content = self.file.read_bytes()
+                content = read_plain(self.file, _LARGEST_BYTES)
             else:  # closing the file would release the lock
-                content = os.pread(self._descriptor, 65536, 0)
+                content = os.pread(self._descriptor, _LARGEST_BYTES, 0)
             record = json.loads(content)
             texts = {name: str(record[name]) for name in ("host", "since", "machine", "started")}
             return Owner(pid=int(record["pid"]), **texts)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def is_held(self) -> bool:
@@ -112,7 +114,7 @@ class OwnedLock:
             OSError: the file exists but cannot be opened, or the file system has no locks.
         """
         try:
-            descriptor = os.open(self.file, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = open_plain(self.file, os.O_RDWR)
         except FileNotFoundError:
             return False
         try:

@@ -14,9 +14,9 @@ _ASSIGNED_SECRET = re.compile(
 _QUERY_SECRET = re.compile(r"""([?&;][\w.-]*(?:key|token|secret|password)[\w.-]*=)[^&;#\s'"]+""", re.IGNORECASE)
 
 
-def listed(values: Sequence[object], most: int) -> str:
-    """Return the first `most` values, separated by commas, and the number of those left out: "1, 2 and 3 more"."""
-    shown = ", ".join(map(str, values[:most]))
+def listed(values: Sequence[object], most: int, separator: str = ", ") -> str:
+    """Return the first `most` values and the number of those left out: "1, 2 and 3 more"."""
+    shown = separator.join(map(str, values[:most]))
     return f"{shown} and {len(values) - most} more" if len(values) > most else shown
 
 
@@ -36,6 +36,21 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
             yield from leaves(inner, (*path, key))
     else:
         yield path, value
+
+
+def is_shallow(value: Any, most: int = 50) -> bool:
+    """Return whether lists and mappings are nested at most this deep, so that a function may descend into them."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, Mapping | list)
+            for inner in (one.values() if isinstance(one, Mapping) else one)
+        ]
+        if not level:
+            return True
+    return False
 
 
 def dotted_leaves(value: Mapping[str, Any]) -> dict[str, Any]:

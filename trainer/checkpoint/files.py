@@ -21,19 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.base.disk import save_tensors, sync
-from trainer.checkpoint.progress import Progress
+from trainer.base.text import is_shallow
+from trainer.checkpoint.progress import Count, Progress
 from trainer.parallel.parts import Box, TensorPart, own_share
 
 FORMAT = 2
 FACTS, SUMS, MODEL_FOLDER = "state.json", "SHA256SUMS", "model"
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
-_SHARE_NAME = re.compile(r"state-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+_SHARE_NAME = re.compile(r"state-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 _MODEL_FILE_NAME = re.compile(rf"{MODEL_FOLDER}(/[A-Za-z0-9_-][A-Za-z0-9_.-]*){{1,2}}")
 _LARGEST_FACTS_BYTES = 1 << 30
+_LONGEST_REASON = 200
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,24 @@ class Facts:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Facts:
-        return cls(
-            progress=Progress.from_json(values["progress"]),
-            identity=values["identity"],
-            origin=values["origin"],
-            shapes={name: tuple(map(int, shape)) for name, shape in values["tensors"].items()},
-            scalars=values["scalars"],
-        )
+        """Return the facts of the values that `to_json` gave, which may come from anyone.
+
+        Raises:
+            ValueError: a value is missing, or has another type than a checkpoint's.
+        """
+        read = {name: kind.validate_python(values.get(name)) for name, kind in _KINDS.items()}
+        progress = Progress.from_json(read["progress"])
+        return cls(progress, read["identity"], read["origin"], read["tensors"], read["scalars"])
+
+
+_OBJECT = TypeAdapter(dict[str, Any])
+_KINDS: Mapping[str, TypeAdapter[Any]] = {
+    "progress": _OBJECT,
+    "identity": _OBJECT,
+    "origin": _OBJECT,
+    "scalars": TypeAdapter(dict[str, float]),
+    "tensors": TypeAdapter(dict[str, tuple[Count, ...]]),
+}
 
 
 def share_name(rank: int, world_size: int) -> str:
@@ -145,6 +159,8 @@ def read_sizes(folder: Path) -> dict[str, int]:
     sizes = _read_json(folder).get("files")
     if not isinstance(sizes, dict) or _read_sums(folder).keys() != {*sizes, FACTS}:
         raise ValueError(f"it is damaged: {FACTS} and {SUMS} name other files")
+    if not all(type(size) is int and size >= 0 for size in sizes.values()):
+        raise ValueError(f"it is damaged: {FACTS} holds a wrong size of a file")
     return sizes
 
 
@@ -290,33 +306,44 @@ class SavedState(SavedBoxes):
 
     Args:
         folder: the folder of a verified checkpoint.
+        step: its step; None: any.
 
     Raises:
         OSError: a file is missing or cannot be read.
         ValueError: the files do not match `state.json`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, step: int | None = None) -> None:
         described = _read_json(folder)
         self.file_names = sorted(described["files"])  # without `state.json` and `SHA256SUMS`
-        super().__init__(folder, _facts_of(described), saved_boxes(folder, self.file_names))
+        super().__init__(folder, _facts_of(described, step), saved_boxes(folder, self.file_names))
 
 
-def read_facts(folder: Path) -> Facts:
-    """Return everything but the tensors of a verified checkpoint.
+def read_facts(folder: Path, step: int) -> Facts:
+    """Return everything but the tensors of a verified checkpoint of a step.
 
     Raises:
         OSError: a file is missing or cannot be read.
         ValueError: `state.json` is damaged.
     """
-    return _facts_of(_read_json(folder))
+    return _facts_of(_read_json(folder), step)
 
 
-def _facts_of(described: Mapping[str, Any]) -> Facts:
+def _facts_of(described: Mapping[str, Any], step: int | None) -> Facts:
     try:
-        return Facts.from_json(described)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is damaged: {FACTS} has no {error}") from error
+        facts = Facts.from_json(described)
+    except ValueError as error:
+        raise ValueError(f"it is damaged: {FACTS} holds a wrong value: {_why(error)}") from error
+    if step not in (None, facts.progress.step):
+        raise ValueError(f"it is damaged: {FACTS} is that of step {facts.progress.step}")
+    return facts
+
+
+def _why(error: ValueError) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'a group'}: {first['msg']}"[:_LONGEST_REASON]
+    return str(error)
 
 
 def saved_boxes(folder: Path, file_names: Iterable[str]) -> Iterator[SavedBox]:
@@ -333,10 +360,10 @@ def saved_boxes(folder: Path, file_names: Iterable[str]) -> Iterator[SavedBox]:
             raise ValueError(f"it is damaged: {file}: {error}") from error
 
 
-def open_verified(folder: Path, turn: int = 0, num_turns: int = 1) -> SavedState:
-    """Return a checkpoint after `verify`, with its arguments and errors."""
+def open_verified(folder: Path, turn: int = 0, num_turns: int = 1, step: int | None = None) -> SavedState:
+    """Return a checkpoint of a step after `verify`, with its arguments and errors; step None: of any step."""
     verify(folder, turn, num_turns)
-    return SavedState(folder)
+    return SavedState(folder, step)
 
 
 def _key(name: str, start: tuple[int, ...]) -> str:
@@ -391,6 +418,8 @@ def _read_json(folder: Path) -> dict[str, Any]:
         described = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is damaged: {FACTS} is no JSON ({error})") from error
+    if not is_shallow(described):
+        raise ValueError(f"it is damaged: {FACTS} is nested too deeply")
     if not isinstance(described, dict) or "format" not in described:
         raise ValueError(f"it is damaged: {FACTS} says no format")
     if described["format"] != FORMAT:
@@ -405,11 +434,14 @@ def _read_sums(folder: Path) -> dict[str, str]:
     for line in (folder / SUMS).read_bytes().decode("ascii", "replace").splitlines(keepends=True):
         match = _SUM_LINE.fullmatch(line.removesuffix("\n"))
         name = match[2] if match else ""
-        known = name == FACTS or _SHARE_NAME.fullmatch(name) or _MODEL_FILE_NAME.fullmatch(name)
-        if not match or not line.endswith("\n") or not known or name in sums:
+        if not match or not line.endswith("\n") or not _is_summed(name) or name in sums:
             raise ValueError(f"it is damaged: {SUMS} holds a line that is no sum")
         sums[name] = match[1]
     return sums
+
+
+def _is_summed(name: str) -> bool:
+    return name == FACTS or bool(_SHARE_NAME.fullmatch(name) or _MODEL_FILE_NAME.fullmatch(name))
 
 
 def _digest(path: Path) -> str:

@@ -21,6 +21,7 @@ from trainer.checkpoint.memory import (
     complete_in,
     folder_of_run,
     held_in,
+    host_name,
     is_used,
     place_of,
     remove_unused,
@@ -75,7 +76,8 @@ def hand_over(
         TrainerError: a rank has gone.
     """
     own, acts, rank = folder_of_run(folder, run_folder), environment.local_rank == 0, environment.rank
-    key = rendezvous.share(_key(run_folder) if rank == 0 else "", timeout_seconds)
+    own_key = CheckpointStore(run_folder, KEPT).read_memory_key() if rank == 0 else ""
+    key = rendezvous.share(own_key, timeout_seconds)
     root = own / key if key else None
     look = astuple(_look(root)) if acts else None
     looks = rendezvous.gather(look, timeout_seconds)
@@ -110,13 +112,6 @@ def free(folder: Path, run_folder: Path) -> None:
         remove_unused(folder_of_run(folder, run_folder))
 
 
-def _key(run_folder: Path) -> str:
-    try:
-        return CheckpointStore(run_folder, KEPT).read_memory_key()
-    except OSError:
-        return ""  # there is no earlier start, or the folder cannot be read, which the saver will report
-
-
 def _look(root: Path | None) -> _Look:
     """Look at the memory of this host, once no process of an earlier start uses it."""
     host = ""
@@ -125,7 +120,7 @@ def _look(root: Path | None) -> _Look:
             return _Look(secrets.token_hex(8), {})
         if not wait_until(lambda: not is_used(root), time.monotonic() + _USED_SECONDS):
             return _Look(host, {}, is_used=True)
-        host = (root / HOST).read_text()
+        host = host_name(root)
         return _Look(host, held_in(root))
     except (OSError, ValueError) as error:
         return _Look(host, {}, problem=str(error))

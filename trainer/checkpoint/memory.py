@@ -3,7 +3,7 @@
 Each rank writes its share into a folder of a memory file system. With several hosts, a rank of the next host keeps a
 copy, so that the loss of one host loses nothing. The files of a share are those of a checkpoint on the disk:
 
-- `trainer-USER-RUN/KEY/host`: the random name of this host.
+- `trainer-USER-RUN/KEY/host`: the random name of this host. If another user has that folder, `trainer-USER-RUN-1`.
 - `trainer-USER-RUN/KEY/rank-00001-of-00004/checkpoints/step-00000120/`: the share of rank 1 of 4.
 
 A checkpoint is complete when the share of each rank is on some host. Only a complete one replaces an earlier one.
@@ -11,13 +11,16 @@ A checkpoint is complete when the share of each rank is on some host. Only a com
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import secrets
 import shutil
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -30,7 +33,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainer.base import cgroup
-from trainer.base.disk import is_in_memory
+from trainer.base.disk import is_in_memory, open_plain, read_plain, remove
 from trainer.base.errors import UsageError
 from trainer.checkpoint.background import FAILED, WRITING, Background
 from trainer.checkpoint.files import (
@@ -52,11 +55,12 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.messages import decode, encode
 
-_PLACE = re.compile(r"rank-([0-9]{5,})-of-([0-9]{5,})")
+_PLACE = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})")
 HOST = "host"
 """The file with the random name of a host."""
 KEPT = 2
 """Checkpoints in memory: the newest complete one, and the one before or the next."""
+_HOST_BYTES = 8
 _QUESTION, _ANSWER = 1, 2  # tags of messages
 
 
@@ -90,9 +94,28 @@ class MemoryState(SavedBoxes):
 
 
 def folder_of_run(folder: Path, run_folder: Path) -> Path:
-    """Return the folder of a run's checkpoints in memory."""
-    run = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:16]
-    return folder.absolute() / f"trainer-{os.getuid()}-{run}"
+    """Return the folder of a run's checkpoints in memory, or a free place for it.
+
+    Any user may create a folder there, so one that another user has, or may write to, is passed over.
+    """
+    run = hashlib.sha256(os.fsencode(run_folder.absolute())).hexdigest()[:16]
+    name = f"trainer-{os.getuid()}-{run}"
+    folder = folder.absolute()
+    taken: set[str] = set()
+    with suppress(OSError):  # `claim` will raise it
+        taken = {one for one in os.listdir(folder) if one.startswith(name)}
+    own = min((one for one in taken if _is_own(folder / one)), default=None)
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(1)))
+    return folder / (own or next(one for one in names if one not in taken))
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether this user alone may write to a folder."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def room_in(folder: Path) -> tuple[int, str]:
@@ -109,15 +132,15 @@ def room_in(folder: Path) -> tuple[int, str]:
 
 
 def claim(folder: Path) -> None:
-    """Create the folder of a run's checkpoints in memory.
+    """Create the folder that `folder_of_run` has named.
 
     Raises:
         OSError: it cannot be created, or belongs to another user.
     """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
+    if not _is_own(folder):
+        raise PermissionError(f"{folder} belongs to another user, or others may write to it")
 
 
 def remove_unused(folder: Path, kept: str | None = None) -> None:
@@ -125,7 +148,8 @@ def remove_unused(folder: Path, kept: str | None = None) -> None:
     with suppress(FileNotFoundError):
         for root in folder.iterdir():
             if root.name != kept and not is_used(root):
-                shutil.rmtree(root, ignore_errors=True)
+                with suppress(OSError):
+                    remove(root)
     with suppress(OSError):  # another run of this path, in another container, may use it
         folder.rmdir()
 
@@ -164,7 +188,6 @@ class HostMemory:
         Raises:
             UsageError: the folder cannot be written on a host.
         """
-        self._root = self.folder / key
         host = problem = ""
         try:
             host = self._enter(key)
@@ -199,7 +222,7 @@ class HostMemory:
         A share on the host of its rank is preferred; if it is damaged, the copy of another host is used.
         """
         refused: set[tuple[int, int]] = set()
-        verified: set[int] = set()
+        opened: dict[int, tuple[list[SavedBox], Facts]] = {}
         problems: list[str] = []
         while True:
             chosen: dict[int, int] = {}
@@ -212,16 +235,17 @@ class HostMemory:
             mine = [part for part, host in chosen.items() if self._reader(part, host) == self._mesh.rank]
             damages = []
             for part in mine:
-                if part not in verified:
-                    verified.add(part)
+                if part not in opened:
                     try:
-                        verify(self._root / self._share_folder(found, part))
+                        opened[part] = self._open_share(found, part)
                     except (OSError, ValueError) as error:
-                        verified.remove(part)
                         damages.append((part, chosen[part], f"the share of rank {part} on {self._name}: {error}"))
             damaged = [damage for some in self._mesh.share(self._mesh.gather(damages)) for damage in some]
             if not damaged:
-                return self._state(found, chosen, mine), problems
+                try:
+                    return self._state(found, chosen, {part: opened[part] for part in mine}), problems
+                except ValueError as error:  # of the shares together, so on all ranks
+                    return None, [*problems, str(error)]
             refused |= {(part, host) for part, host, _ in damaged}
             problems += [text for _, _, text in damaged]
 
@@ -328,16 +352,17 @@ class HostMemory:
     def _enter(self, key: str) -> str:
         """Create the folder of the run, and return the name of this host."""
         claim(self.folder)
+        self._root = self.folder / key
         self._root.mkdir(exist_ok=True)
         remove_unused(self.folder, key)
         draft = self._root / f".{HOST}-{secrets.token_hex(8)}"
-        draft.write_text(secrets.token_hex(8))
+        draft.write_text(secrets.token_hex(_HOST_BYTES))
         with suppress(FileExistsError):
             os.link(draft, self._root / HOST)  # the first rank names the host
         draft.unlink()
-        self._use = (self._root / HOST).open("rb")
+        self._use = os.fdopen(open_plain(self._root / HOST, os.O_RDONLY), "rb")
         fcntl.flock(self._use, fcntl.LOCK_SH)
-        return self._use.read().decode()
+        return host_name(self._root)
 
     def _target_of(self, rank: int) -> int:
         """Return the rank of the next host that keeps the copy of a rank's share."""
@@ -358,19 +383,32 @@ class HostMemory:
     def _share_folder(self, found: Found, part: int) -> Path:
         return CheckpointStore(Path(place_of(part, found.size)), KEPT).path(found.step)
 
-    def _state(self, found: Found, chosen: Mapping[int, int], mine: Sequence[int]) -> MemoryState:
+    def _open_share(self, found: Found, part: int) -> tuple[list[SavedBox], Facts]:
+        """Verify a share on this host, and return its blocks and facts.
+
+        Raises:
+            OSError, ValueError: it is missing or damaged.
+        """
+        folder = self._root / self._share_folder(found, part)
+        verify(folder)
+        facts = read_facts(folder, found.step)
+        return list(saved_boxes(folder, [share_name(part, found.size)])), facts
+
+    def _state(
+        self, found: Found, chosen: Mapping[int, int], mine: Mapping[int, tuple[list[SavedBox], Facts]]
+    ) -> MemoryState:
         """Return the state of verified shares; each rank lists the blocks of its own for the others.
 
         Equal shapes are sent once, and the other facts are those of the first share.
+
+        Raises:
+            ValueError: the shares together are not the whole state; on all ranks.
         """
         listed: list[Any] = []
         shapes: dict[str, tuple[int, ...]] = {}
         described = None
-        for part in mine:
-            folder = self._share_folder(found, part)
-            file = share_name(part, found.size)
-            listed.append((part, [(box.key, box.shape) for box in saved_boxes(self._root / folder, [file])]))
-            facts = read_facts(self._root / folder)
+        for part, (boxes, facts) in mine.items():
+            listed.append((part, [(box.key, box.shape) for box in boxes]))
             shapes |= facts.shapes
             if part == 0:
                 described = replace(facts, shapes={}).to_json()
@@ -380,10 +418,10 @@ class HostMemory:
         facts = Facts.from_json(next(one for one, _ in gathered if one is not None))
         boxes_of_all: list[SavedBox] = []
         files: dict[Path, int] = {}
-        for part, boxes in (one for _, some in gathered for one in some):
+        for part, keys in (one for _, some in gathered for one in some):
             file_path = self._share_folder(found, part) / share_name(part, found.size)
             files[file_path] = part
-            boxes_of_all += [SavedBox.of_key(file_path, key, tuple(shape)) for key, shape in boxes]
+            boxes_of_all += [SavedBox.of_key(file_path, key, tuple(shape)) for key, shape in keys]
 
         def ask(file: Path) -> _RemoteFile:
             assert self._peers is not None
@@ -442,7 +480,7 @@ class HostMemory:
         store.adopt(step)
 
     def _begin(self, store: CheckpointStore, step: int) -> None:
-        self.folder.mkdir(mode=0o700, exist_ok=True)  # again, if a cleaner has removed it
+        claim(self.folder)  # again, if a cleaner has removed it
         store.folder.mkdir(parents=True, exist_ok=True)
         store.keep_only({self._complete})
         store.begin(step)
@@ -519,6 +557,18 @@ def _numbers_of(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def host_name(root: Path) -> str:
+    """Return the random name of a host from the folder of a run's key.
+
+    Raises:
+        OSError: its file is missing or damaged.
+    """
+    content = read_plain(root / HOST, 2 * _HOST_BYTES + 1)
+    if not re.fullmatch(rb"[0-9a-f]{%d}" % (2 * _HOST_BYTES), content):
+        raise OSError(errno.EINVAL, "it is damaged; remove its folder", str(root / HOST))
+    return content.decode()
+
+
 def held_in(root: Path) -> dict[str, list[int]]:
     """Return the steps of the shares in a folder of this host, by the name of their place."""
     held = {}
@@ -541,7 +591,7 @@ def complete_in(held: Iterable[tuple[int, Mapping[str, Sequence[int]]]]) -> dict
             part, size = _numbers_of(name)
             for step in steps:
                 holders.setdefault((step, size), {}).setdefault(part, []).append(holder)
-    return {key: parts for key, parts in holders.items() if len(parts) == key[1]}
+    return {key: parts for key, parts in holders.items() if parts.keys() == set(range(key[1]))}
 
 
 def _places(root: Path) -> list[Path]:
@@ -553,12 +603,12 @@ def _places(root: Path) -> list[Path]:
 def is_used(root: Path) -> bool:
     """Return whether a run on this host uses the checkpoints in a folder."""
     try:
-        with (root / HOST).open("rb") as host:
+        with open(open_plain(root / HOST, os.O_RDONLY), "rb") as host:
             fcntl.flock(host, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
     except BlockingIOError:
         return True
+    except (FileNotFoundError, NotADirectoryError):  # no run has opened it
+        return False
     return False
 
 

@@ -6,10 +6,12 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from trainer.base.errors import TrainerError, storage_error
+from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
 
 OWNER_FILE = ".owner.json"
+WRITTEN_THROUGH = ("checkpoints", "mlflow.db", "profile", "ranks", "tensorboard", "wandb")
+"""The entries of a run's folder that a link could lead elsewhere; all other files and folders are replaced."""
 WAIT_SECONDS = 15.0
 """The time that a start waits for the previous owner, since a restarted rank can start before the old one ends."""
 
@@ -35,8 +37,14 @@ class FolderOwner:
 
         Raises:
             TrainerError: another process holds the lock, or the disk is full.
-            UsageError: the folder cannot be written.
+            UsageError: the folder cannot be written, or a link stands where the run would write.
         """
+        for place in (self._folder / name for name in WRITTEN_THROUGH):
+            if place.is_symlink():
+                raise UsageError(
+                    f"`checkpoint.folder` must hold no link where the run writes, but {place} leads to"
+                    f" {str(place.readlink())!r}; remove the link, or name a folder on that disk"
+                )
         end = time.monotonic() + self._wait_seconds
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from trainer.observe.records import BestMetric
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass
 class Progress:
     """Counters over all ranks since the start of the training, resumed parts included."""
 
-    step: int = 0  # optimizer steps done
-    samples: int = 0  # rows consumed: the position in the data
-    tokens: int = 0  # likewise, without padding
+    step: Count = 0  # optimizer steps done
+    samples: Count = 0  # rows consumed: the position in the data
+    tokens: Count = 0  # likewise, without padding
     best: BestMetric | None = None
-    evaluations_since_best: int = 0
-    bad_steps: int = 0  # steps that were not taken because they were not finite
+    evaluations_since_best: Count = 0
+    bad_steps: Count = 0  # steps that were not taken because they were not finite
     best_rows: str | None = None  # the hash of the validation rows that gave `best`
 
     def to_json(self) -> dict[str, Any]:
@@ -26,5 +30,11 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Progress:
-        best = values["best"]
-        return cls(**{**values, "best": BestMetric(**best) if best else None})
+        """Return the progress of the values that `to_json` gave, which may come from anyone.
+
+        Raises:
+            ValueError: a value is missing or unknown, or is no number that a run can count.
+        """
+        if values.keys() != (names := {one.name for one in fields(cls)}):
+            raise ValueError(f"`progress` must have the keys {', '.join(sorted(names))}")
+        return TypeAdapter(cls).validate_python(values)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainer.base.errors import TrainerError, UsageError, storage_error
-from trainer.base.text import dotted_leaves
+from trainer.base.text import dotted_leaves, listed
 from trainer.checkpoint.background import FAILED, WRITING, Background
 from trainer.checkpoint.files import (
     MODEL_FOLDER,
@@ -42,6 +42,7 @@ _HOW = ("name", "parallel", "activation_checkpointing", "compile", "evaluation",
 _HOW_TRAINING = ("micro_batch_size", "micro_batch_tokens", "stop_at_step", "check_replicas", "max_bad_steps")
 _WHERE_MODEL = ("name_or_path", "tokenizer", "revision")  # the weights are the checkpoint's
 _MEASURED = ("metrics",)
+_MOST, _LONGEST = 20, 200  # differences in a message, and characters of one of their values
 _ROWS = "data.train"  # the key of the hash of rows in an identity
 FROZEN_WEIGHTS = "frozen_weights"
 """The key of the digest of frozen weights in `model` of an identity, if the recipe freezes weights."""
@@ -368,7 +369,8 @@ class Saver:
             notes: list[str] = []
             if self._mirror is not None and not self._store.steps():
                 notes = self._mirror.fetch() if fetches else self._mirror.refuse_copies()
-            return self._store.make_marker(), self._store.memory_key() if self._memory else "", notes
+            key, more_notes = self._store.memory_key() if self._memory else ("", [])
+            return self._store.make_marker(), key, [*notes, *more_notes]
         except OSError as error:
             raise storage_error(
                 f"`checkpoint.folder` must be a folder that can be written, but {self._store.folder} is not: {error};"
@@ -380,7 +382,7 @@ class Saver:
         """Return the checkpoint of a step, or the problem of a damaged one; each rank verifies its share."""
         state, problem = None, ""
         try:
-            state = open_verified(self._store.path(step), self._mesh.rank, self._mesh.world_size)
+            state = open_verified(self._store.path(step), self._mesh.rank, self._mesh.world_size, step)
         except (OSError, ValueError) as error:
             problem = str(error)
         problems = self._mesh.share(self._mesh.gather(problem))
@@ -395,7 +397,7 @@ class Saver:
         assert self._memory is not None
         state, problems = self._memory.read(found)
         if state is not None and (differences := self._differences(state)):
-            return None, [f"it is of another training: {'; '.join(differences)}"]
+            return None, [f"it is of another training: {listed(differences, _MOST, '; ')}"]
         return state, problems
 
     def _is_partly_frozen(self) -> bool:
@@ -443,7 +445,7 @@ class Saver:
         return [
             "the prepared training rows differ (data, tokenizer or `data.max_length`)"
             if key == _ROWS
-            else f"`{key}` was {was.get(key)!r} and is {now.get(key)!r}"
+            else f"`{key[:_LONGEST]}` was {was.get(key)!r:.{_LONGEST}} and is {now.get(key)!r:.{_LONGEST}}"
             for key in sorted(was.keys() | now.keys())
             if was.get(key) != now.get(key)
         ]
@@ -459,7 +461,7 @@ class Saver:
                 ". The learning-rate schedule spans the whole training, so a longer one is a new run: set"
                 " `model.name_or_path` to the model of this run and name another folder"
             )
-        raise UsageError(f"{state.folder} is of another training: {'; '.join(differences)}. {remedy}")
+        raise UsageError(f"{state.folder} is of another training: {listed(differences, _MOST, '; ')}. {remedy}")
 
 
 class IdleSaver(Saver):

@@ -9,18 +9,19 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.base.disk import UNFINISHED, replace_text, sync
+from trainer.base.disk import UNFINISHED, read_plain, remove, replace_text, sync
 from trainer.checkpoint.files import Facts, WrittenFile, seal
 
-_FOLDER_NAME = re.compile(r"step-([0-9]{8,})")
+_FOLDER_NAME = re.compile(r"step-([0-9]{8,15})")
 _REPLACED, _REMOVED, _LATEST = ".replaced-", ".removed-", "latest"
 _MARKER, _MEMORY_KEY = ".seen-", "memory-key"
+_KEY_BYTES = 8
+_KEY = re.compile(rb"[0-9a-f]{%d}" % (2 * _KEY_BYTES))
 
 FOLDER_SECONDS = 60.0
 """The longest time until a machine sees the files of another one, since NFS caches the entries of a folder."""
@@ -68,28 +69,35 @@ class CheckpointStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         for aside in self.folder.glob(f"{_REPLACED}*"):
             final = self.folder / aside.name.removeprefix(_REPLACED)
-            if not final.exists():  # killed between the two renames of `complete`
+            if not os.path.lexists(final):  # killed between the two renames of `complete`
                 os.rename(aside, final)
         self._remove_leftovers()
 
-    def memory_key(self) -> str:
-        """Return the random name of this run's checkpoints in memory, which goes with the folder.
+    def memory_key(self) -> tuple[str, list[str]]:
+        """Return the random name of this run's checkpoints in memory, which goes with the folder, and notes.
 
         Raises:
             OSError: the folder cannot be written.
         """
         file = self.folder / _MEMORY_KEY
-        if not file.exists():
-            replace_text(file, secrets.token_hex(8))
-        return self.read_memory_key()
+        if key := self.read_memory_key():
+            return key, []
+        is_damaged = os.path.lexists(file)
+        key = secrets.token_hex(_KEY_BYTES)
+        replace_text(file, key)
+        note = (
+            f"{file} must hold {2 * _KEY_BYTES} hexadecimal digits, but does not; the run takes a new key, and passes"
+            " over its checkpoints in memory"
+        )
+        return key, [note] if is_damaged else []
 
     def read_memory_key(self) -> str:
-        """Return the name that `memory_key` has given.
-
-        Raises:
-            OSError: it has given none, or the folder cannot be read.
-        """
-        return (self.folder / _MEMORY_KEY).read_text(encoding="utf-8")
+        """Return the name that `memory_key` has given; empty if there is none, or none that it can have given."""
+        try:
+            content = read_plain(self.folder / _MEMORY_KEY, 2 * _KEY_BYTES + 1)
+        except OSError:
+            return ""
+        return content.decode() if _KEY.fullmatch(content) else ""
 
     def make_marker(self) -> str:
         """Create a file that shows other ranks that they see the same folder, and return its name.
@@ -164,7 +172,8 @@ class CheckpointStore:
 
     def discard(self, step: int) -> None:
         """Remove the temporary folder of a checkpoint; errors are ignored."""
-        shutil.rmtree(self.unfinished_path(step), ignore_errors=True)
+        with suppress(OSError):
+            remove(self.unfinished_path(step))
 
     def name_of_last(self) -> str:
         """Return the name of the last checkpoint, for messages."""
@@ -189,4 +198,4 @@ class CheckpointStore:
         """Remove temporary, replaced and removed checkpoints, and markers."""
         for mark in (UNFINISHED, _REPLACED, _REMOVED, _MARKER):
             for path in self.folder.glob(f"{mark}*"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(path)

@@ -20,6 +20,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
+from trainer.base.disk import remove
 from trainer.base.errors import UsageError, storage_error
 from trainer.data.split import EncodedSplit, Ragged
 
@@ -59,7 +60,7 @@ class EntryWriter:
         self._ends: list[int] = []  # of the sources, in texts
 
     def __enter__(self) -> EntryWriter:
-        shutil.rmtree(self._partial, ignore_errors=True)
+        remove(self._partial)
         self._partial.mkdir(parents=True)
         self._append(_OFFSETS, "offsets", np.zeros(1, np.int64))
         return self
@@ -185,6 +186,8 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
         raise FileNotFoundError(folder)
     try:
         meta = json.loads((folder / _META).read_text())
+        if any("/" in name for name in meta["arrays"]):
+            raise CorruptEntryError(f"{folder / _META} names files of other folders")
         arrays = {name: _map_array(folder / name, array, verify) for name, array in meta["arrays"].items()}
         if meta["content_hash"] != _digest(meta["arrays"], meta["sources"]):
             raise CorruptEntryError(f"{folder / _META} was changed")

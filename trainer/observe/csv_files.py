@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import csv
 import io
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from trainer.base.disk import read_plain
 from trainer.base.errors import UsageError
 from trainer.observe.files import GrowingFile, encode_number
 from trainer.observe.metrics_file import step_line
@@ -23,6 +26,7 @@ EVALUATION_FILE_NAME = "metrics_evaluation.csv"
 
 _TRAINING_COLUMNS = tuple(field.name for field in fields(StepRecord) if field.name not in ("mfu", "rank_memory_bytes"))
 
+_STEP = re.compile(r"[0-9]{1,15}")
 Row = Mapping[str, object]
 
 
@@ -38,14 +42,17 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     Raises:
         UsageError: the file is not one that `_Table` writes.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return [], []
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = read_plain(path).decode(errors="replace")
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
-    rows = list(reader)
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        raise UsageError(f"`{path}` must be a table, but is none ({error}); move the file elsewhere") from error
     columns = list(reader.fieldnames or ())
     for number, row in enumerate(rows, start=2):
-        if not (row.get("step") or "").isdigit() or None in row:
+        if not _STEP.fullmatch(row.get("step") or "") or None in row:
             raise UsageError(
                 f"line {number} of `{path}` must be a row of the columns {', '.join(columns)}, with its step, but is"
                 f" not; move the file elsewhere"

@@ -51,7 +51,7 @@ class GrowingFile:
             self._file: FileIO = path.open("ab", buffering=0)
         except OSError as error:
             raise storage_error(
-                f"`checkpoint.folder` must be a folder that can be written, but `{path.parent}` is not"
+                f"`checkpoint.folder` must be a folder that can be written, but `{path}` cannot be"
                 f" ({error.strerror}); make room or choose another",
                 error,
             ) from error

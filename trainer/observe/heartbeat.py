@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from trainer.base.disk import open_plain, read_plain, remove
 from trainer.base.errors import TrainerError
 from trainer.base.processes import start_of, this_machine
 from trainer.observe.observer import Observer
@@ -25,6 +25,7 @@ from trainer.observe.records import EndRecord
 
 _FOLDER = "ranks"
 _RECORD_BYTES = 512
+_LARGEST_BYTES = _RECORD_BYTES * 4096  # ranks of a machine
 _DYING_SECONDS = 1.0
 _LONGEST_TEXT = 100  # a record always fits, even if all its characters are escaped
 
@@ -43,6 +44,17 @@ class Status:
 
     def __str__(self) -> str:
         return f"after step {self.step}, {self.doing}"
+
+
+_TYPES = {
+    "rank": (int,),
+    "host": (str,),
+    "pid": (int,),
+    "step": (int,),
+    "doing": (str,),
+    "time": (int, float),
+    "left": (bool,),
+}
 
 
 def ranks_folder(run_folder: Path) -> Path:
@@ -79,13 +91,15 @@ def _parsed(folder: Path) -> Iterator[Status]:
     for file in folder.glob("machine-*.jsonl"):
         for record in _records(file):
             with suppress(ValueError, TypeError):
-                yield Status(**json.loads(record))
+                status = Status(**json.loads(record))
+                if all(type(getattr(status, name)) in kinds for name, kinds in _TYPES.items()):
+                    yield status
 
 
 def _records(file: Path) -> list[bytes]:
     """Return the records of a file, without those of ranks that have not begun or have ended well."""
     try:
-        content = file.read_bytes()
+        content = read_plain(file, _LARGEST_BYTES)
     except OSError:
         return []
     records = (content[start : start + _RECORD_BYTES] for start in range(0, len(content), _RECORD_BYTES))
@@ -94,7 +108,8 @@ def _records(file: Path) -> list[bytes]:
 
 def forget_statuses(run_folder: Path) -> None:
     """Remove the files of the ranks of an earlier run."""
-    shutil.rmtree(ranks_folder(run_folder), ignore_errors=True)
+    with suppress(OSError):  # they serve diagnosis only
+        remove(ranks_folder(run_folder))
 
 
 class Heartbeat(Observer):
@@ -127,7 +142,7 @@ class Heartbeat(Observer):
         self.run_folder = run_folder
         try:
             ranks_folder(run_folder).mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptor = open_plain(self.file, os.O_WRONLY | os.O_CREAT)
         except OSError as error:
             raise TrainerError(
                 f"rank {self.rank} on {self._host} cannot write {ranks_folder(run_folder)} ({error.strerror});"

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.base.disk import read_plain
 from trainer.base.errors import TrainerError, UsageError
 from trainer.observe.files import GrowingFile, decode_number, encode_number
 from trainer.observe.observer import Observer
@@ -43,11 +44,11 @@ def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         UsageError: another line is not one that `MetricsFile` writes.
     """
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line]
+    lines = [line for line in read_plain(path).decode(errors="replace").split("\n") if line]
     for number, line in enumerate(lines, start=1):
         try:
             parsed = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = None
         if isinstance(parsed, dict) and ("run" in parsed or isinstance(parsed.get("step"), int)):
             yield line, parsed
@@ -169,6 +170,6 @@ class MetricsFile(Observer):
 
 def _kept_lines(path: Path, resumed_from: int | None) -> list[str]:
     """Return the lines of earlier parts of the run that stay valid: `run` lines, and steps up to `resumed_from`."""
-    if resumed_from is None or not path.exists():
+    if resumed_from is None or not os.path.lexists(path):
         return []
     return [line for line, parsed in _parsed_lines(path) if "run" in parsed or parsed["step"] <= resumed_from]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from trainer.base.disk import remove, replace_text
 from trainer.observe.observer import Observer
 from trainer.observe.records import Operation, Profiling, RunInfo
 from trainer.observe.summary import operation_lines
@@ -66,10 +67,12 @@ class Profiler(Observer):
         self.found = Profiling(self._folder, self._first, min(step, self._last), self._world_size, _dearest(running))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            running.export_chrome_trace(str(self._folder / f"rank-{self._rank:05d}.json.gz"))
+            trace = self._folder / f"rank-{self._rank:05d}.json.gz"
+            remove(trace)  # it may be a link
+            running.export_chrome_trace(str(trace))
             if self._rank == 0:
                 text = "\n".join(operation_lines(self.found.operations))
-                (self._folder / "operations.txt").write_text(f"{text}\n", encoding="utf-8")
+                replace_text(self._folder / "operations.txt", f"{text}\n")
         except OSError as error:
             self._note(f"the profile cannot be written to {self._folder} ({error.strerror})")
 

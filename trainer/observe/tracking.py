@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.base.disk import replace_text
+from trainer.base.disk import read_plain, replace_text
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.text import without_secrets
 from trainer.observe.observer import Observer
@@ -239,7 +239,7 @@ def _read_ids(path: Path) -> dict[str, str]:
         TrainerError: the storage failed.
     """
     try:
-        ids = json.loads(path.read_text(encoding="utf-8"))
+        ids = json.loads(read_plain(path))
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -248,7 +248,7 @@ def _read_ids(path: Path) -> dict[str, str]:
             " storage works, or remove it to begin new ones",
             error,
         ) from error
-    except ValueError:
+    except (ValueError, RecursionError):
         ids = None
     if isinstance(ids, dict) and all(isinstance(value, str) and _ID.fullmatch(value) for value in ids.values()):
         return ids

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from trainer.base.disk import UNFINISHED
+from trainer.base.disk import UNFINISHED, remove
 from trainer.base.errors import TrainerError
 from trainer.checkpoint.memory import HostMemory
 from trainer.checkpoint.progress import Progress
@@ -180,8 +179,7 @@ class Assembly:
             except OSError as error:
                 raise TrainerError(f"the model could not be written to {folder}: {error}") from error
 
-        if self.mesh.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed here
+        self.mesh.on_rank_zero(lambda: _begin(temporary))
         self.engine.export(temporary)
         self.mesh.on_rank_zero(complete)
 
@@ -301,6 +299,15 @@ def _files_beside_weights(data: PreparedData, recipe: Recipe, model: nn.Module) 
         _save_preparation(data, recipe, model, folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+
+
+def _begin(temporary: Path) -> None:
+    """Create a temporary folder; it may be there from a run that was killed."""
+    try:
+        remove(temporary)
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise TrainerError(f"the model could not be written to {temporary}: {error}") from error
 
 
 def _save_preparation(data: PreparedData, recipe: Recipe, model: nn.Module, folder: Path) -> None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import CONFIG_NAME
 
-from trainer.base.disk import UNFINISHED
+from trainer.base.disk import UNFINISHED, remove
 from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint.files import FACTS, MODEL_FOLDER, SavedState, open_verified
 from trainer.checkpoint.saving import FROZEN_WEIGHTS
@@ -86,7 +88,7 @@ def export(
 
     temporary = place.with_name(f"{UNFINISHED}{place.name}")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed here
+        remove(temporary)  # of an export that was killed here
         temporary.mkdir(parents=True)
         for name in beside:
             (temporary / name).parent.mkdir(exist_ok=True)
@@ -105,7 +107,8 @@ def export(
             return merged.merged(name, lambda one: base[one] if one in base else _read(state, keys[one]))
 
         if adapter:
-            task_type = PEFT_TASK_TYPES.get(state.facts.identity["task"]["type"])
+            task = state.facts.identity.get("task")
+            task_type = PEFT_TASK_TYPES.get(str(task.get("type"))) if isinstance(task, Mapping) else None
             buffers = {name for name, key in keys.items() if key.startswith(BUFFER_PREFIX)}  # those of the base
             own = {name for name in merged.shapes if name not in base} - buffers | drawn
             weights = [
@@ -125,7 +128,8 @@ def export(
             f" {place.parent}, then export again"
         ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):
+            remove(temporary)
     written = tuple(sorted(path.name for path in weights))
     num_bytes = sum((place / name).stat().st_size for name in written)
     return Exported(state.folder, state.facts.progress.step, place, written, num_bytes, tuple(notes))
@@ -144,7 +148,10 @@ def _require_adapter(state: SavedState) -> None:
 
 
 def _origin_model(state: SavedState) -> Model:
-    return Model.model_validate(state.facts.origin["recipe"]["model"])
+    try:
+        return Model.model_validate(state.facts.origin["recipe"]["model"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise _wrong_facts(state, "`model` of its recipe") from error
 
 
 def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> tuple[dict[str, Tensor], set[str]]:
@@ -160,7 +167,11 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
     if digest is None:
         return {}, set()
     recipe = _origin_model(state)
-    model, drawn = build_base(described, recipe, int(identity["training"]["seed"]))
+    try:
+        seed = int(identity["training"]["seed"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise _wrong_facts(state, "`training.seed`") from error
+    model, drawn = build_base(described, recipe, seed)
     base = {name: p.detach() for name, p in model.named_parameters() if name not in saved}
     parts = [
         TensorPart(f"{MODEL_PREFIX}{name}", tuple(tensor.shape), (Box((0,) * tensor.dim(), tensor),))
@@ -178,7 +189,19 @@ def _scaling(state: SavedState) -> float:
     """Return the factor of the products of an adapter; 1 without one."""
     model = state.facts.identity.get("model")
     adapter = model.get("adapter") if isinstance(model, Mapping) else None
-    return float(adapter["alpha"]) / int(adapter["rank"]) if adapter else 1.0
+    if not adapter:
+        return 1.0
+    try:
+        return float(adapter["alpha"]) / int(adapter["rank"])
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise _wrong_facts(state, "`model.adapter`") from error
+
+
+def _wrong_facts(state: SavedState, subject: str) -> UsageError:
+    return UsageError(
+        f"`CHECKPOINT` must hold the facts of its training, but {subject} in {state.folder / FACTS} is missing or"
+        " wrong; name a checkpoint that trainer saved"
+    )
 
 
 def _free_place(folder: Path) -> Path:

@@ -20,7 +20,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 import trainer
-from trainer.base.disk import UNFINISHED, replace_text, sync
+from trainer.base.disk import UNFINISHED, read_plain, remove, replace_text, sync
 from trainer.base.errors import DataError, ExitCode, TrainerError, UsageError
 from trainer.data.loader import EvalLoader
 from trainer.data.row_files import INPUT_FORMATS, OUTPUT_FORMATS, Row, json_line, read_chunks, row_format, write_rows
@@ -457,6 +457,7 @@ class _Rows:
             return
         new = self._output.with_name(f"{UNFINISHED}{self._output.name}")
         try:
+            remove(new)  # of a command that was killed here, or a link
             file_format = row_format(self._output, "--output", OUTPUT_FORMATS)
             write_rows([self._part(number) for number in range(self._num_parts)], new, file_format)
             sync(new)
@@ -481,6 +482,10 @@ class _Rows:
     def _find_parts(self, output: Path) -> None:
         if not output.parent.is_dir():
             raise UsageError(f"`--output` must lie in a folder that exists, but {output.parent} does not; create it")
+        if self._folder.is_symlink():
+            raise UsageError(
+                f"`--output` must have its parts in a folder of its own, but {self._folder} is a link; remove the link"
+            )
         self._folder.mkdir(exist_ok=True)
         self._lock = FileLock(self._folder / _LOCK)
         try:
@@ -544,8 +549,8 @@ def _is_binary(value: Any) -> bool:
 
 def _read_manifest(file: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        found = json.loads(read_plain(file))
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
