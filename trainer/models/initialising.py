@@ -6,8 +6,8 @@ some of the modules, or if DeepSpeed partitions them during construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,17 @@ Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 def whole_already(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
     """Do nothing: the `Gather` of a model that is not partitioned."""
     return nullcontext()
+
+
+@contextmanager
+def _on_cpu(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Hold parameters on the CPU inside of this context: the generators of other devices draw other numbers."""
+    elsewhere = [(parameter, parameter.data) for parameter in parameters if parameter.device.type != "cpu"]
+    for parameter, data in elsewhere:
+        parameter.data = data.cpu()
+    yield
+    for parameter, data in elsewhere:
+        parameter.data = data.copy_(parameter.data)
 
 
 def draw_weights(
@@ -73,7 +84,7 @@ def _draw(
     unset = {id(parameter) for parameter in drawn}
     for parameter in module.parameters():  # transformers skips parameters with this mark
         parameter._is_hf_initialized = id(parameter) not in unset  # type: ignore[attr-defined]
-    with gather(drawn):
+    with gather(drawn), _on_cpu(drawn):
         for at, part in together.items():
             torch.manual_seed(stream_key(seed, "weights", at))
             owner._init_weights(part)  # type: ignore[operator]
