@@ -100,8 +100,8 @@ def test_the_error_stays_without_memory_for_a_plan(
         (answers({"needed_bytes": 3 * 2**30}), "planned memory: 3.00 GiB of 4.00 GiB on each GPU"),
         (answers({"needed_bytes": 5 * 2**30}), "5.00 GiB, but each GPU has 4.00 GiB; this shows changes that fit: tra"),
         (
-            "raise SystemExit('no such GPU')",
-            "not planned: the plan failed with exit code 1 (no such GPU); this command",
+            "raise SystemExit('no GPU')",
+            "not planned: the plan failed with exit code 1 (no GPU); this command",
         ),
         ("import time; time.sleep(60)", "not planned: the plan was not ready at the first step; this command"),
     ],

@@ -144,6 +144,10 @@ class ModelForward:
             self._joint = self._joint_losses(batch)
             self._seed_dropout()  # the second pass draws the same masks
 
+    def dropout_table(self) -> Tensor | None:
+        """Return the keys of all calls of dropout sites in this step, on the device; None with torch's dropout."""
+        return self._keys.known(self._step, self._mesh.device)[1] if self._keys else None
+
     def _seed_dropout(self) -> None:
         if self._keys is None:
             # Torch's own dropout must draw other masks on each data-parallel rank and in each stage, and the same masks
@@ -238,7 +242,8 @@ class ModelForward:
 
     def _ready(self, microbatch: Microbatch) -> Microbatch:
         """Copy a microbatch to this rank's device, and find its tokens if the layers process no padding."""
-        ready = replace(microbatch.to(self._mesh.device), is_padded=has_padding(microbatch.inputs))
+        is_padded = has_padding(microbatch.inputs) if microbatch.is_padded is None else microbatch.is_padded
+        ready = replace(microbatch.to(self._mesh.device), is_padded=is_padded)
         if not self._packs or ready.packed is not None:
             return ready
         mask = microbatch.inputs["attention_mask"]

@@ -30,6 +30,7 @@ from trainer.engine.engine import (
     whole_tensors,
 )
 from trainer.engine.forward import ModelForward, prepare_model
+from trainer.engine.graphs import CudaCapture, GraphedSchedule
 from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
 from trainer.engine.precision import sent_dtype
 from trainer.engine.rounded import RoundedWeights, rounded_weights
@@ -172,7 +173,10 @@ class NativeEngine:
         self._scaler = LossScaler(mesh.device) if plan.recipe.precision == "fp16" else None
         # Without DDP, as with pipeline stages, no bucket waits for a missing gradient.
         self._needs_all_gradients = (
-            plan.recipe.parallel.strategy == "ddp" and mesh.size("dp") > 1 and plan.pipeline is None
+            plan.recipe.parallel.strategy == "ddp"
+            and mesh.size("dp") > 1
+            and plan.pipeline is None
+            and not plan.recipe.cuda_graphs
         )
 
     def train_step(self, batch: RankBatch) -> StepResult:
@@ -208,7 +212,7 @@ class NativeEngine:
         self._update(numbers[1], flag)
         if self._scaler:
             self._scaler.update(flag)
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self._recipe.cuda_graphs)  # graphs add to the gradients in place
         self._step += 1
         return finish
 
@@ -382,16 +386,23 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
         model.to(mesh.device)
         rounded = rounded_weights([model], plan.recipe)
         if mesh.size("dp") > 1:
-            # DDP has gradients in the type of the weights only, so it leaves out those in bf16.
-            in_bf16 = stored_in_bf16(model)
-            if in_bf16:
-                sums = OverlappedSums(in_bf16.values(), mesh.group("dp"), sent_in)
-            if any(p.requires_grad and name not in in_bf16 for name, p in model.named_parameters()):
-                call = wrapped = wrap_ddp(model, mesh, sent_in, in_bf16)
+            # DDP has gradients in the type of the weights only, and its hooks do not run in a CUDA graph.
+            left_out = dict(model.named_parameters()) if plan.recipe.cuda_graphs else stored_in_bf16(model)
+            if left_out:
+                sums = OverlappedSums(left_out.values(), mesh.group("dp"), sent_in)
+            if any(p.requires_grad and name not in left_out for name, p in model.named_parameters()):
+                call = wrapped = wrap_ddp(model, mesh, sent_in, left_out)
                 no_sync = wrapped.no_sync
         elif sent_in is not None:
             complete = partial(round_gradients_, list(model.parameters()), sent_in)
     synced = plan.strategy.cuts_parameters
     forward = ModelForward(built, call, model, task, mesh, plan.recipe.training.seed, synced, plan.recipe.data.packing)
-    schedule = AccumulationSchedule(forward.loss_sum, no_sync, sums)
+    schedule: Schedule = AccumulationSchedule(forward.loss_sum, no_sync, sums)
+    if plan.recipe.cuda_graphs:
+        if task.rows_depend:
+            raise UsageError(
+                "`cuda_graphs` is true, but each loss of this task depends on all rows of the batch, and the passes of"
+                " a graph see their microbatch only; set it to false"
+            )
+        schedule = GraphedSchedule(forward.loss_sum, forward.dropout_table, sums, CudaCapture(mesh.device))
     return NativeEngine(forward, [model], schedule, placements, mesh, plan, total_steps, complete, rounded)

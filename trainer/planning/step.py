@@ -238,7 +238,9 @@ class _Simulation:
                 ledger.follow_gradients(part.model)
             with ledger.creating(GRADIENTS):  # the buckets of DDP
                 # Kernels that a compiler would fuse are counted one by one.
-                uncompiled = replace(plan, recipe=plan.recipe.model_copy(update={"compile": False}))
+                uncompiled = replace(
+                    plan, recipe=plan.recipe.model_copy(update={"compile": False, "cuda_graphs": False})
+                )
                 teacher = _teacher(plan, task, self.mesh, ledger)
                 engine = build_engine(built, task, self.mesh, uncompiled, 2, teacher)
             assert isinstance(engine, (NativeEngine, ZeroEngine))

@@ -236,6 +236,8 @@ class _Estimate:
             work = step.totals.work
             updated = sum(amount.num_bytes for kind, amount in work.items() if kind.phase == OPTIMIZER_STEP)
             device[OPTIMIZER_STEP] = self._speed.host.seconds(updated)  # the host's memory bounds its update
+        if self._plan.recipe.cuda_graphs:  # the host launches one graph for the passes of a microbatch
+            issued |= dict.fromkeys((FORWARD, BACKWARD, RECOMPUTED), 0.0)
         return device, {phase: max(0.0, issued[phase] - device[phase]) for phase in PHASES}
 
     def _communication(self, step: StepPlan, wanted: Callable[[str, str, str], bool]) -> tuple[float, int]:

@@ -269,6 +269,38 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "a graph would hold the lengths of all rows, so each microbatch would need a compilation",
         "set one of them to false",
     ),
+    *(
+        Exclusion(
+            _is("cuda_graphs", True),
+            other,
+            reason,
+            f"set it to false, or {remedy}",
+            form=f"is {{value}}, which does not combine with `{other.key}` {{other}}: {{reason}}; {{remedy}}",
+        )
+        for other, reason, remedy in (
+            (
+                _strategy_not_in(("ddp",)),
+                "its collectives and copies in the passes have not been captured in a test",
+                "use ddp",
+            ),
+            (_above_one(_STAGES), "a schedule of stages is not captured", "use 1 stage"),
+            *(
+                (_above_one(key), "collectives in the passes have not been captured in a test", "use 1")
+                for key in (_TENSOR, _CONTEXT)
+            ),
+            (_is("compile", True), "compiled layers have not been captured in a test", "set the other to false"),
+            (
+                _is("data.packing", True),
+                "a graph would hold the lengths of all rows",
+                "set the other to false",
+            ),
+            (
+                _is("activation_checkpointing", "selective", "full"),
+                "a recomputation has not been captured in a test",
+                "use none",
+            ),
+        )
+    ),
     Exclusion(
         _above_one("data.pad_to"),
         _is("data.packing", True),

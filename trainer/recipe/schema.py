@@ -1039,6 +1039,11 @@ class Recipe(Section):
     compile: bool = Field(
         False, description="Compile each kind of layer once with torch.compile; evaluations run uncompiled."
     )
+    cuda_graphs: bool = Field(
+        False,
+        description="Launch the passes of a microbatch as one CUDA graph, captured for each shape of microbatches;"
+        " needs `ddp` and NVIDIA GPUs. Evaluations run without graphs.",
+    )
     training: Training = Training()
     optimizer: Annotated[OptimizerSection, Field(discriminator="name")] = AdamW()
     schedule: Schedule = Schedule()

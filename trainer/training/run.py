@@ -159,6 +159,7 @@ def _train(
         *attention_notes(parts.models[0], device),
         *dropout_notes(parts.models[0], device),
         *optimizer_notes(recipe.optimizer, device),
+        *(["each shape of microbatches is captured as a CUDA graph when it comes again"] * recipe.cuda_graphs),
         *([f"layers are compiled after the first microbatch; the code is kept in {compile_cache()}"] * recipe.compile),
     ]
 

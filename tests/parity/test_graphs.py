@@ -1,0 +1,99 @@
+"""Parity of captured passes: a graph reads new rows, new dropout keys and new scalars, and adds to gradients in place.
+
+A tape of operations stands for CUDA graphs here (`tests/helpers/taped.py`); `tests/gpu` has the real ones.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.taped import TapeCapture
+from tests.helpers.training import TINY_TASKS, Curve, tiny_recipe, tiny_training
+from tests.parity.cases import TOLERANCES, assert_same_curve
+from trainer.base.errors import UsageError
+from trainer.engine import graphs, native
+from trainer.engine.graphs import CudaCapture
+from trainer.recipe.schema import Recipe
+
+STEPS = 6
+DROPPED = {"model": {"dropout": 0.1}, "data": {"pad_to": 8}, "training": {"micro_batch_size": 4}}
+
+
+REFUSED = {
+    "embedding": "each loss of this task depends on all rows",
+    "embedding_duplicates": "each loss of this task depends on all rows",
+    "causal_lm_packed": "a pass of this model cannot be captured (operation not permitted",
+}
+
+
+def train(recipe: Recipe, graphed: bool, steps: int = STEPS) -> tuple[Curve, int, int]:
+    """Train some steps, and return their curve and the numbers of captures and replays."""
+    tapes: list[TapeCapture] = []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def capture(device: torch.device) -> TapeCapture:
+            tapes.append(TapeCapture(lambda: [*(p.grad for p in parameters), schedule._numbers.total]))
+            return tapes[0]
+
+        patch.setattr(native, "CudaCapture", capture)
+        with tiny_training(recipe.model_copy(update={"cuda_graphs": graphed})) as training:
+            parameters = list(training.engine.parameters.values())
+            schedule = training.engine._schedule
+            results = training.steps(steps)
+            curve = Curve([result.loss for result in results], [result.grad_norm for result in results])
+    return curve, sum(tape.num_captures for tape in tapes), sum(tape.num_replays for tape in tapes)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_captured_passes_are_eager_ones_bit_for_bit(precision: str):
+    recipe = tiny_recipe(**DROPPED, precision=precision)
+    expected, *none = train(recipe, graphed=False)
+    found, captures, replays = train(recipe, graphed=True)
+    assert none == [0, 0]
+    assert replays > captures > 1, "several shapes, each captured once"
+    assert found.losses == expected.losses
+    assert found.grad_norms == expected.grad_norms
+
+
+def test_two_data_ranks_sum_the_gradients_of_their_graphs(ranks: RankPools):
+    recipe = tiny_recipe(**DROPPED)
+    expected, *_ = train(recipe, graphed=False)
+    for found, _, replays in ranks(2).run(train, recipe, True):
+        assert replays
+        assert_same_curve(found, expected, TOLERANCES["fp32"])
+
+
+@pytest.mark.parametrize("task", TINY_TASKS)
+def test_each_task_is_captured_or_refused(task: str):
+    recipe = tiny_recipe(task=TINY_TASKS[task].keys, training={"micro_batch_size": 4}, data={"pad_to": 32})
+    if task in REFUSED:
+        with pytest.raises(UsageError, match=re.escape(f"`cuda_graphs` is true, but {REFUSED[task]}")):
+            train(recipe, graphed=True, steps=2)
+        return
+    expected, *_ = train(recipe, graphed=False, steps=2)
+    found, captures, replays = train(recipe, graphed=True, steps=2)
+    assert (captures, replays) == (1, 5)
+    assert found.losses == expected.losses
+    assert found.grad_norms == expected.grad_norms
+
+
+def test_a_read_of_the_device_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    recipe = tiny_recipe(data={"pad_to": 32})
+    monkeypatch.setattr(graphs.GraphedSchedule, "_pass", lambda self, rows, numbers: numbers.total.item())
+    with pytest.raises(UsageError, match=r"cannot be captured \(operation not permitted when stream is capturing"):
+        train(recipe, graphed=True)
+
+
+def test_too_many_shapes_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
+    with pytest.raises(UsageError, match="more than 1 shapes, and each has a graph"):
+        train(tiny_recipe(**DROPPED), graphed=True)
+
+
+def test_a_cpu_is_refused():
+    with pytest.raises(UsageError, match="needs an NVIDIA GPU, but the device is cpu; set it to false"):
+        CudaCapture(torch.device("cpu"))

@@ -1,0 +1,153 @@
+"""Passes of microbatches as CUDA graphs: the host launches one graph for a microbatch, and not each of its kernels.
+
+A microbatch of a new shape runs eagerly, which compiles its kernels. The next one of this shape is captured, and later
+ones replay the graph. A graph reads the memory that it was captured with, so each microbatch is copied into the tensors
+of its graph, and gradients stay in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.base.errors import UsageError
+from trainer.parallel.gradients import OverlappedSums
+from trainer.parallel.microbatch import Microbatch, has_padding
+
+MOST_GRAPHS = 64
+
+Capture = Callable[[Callable[[], None]], Callable[[], object]]
+"""A function that records the operations of its argument, without running them, and returns their replay."""
+
+
+class CudaCapture:
+    """Capture CUDA graphs in one pool of memory, because one graph replays at a time and keeps nothing.
+
+    Raises:
+        UsageError: the device is no NVIDIA GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise UsageError(
+                f"`cuda_graphs` is true, which needs an NVIDIA GPU, but the device is {device.type}; set it to false"
+            )
+        self._pool: Any = None
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], object]:
+        graph = torch.cuda.CUDAGraph()
+        # Threads that pin memory and copies of the next microbatch may use CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            function()
+        self._pool = graph.pool()
+        return graph.replay
+
+
+class _Numbers:
+    """The scalars of a step, in memory that graphs read and write."""
+
+    def __init__(self, denominator: Tensor, scale: Tensor | None) -> None:
+        self.denominator = torch.empty_like(denominator)
+        self.scale = None if scale is None else torch.empty_like(scale)
+        self.total = torch.empty_like(denominator)
+
+    def begin(self, denominator: Tensor, scale: Tensor | None) -> None:
+        self.denominator.copy_(denominator)
+        if self.scale is not None and scale is not None:
+            self.scale.copy_(scale)
+        self.total.zero_()
+
+
+class GraphedSchedule:
+    """A `Schedule` that replays the forward and backward pass of each microbatch.
+
+    Args:
+        loss_sum: returns the sum of losses of a microbatch, a scalar with a graph of autograd.
+        dropout_table: returns the dropout keys of the current step, always the same tensor until a call of a site is
+            new; None with torch's dropout.
+        sums: the sums of gradients over the data ranks; None: there is one.
+        capture: records a pass.
+    """
+
+    def __init__(
+        self,
+        loss_sum: Callable[[Microbatch], Tensor],
+        dropout_table: Callable[[], Tensor | None],
+        sums: OverlappedSums | None,
+        capture: Capture,
+    ) -> None:
+        self._loss_sum = loss_sum
+        self._dropout_table = dropout_table
+        self._sums = sums
+        self._capture = capture
+        self._numbers: _Numbers | None = None
+        self._table: Tensor | None = None  # that the graphs read
+        self._seen: set[Hashable] = set()
+        self._graphs: dict[Hashable, tuple[Microbatch, Callable[[], object]]] = {}
+
+    def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
+        if self._numbers is None:
+            self._numbers = _Numbers(denominator, scale)
+        self._numbers.begin(denominator, scale)
+        if self._sums is not None:
+            self._sums.begin(len(microbatches) + 1)  # no bucket is complete before `finish`: a replay calls no hook
+        for microbatch in microbatches:
+            microbatch = replace(microbatch, is_padded=has_padding(microbatch.inputs))
+            shape = _shape(microbatch)
+            if shape in self._seen:
+                self._replay(shape, microbatch)
+            else:
+                self._pass(microbatch, self._numbers)
+                self._seen.add(shape)
+        if self._sums is not None:
+            self._sums.finish()
+        return self._numbers.total.clone()
+
+    def idle_share(self) -> None:
+        return None
+
+    def _pass(self, microbatch: Microbatch, numbers: _Numbers) -> None:
+        loss = self._loss_sum(microbatch) / numbers.denominator
+        (loss if numbers.scale is None else loss * numbers.scale).backward()  # type: ignore[no-untyped-call]
+        numbers.total.add_(loss.detach())
+
+    def _replay(self, shape: Hashable, microbatch: Microbatch) -> None:
+        assert self._numbers is not None
+        table = self._dropout_table()
+        if table is not self._table:
+            self._table = table
+            self._graphs.clear()
+        ready = microbatch.to(self._numbers.total.device)
+        if shape not in self._graphs:
+            if len(self._graphs) == MOST_GRAPHS:
+                raise UsageError(
+                    f"`cuda_graphs` is true, but microbatches have more than {MOST_GRAPHS} shapes, and each has a"
+                    " graph; set `data.pad_to` to a larger number, such as 64, or `cuda_graphs` to false"
+                )
+            own = ready.map(torch.clone)
+            self._graphs[shape] = own, self._captured(own)
+        own, replay = self._graphs[shape]
+        for tensor, new in zip(own.tensors, ready.tensors, strict=True):
+            tensor.copy_(new)
+        replay()
+
+    def _captured(self, microbatch: Microbatch) -> Callable[[], object]:
+        numbers = self._numbers
+        assert numbers is not None
+        try:
+            return self._capture(lambda: self._pass(microbatch, numbers))
+        except RuntimeError as error:
+            raise UsageError(
+                f"`cuda_graphs` is true, but a pass of this model cannot be captured ({str(error).splitlines()[0]});"
+                " set it to false"
+            ) from error
+
+
+def _shape(microbatch: Microbatch) -> Hashable:
+    """Return all that decides the operations of a pass."""
+    tensors = [(tuple(tensor.shape), tensor.dtype) for tensor in microbatch.tensors]
+    return (*microbatch.inputs, *tensors, microbatch.filler, microbatch.is_padded)
