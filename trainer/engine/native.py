@@ -404,5 +404,8 @@ def build_native(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPla
                 "`cuda_graphs` is true, but each loss of this task depends on all rows of the batch, and the passes of"
                 " a graph see their microbatch only; set it to false"
             )
-        schedule = GraphedSchedule(forward.loss_sum, forward.dropout_table, sums, CudaCapture(mesh.device))
+        # A graph rounds the weights itself, because it reads the memory that it was captured with.
+        loss_sum = forward.loss_sum if rounded is None else rounded.used_in(forward.loss_sum)
+        rounded = None
+        schedule = GraphedSchedule(loss_sum, forward.dropout_table, sums, CudaCapture(mesh.device))
     return NativeEngine(forward, [model], schedule, placements, mesh, plan, total_steps, complete, rounded)

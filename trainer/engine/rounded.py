@@ -6,7 +6,7 @@ operation for each of them. A GPU waits for so many operations of small models. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.engine.precision import COMPUTE_DTYPES, products
+from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
 
 _User = tuple[nn.Module, str]
@@ -62,6 +63,15 @@ class RoundedWeights:
             for users in self._users.values():
                 for module, key in users:
                     del vars(module)[key]
+
+    def used_in(self, function: Callable[[Microbatch], Tensor]) -> Callable[[Microbatch], Tensor]:
+        """Return `function` inside of the context `use`."""
+
+        def run(microbatch: Microbatch) -> Tensor:
+            with self.use():
+                return function(microbatch)
+
+        return run
 
     def _recorded(self) -> Iterator[Tensor]:
         """Yield the copies of trained weights, from which autograd reaches the weights."""
