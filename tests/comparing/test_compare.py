@@ -165,6 +165,16 @@ class TestTurns:
         comparison(tmp_path, steps=9).run(str)
         assert len(trained) == 14
 
+    def test_other_versions_or_another_source_train_again(
+        self, trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        for name in ("versions", "source_digest"):
+            comparison(tmp_path).run(str)
+            before = len(trained)
+            monkeypatch.setattr(turns, name, lambda: "another")
+            comparison(tmp_path).run(str)
+            assert len(trained) == before + 6
+
     def test_a_failed_layout_is_a_row_and_the_rest_goes_on(self, trained: list[str], tmp_path: Path):
         lines: list[str] = []
         one = comparison(tmp_path, ["precision=fp32,bf16", "training.epochs=1"])

@@ -215,15 +215,16 @@ from pathlib import Path
 from tests.data.test_tokenise import TASK, SequenceClassificationTask, encode_split, split_of
 from transformers import AutoTokenizer
 
-class Dies(SequenceClassificationTask):
-    def encode(self, *args):
-        if args[-1] > 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().encode(*args)
+encode = SequenceClassificationTask.encode
 
-task = Dies(TASK.text_columns, TASK.label_column, TASK.metric_names, TASK.class_names, True)
+def dying(*args):
+    if args[-1] > 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return encode(*args)
+
+SequenceClassificationTask.encode = dying
 tokenizer = AutoTokenizer.from_pretrained({root!r} + "/recipes/sample/tokenizer")
-encode_split(split_of(1500), task, tokenizer, 32, Path({cache!r}))
+encode_split(split_of(1500), TASK, tokenizer, 32, Path({cache!r}))
 """
 
 

@@ -17,7 +17,9 @@ import pytest
 from transformers import pipeline
 
 from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import tiny_recipe
 from trainer.cli import main
+from trainer.training import predicting
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,30 @@ def test_another_input_starts_anew(trained: Path, tmp_path: Path, capfd: pytest.
     assert main(["predict", str(trained / "run"), *arguments]) == 0
     assert "starts anew" in capfd.readouterr().err
     assert [set(row) for row in read(tmp_path / "out.jsonl")] == [{"prediction", "probabilities"}] * 17
+
+
+@pytest.mark.parametrize("change", ["template", "versions"])
+def test_another_template_or_library_is_another_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    def facts() -> dict[str, Any]:
+        request = predicting.Request(tmp_path / "in.jsonl", "in.jsonl", str(tmp_path / "model" / "out.jsonl"), 2)
+        recipe = tiny_recipe(model={"name_or_path": str(tmp_path / "model")})
+        return predicting._Rows(request, recipe, ("text",), lambda rows, first: None)._facts()
+
+    nested = tmp_path / "model" / "additional_chat_templates"
+    nested.mkdir(parents=True)
+    (tmp_path / "in.jsonl").write_text("{}")
+    (nested / "tool_use.jinja").write_text("a")
+    before = facts()
+    (tmp_path / "model" / "out.jsonl.parts").mkdir()
+    (tmp_path / "model" / "out.jsonl.parts" / "part-000000.jsonl").write_text("{}")
+    assert facts() == before
+    if change == "template":
+        (nested / "tool_use.jinja").write_text("b")
+    else:
+        monkeypatch.setattr(predicting, "versions", lambda: {"transformers": "0"})
+    assert facts() != before
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trainer.base.digests import file_digest
 from trainer.base.disk import save_tensors, sync
 from trainer.base.text import is_shallow
 from trainer.checkpoint.progress import Count, Progress
@@ -132,7 +132,7 @@ def write_bytes(folder: Path, name: str, content: bytes) -> WrittenFile:
 def written(folder: Path, name: str) -> WrittenFile:
     """Sync a file and read it again, so its checksum is that of the bytes on the disk."""
     sync(folder / name)
-    return WrittenFile(name, (folder / name).stat().st_size, _digest(folder / name))
+    return WrittenFile(name, (folder / name).stat().st_size, file_digest(folder / name))
 
 
 def seal(folder: Path, facts: Facts, files: Iterable[WrittenFile]) -> None:
@@ -186,7 +186,7 @@ def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
             raise ValueError(f"it is damaged: {name} has {found} bytes and should have {size}")
     names = sorted(sizes)
     for name in (FACTS, *names[turn::num_turns]):
-        if _digest(folder / name) != sums[name]:
+        if file_digest(folder / name) != sums[name]:
             raise ValueError(f"it is damaged: {name} does not match its sum in {SUMS}")
     return names
 
@@ -442,11 +442,3 @@ def _read_sums(folder: Path) -> dict[str, str]:
 
 def _is_summed(name: str) -> bool:
     return name == FACTS or bool(_SHARE_NAME.fullmatch(name) or _MODEL_FILE_NAME.fullmatch(name))
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

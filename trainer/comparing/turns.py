@@ -13,10 +13,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from pathlib import Path
 
-from trainer import __version__
+from trainer.base.digests import digest_of, source_digest
 from trainer.base.disk import replace_text
 from trainer.base.errors import ExitCode, TrainerError, UsageError, storage_error
 from trainer.comparing.contestants import Contestant
@@ -26,6 +25,7 @@ from trainer.launch.local import RankError, run_on_fresh_ranks
 from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.reading.loading import ResolvedRecipe, load_recipe
+from trainer.training.versions import versions
 
 TURNS = 2
 _UNUSED = ("checkpoint.every", "evaluation.every", "evaluation.best", "evaluation.patience", "logging.project")
@@ -191,11 +191,10 @@ class Comparison:
         """Return the folder of a turn; other recipes, steps, numbers of ranks and versions have other folders."""
         assert trial.resolved is not None
         recipe = trial.resolved.recipe.model_dump(mode="json", exclude={"checkpoint", "logging"})
-        facts = json.dumps(
-            [recipe, trial.contestant.peer, trial.contestant.processes, self._steps, __version__], sort_keys=True
-        )
+        one = trial.contestant
+        facts = digest_of([recipe, one.peer, one.processes, self._steps, versions(), source_digest()])
         name = re.sub(r"[^\w.=-]+", "_", trial.contestant.name)[:60]
-        return self.folder / "turns" / f"{name}-{sha256(facts.encode()).hexdigest()[:8]}" / str(turn + 1)
+        return self.folder / "turns" / f"{name}-{facts[:8]}" / str(turn + 1)
 
 
 def first_line(text: str | None) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,15 +21,17 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
+from trainer.base.digests import code_digest, digest_of, file_digest
 from trainer.base.disk import remove
+from trainer.base.distribution import installed
 from trainer.base.errors import UsageError, storage_error
+from trainer.base.extensions import packages
 from trainer.data.split import EncodedSplit, Ragged
 
 ENTRY_VERSION = 5  # version of the file format, part of the key of an entry
 
 _META = "meta.json"
 _OFFSETS = "offsets"
-_HASH_BLOCK_BYTES = 1 << 20
 
 
 class CorruptEntryError(Exception):
@@ -171,6 +174,26 @@ class _ArrayFile:
         }
 
 
+def entry_key(encoder: Any, libraries: Sequence[str], **facts: Any) -> str:
+    """Return the key of an entry, which covers everything that determines its content.
+
+    Args:
+        encoder: the resolved task.
+        libraries: the packages that prepare rows, installed or not.
+        facts: the digests of all inputs, by name.
+    """
+    everything = {
+        **facts,
+        "entry": ENTRY_VERSION,
+        "task": [type(encoder), encoder.fingerprint],
+        "code": code_digest(type(encoder)),
+        "versions": {library: installed(library) for library in libraries},
+        "python": platform.python_version(),  # its tables of Unicode characters
+        "extensions": packages(),
+    }
+    return digest_of(everything)[:32]
+
+
 def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
     """Map an entry into memory.
 
@@ -266,22 +289,10 @@ def _map_array(path: Path, array: Mapping[str, Any], verify: bool) -> NDArray[An
     if path.stat().st_size != dtype.itemsize * array["num_values"]:
         raise CorruptEntryError(f"{path} does not have the size that was written")
     values = np.memmap(path, dtype, mode="r")
-    if verify and _file_digest(path) != array["sha256"]:
+    if verify and file_digest(path) != array["sha256"]:
         raise CorruptEntryError(f"{path} does not hold what was written")
     # Indexing a plain array over the same pages is faster than indexing the subclass.
     return np.asarray(values).reshape(-1, *array["row_shape"])
-
-
-def _file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for block in _blocks(file):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _blocks(file: IO[bytes]) -> Iterable[bytes]:
-    return iter(lambda: file.read(_HASH_BLOCK_BYTES), b"")
 
 
 def _digest(arrays: Mapping[str, Any], sources: Sequence[int]) -> str:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import PIL
-import transformers
 from numpy.typing import NDArray
 
-import trainer
 from trainer.base.errors import DataError
-from trainer.data.cache import ENTRY_VERSION, EntryWriter, open_or_write
+from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.hashing import ROWS_AT_ONCE, hash_rows
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit, encode_rows
@@ -27,6 +22,7 @@ if TYPE_CHECKING:
 
 _IMAGES_AT_ONCE = 100
 _PIXELS = "pixel_values"
+_LIBRARIES = ("transformers", "pillow", "numpy")
 
 
 class ImageProcessor(Protocol):
@@ -78,14 +74,7 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
     """
     encoder.check_columns(split.rows.features, split.where)
     rows = split.rows.select_columns(list(encoder.columns))
-    facts = {
-        "entry": ENTRY_VERSION,
-        "rows": _hash_images(rows),
-        "task": encoder.fingerprint,
-        "processor": processor.fingerprint,
-        "versions": [trainer.__version__, transformers.__version__, PIL.__version__],
-    }
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    key = entry_key(encoder, _LIBRARIES, rows=_hash_images(rows), processor=processor.fingerprint)
 
     def write(writer: EntryWriter) -> None:
         shape: tuple[int, ...] | None = None
@@ -123,7 +112,11 @@ def _hash_images(rows: Dataset) -> str:
     """Return the hash of rows, with the content of separate image files."""
     import datasets
 
-    columns = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+    columns = [
+        name
+        for name, feature in rows.features.items()
+        if isinstance(feature, datasets.Image) or (isinstance(feature, Mapping) and {"bytes", "path"} <= feature.keys())
+    ]
     if not columns:
         return hash_rows(rows)
     return hash_rows(rows, ROWS_AT_ONCE // 100, lambda batch: _with_contents(batch, columns))

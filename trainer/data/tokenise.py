@@ -5,7 +5,6 @@ The cache of `Dataset.map` is not used: its key depends on a pickle of the funct
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
@@ -15,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import tokenizers
-import transformers
 from numpy.typing import NDArray
 
-import trainer
+from trainer.base.digests import digest_of, file_digest
 from trainer.base.errors import DataError, UsageError
-from trainer.data.cache import ENTRY_VERSION, EntryWriter, open_or_write
+from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.hashing import hash_rows
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit, FlatArray, encode_rows
@@ -37,6 +35,10 @@ _BYTES_PER_PROCESS = 16 << 20  # less text is tokenised before a further process
 _PROGRESS_SECONDS = 10.0
 _TOKENS_AT_ONCE = 1 << 22
 _MOST_SPECIAL = 4  # tokens that tokenizers add to a text or a pair, such as `<s></s></s></s>`
+_LIBRARIES = ("transformers", "tokenizers", "jinja2", "sentencepiece", "tiktoken", "mistral-common")
+_PLACE_AND_CALLS = {
+    "name_or_path", "is_local", "local_files_only", "init_kwargs", "cache", "deprecation_warnings", "verbose"
+}  # fmt: skip
 MOST_UNKNOWN = 0.5
 """A share of the tokens; a larger share of unknown ones means the wrong tokenizer."""
 
@@ -139,7 +141,15 @@ def encode_split(
                 writer.add(packer.finish())
             end_sources(done)
 
-    encoded = open_or_write(cache, _key(split, rows, encoder, tokenizer, max_length), write, encoder.own_lengths)
+    key = entry_key(
+        encoder,
+        _LIBRARIES,
+        rows=hash_rows(rows),
+        sources=split.sources,
+        tokenizer=_tokenizer_digest(tokenizer),
+        max_length=max_length,
+    )
+    encoded = open_or_write(cache, key, write, encoder.own_lengths)
     if not len(encoded):
         if split.is_part:
             return encoded
@@ -206,26 +216,23 @@ def _check_max_length(max_length: int, tokenizer: PreTrainedTokenizerBase) -> No
         )
 
 
-def _key(split: Split, rows: Dataset, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:
-    """Return the key of an entry, which covers everything that determines its content."""
-    facts = {
-        "entry": ENTRY_VERSION,
-        "rows": hash_rows(rows),
-        "sources": split.sources,
-        "task": encoder.fingerprint,
-        "tokenizer": _hash_tokenizer(tokenizer),
-        "max_length": max_length,
-        "versions": [trainer.__version__, transformers.__version__, tokenizers.__version__],
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of everything that a tokenizer holds, except for its place and its state of earlier calls."""
+    state: dict[str, Any] = tokenizer.__reduce_ex__(4)[2]
+    files = {*tokenizer.vocab_files_names, "tokenizer_file"}
+
+    def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: file_digest(Path(value)) if name in files and value and Path(value).is_file() else value
+            for name, value in values.items()
+            if name not in _PLACE_AND_CALLS
+        }
+
+    facts = [type(tokenizer), kept(state), kept(state.get("init_kwargs", {}))]
+    return digest_of(facts, {tokenizers.Tokenizer: _without_calls})
 
 
-def _hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    if tokenizer.is_fast:
-        content = json.loads(tokenizer.backend_tokenizer.to_str())
-        for state in ("truncation", "padding"):  # state of earlier calls
-            content.pop(state, None)
-    else:
-        content = [sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items()))]
-    facts = [type(tokenizer).__name__, content, tokenizer.model_input_names, tokenizer.truncation_side]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def _without_calls(backend: tokenizers.Tokenizer) -> str:
+    """Return a fast tokenizer as JSON, without the truncation and padding of earlier calls."""
+    content = json.loads(backend.to_str())
+    return json.dumps({name: value for name, value in content.items() if name not in ("truncation", "padding")})

@@ -5,13 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.base.distribution import install_command
+from trainer.base.distribution import install_command, installed
 from trainer.doctor.facts import DeepSpeedFacts
 from trainer.doctor.finding import Finding, bad, ok, problem, warning
 from trainer.doctor.folders import folder
 from trainer.doctor.machine import Machine
 from trainer.doctor.probe import ProbeError
-from trainer.doctor.software import installed
 from trainer.engine.deepspeed_package import CPU_OPERATION, build_lock, missing_tools, torch_locks
 
 

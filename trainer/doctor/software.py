@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.metadata import metadata, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trainer
-from trainer.base.distribution import DISTRIBUTION, install_command
+from trainer.base.distribution import DISTRIBUTION, install_command, installed
 from trainer.doctor.finding import Finding, ok, problem, warning
 from trainer.doctor.machine import Machine
 
@@ -84,14 +84,6 @@ def extras(machine: Machine) -> Finding:
         return problem(f"{value}; the recipe needs it", remedy) if needed else warning(value, remedy)
     parts = [", ".join(present), f"not installed: {', '.join(absent)}" if absent else ""]
     return ok("; ".join(filter(None, parts)) or "none")
-
-
-def installed(name: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _needed_extras(machine: Machine) -> set[str]:

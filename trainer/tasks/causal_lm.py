@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -102,12 +101,13 @@ class CausalLMTask(TokenLabels):
         return tuple(self.examples.columns.values())
 
     @property
-    def fingerprint(self) -> str:
-        return json.dumps(["causal_lm", self.examples.columns, self.packing, self.train_on, *self._prompt_facts])
-
-    @property
-    def _prompt_facts(self) -> tuple[int | None, ...]:
-        return (self.settings.max_new_tokens, self.num_positions) if self.continues else ()
+    def beside_rows(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (
+            "metric_names",
+            "vocabulary",
+            "chunk_tokens",
+            *(() if self.continues else ("settings", "num_positions")),
+        )
 
     @property
     def packs_documents(self) -> bool:  # type: ignore[override]

@@ -7,7 +7,6 @@ gather the embeddings of the whole batch (`trainer/engine/joint.py`).
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -60,18 +59,13 @@ class EmbeddingTask(TaskDefaults):
     mask_duplicates: bool = False
 
     auto_class_name = "AutoModel"
+    beside_rows = ("pooling", "normalize", "temperature", "metric_names")
     rows_are_labels = True
     unused_modules = ("pooler",)
 
     @property
     def columns(self) -> tuple[str, ...]:
         return self.text_columns if self.score_column is None else (*self.text_columns, self.score_column)
-
-    @property
-    def fingerprint(self) -> str:
-        return json.dumps(
-            ["embedding", self.text_columns, self.score_column, self.loss == "cosine", self.mask_duplicates]
-        )
 
     @property
     def rows_depend(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,14 +30,11 @@ class ImageClassificationTask(RowClasses):
     positive: str | None = None
 
     auto_class_name = "AutoModelForImageClassification"
+    beside_rows = ("metric_names", "class_weights", "label_smoothing", "positive")
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (self.image_column, self.label_column) if self.labelled else (self.image_column,)
-
-    @property
-    def fingerprint(self) -> str:
-        return json.dumps(["image_classification", self.image_column, self.shape, self.label_column, self.class_names])
 
     def check_inputs(self, features: Mapping[str, Any], where: str) -> None:
         require_images(features, self.image_column, self.shape, where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,14 +29,11 @@ class MaskedLMTask(TokenLabels):
     vocabulary: VocabularyCut | None = None
 
     auto_class_name = "AutoModelForMaskedLM"
+    beside_rows = ("mask_probability", "metric_names", "vocabulary")
 
     @property
     def columns(self) -> tuple[str, ...]:
         return self.text_columns
-
-    @property
-    def fingerprint(self) -> str:
-        return json.dumps(["masked_lm", self.text_columns])  # without the masking, which is applied to cached rows
 
     def resolve(self, train: Dataset, where: str) -> MaskedLMTask:
         self.check_columns(train.features, where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -39,15 +38,12 @@ class MultiLabelTask(NamedClasses):
     labelled: bool = True
 
     auto_class_name = "AutoModelForSequenceClassification"
+    beside_rows = ("metric_names", "threshold")
     rows_are_labels = True
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (*self.text_columns, self.label_column) if self.labelled else self.text_columns
-
-    @property
-    def fingerprint(self) -> str:
-        return json.dumps(["multi_label", self.text_columns, self.label_column, self.class_names, self.labelled])
 
     def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> MultiLabelTask:
         return replace(self, class_names=names, labels_are_names=labels_are_names)

@@ -5,7 +5,6 @@ The model reads the context with each choice and gives each pair one score, as i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -59,6 +58,7 @@ class MultipleChoiceTask(TaskDefaults):
     num_texts: int = 0
 
     auto_class_name = "AutoModelForMultipleChoice"
+    beside_rows = ("metric_names",)
     rows_are_labels = True
 
     @property
@@ -66,12 +66,6 @@ class MultipleChoiceTask(TaskDefaults):
         question = () if self.question_column is None else (self.question_column,)
         label = (self.label_column,) if self.labelled else ()
         return (self.context_column, *question, *self.choice_columns, *label)
-
-    @property
-    def fingerprint(self) -> str:
-        return json.dumps(
-            ["multiple_choice", self.columns, self.question_texts, self.blank, self.label_format, self.labelled]
-        )
 
     def resolve(self, train: Dataset, where: str) -> MultipleChoiceTask:
         self.check_columns(train.features, where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -84,15 +83,12 @@ class QuestionAnsweringTask(TaskDefaults):
     has_answers: bool = True
 
     auto_class_name = "AutoModelForQuestionAnswering"
+    beside_rows = ("n_best", "max_answer_length", "null_threshold", "metric_names")
     rows_are_labels = True
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (self.question_column, self.context_column, *(self.answer_columns if self.has_answers else ()))
-
-    @property
-    def fingerprint(self) -> str:
-        return json.dumps(["question_answering", self.columns, self.stride, self.unanswerable, self.has_answers])
 
     def resolve(self, train: Dataset, where: str) -> QuestionAnsweringTask:
         self.check_columns(train.features, where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +39,7 @@ class Seq2SeqLMTask(TokenLabels):
     vocabulary: VocabularyCut | None = None
 
     auto_class_name = "AutoModelForSeq2SeqLM"
+    beside_rows = ("metric_names", "generation", "vocabulary")
     own_lengths = ("decoder_input_ids", "labels")
 
     @property
@@ -49,12 +49,6 @@ class Seq2SeqLMTask(TokenLabels):
     @property
     def generates(self) -> bool:
         return self.target is None or any(name not in TOKEN_METRICS for name in self.metric_names)
-
-    @property
-    def fingerprint(self) -> str:
-        return json.dumps(
-            ["seq2seq_lm", self.source, self.target, self.prefix, self.max_target_length, self.start_token]
-        )
 
     def resolve(self, train: Dataset, where: str) -> Seq2SeqLMTask:
         self.check_columns(train.features, where)

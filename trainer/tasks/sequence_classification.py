@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,14 +26,11 @@ class SequenceClassificationTask(RowClasses):
     positive: str | None = None
 
     auto_class_name = "AutoModelForSequenceClassification"
+    beside_rows = ("metric_names", "class_weights", "label_smoothing", "positive")
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (*self.text_columns, self.label_column) if self.labelled else self.text_columns
-
-    @property
-    def fingerprint(self) -> str:
-        return json.dumps(["sequence_classification", self.text_columns, self.label_column, self.class_names])
 
     def check_inputs(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, self.text_columns, where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,15 +26,12 @@ class SequenceRegressionTask(TaskDefaults):
     metric_names: tuple[str, ...]
 
     auto_class_name = "AutoModelForSequenceClassification"
+    beside_rows = ("metric_names",)
     rows_are_labels = True
 
     @property
     def columns(self) -> tuple[str, ...]:
         return self.text_columns if self.label_column is None else (*self.text_columns, self.label_column)
-
-    @property
-    def fingerprint(self) -> str:
-        return json.dumps(["sequence_regression", self.text_columns, self.label_column])
 
     def resolve(self, train: Dataset, where: str) -> SequenceRegressionTask:
         self.check_columns(train.features, where)

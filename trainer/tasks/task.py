@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from trainer.base.digests import digest_of
 from trainer.base.errors import UsageError
 from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.microbatch import IGNORED_LABEL
@@ -48,11 +49,6 @@ class Task(Protocol):
     @property
     def rows_are_labels(self) -> bool:
         """Whether every row holds one valid label; the loss is then divided by the number of rows."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A text that changes whenever the same tokenizer or image processor would encode the same rows differently."""
         ...
 
     def resolve(self, train: Dataset, where: str) -> Self:
@@ -118,6 +114,15 @@ class Task(Protocol):
         ...
 
     # Attributes and methods with a default in `TaskDefaults`.
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that changes whenever the same tokenizer or image processor would encode the same rows differently.
+
+        The default covers all attributes of the instance but those that `beside_rows` names. The key of prepared rows
+        covers the source file of the class, too.
+        """
+        ...
 
     @property
     def rows_depend(self) -> bool:
@@ -259,12 +264,21 @@ class Task(Protocol):
 
 
 class TaskDefaults:
-    """Base class with the methods that few tasks change."""
+    """Base class with the methods that few tasks change.
 
+    Attributes:
+        beside_rows: the attributes of the instance that encoded rows do not depend on.
+    """
+
+    beside_rows: tuple[str, ...] = ()
     own_lengths: tuple[str, ...] = ()
     labels_are_tokens = False
     unused_modules: tuple[str, ...] = ()
     packs_documents = False
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of({name: value for name, value in vars(self).items() if name not in self.beside_rows})
 
     @property
     def rows_depend(self) -> bool:

@@ -7,7 +7,6 @@ that loss and metrics count each word once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -57,6 +56,7 @@ class TokenClassificationTask(NamedClasses):
     labelled: bool = True
 
     auto_class_name = "AutoModelForTokenClassification"
+    beside_rows = ("metric_names",)
     rows_are_labels = False
     common_names = (OUTSIDE,)
 
@@ -70,12 +70,6 @@ class TokenClassificationTask(NamedClasses):
     @property
     def columns(self) -> tuple[str, ...]:
         return (self.input_column, self.label_column) if self.labelled else (self.input_column,)
-
-    @property
-    def fingerprint(self) -> str:
-        names = self.class_names if self.labelled else None
-        facts = [self.words_column, self.text_column, self.label_column, names, self.label_all, self.stride]
-        return json.dumps(["token_classification", *facts, self.labelled])
 
     def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> TokenClassificationTask:
         return replace(self, class_names=names, labels_are_names=labels_are_names)

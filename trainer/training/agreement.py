@@ -10,15 +10,16 @@ import json
 import platform
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import trainer
 from trainer.base import extensions
+from trainer.base.digests import source_digest
+from trainer.base.distribution import installed
 from trainer.base.errors import UsageError
 from trainer.base.text import listed
 from trainer.recipe.plan import RunPlan
-from trainer.training.versions import COMPARED, installed
+from trainer.training.versions import COMPARED
 
 _SHOWN_DIFFERENCES = 10
 _ABSENT = "missing"
@@ -34,7 +35,7 @@ def run_facts(values: Mapping[str, Any], plan: RunPlan, device_type: str) -> dic
     """
     facts = {f"`{key}`": json.dumps(value, sort_keys=True, ensure_ascii=False) for key, value in values.items()}
     facts |= {"the layout": str(plan.layout), "the batch": str(plan.batch), "the type of device": device_type}
-    facts |= {"trainer": trainer.__version__, "trainer's source": _source_digest(), "python": platform.python_version()}
+    facts |= {"trainer": trainer.__version__, "trainer's source": source_digest(), "python": platform.python_version()}
     facts |= {f"the extension {name}": package for name, package in extensions.packages().items()}
     packages = (*COMPARED, "deepspeed") if plan.strategy.zero_stage else COMPARED
     return facts | {package: installed(package) or _ABSENT for package in packages}
@@ -94,13 +95,3 @@ def _differences(ranks: Sequence[tuple[str, Mapping[str, str]]], first: Mapping[
 def _named(members: Sequence[int], ranks: Sequence[tuple[str, Mapping[str, str]]]) -> str:
     hosts = dict.fromkeys(ranks[rank][0] for rank in members)
     return f"rank{'s' if len(members) > 1 else ''} {listed(members, 8)} ({', '.join([*hosts][:8])})"
-
-
-def _source_digest() -> str:
-    """Return a digest of trainer's source files, since a version number stays the same during development."""
-    root = Path(trainer.__file__).parent
-    digest = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        content = file.read_bytes()
-        digest.update(f"{file.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:12]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ from filelock import FileLock, Timeout
 from rich.progress import Progress
 from torch import Tensor
 
-import trainer
+from trainer.base.digests import digest_of, file_digest, source_digest
 from trainer.base.disk import UNFINISHED, read_plain, remove, replace_text, sync
 from trainer.base.errors import DataError, ExitCode, TrainerError, UsageError
 from trainer.data.loader import EvalLoader
@@ -42,6 +41,7 @@ from trainer.training.evaluation import RowTensors, in_row_order
 from trainer.training.prepared import PreparedData
 from trainer.training.preparing import Preparation, load_preparation
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
+from trainer.training.versions import versions
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -53,7 +53,6 @@ STANDARD = "-"
 
 _MANIFEST, _LOCK = "manifest.json", "lock"
 _LOCK_SECONDS = 20.0  # ranks of a killed command leave within this time
-_HASH_BLOCK_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 20
 
 
@@ -511,10 +510,11 @@ class _Rows:
     def _facts(self) -> dict[str, Any]:
         folder = Path(self._recipe.model.name_or_path or "")
         recipe = self._recipe.model_dump(mode="json")
-        kept = {"task": recipe["task"], "max_length": recipe["data"].get("max_length"), "trainer": trainer.__version__}
+        kept = {"task": recipe["task"], "max_length": recipe["data"].get("max_length")}
         return {
-            "input": _file_hash(self._request.input),
-            "model": _folder_hash(folder),
+            "input": file_digest(self._request.input),
+            "model": _folder_digest(folder, self._folder),
+            "versions": versions() | {"source": source_digest()},
             "options": self._request.options()
             | kept
             | {"precision": recipe["precision"], "seed": recipe["training"]["seed"]},
@@ -555,23 +555,19 @@ def _read_manifest(file: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _file_hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+def _folder_digest(folder: Path, left_out: Path) -> str:
+    """Return a digest of names and sizes, and of the content of small files or the time of large ones.
 
-
-def _folder_hash(folder: Path) -> str:
-    """Return a hash of names and sizes, and of the content of small files or the time of large ones."""
+    Chat templates and modules of sentence-transformers lie in folders of the folder.
+    """
     facts = []
-    for path in sorted(folder.iterdir()):
-        if path.is_file():
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.absolute().is_relative_to(left_out.absolute()):
             state = path.stat()
             small = state.st_size <= _SMALL_BYTES
-            facts.append([path.name, state.st_size, _file_hash(path) if small else state.st_mtime_ns])
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+            name = path.relative_to(folder).as_posix()
+            facts.append([name, state.st_size, file_digest(path) if small else state.st_mtime_ns])
+    return digest_of(facts)
 
 
 def _tell(text: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 from trainer import __version__
+from trainer.base.distribution import installed
 from trainer.base.extensions import packages
 
 COMPARED = ("torch", "transformers", "datasets", "tokenizers", "safetensors")
@@ -13,14 +13,6 @@ COMPARED = ("torch", "transformers", "datasets", "tokenizers", "safetensors")
 
 RECORDED = (*COMPARED, "accelerate", "deepspeed", "numpy")
 """Packages that a run names in its summary, its checkpoints and its model card."""
-
-
-def installed(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def versions() -> dict[str, str]:
