@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import copy
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from types import SimpleNamespace
 
 import datasets
 import pytest
+import tokenizers
 import torch
 import transformers
+from tokenizers import models, pre_tokenizers, processors
 from torch import nn
 
 from tests.helpers.training import (
@@ -20,10 +24,14 @@ from tests.helpers.training import (
     tiny_recipe,
 )
 from trainer.base.errors import DataError, UsageError
+from trainer.data import tokenise
+from trainer.data.sources import Split
+from trainer.data.tokenise import encode_split
 from trainer.models.heads import chunk_head
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import CausalLM, Generation
+from trainer.tasks import causal_lm
 from trainer.tasks.causal_lm import DECODERS
 from trainer.tasks.registry import build_task
 
@@ -172,6 +180,100 @@ def test_turns_are_trained_as_the_template_writes_them_last(chatty, template, tr
         assert ids == chatty(text, add_special_tokens=False)["input_ids"][:-1]
         trained = [label for label in labels if label != IGNORED_LABEL]
         assert trained == chatty(content, add_special_tokens=False)["input_ids"]
+
+
+def byte_tokenizer(trim_offsets):
+    """Return a byte-level BPE, with a token ` no`."""
+    special = ["<s>", "</s>", "<pad>"]
+    words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), "\u0120n", "\u0120no"]
+    merges = [("\u0120", "n"), ("\u0120n", "o")]
+    backend = tokenizers.Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=trim_offsets)
+    backend.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+BLANK_TEMPLATE = (  # ends the prefix of an answer with a blank
+    "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else ' ' }}"
+    "{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+MARKED_BLANK_TEMPLATE = (
+    "{% for m in messages %}{{ m.role | upper }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("trim_offsets", [True, False])
+@pytest.mark.parametrize("answers", [("no", "no "), ("\u65e5\u672c ", " no"), ("", "n\n no"), ("\u00e9", "  no")])
+def test_the_trained_tokens_are_those_of_the_mask_of_transformers(trim_offsets, answers):
+    tokenizer = byte_tokenizer(trim_offsets)
+    chat = [
+        message
+        for answer in answers
+        for message in ({"role": "user", "content": "no?"}, {"role": "assistant", "content": answer})
+    ]
+    # With trimmed spans, the mask of transformers lacks turns that begin with a blank.
+    reference = byte_tokenizer(trim_offsets=False)
+    expected = reference.apply_chat_template(
+        chat, chat_template=MARKED_BLANK_TEMPLATE, return_dict=True, return_assistant_tokens_mask=True
+    )
+    for template in (BLANK_TEMPLATE, MARKED_BLANK_TEMPLATE):
+        tokenizer.chat_template = template
+        encoded = encode(task_of(messages="messages"), rows_of(messages=[chat]), tokenizer, 200)
+        (ids,), (labels,) = encoded["input_ids"], encoded["labels"]
+        assert ids == expected["input_ids"][:-1]
+        assert [int(label != IGNORED_LABEL) for label in labels] == expected["assistant_masks"][1:]
+
+
+@pytest.mark.parametrize("train_on", ["all", "last", "each"])
+@pytest.mark.parametrize(
+    ("template", "notes"),
+    [
+        (BLANK_TEMPLATE, []),
+        (MARKED_BLANK_TEMPLATE, []),
+        (PLAIN_TEMPLATE, []),
+        ("{{ raise_exception('no') }}", []),
+        (
+            MARKED_BLANK_TEMPLATE.replace("{{ eos_token }}{% endgeneration %}", "{% endgeneration %}\n{{ eos_token }}"),
+            [r"the token '</s>' behind an answer is not trained"],
+        ),
+        (
+            MARKED_BLANK_TEMPLATE.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}"),
+            [r"the first token of an answer is not trained"],
+        ),
+    ],
+)
+def test_untrained_ends_of_answers_are_noted(train_on, template, notes):
+    tokenizer = byte_tokenizer(False)
+    tokenizer.chat_template = template
+    found = task_of(messages="messages", train_on=train_on).tokenizer_notes(tokenizer)
+    assert len(found) == len(notes)
+    assert all(note in text and "generation %} marks" in text for note, text in zip(notes, found, strict=True))
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [ENDLESS + PLAIN_TEMPLATE, MARKED_TEMPLATE + ENDLESS])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_endless_template_is_refused(chatty, tmp_path, monkeypatch, template, processes):
+    monkeypatch.setattr(causal_lm, "_TEMPLATE_SECONDS", 0.05)
+    monkeypatch.setattr(tokenise, "_ROWS_AT_ONCE", 1)
+    chatty.chat_template = template
+    split = Split(rows_of(messages=[CHAT] * 3), WHERE)
+    with pytest.raises(UsageError, match=r"template .* within 0.05 seconds, but .* row 1 of .*; mend a copy"):
+        encode_split(split, task_of(messages="messages"), chatty, 100, tmp_path, processes)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    chatty.chat_template = PLAIN_TEMPLATE
+    assert len(encode_split(split, task_of(messages="messages"), chatty, 100, tmp_path, processes)) == 3
+
+
+def test_a_chat_is_rendered_in_any_thread(chatty):
+    with ThreadPoolExecutor(1) as pool:
+        rows = rows_of(messages=[CHAT])
+        assert pool.submit(encode, task_of(messages="messages"), rows, chatty).result()["labels"]
 
 
 def test_a_generated_text_of_a_chat_ends_with_the_turn(chatty):

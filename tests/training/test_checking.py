@@ -13,7 +13,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
-from tests.helpers.training import TINY_BERT
+from tests.helpers.training import TINY_BERT, TINY_DECODERS
 from trainer.base.errors import DataError, ExitCode
 from trainer.cli import main
 from trainer.data import files
@@ -144,6 +144,19 @@ def test_rows_of_every_task_are_checked_without_the_hub(tmp_path, capsys, task, 
     write_rows(tmp_path / "train.jsonl", [good, good])
     assert main(["check", str(tmp_path / "recipe.json")]) == ExitCode.DONE
     assert "`model.name_or_path` is not checked" in capsys.readouterr().out
+
+
+def test_an_end_token_outside_of_the_marks_of_a_template_is_noted(tmp_path, capsys):
+    recipe = json.loads(write_tiny_run(tmp_path, model={"config": TINY_DECODERS["llama"]}).read_text())
+    recipe["task"] = {"type": "causal_lm", "messages": "m"}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ sep_token }}{% endfor %}"
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
+    rows = [{"m": [{"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2"}]}] * 8
+    for name in ("train", "validation"):
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+    assert main(["check", str(tmp_path / "recipe.json")]) == ExitCode.DONE
+    assert "the token '[SEP]' behind an answer is not trained" in " ".join(capsys.readouterr().out.split())
 
 
 def test_large_files_are_read_in_part(tmp_path, capsys, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainer.base.errors import DataError, UsageError
+from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.parallel.cross_entropy import VocabularyCut, vocab_parallel_argmax
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import Generation
@@ -33,6 +35,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _ENCODERS = (
     "albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta",
 )  # fmt: skip
+_TEMPLATE_SECONDS = 10
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -126,6 +129,10 @@ class CausalLMTask(TokenLabels):
         if isinstance(self.examples, ChatColumn):
             ends += _turn_end(tokenizer)
         return tuple(dict.fromkeys(ends))
+
+    def tokenizer_notes(self, tokenizer: Tokenizer) -> list[str]:
+        is_chat = isinstance(self.examples, ChatColumn) and not self.continues and tokenizer.is_fast
+        return _turn_notes(tokenizer, self.train_on) if is_chat and tokenizer.chat_template else []
 
     def resolve(self, train: Dataset, where: str) -> CausalLMTask:
         self.check_columns(train.features, where)
@@ -388,12 +395,57 @@ def _tokens_of_chat(chat: Any, tokenizer: Tokenizer, train_on: Turns, place: str
         texts = texts if train_on == "each" else texts[-1:]
     found = []
     for text, turns in texts:
-        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        trained = [any(first <= start < last for first, last in turns) for start, _ in made["offset_mapping"]]
+        ids, spans = _spans(text, tokenizer)
+        trained = _trained(spans, turns)
         if not any(trained[1:]):
             raise DataError(f"{place} is a chat with an assistant turn without tokens; fill it, or leave the row out")
-        found.append((list(made["input_ids"]), trained))
+        found.append((ids, trained))
     return found
+
+
+def _spans(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the tokens of a text that a chat template wrote, and the start and end of each token in the text."""
+    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return list(made["input_ids"]), list(made["offset_mapping"])
+
+
+def _trained(spans: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]]) -> list[bool]:
+    """Return whether each token holds a character of a turn; it may begin with the blank before the turn.
+
+    Some tokenizers leave the blank out of the span. A token of blanks before the turn then has an empty span, at the
+    start of the turn, and is not trained.
+    """
+    return [any(first < end and start < last for first, last in turns) for start, end in spans]
+
+
+def _turn_notes(tokenizer: Tokenizer, train_on: Turns) -> list[str]:
+    """Return notes on the first token of an answer and the end token behind it, if they are not trained.
+
+    Such a token stands outside of the template's `{% generation %}` marks.
+    """
+    question, answer = "What is it?", "Nothing."
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] * 2
+    try:
+        find = _turns if train_on == "all" else _last_turn
+        text, turns = find(chat, tokenizer, "a chat of four messages")
+    except TrainerError:
+        return []  # the template wants other chats
+    ids, spans = _spans(text, tokenizer)
+    trained = _trained(spans, turns)
+    first = text.rfind(answer)
+    behind = first + len(answer)
+    behind += len(text[behind:]) - len(text[behind:].lstrip())
+    special = _special(tokenizer)
+    notes = []
+    for token, own, (start, end) in zip(ids, trained, spans, strict=True):
+        if own or first < 0:
+            continue
+        if start <= first < end:
+            notes.append("the first token of an answer is not trained")
+        elif start <= behind < end and token in special:
+            notes.append(f"the token {text[behind:end]!r} behind an answer is not trained, so answers may not end")
+    where = f"the chat template of `{tokenizer.name_or_path}`"
+    return [f"{where}: {note}; move its {{% generation %}} marks in a copy" for note in notes]
 
 
 def _chat_prompt(chat: Any, tokenizer: Tokenizer, place: str) -> str:
@@ -412,9 +464,12 @@ def _turn_end(tokenizer: Tokenizer) -> list[int]:
     content = "content"
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
     after = _text_of(chat, tokenizer, "a chat of two messages").rpartition(content)[2]
-    special = {token for token, described in tokenizer.added_tokens_decoder.items() if described.special}
     first = tokenizer(after.lstrip(), add_special_tokens=False, verbose=False)["input_ids"][:1]
-    return [token for token in first if token in special]
+    return [token for token in first if token in _special(tokenizer)]
+
+
+def _special(tokenizer: Tokenizer) -> set[int]:
+    return {token for token, described in tokenizer.added_tokens_decoder.items() if described.special}
 
 
 def _require_template(tokenizer: Tokenizer) -> None:
@@ -507,10 +562,37 @@ def _text_of(messages: list[dict[str, Any]], tokenizer: Tokenizer, place: str, *
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
 
+class _SlowTemplateError(BaseException):
+    """Error of a chat template that runs too long; a template cannot catch it."""
+
+
+def _stop_template(*_: Any) -> None:
+    raise _SlowTemplateError
+
+
 @contextmanager
 def _template_errors(place: str) -> Iterator[None]:
+    """Name the chat of errors in its template, and end a template that runs too long.
+
+    The time is that of the processor, so a busy machine refuses no template. Python runs handlers of signals in the
+    main thread only; a template in another thread has no limit.
+    """
+    has_limit = threading.current_thread() is threading.main_thread()
     try:
-        yield
+        if has_limit:
+            before = signal.signal(signal.SIGVTALRM, _stop_template)
+            signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_SECONDS)
+        try:
+            yield
+        finally:
+            if has_limit:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+                signal.signal(signal.SIGVTALRM, before)
+    except _SlowTemplateError:
+        raise UsageError(
+            f"the chat template of the tokenizer must write a chat within {_TEMPLATE_SECONDS} seconds, but was still"
+            f" running for {place}; mend a copy of the template (`model.tokenizer`), or leave the row out"
+        ) from None
     except Exception as error:  # a template may raise any error, for example on roles that do not alternate
         raise DataError(
             f"{place} is a chat that the tokenizer's template refuses: {error}; mend the chat, or leave the row out"

@@ -323,6 +323,9 @@ class TaskDefaults:
     def for_split(self, rows: Dataset) -> Self:
         return self
 
+    def tokenizer_notes(self, tokenizer: Tokenizer) -> list[str]:
+        return []
+
     def packer(self, max_length: int) -> Packer | None:
         return None
 
@@ -395,6 +398,10 @@ class TextTask(Task, Protocol):
         Raises:
             DataError: a value is not valid; the message names the column, the row and the value.
         """
+        ...
+
+    def tokenizer_notes(self, tokenizer: Tokenizer) -> list[str]:
+        """Return notes for the user on how the task uses the tokenizer."""
         ...
 
     def packer(self, max_length: int) -> Packer | None:

@@ -146,7 +146,9 @@ def prepare_data(
         if most_rows is not None and split is not None and not split.first(most_rows).is_whole
     ]
     found = (*_row_notes(recipe, task, used, train, validation), *class_notes(task, train, validation))
-    notes = (*splits.notes, *data_notes, *found, *bounded)
+    tokenizer = preparation.text_tokenizer
+    own = task.tokenizer_notes(tokenizer) if tokenizer is not None and isinstance(task, TextTask) else []
+    notes = (*splits.notes, *data_notes, *own, *found, *bounded)
     prepared = PreparedData(task, masking, preparation, train, validation, notes, evaluated)
     return replace(prepared, data_notes=(*notes, *_mixture_notes(recipe, prepared)))
 
