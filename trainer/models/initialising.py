@@ -28,7 +28,7 @@ def whole_already(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[
 @contextmanager
 def _on_cpu(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Hold parameters on the CPU inside of this context: the generators of other devices draw other numbers."""
-    elsewhere = [(parameter, parameter.data) for parameter in parameters if parameter.device.type != "cpu"]
+    elsewhere = [(one, one.data) for one in parameters if one.device.type not in ("cpu", "meta")]
     for parameter, data in elsewhere:
         parameter.data = data.cpu()
     yield
