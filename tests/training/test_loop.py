@@ -287,6 +287,21 @@ class TestPatience:
         assert run.run() == "patience"
         assert run.progress.step == 4
 
+    @pytest.mark.parametrize(
+        ("evaluation", "ending"),
+        [
+            ({"patience": 2}, "already_out_of_patience"),
+            ({"patience": 3}, "finished"),
+            ({"patience": None}, "finished"),
+            ({"patience": 2, "best": "loss"}, "finished"),
+        ],
+    )
+    def test_that_has_run_out_trains_no_more(self, evaluation, ending):
+        world = World([0.7, 0.8])
+        progress = Progress(4, best=BestMetric("accuracy", 0.6, 2), evaluations_since_best=2)
+        assert loop(world, progress=progress, evaluation={"every": "1 step", **evaluation}).run() == ending
+        assert bool(world.events) == (ending == "finished")
+
 
 class TestStop:
     def test_at_a_step(self):

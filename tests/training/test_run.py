@@ -21,7 +21,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassificatio
 
 from tests.helpers import processes, warm
 from tests.helpers.tiny_run import NUM_VALIDATION_ROWS, write_tiny_image_run, write_tiny_run
-from trainer.base.errors import ExitCode, NonFiniteError, UsageError
+from trainer.base.errors import ExitCode, NonFiniteError, TrainerError, UsageError
 from trainer.checkpoint.files import SavedState, share_name
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.forward import ModelForward
@@ -392,18 +392,109 @@ class TestFailures:
         assert f"\n  {other:<12}" not in shown, "a command resumes only where a checkpoint is"
         assert "power" not in shown, "the traceback on standard error has the message"
 
-    def test_patience(self, tmp_path):
-        recipe = write_tiny_run(tmp_path)
-        options = ("evaluation.every=1 step", "evaluation.patience=1", "optimizer.learning_rate=1e-30")
-        assert train(recipe, *options) == ExitCode.DONE
-        assert [record.step for record in metrics(recipe).evaluations] == [1, 2]
-        assert (tmp_path / "run" / "model" / "config.json").exists()
-
     def test_without_a_validation_split(self, tmp_path):
         recipe = write_tiny_run(tmp_path, evaluation={"every": None}, data={"validation": None})
         assert train(recipe) == ExitCode.DONE
         assert metrics(recipe).evaluations == []
         assert not (tmp_path / "run" / "best").exists()
+
+
+EVALUATIONS = ("evaluation.every=1 step", "optimizer.learning_rate=1e-30")
+PATIENCE = (*EVALUATIONS, "evaluation.patience=1")
+
+
+def stop_by_a_file(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr("trainer.ranks.stopping._LOOK_SECONDS", 0.0)
+    before_step(monkeypatch, 3, lambda engine: (folder / "stop").touch())
+
+
+def stop_by_a_signal(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    before_step(monkeypatch, 3, lambda engine: os.kill(os.getpid(), signal.SIGUSR1))
+
+
+def fail_to_export(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("trainer.training.assembly.complete_folder", fail)
+
+
+def lose_a_loss(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    lose_the_loss(monkeypatch, 3)
+
+
+Setting = Callable[[pytest.MonkeyPatch, Path], None] | None
+
+
+class TestTheSameCommandAgain:
+    """Each ending, and the same command after it: it repeats the end, or goes on to that of an undisturbed run."""
+
+    @pytest.mark.parametrize(
+        ("keys", "setting", "code", "step"),
+        [
+            ((), None, 0, 8),
+            (PATIENCE, None, 0, 2),
+            ((), lose_a_loss, 3, 2),
+        ],
+        ids=["max_steps", "patience", "non-finite"],
+    )
+    def test_changes_nothing(self, tmp_path, monkeypatch, keys: Sequence[str], setting: Setting, code, step):
+        recipe, run_folder = write_tiny_run(tmp_path), tmp_path / "run"
+        if setting:
+            setting(monkeypatch, run_folder)
+        keys = (*keys, "checkpoint.every=1 step")
+        assert self.ended(recipe, *keys) == code
+        assert CheckpointStore(run_folder, 1).steps()[-1] == step
+        before, files = numbers(recipe), self.files(run_folder)
+        assert self.ended(recipe, *keys) == code
+        assert numbers(recipe) == before
+        after = self.files(run_folder)
+        assert [name for name in files.keys() | after.keys() if files.get(name) != after.get(name)] == []
+
+    @pytest.mark.parametrize(
+        ("keys", "setting", "code", "step"),
+        [
+            (("training.stop_at_step=3",), None, 75, 3),
+            ((), stop_by_a_file, 75, 4),
+            ((), stop_by_a_signal, 75, 4),
+            ((), fail_to_export, 1, 8),
+        ],
+        ids=["stop_at_step", "stop file", "signal", "failed export"],
+    )
+    def test_goes_on(self, whole, tmp_path, monkeypatch, keys: Sequence[str], setting: Setting, code, step):
+        recipe, run_folder = write_tiny_run(tmp_path), tmp_path / "run"
+        keys = (*keys, "evaluation.every=null")
+        with monkeypatch.context() as disturbed:
+            if setting:
+                setting(disturbed, run_folder)
+            assert self.ended(recipe, *keys) == code
+        assert CheckpointStore(run_folder, 1).steps()[-1] == step
+        for _ in range(2):  # the second time, nothing is left to train
+            assert self.ended(recipe, *keys) == ExitCode.DONE
+            one, other = weights(recipe), weights(whole)
+            assert all(torch.equal(one[name], other[name]) for name in other)
+            assert [record.loss for record in metrics(recipe).steps] == [x.loss for x in metrics(whole).steps]
+
+    def test_and_a_longer_patience_goes_on(self, tmp_path, capsys):
+        recipe = write_tiny_run(tmp_path)
+        for patience, last in ((1, 2), (1, 2), (3, 4)):
+            keys = (*EVALUATIONS, f"evaluation.patience={patience}", 'logging.to=["console", "jsonl"]')
+            assert train(recipe, *keys) == ExitCode.DONE
+            assert [record.step for record in metrics(recipe).evaluations][-1] == last
+        assert " ".join(capsys.readouterr().out.split()).count("already ended: no better evaluation within") == 1
+
+    @staticmethod
+    def ended(recipe: Path, *keys: str) -> int:
+        try:
+            return train(recipe, *keys)
+        except TrainerError as error:
+            return error.exit_code
+
+    @staticmethod
+    def files(folder: Path) -> dict[str, bytes]:
+        """Return the models and checkpoints of a run."""
+        found = [path for path in folder.rglob("*") if path.is_file() and path.parent not in (folder, folder / "ranks")]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 def _free_port() -> int:

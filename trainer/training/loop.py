@@ -27,7 +27,9 @@ from trainer.training.evaluation import Evaluator
 
 _MOST_SHOWN = 64  # ranks of which a record has the memory; a line of more would be long
 _FAILING = STOP + 1  # an observer of rank 0 can no longer write
-Ending = Literal["finished", "already_finished", "patience", "stop_at_step", "signal", "stop_file"]
+Ending = Literal[
+    "finished", "already_finished", "patience", "already_out_of_patience", "stop_at_step", "signal", "stop_file"
+]
 
 
 class Batches(Protocol):
@@ -109,6 +111,8 @@ class Loop:
             raise
 
     def _run(self) -> Ending:
+        if self.progress.step < self.total_steps and self._is_out_of_patience():
+            return "already_out_of_patience"
         self._doing("waiting for rows")
         for batch in self.loader:
             self._doing(f"in step {self.progress.step + 1}")
@@ -255,14 +259,28 @@ class Loop:
                 self.keep_best()
             else:
                 self.progress.evaluations_since_best += 1
+        return self._is_out_of_patience()
+
+    def _is_out_of_patience(self) -> bool:
         patience = self.recipe.evaluation.patience
-        return patience is not None and self.progress.evaluations_since_best >= patience
+        return (
+            patience is not None
+            and self._comparable_best() is not None
+            and self.progress.evaluations_since_best >= patience
+        )
 
     def _is_best(self, value: float) -> bool:
+        best = self._comparable_best()
+        if best is None:
+            return True
+        return value > best.value if greater_is_better(self.best_metric) else value < best.value
+
+    def _comparable_best(self) -> BestMetric | None:
+        """Return the best evaluation so far; a resumed run may ask for another metric, or evaluate other rows."""
         best = self.progress.best
         if best is None or best.name != self.best_metric or self.progress.best_rows != self.validation:
-            return True  # a resumed run may ask for another metric, or evaluate other rows
-        return value > best.value if greater_is_better(self.best_metric) else value < best.value
+            return None
+        return best
 
     def _ending(self, out_of_patience: bool, request: int) -> Ending | None:
         if self.progress.step >= self.total_steps:

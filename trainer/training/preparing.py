@@ -5,7 +5,7 @@ This is the only module that joins a kind of task, of data and of model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -180,8 +180,18 @@ class TextPreparation:
     config: Any = None
     num_processes: int | None = None
     pad_to: int = 1
+    _limits: tuple[Any, Any] = field(init=False)  # truncation and padding of the tokenizer, which its calls replace
 
     normalisation = None
+
+    def __post_init__(self) -> None:
+        backend = self._backend
+        object.__setattr__(self, "_limits", (backend.truncation, backend.padding) if backend else (None, None))
+
+    @property
+    def _backend(self) -> Any:
+        """The fast implementation of the tokenizer; None if it has none."""
+        return getattr(self.tokenizer, "backend_tokenizer", None)
 
     @property
     def text_tokenizer(self) -> Tokenizer:
@@ -250,6 +260,10 @@ class TextPreparation:
             )
 
     def save(self, folder: Path) -> None:
+        if backend := self._backend:  # rows from the cache need no call, and the files must be the same
+            truncation, padding = self._limits
+            backend.enable_truncation(**truncation) if truncation else backend.no_truncation()
+            backend.enable_padding(**padding) if padding else backend.no_padding()
         self.tokenizer.save_pretrained(folder)
 
 

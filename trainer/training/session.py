@@ -33,6 +33,11 @@ _ENDINGS: dict[Ending, tuple[ExitCode, str | None]] = {
         " model in `model.name_or_path`; it has a schedule of its own",
     ),
     "patience": (ExitCode.DONE, "no better evaluation within `evaluation.patience`"),
+    "already_out_of_patience": (
+        ExitCode.DONE,
+        "already ended: no better evaluation within `evaluation.patience`; nothing to train. To train further, raise"
+        " it or set it to null",
+    ),
     "stop_at_step": (ExitCode.STOPPED, "`training.stop_at_step` is reached"),
     "signal": (ExitCode.STOPPED, "stopped by a signal"),
     "stop_file": (ExitCode.STOPPED, "stopped by the file `stop` in the folder, which is removed"),
