@@ -21,7 +21,7 @@ import typer
 
 from trainer import __version__
 from trainer.base.errors import INTERRUPTED, ExitCode, RecipeError, TrainerError, UsageError
-from trainer.base.text import for_terminal
+from trainer.base.text import for_terminal, without_secrets
 from trainer.ranks.environment import forbid_telemetry
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except TrainerError as error:
         for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
-            print(f"error: {for_terminal(problem)}", file=sys.stderr)  # noqa: T201
+            print(f"error: {for_terminal(without_secrets(problem))}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED

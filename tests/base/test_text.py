@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.base.text import for_terminal, without_secrets
+from trainer.base.text import for_terminal, has_secret, masked, without_secrets
 
 
 def test_controls_are_escaped_and_lines_stay():
@@ -25,7 +25,38 @@ def test_controls_are_escaped_and_lines_stay():
         ("in https://user:p@ss@host:5000/a?b=1", "in https://host:5000/a?b=1"),
         ("https://host/a?access_token=x&b=1&ApiKey=y#z", "https://host/a?access_token=***&b=1&ApiKey=***#z"),
         ("mail a@b.c", "mail a@b.c"),
+        ("at ftp://me:p/a?s#s@host/a.", "at ftp://host/a."),
+        ("at /data/ftp:/me:pass@host/a", "at /data/ftp://host/a"),
+        ("s3://a/b?X-Amz-Signature=0a&X-Amz-Date=1&sig=x", "s3://a/b?X-Amz-Signature=***&X-Amz-Date=1&sig=***"),
+        (f"as hf_{'a' * 34}.", "as ***."),
     ],
 )
 def test_secrets_are_masked(text: str, shown: str):
     assert without_secrets(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ftp://me:pass@host/a", True),
+        ("ftp://me:@host/a", True),
+        ("ftp://me:p/a?s@host/a", True),
+        ("simplecache::sftp://me:pass@host/a", True),
+        ("/data/ftp:/me:pass@host/a", True),
+        ("https://token@host/a", True),
+        ("https://host/a?X-Amz-Signature=1", True),
+        ("abfs://a/b?sv=1&sig=1", True),
+        ("gs://a/b#access_token=1", True),
+        (f"hf_{'a' * 34}", True),
+        ("ftp://me@host/a", False),
+        ("abfs://container@account.dfs.core.windows.net/a", False),
+        ("http://host:8000/a@b", False),
+        ("hf://datasets/me/rows@main/a", False),
+        ("s3://bucket/a:b@c", False),
+        ("https://host/a?design=1", False),
+        ("a template: {{ token=1 }} me:you@there", False),
+    ],
+)
+def test_addresses_with_secrets_are_found(text: str, expected: bool):
+    assert has_secret(text) is expected
+    assert masked({"a": [text, 1]}) == {"a": [without_secrets(text) if expected else text, 1]}

@@ -11,7 +11,13 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 _ASSIGNED_SECRET = re.compile(
     r"""(['"])?(\b\w*_(?:API_KEY|TOKEN|PASSWORD)=)(?(1)(?:(?!\1).)*|(?:'[^']*'|"[^"]*"|[^\s&]+))"""
 )
-_QUERY_SECRET = re.compile(r"""([?&;][\w.-]*(?:key|token|secret|password)[\w.-]*=)[^&;#\s'"]+""", re.IGNORECASE)
+_SECRET_NAME = r"[\w.-]*(?:key|token|secret|passw|signature|credential)[\w.-]*|sig|auth|pass|pwd"
+_QUERY_SECRET = re.compile(rf"""([?&;#](?:{_SECRET_NAME})=)[^&;#\s'"]+""", re.IGNORECASE)
+# A password may hold any character; a path that was normalised has one slash.
+_WITH_PASSWORD = r":/{1,2}[^/?#\s:@]*:(?!\d+[/?#])\S*@"
+_PASSWORD = re.compile(rf"{_WITH_PASSWORD}|(?:(?<=http)|(?<=https)):/{{1,2}}[^/?#\s]*@")
+_USER = re.compile(rf"://[^/?#\s]*@|{_PASSWORD.pattern}")
+_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 
 def listed(values: Sequence[object], most: int, separator: str = ", ") -> str:
@@ -65,6 +71,30 @@ def for_terminal(text: str) -> str:
 
 def without_secrets(text: str) -> str:
     """Remove user and password of URLs, and mask the values of secret variables (`HF_TOKEN=`) and query keys."""
-    text = re.sub(r"://[^/?#\s]*@", "://", text)
+    text = _USER.sub("://", text)
+    text = _HUB_TOKEN.sub("***", text)
     text = _ASSIGNED_SECRET.sub(lambda match: f"{match[1] or ''}{match[2]}***", text)
     return _QUERY_SECRET.sub(r"\1***", text)
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether an option of this name, such as `password`, holds a secret."""
+    return re.fullmatch(_SECRET_NAME, name, re.IGNORECASE) is not None
+
+
+def has_secret(text: str) -> bool:
+    """Return whether a value of a recipe is an address with a password, a signature or a token, or a hub token.
+
+    A user alone is no secret: `abfs://container@account` has one.
+    """
+    secrets = (_PASSWORD, _QUERY_SECRET) if ":/" in text else ()
+    return any(pattern.search(text) for pattern in (*secrets, _HUB_TOKEN))
+
+
+def masked(value: Any) -> Any:
+    """Return nested JSON values without the secrets of addresses in them."""
+    if isinstance(value, Mapping):
+        return {key: masked(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [masked(inner) for inner in value]
+    return without_secrets(value) if isinstance(value, str) and has_secret(value) else value

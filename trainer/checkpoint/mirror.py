@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from trainer.base.disk import sync
 from trainer.base.errors import StoppedError, TrainerError, UsageError
-from trainer.base.text import without_secrets
+from trainer.base.text import is_secret_name, without_secrets
 from trainer.checkpoint.background import WRITING, Background
 from trainer.checkpoint.files import FACTS, SUMS, read_sizes, verify
 from trainer.checkpoint.store import CheckpointStore, steps_of
@@ -50,7 +50,7 @@ def open_place(url: str) -> tuple[Any, str]:
         files, path = _answer(lambda: url_to_fs(url, skip_instance_cache=True))
     except (ImportError, ValueError) as error:
         raise UsageError(
-            f"{problem}: {error}; install its package, such as s3fs for s3:// and gcsfs for gs://"
+            f"{problem}: {_why(error)}; install its package, such as s3fs for s3:// and gcsfs for gs://"
         ) from error
     except Exception as error:  # the classes differ between file systems
         raise TrainerError(f"{problem}: {_why(error)}; restore the access, or name another") from error
@@ -84,7 +84,15 @@ def _answer(question: Callable[[], Answer], num_bytes: int = 0, is_stopped: Call
 
 
 def _why(error: Exception) -> str:
-    return without_secrets(" ".join(str(error).split()) or type(error).__name__)
+    """Return the message of an error on one line, without the secrets of fsspec's configuration."""
+    from fsspec.config import conf
+
+    text = " ".join(str(error).split()) or type(error).__name__
+    for options in conf.values():
+        for name, value in options.items():
+            if is_secret_name(name) and isinstance(value, str) and value:
+                text = text.replace(value, "***")
+    return without_secrets(text)
 
 
 class Mirror:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 import trainer.recipe.extending  # noqa: F401  # puts registered tasks into the schema
 from trainer.base import extensions
 from trainer.base.errors import RecipeError
-from trainer.base.text import leaves
+from trainer.base.text import leaves, without_secrets
 from trainer.foreign.deepspeed import DEEPSPEED
 from trainer.foreign.training_arguments import TRAINING_ARGUMENTS
 from trainer.reading.explaining import Finding, explain, findings
@@ -223,7 +223,7 @@ def _report(problems: Sequence[Problem], file: str, num_findings: int) -> list[s
         origin = problem.origin
         return origin.line == 0, origin.source != file, origin.source, origin.line, origin.column
 
-    lines = list(dict.fromkeys(map(str, sorted(problems, key=place))))
+    lines = list(dict.fromkeys(without_secrets(str(problem)) for problem in sorted(problems, key=place)))
     hidden = max(0, len(lines) - MAX_PROBLEMS) + max(0, num_findings - MAX_PROBLEMS)
     return lines[:MAX_PROBLEMS] + ([f"and {hidden} more"] if hidden else [])
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from trainer.base.text import has_secret, leaves
 from trainer.reading.parser import KeyPath, dotted, shown_value
 from trainer.recipe.combinations import EXCLUSIONS
 from trainer.recipe.deepspeed import refused_keys
@@ -67,6 +68,19 @@ def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
     for names, rule in RULES:
         if all(name in sections for name in names):
             yield from rule(*(sections[name] for name in names))
+    for name, section in sections.items():
+        yield from _secrets(section.model_dump(mode="json") if isinstance(section, Section) else section, (name,))
+
+
+def _secrets(value: Any, path: tuple[str, ...]) -> Iterator[Contradiction]:
+    """Refuse addresses with secrets, because a run writes its recipe to files and sends it to tracking services."""
+    for inner, leaf in leaves(value, path):
+        if has_secret(str(leaf)):
+            yield Contradiction(
+                (inner,),
+                "must hold no password, signature or token, which the run would write to its files; give it in the"
+                " environment (HF_TOKEN, FSSPEC_FTP_PASSWORD, AWS_SECRET_ACCESS_KEY) or in fsspec's configuration",
+            )
 
 
 def _clash(text: str, *keys: str) -> Contradiction:

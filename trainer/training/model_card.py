@@ -17,7 +17,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers.utils import CONFIG_NAME
 
 from trainer.base.disk import replace_folder
-from trainer.base.text import for_terminal
+from trainer.base.text import for_terminal, masked
 from trainer.checkpoint.progress import Progress
 from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
 from trainer.reading.trained import RECIPE_FILE
@@ -38,6 +38,7 @@ def complete_folder(temporary: Path, place: Path, origin: Mapping[str, Any], pro
     Raises:
         OSError: It cannot be written.
     """
+    origin = masked(origin)  # an earlier version could save an address with a password
     write_card(temporary, origin, progress)
     if recipe := _part(origin, "recipe"):  # for `trainer evaluate` and `trainer predict`
         (temporary / RECIPE_FILE).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
