@@ -159,7 +159,11 @@ def test_a_page_follows_the_run(tmp_path: Path):
 
 def test_curves_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     first = write_lines(
-        tmp_path / "one", {"run": {}}, *steps(4.0, 2.0, "NaN", 1.0), {"step": 4, "eval": {"accuracy": 0.75}}
+        tmp_path / "one",
+        {"run": {}},
+        *steps(4.0, 2.0, "NaN", 1.0),
+        {"step": 2, "eval": {"accuracy": 0.75, "loss": 0.9}},
+        {"step": 4, "eval": {"accuracy": 0.75, "loss": 0.8}},
     )
     second = write_lines(tmp_path / "tw\x1bo", {"run": {}}, *steps(3.0))
     assert main(["report", "--plain", str(first), str(second)]) == 0

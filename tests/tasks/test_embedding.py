@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import datasets
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from sentence_transformers.sentence_transformer import losses
 from torch.nn import functional as F
 from transformers import BertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, ModernBertConfig, XLNetConfig
 
 from trainer.base.errors import DataError, UsageError
 from trainer.recipe.schema import Embedding
-from trainer.tasks import embedding
+from trainer.tasks import embedding, retrieval
 from trainer.tasks.registry import build_task
 from trainer.tasks.types import EvaluatedSplit
 
@@ -60,7 +63,10 @@ def test_duplicates_are_no_negatives(monkeypatch, tokenizer, at_once):
     found = task.joint_losses(embeddings, numbers)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradient_of(found.sum(), embeddings), gradient_of(expected.sum(), embeddings))
-    assert task.metrics(task.predictions(embeddings.detach(), numbers))["loss"] == pytest.approx(expected.mean().item())
+    predictions = task.predictions(embeddings.detach(), numbers)
+    assert task.split_metrics(predictions, split_of(range(15), **columns))["loss"] == pytest.approx(
+        expected.mean().item()
+    )
     assert not torch.allclose(task_of(**keys).joint_losses(embeddings, torch.zeros(5)), found)
 
 
@@ -120,8 +126,17 @@ def test_the_first_token_of_a_decoder_is_refused(config, causal):
     task_of(pooling="last").for_configuration(config)
 
 
+def split_of(tokens=None, **columns):
+    """Return a split; `tokens` are the ids of texts in the order of rows, by default a different one for each text."""
+    rows = datasets.Dataset.from_dict(columns)
+    texts = [row[name] for row in rows for name in columns if isinstance(row[name], str)]
+    ids = np.unique(texts, return_inverse=True)[1] if tokens is None else np.array(tokens)
+    encoded = SimpleNamespace(offsets=np.arange(len(ids) + 1), tokens={"input_ids": ids})
+    return EvaluatedSplit(rows, encoded, None, WHERE)
+
+
 def test_retrieval_is_over_the_whole_split(monkeypatch):
-    monkeypatch.setattr(embedding, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(retrieval, "_PAIRS_AT_ONCE", 16)
     embeddings = embeddings_of(50, 3).detach()
     embeddings[:, 1] += embeddings[:, 0]
     unit = F.normalize(embeddings, dim=-1).numpy()
@@ -129,7 +144,8 @@ def test_retrieval_is_over_the_whole_split(monkeypatch):
     order = (-unit[:, 0] @ candidates.T).argsort(axis=1)
     ranks = 1 + np.array([int(np.where(order[row] == row)[0][0]) for row in range(50)])
     task = task_of(texts=["a", "b", "c"], metrics=["recall_at_1", "recall_at_5", "recall_at_10", "mrr"])
-    found = task.metrics(task.predictions(embeddings, torch.empty(50, 0)))
+    split = split_of(**{name: [f"{name}{row}" for row in range(50)] for name in "abc"})
+    found = task.split_metrics(task.predictions(embeddings, torch.empty(50, 0)), split)
     assert found["mrr"] == pytest.approx((1 / ranks).mean())
     assert [found[f"recall_at_{k}"] for k in (1, 5, 10)] == [(ranks <= k).mean() for k in (1, 5, 10)]
     assert 0.2 < found["recall_at_1"] < 1
@@ -137,15 +153,45 @@ def test_retrieval_is_over_the_whole_split(monkeypatch):
     assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_equal_embeddings_of_all_texts_find_nothing():
+def test_a_perfect_model_finds_all_answers_though_texts_repeat():
+    """Each hard negative is the right answer of another row, and the last row repeats a query with another answer."""
+    a, b, c = ["q0", "q1", "q2", "q0"], ["x", "y", "z", "z"], ["y", "z", "x", "y"]
+    places = torch.tensor([["xyz".index(text) for text in of_row] for of_row in zip(b, c, strict=True)])
+    texts = torch.eye(3)[places]
+    anchors = texts[:, 0] + torch.tensor([[0.0, 0, 1], [0, 0, 0], [0, 0, 0], [1, 0, 0]])  # q0 means x and z
+    task = task_of(texts=["a", "b", "c"], metrics=["recall_at_1", "recall_at_5", "mrr"])
+    predictions = {"embeddings": torch.cat([anchors[:, None], texts], 1)}
+    found = task.split_metrics(predictions, split_of(a=a, b=b, c=c))
+    assert found["recall_at_1"] == pytest.approx((1 / 2 + 1 + 1) / 3)  # one of the two answers of q0 is first
+    assert found["recall_at_5"] == found["mrr"] == 1
+
+
+def test_rounding_does_not_decide_ties():
+    """The texts of rows 0 and 1 have equal tokens; rounding differs, as in batches with other padding."""
     task = task_of(metrics=["recall_at_1", "mrr"])
-    found = task.metrics(task.predictions(torch.ones(20, 2, 8), torch.empty(20, 0)))
+    split = split_of([0, 1, 0, 1, 2, 3, 4, 5], a=["q", "Q", "r", "s"], b=["x", "X", "y", "z"])
+    embeddings = embeddings_of(4).detach()
+    embeddings[:, 1] = embeddings[:, 0]
+    found = [
+        task.split_metrics({"embeddings": embeddings + shift * 1e-7}, split)
+        for shift in embeddings_of(20, 2 * 4).detach().view(20, 4, 2, 8)
+    ]
+    assert {(one["recall_at_1"], one["mrr"]) for one in found} == {(0.75, 0.875)}  # "X" is before "x" for "q" and "Q"
+
+
+def test_equal_embeddings_of_all_texts_find_by_chance():
+    task, columns = task_of(metrics=["recall_at_1", "mrr"]), {"a": [f"q{row}" for row in range(20)]}
+    split = split_of(**columns, b=[f"{row:02}" for row in range(20)])
+    noise = embeddings_of(20).detach() * 1e-7
+    found = task.split_metrics({"embeddings": torch.ones(20, 2, 8) + noise}, split)
+    assert found["recall_at_1"] == 1 / 20
+    assert found["mrr"] == pytest.approx(np.mean(1 / np.arange(1, 21)))
+
+
+def test_undefined_embeddings_find_nothing():
+    split = split_of(a=list("pqr"), b=list("xyz"))
+    found = task_of(metrics=["recall_at_1"]).split_metrics({"embeddings": torch.full((3, 2, 8), torch.nan)}, split)
     assert found["recall_at_1"] == 0
-    assert found["mrr"] == pytest.approx(1 / 10.5)
-
-
-def split_of(**columns):
-    return EvaluatedSplit(datasets.Dataset.from_dict(columns), [], None, WHERE)
 
 
 def test_the_nearest_text_is_pictured_beside_the_right_one():
@@ -171,11 +217,26 @@ def test_scores_are_pictured_beside_similarities():
 
 
 def test_spearman_of_cosines_and_scores():
-    task = task_of(**SCORED, loss="cosent")
+    task, split = task_of(**SCORED, loss="cosent"), split_of(a=list("pqr"), b=list("xqr"))
     embeddings = torch.eye(3)[torch.tensor([[0, 1], [0, 0], [1, 1]])]
     embeddings[0, 1, 0] = 0.5
-    found = task.metrics(task.predictions(embeddings, torch.tensor([0.1, 0.9, 0.8])))
+    found = task.split_metrics(task.predictions(embeddings, torch.tensor([0.1, 0.9, 0.8])), split)
     assert found["spearman"] == pytest.approx(np.sqrt(3) / 2)
+
+
+def test_equal_pairs_are_ties_of_spearman():
+    """Rows 0 to 3 are pairs of equal texts, and rows 4 and 5 one pair twice; scipy gets the similarities by hand."""
+    task, scores = task_of(**SCORED, loss="cosent"), torch.tensor([0.9, 0.8, 1.0, 0.7, 0.2, 0.6, 0.1])
+    split = split_of(a=list("pqrsttu"), b=list("pqrsvvw"))
+    embeddings = embeddings_of(7).detach()
+    embeddings[:4, 1] = embeddings[:4, 0]
+    embeddings[5] = embeddings[4]
+    similarity = F.cosine_similarity(embeddings[:, 0], embeddings[:, 1], dim=-1)
+    expected = stats.spearmanr([1, 1, 1, 1, *similarity[[4, 4, 6]].tolist()], scores).statistic
+    for seed in range(5):
+        noisy = embeddings + embeddings_of(7, seed=seed + 1).detach() * 1e-7
+        found = task.split_metrics(task.predictions(noisy, scores), split)
+        assert found["spearman"] == pytest.approx(expected, abs=1e-12)
 
 
 class TestRows:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import warnings
 from typing import get_args
 
@@ -9,7 +10,7 @@ import sklearn.metrics
 from scipy import stats
 
 from trainer.recipe.schema import Recipe
-from trainer.tasks.metrics import METRICS, greater_is_better
+from trainer.tasks.metrics import METRICS, greater_is_better, merit
 
 LABELS = np.random.default_rng(0).integers(0, 3, 400)
 PREDICTIONS = np.where(np.random.default_rng(1).random(400) < 0.6, LABELS, np.random.default_rng(2).integers(0, 3, 400))
@@ -76,6 +77,26 @@ def test_every_metric_that_a_recipe_can_name_is_in_the_table(section):
 
 def test_which_way_is_better():
     assert {name for name in [*METRICS, "loss"] if not greater_is_better(name)} == {"loss", "mse", "perplexity"}
+
+
+def test_evaluations_in_order_of_merit():
+    ordered = [(math.nan, 0.1), (0.7, math.nan), (0.7, 2.0), (0.7, 1.0), (0.9, 3.0)]
+    found = [merit("accuracy", {"accuracy": value, "loss": loss}) for value, loss in ordered]
+    assert found == sorted(set(found))
+    assert merit("mse", {"mse": 1.0, "loss": 1.0}) > merit("mse", {"mse": 2.0, "loss": 0.5})
+
+
+def test_ranks_of_several_right_texts_of_a_query():
+    """Query 0 finds its three right texts at 1, 4 and 7, query 1 its only one at 2."""
+    ranks, queries = np.array([7, 1, 4, 2]), np.array([0, 0, 0, 1])
+    found = {name: METRICS[name].compute(ranks, queries) for name in ("recall_at_1", "recall_at_5", "mrr")}
+    assert found == pytest.approx({"recall_at_1": (1 / 3 + 0) / 2, "recall_at_5": (2 / 3 + 1) / 2, "mrr": 0.75})
+
+
+@pytest.mark.parametrize("name", ["pearson", "spearman"])
+def test_correlations_of_ties_against_scipy(name):
+    predictions, labels = np.repeat(NUMBERS[:20], 3), np.tile(TARGETS[:12], 5).round(0)
+    assert METRICS[name].compute(predictions, labels) == getattr(stats, f"{name}r")(predictions, labels).statistic
 
 
 def test_metrics_of_tokens():

@@ -255,6 +255,16 @@ def test_answers_are_the_best_of_all_windows(tokenizer, tmp_path, unanswerable):
     assert set(metrics) == {"exact_match", "f1"}
 
 
+@pytest.mark.parametrize("width", [5, 40, 300])
+def test_the_first_of_equal_scores_are_kept(width):
+    """A batch of longer rows has wider padding, which must not choose other positions."""
+    logits = torch.full((2, width, 2), -1e4)
+    logits[:, :5] = torch.tensor([[1.0, 0.0], [2.0, 2.0], [1.0, 2.0], [2.0, 2.0], [1.0, 2.0]])
+    found = task_of(n_best=3).answers(logits, {})
+    assert found["starts"].tolist() == [[1, 3, 0]] * 2
+    assert found["ends"].tolist() == [[1, 2, 3]] * 2
+
+
 def test_rows_to_predict_need_no_answers(tokenizer):
     task = task_of().resolve(rows_of(row()), WHERE).without_labels()
     rows = rows_of({"question": "What?", "context": CONTEXT})

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import datasets
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -8,6 +11,7 @@ from scipy import stats
 from trainer.base.errors import DataError
 from trainer.recipe.schema import SequenceRegression
 from trainer.tasks.registry import build_task
+from trainer.tasks.types import EvaluatedSplit
 
 WHERE = "`rows.jsonl`"
 
@@ -74,3 +78,15 @@ def test_metrics_over_the_whole_split():
     assert list(metrics) == ["pearson", "spearman", "mse"]
     assert metrics["pearson"] == stats.pearsonr(predicted, labels.double().numpy()).statistic
     assert metrics["mse"] == pytest.approx(float(((logits.squeeze(-1) - labels) ** 2).mean()), rel=1e-6)
+
+
+def test_equal_texts_are_ties_of_a_rank_correlation():
+    task, labels = task_of(metrics=["spearman"]), torch.tensor([1.0, 5.0, 2.0, 4.0, 3.0])
+    encoded = SimpleNamespace(
+        offsets=np.arange(0, 11, 2), tokens={"input_ids": np.array([7, 8, 7, 8, 7, 9, 7, 8, 5, 5])}
+    )
+    expected = stats.spearmanr([0.5, 0.5, 0.1, 0.5, 0.9], labels).statistic
+    for noise in (0, 1e-7, -1e-7):  # rounding of the second and fourth row
+        outputs = torch.tensor([0.5, 0.5 + noise, 0.1, 0.5 - noise, 0.9])[:, None]
+        found = task.split_metrics(task.predictions(outputs, labels), EvaluatedSplit([], encoded, None))
+        assert found["spearman"] == pytest.approx(expected)

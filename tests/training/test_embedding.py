@@ -10,7 +10,9 @@ from typing import Any
 import datasets
 import pytest
 import torch
+import torch.distributed as dist
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
 import trainer
 from tests.helpers.families import CONFIGS
@@ -21,8 +23,11 @@ from trainer.data.loader import EvalLoader
 from trainer.data.sources import Split
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.reading.loading import load_recipe
+from trainer.recipe.plan import plan_run
+from trainer.training.assembly import assemble
 from trainer.training.exporting import export
 from trainer.training.prepared import prepare_data
+from trainer.training.process_group import open_mesh
 from trainer.training.run import run
 
 NUM_TOKENS = 16
@@ -93,15 +98,48 @@ def test_texts_of_one_column_get_their_embeddings(tmp_path):
     assert found[0]["embedding"] != pytest.approx(found[2]["embedding"], abs=1e-3)
 
 
-def test_an_evaluation_depends_on_no_batch_size(tmp_path):
-    found = []
-    for size in (3, 17):
-        recipe = write(tmp_path / str(size), evaluation={"batch_size": size})
-        with trainer.assemble(recipe) as parts:
-            found.append(parts.evaluate())
-    assert set(found[0]) == {"loss", "recall_at_1", "mrr"}
-    assert found[0] == pytest.approx(found[1], abs=1e-6)
-    assert found[0]["loss"] > 0
+def write_triplets(folder: Path, batch_size: int, model: dict[str, Any]) -> tuple[Path, list[dict[str, str]]]:
+    """Write a recipe with texts that repeat: hard negatives are right answers of other rows, and queries repeat."""
+    texts = [f"{'word1 ' * (row % 5)}word{row}" for row in range(24)]
+    triplets = [{"a": f"word{row + 30} {texts[row]}", "b": texts[row], "c": texts[row - 1]} for row in range(24)]
+    triplets += [triplets[3], {**triplets[3], "b": texts[20]}, {**triplets[5], "b": texts[0], "c": texts[8]}]
+    metrics = ["recall_at_1", "recall_at_5", "recall_at_10", "mrr"]
+    training = {"global_batch_size": 12, "micro_batch_size": 2}
+    task, evaluation = {"texts": ["a", "b", "c"], "metrics": metrics}, {"batch_size": batch_size}
+    recipe = write(folder, task=task, model=model, training=training, evaluation=evaluation)
+    for split in ("train", "validation"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in triplets))
+    return recipe, triplets
+
+
+def evaluate(recipe: str) -> dict[str, float]:
+    """Evaluate the model at its start, on this rank and the others."""
+    resolved = load_recipe(recipe).recipe
+    plan = plan_run(resolved, dist.get_world_size() if dist.is_initialized() else 1)
+    return assemble(plan, open_mesh(plan.layout, torch.device("cpu")), prepare_data(resolved)).evaluate()
+
+
+def test_retrieval_is_that_of_sentence_transformers(ranks, tmp_path):
+    """Under any evaluation batch size and number of ranks; each distinct text is one candidate."""
+    recipe, triplets = write_triplets(tmp_path, 32, {"config": {**TINY_BERT, "initializer_range": 0.3}})
+    assert run(load_recipe(str(recipe), ["training.max_steps=1"]), LaunchEnvironment("none")) == ExitCode.DONE
+    folder = str(tmp_path / "run" / "model")
+    right = {row["a"]: {other["b"] for other in triplets if other["a"] == row["a"]} for row in triplets}
+    corpus = {row[name]: row[name] for row in triplets for name in "bc"}
+    theirs = InformationRetrievalEvaluator(
+        dict(zip(right, right, strict=True)), corpus, right, precision_recall_at_k=[1, 5, 10], mrr_at_k=[len(corpus)]
+    )(SentenceTransformer(folder, device="cpu"))
+    expected = {f"recall_at_{k}": theirs[f"cosine_recall@{k}"] for k in (1, 5, 10)}
+    expected |= {"mrr": theirs[f"cosine_mrr@{len(corpus)}"]}
+    assert 0.05 < expected["recall_at_1"] < 0.9
+    losses = []
+    for size, world in ((24, 1), (5, 1), (5, 3)):
+        again = str(write_triplets(tmp_path / f"{size} {world}", size, {"name_or_path": folder, "config": None})[0])
+        for found in [evaluate(again)] if world == 1 else ranks(world).run(evaluate, again):
+            losses.append(found.pop("loss"))
+            assert found == pytest.approx(expected, abs=1e-12)
+    assert losses == pytest.approx(losses[:1] * 5, abs=1e-6)
+    assert losses[0] > 0
 
 
 def test_an_encoder_with_a_decoder_is_refused(tmp_path):

@@ -45,6 +45,7 @@ class World(Observer):
     """Engine, evaluator and observer at once; `events` is what happened, in order."""
 
     metrics: list[float] = field(default_factory=list)  # of each evaluation in turn
+    losses: list[float] = field(default_factory=list)  # likewise; none: all are 0.5
     signal_at_step: int | None = None
     bad_steps: tuple[int, ...] = ()
     touch: dict[int, Path] = field(default_factory=dict)  # a file that appears during a step
@@ -72,7 +73,8 @@ class World(Observer):
 
     def evaluate(self) -> dict[str, float]:
         self.events.append("evaluate")
-        return {"accuracy": self.metrics[len(self.evaluations)], "loss": 0.5}
+        done = len(self.evaluations)
+        return {"accuracy": self.metrics[done], "loss": self.losses[done] if self.losses else 0.5}
 
     def step(self, record: StepRecord) -> None:
         self.events.append("log")
@@ -249,8 +251,20 @@ class TestBest:
         world = World([0.5, 0.4, 0.5, 0.9, 0.9, 0.1])
         run = loop(world, evaluation={"every": "1 step"})
         run.run()
-        assert run.progress.best == BestMetric("accuracy", value, best)
+        assert run.progress.best == BestMetric("accuracy", value, best, 0.5)
         assert after(world, "best") == kept
+
+    def test_the_lower_loss_decides_between_equal_values(self):
+        world = World([0.5, 0.5, 0.5, 0.4, 0.5, 0.5], losses=[0.9, 0.8, 0.8, 0.1, math.nan, 0.7])
+        run = loop(world, total_steps=7, evaluation={"every": "1 step", "patience": 5})
+        assert run.run() == "patience"  # 5 evaluations without a better value
+        assert after(world, "best") == [1, 2, 6]
+        assert run.progress.best == BestMetric("accuracy", 0.5, 6, 0.7)
+
+    def test_any_number_is_better_than_nan(self):
+        world = World([math.nan, 0.1, math.nan, 0.2, 0.2, 0.2])
+        loop(world, evaluation={"every": "1 step"}).run()
+        assert after(world, "best") == [1, 2, 4]
 
     def test_a_resumed_run_remembers(self):
         world = World([0.5, 0.7])
@@ -266,7 +280,7 @@ class TestBest:
         progress = Progress(4, best=BestMetric("accuracy", 0.2, 2), evaluations_since_best=3)
         run = loop(world, progress=progress, evaluation={"every": "1 step", "best": "loss"})
         run.run()
-        assert run.progress.best == BestMetric("loss", 0.5, 5)
+        assert run.progress.best == BestMetric("loss", 0.5, 5, 0.5)
         assert run.progress.evaluations_since_best == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -120,11 +121,12 @@ class BadStepRecord:
 
 @dataclass(frozen=True)
 class BestMetric:
-    """The evaluation that `evaluation.best` prefers so far."""
+    """The evaluation that `evaluation.best` prefers so far, and its loss, which decides between equal values."""
 
     name: str
     value: float
     step: int
+    loss: float = math.inf  # not known
 
 
 @dataclass(frozen=True)

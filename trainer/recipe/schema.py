@@ -242,8 +242,9 @@ class Embedding(Section):
     metrics: list[Literal["recall_at_1", "recall_at_5", "recall_at_10", "mrr", "spearman"]] = Field(
         default=["recall_at_1", "mrr"],
         min_length=1,
-        description="Share of anchors with their positive among the nearest 1, 5 or 10 of all positives and negatives"
-        " of the split; mean reciprocal rank of the positive; rank correlation of cosine and score.",
+        description="Mean over the distinct anchors of the share of their positives among the nearest 1, 5 or 10 of all"
+        " distinct positives and negatives of the split; mean reciprocal rank of the first positive; rank correlation"
+        " of cosine and score.",
     )
 
 
@@ -902,10 +903,12 @@ class Evaluation(Section):
         " is null.",
     )
     best: str | None = Field(
-        None, description='The metric that selects the best model, or "loss"; null: the first of `task.metrics`.'
+        None,
+        description='The metric that selects the best model, or "loss"; null: the first of `task.metrics`. Of equal'
+        " values, that with the lower loss is better, then the earlier one.",
     )
     patience: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Stop after this many evaluations without improvement; null: never."
+        None, description="Stop after this many evaluations without a better value of `best`; null: never."
     )
     batch_size: int = Field(
         32, ge=1, description="Examples in one forward pass of one rank; metrics do not depend on it."

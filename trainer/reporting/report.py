@@ -28,7 +28,7 @@ from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
 from trainer.reporting.figures import Curve, Mark, bars, confusion, curves, ranks, timeline
 from trainer.reporting.page import MISSING, Section, Table, Text, render
-from trainer.tasks import greater_is_better
+from trainer.tasks import merit
 
 
 @dataclass(frozen=True)
@@ -171,17 +171,17 @@ def _median(values: Sequence[float]) -> float:
 
 def _best(run: Run, metric: str) -> tuple[int, float] | None:
     """Return step and value of the best evaluation, or None."""
-    found = [(one.metrics[metric], one.step) for one in run.metrics.evaluations if metric in one.metrics]
+    found = [one for one in run.metrics.evaluations if metric in one.metrics]
     if not found:
         return None
-    value, step = (max if _greater_is_better(metric) else min)(found, key=lambda pair: pair[0])
-    return step, value
+    best = max(found, key=lambda one: _merit(metric, one.metrics))
+    return best.step, best.metrics[metric]
 
 
-def _greater_is_better(metric: str) -> bool:
+def _merit(metric: str, metrics: Mapping[str, float]) -> tuple[float, ...]:
     with suppress(KeyError):  # a metric of the user's own package, which is not loaded
-        return greater_is_better(metric)
-    return True
+        return merit(metric, metrics)
+    return (metrics[metric],)
 
 
 def best_metric(run: Run) -> str:

@@ -1,7 +1,7 @@
 """Labels, losses and metrics of each task. Knows no model family, no data source and no layout."""
 
-from trainer.tasks.metrics import greater_is_better
+from trainer.tasks.metrics import merit
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 
-__all__ = ["Task", "build_task", "greater_is_better"]
+__all__ = ["Task", "build_task", "merit"]

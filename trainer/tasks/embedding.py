@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +22,9 @@ from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import STRING_TYPES, cell, finite_number, require_columns, tokenise, type_name
 from trainer.tasks.metrics import METRICS
+from trainer.tasks.retrieval import Retrieval
 from trainer.tasks.task import ROWS_PICTURED, TaskDefaults
+from trainer.tasks.ties import first_of_equal
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 Pooling = Literal["mean", "cls", "last"]
@@ -30,6 +33,7 @@ Loss = Literal["multiple_negatives", "cosine", "cosent"]
 _DECODERS_WITHOUT_MASK = frozenset(("bert-generation", "xlnet"))
 """Model types that predict next tokens only if they are set up so; they see all tokens by default."""
 
+_DIGITS = 9  # of cosines in fp64
 _ROWS_AT_ONCE = 512  # anchors that are compared with all candidates at once, which bounds the memory
 
 
@@ -184,37 +188,37 @@ class EmbeddingTask(TaskDefaults):
         found = {"embeddings": logits.float().cpu()}
         return {**found, "labels": labels.double().cpu()} if labels.numel() else found
 
-    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
+    def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         """Return the metrics, and the loss of the whole split as one batch: it depends on no batch size."""
-        embeddings = predictions["embeddings"]
+        embeddings = _alike(predictions["embeddings"], split)
         labels = predictions.get("labels", embeddings.new_zeros(len(embeddings)))
         with torch.no_grad():
             computed = {"loss": float(self.joint_losses(embeddings.double(), labels).mean())}
         if self.score_column is None:
-            found = _ranks(embeddings).numpy()
+            found, others = self._retrieval(embeddings, split).ranks()
         else:
-            found = F.cosine_similarity(embeddings[:, 0], embeddings[:, 1], dim=-1).numpy()
-        return computed | {name: METRICS[name].compute(found, labels.numpy()) for name in self.metric_names}
+            found, others = _cosines(embeddings), labels.numpy()
+        return computed | {name: METRICS[name].compute(found, others) for name in self.metric_names}
+
+    def _retrieval(self, embeddings: Tensor, split: EvaluatedSplit) -> Retrieval:
+        return Retrieval.of(embeddings, [split.rows[column] for column in self.text_columns])
 
     def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
         """Return the nearest text of the split beside the right one for the first rows, or similarities and scores."""
         if split is None:
             return None
         few = split.rows.select(range(min(len(split.rows), ROWS_PICTURED)))
-        unit = F.normalize(predictions["embeddings"], dim=-1)
-        anchors = unit[: len(few), 0]
+        embeddings = _alike(predictions["embeddings"], split)
         first, second, *_ = self.text_columns
         if self.score_column is not None:
-            cosines = (anchors * unit[: len(few), 1]).sum(-1)
             names = (first, second, self.score_column)
-            rows = zip(few, cosines.tolist(), strict=True)
+            rows = zip(few, _cosines(embeddings[: len(few)]).tolist(), strict=True)
             return {"texts": [{**{name: row[name] for name in names}, "similarity": f"{of:.3f}"} for row, of in rows]}
-        candidates = unit[:, 1:].flatten(0, 1)  # the positive and the negatives of a row side by side
-        nearest = [divmod(found, len(self.text_columns) - 1) for found in (anchors @ candidates.T).argmax(1).tolist()]
-        ranks = _ranks(predictions["embeddings"], ROWS_PICTURED).tolist()
-        found = [split.rows[row][self.text_columns[1 + text]] for row, text in nearest]
+        retrieval = self._retrieval(embeddings, split)
+        queries, right = retrieval.query_of[: len(few)], retrieval.right_of[: len(few)]
+        ranks = map(str, retrieval.ranks_of(queries, right))
         columns = (first, "nearest", f"right: {second}", "rank of the right one")
-        shown = zip(few[first], found, few[second], (f"{rank:g}" for rank in ranks), strict=True)
+        shown = zip(few[first], retrieval.nearest(queries), few[second], ranks, strict=True)
         return {"texts": [dict(zip(columns, row, strict=True)) for row in shown]}
 
     def without_labels(self) -> EmbeddingTask:
@@ -322,23 +326,14 @@ def _cosent(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.cat([logits[:1] * 0.0, lower - logits[has_lower]]).logsumexp(0)
 
 
-def _ranks(embeddings: Tensor, num_anchors: int | None = None) -> Tensor:
-    """Return the rank of each anchor's positive among all positives and negatives of the split, from 1, `[anchors]`.
+def _alike(embeddings: Tensor, split: EvaluatedSplit) -> Tensor:
+    """Return the embeddings `[rows, texts, hidden]` with equal ones for texts with the same tokens."""
+    first = torch.from_numpy(first_of_equal(split.encoded))
+    return embeddings.flatten(0, 1)[first].view_as(embeddings)
 
-    Candidates of equal similarity share their mean rank, so equal embeddings of all texts have a poor rank.
 
-    Args:
-        embeddings: the embeddings of the split `[rows, texts, hidden]`.
-        num_anchors: the anchors from the first on; None: all.
-    """
-    unit = F.normalize(embeddings, dim=-1)
-    candidates = unit[:, 1:].transpose(0, 1).flatten(0, 1)
-    anchors = unit[:num_anchors, 0]
-
-    def ranks(anchors: Tensor, right: Tensor) -> Tensor:
-        similarities = anchors @ candidates.T
-        own = similarities.gather(1, right[:, None])
-        higher, equal = (similarities > own).sum(1), (similarities == own).sum(1)
-        return higher + (equal + 1) / 2
-
-    return _in_blocks(ranks, anchors, torch.arange(len(anchors)))
+def _cosines(embeddings: Tensor) -> NDArray[np.float64]:
+    """Return the similarity of the two texts of each row `[rows]`; rounding does not break the ties of equal texts."""
+    both = embeddings.double()
+    cosines: NDArray[np.float64] = F.cosine_similarity(both[:, 0], both[:, 1], dim=-1).numpy()
+    return cosines.round(_DIGITS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ class Metric:
 
     With several labels for each row, both are 0 or 1, of shape `[rows, num_labels]`.
     For tasks that label tokens, the arguments are sums over the labelled tokens of each row, and the numbers of these
-    tokens. For retrieval, the first argument is the rank of the right candidate of each row, from 1.
+    tokens. For retrieval, they are the rank of each right candidate, from 1, and the number of its query, from 0.
     For tasks that generate texts, they are generated texts and targets. For question answering, they are texts, and the
     lists of accepted answers.
     """
@@ -105,16 +106,20 @@ def _perplexity(losses: Values, num_tokens: Values) -> float:
 
 
 def _recall_at(num_candidates: int) -> Callable[[Values, Values], float]:
-    """Return the share of rows with the right candidate among the first `num_candidates`."""
+    """Return the mean over queries of the share of right candidates among the first `num_candidates`."""
 
-    def recall(ranks: Values, _: Values) -> float:
-        return float(np.mean(ranks <= num_candidates))
+    def recall(ranks: Values, queries: Values) -> float:
+        found = np.bincount(queries, weights=ranks <= num_candidates)
+        return float(np.mean(found / np.bincount(queries)))
 
     return recall
 
 
-def _mrr(ranks: Values, _: Values) -> float:
-    return float(np.mean(1.0 / ranks))
+def _mrr(ranks: Values, queries: Values) -> float:
+    """Return the mean over queries of 1 / rank of the first right candidate."""
+    inverse = np.zeros(queries.max() + 1)
+    np.maximum.at(inverse, queries, 1.0 / ranks)
+    return float(np.mean(inverse))
 
 
 METRICS: dict[str, Metric] = {
@@ -156,3 +161,13 @@ consume("metric", _add)
 def greater_is_better(metric: str) -> bool:
     """Return whether a larger value of `metric` (a name of the table, or "loss") is better."""
     return metric != "loss" and METRICS[metric].greater_is_better
+
+
+def merit(metric: str, metrics: Mapping[str, float]) -> tuple[float, float]:
+    """Return the order of evaluations by `metric`: the larger is the better one.
+
+    Of equal values, the one with the lower loss is better. NaN is worse than all numbers.
+    """
+    values = (metrics[metric] if greater_is_better(metric) else -metrics[metric], -metrics.get("loss", math.inf))
+    first, second = (-math.inf if math.isnan(value) else value for value in values)
+    return first, second

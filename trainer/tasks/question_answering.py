@@ -167,7 +167,9 @@ class QuestionAnsweringTask(TaskDefaults):
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the best `n_best` positions of start and end with their scores, and the score for no answer."""
-        scores, positions = logits.topk(min(self.n_best, logits.shape[1]), dim=1)
+        # `topk` may choose any of equal scores; a stable sort chooses the first positions.
+        ordered, order = logits.sort(dim=1, descending=True, stable=True)
+        scores, positions = ordered[:, : self.n_best], order[:, : self.n_best]
         return {
             "starts": positions[..., 0].cpu(),
             "ends": positions[..., 1].cpu(),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.columns import cell, finite_number, require_columns, require_text, tokenise
 from trainer.tasks.metrics import METRICS
 from trainer.tasks.task import TaskDefaults
+from trainer.tasks.ties import first_of_equal
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 
@@ -72,6 +74,10 @@ class SequenceRegressionTask(TaskDefaults):
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
         predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
         return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
+
+    def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
+        first = torch.from_numpy(first_of_equal(split.encoded))  # equal texts are ties of a rank correlation
+        return self.metrics({**predictions, "predictions": predictions["predictions"][first]})
 
     def without_labels(self) -> SequenceRegressionTask:
         return replace(self, label_column=None, metric_names=())

@@ -21,7 +21,7 @@ from trainer.parallel.replicas import check_replicas
 from trainer.ranks.stopping import SAVE, STOP, StopRequest
 from trainer.recipe.schema import Interval, Recipe
 from trainer.recipe.strategies import STRATEGIES
-from trainer.tasks.metrics import greater_is_better
+from trainer.tasks.metrics import merit
 from trainer.training.bad_steps import describe, examine, remedy
 from trainer.training.evaluation import Evaluator
 
@@ -251,36 +251,32 @@ class Loop:
             metrics = self.evaluator.evaluate()
             record = EvaluationRecord(self.progress.step, metrics, self.evaluator.picture)
             self._tell(lambda: self.observers.evaluation(record))
-            if self._is_best(metrics[self.best_metric]):
-                self.progress.best = BestMetric(self.best_metric, metrics[self.best_metric], self.progress.step)
-                self.progress.best_rows = self.validation
+            new, best = merit(self.best_metric, metrics), self._best_merit()
+            self.progress.evaluations_since_best += 1
+            if best is None or new[0] > best[0]:
                 self.progress.evaluations_since_best = 0
+            if best is None or new > best:
+                value, loss = metrics[self.best_metric], metrics["loss"]
+                self.progress.best = BestMetric(self.best_metric, value, self.progress.step, loss)
+                self.progress.best_rows = self.validation
                 self._doing("exporting the best model")
                 self.keep_best()
-            else:
-                self.progress.evaluations_since_best += 1
         return self._is_out_of_patience()
 
     def _is_out_of_patience(self) -> bool:
         patience = self.recipe.evaluation.patience
         return (
             patience is not None
-            and self._comparable_best() is not None
+            and self._best_merit() is not None
             and self.progress.evaluations_since_best >= patience
         )
 
-    def _is_best(self, value: float) -> bool:
-        best = self._comparable_best()
-        if best is None:
-            return True
-        return value > best.value if greater_is_better(self.best_metric) else value < best.value
-
-    def _comparable_best(self) -> BestMetric | None:
-        """Return the best evaluation so far; a resumed run may ask for another metric, or evaluate other rows."""
+    def _best_merit(self) -> tuple[float, float] | None:
+        """Return the merit of the best evaluation; a resumed run may ask for another metric, or evaluate other rows."""
         best = self.progress.best
         if best is None or best.name != self.best_metric or self.progress.best_rows != self.validation:
             return None
-        return best
+        return merit(best.name, {"loss": best.loss, best.name: best.value})
 
     def _ending(self, out_of_patience: bool, request: int) -> Ending | None:
         if self.progress.step >= self.total_steps:

@@ -1,0 +1,85 @@
+"""Retrieval of the right texts of each query among the distinct texts of a split.
+
+The values are those of `InformationRetrievalEvaluator` of sentence-transformers with texts as the ids of the corpus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+_PAIRS_AT_ONCE = 512  # queries that are compared with all candidates at once, which bounds the memory
+_EQUAL_ANGLE = 1e-6  # radians; the rounding of fp32 states turns an embedding by some 1e-7
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """The distinct queries and candidates of a split.
+
+    Attributes:
+        queries: the embeddings of the queries `[queries, hidden]`, of length 1, in fp64.
+        candidates: the embeddings of the candidates `[candidates, hidden]`, in the order of their texts.
+        texts: the texts of the candidates, sorted.
+        query_of: the query of each row `[rows]`.
+        right_of: the right candidate of each row `[rows]`.
+    """
+
+    queries: Tensor
+    candidates: Tensor
+    texts: Sequence[str]
+    query_of: NDArray[np.int64]
+    right_of: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, embeddings: Tensor, columns: Sequence[Sequence[str]]) -> Retrieval:
+        """Return the retrieval of a split.
+
+        Args:
+            embeddings: the embeddings `[rows, texts, hidden]`; equal ones for texts with the same tokens.
+            columns: the texts of the rows by column: queries, right answers, and any number of wrong answers.
+        """
+        unit = F.normalize(embeddings.double(), dim=-1)
+        anchors, *others = (np.array(list(column), object) for column in columns)
+        _, query_at, query_of = np.unique(anchors, return_index=True, return_inverse=True)
+        texts, text_at, text_of = np.unique(np.concatenate(others), return_index=True, return_inverse=True)
+        candidates = unit[:, 1:].transpose(0, 1).flatten(0, 1)[torch.from_numpy(text_at)]
+        queries = unit[torch.from_numpy(query_at), 0]
+        return cls(queries, candidates, texts.tolist(), query_of, text_of[: len(anchors)])
+
+    def ranks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the rank, from 1, of each right candidate of each query, and the number of the query, `[pairs]`."""
+        pairs = np.unique(np.stack([self.query_of, self.right_of]), axis=1)
+        return self.ranks_of(*pairs), pairs[0]
+
+    def ranks_of(self, queries: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rank, from 1, of the candidate `right[i]` for the query `queries[i]`, of shape `[pairs]`.
+
+        Candidates at equal angles to the query stand in the order of their texts; NaN is before all numbers.
+        """
+        pairs = zip(*(torch.split(torch.from_numpy(of), _PAIRS_AT_ONCE) for of in (queries, right)), strict=True)
+        found: NDArray[np.int64] = torch.cat([self._ranks(*pair) for pair in pairs]).numpy()
+        return found
+
+    def _ranks(self, query: Tensor, own: Tensor) -> Tensor:
+        similarities, number = self._similarities(query), own[:, None]
+        angle = similarities.gather(1, number).acos()
+        higher = ~(similarities <= (angle - _EQUAL_ANGLE).clamp(min=0).cos())
+        lower = similarities < (angle + _EQUAL_ANGLE).cos()
+        before = torch.arange(len(self.candidates)) < number
+        return 1 + (higher | (before & ~lower)).sum(1)
+
+    def nearest(self, queries: NDArray[np.int64]) -> list[str]:
+        """Return the text of the candidate with rank 1 of each of the queries."""
+        similarities = self._similarities(torch.from_numpy(queries))
+        angle = similarities.amax(1, keepdim=True).acos()
+        first = (similarities >= (angle + _EQUAL_ANGLE).cos()).int().argmax(1)
+        return [self.texts[number] for number in first.tolist()]
+
+    def _similarities(self, queries: Tensor) -> Tensor:
+        return (self.queries[queries] @ self.candidates.T).clamp(-1, 1)
