@@ -1169,8 +1169,8 @@ _TRAINING = [
         "later_evaluation_of_equal_value_is_best",
         "An evaluation that only equals the best one replaces it.",
         "training/loop.py",
-        "return value > best.value if",
-        "return value >= best.value if",
+        "if best is None or new > best:",
+        "if best is None or new >= best:",
         ("training/test_loop.py::TestBest",),
     ),
     Defect(

@@ -409,11 +409,11 @@ def _weight_files(recipe: Model, config: Any) -> list[str]:
             raise CannotLoadPartsError(what)
     name, revision = str(recipe.name_or_path), recipe.revision or "main"
     try:
-        if is_peft_available() and _find(recipe, "adapter_config.json") is not None:  # without PEFT, it is ignored
+        if is_peft_available() and find_file(recipe, "adapter_config.json") is not None:  # without PEFT, it is ignored
             raise CannotLoadPartsError("it is an adapter to another model")
-        if (single := _find(recipe, SAFE_WEIGHTS_NAME)) is not None:
+        if (single := find_file(recipe, SAFE_WEIGHTS_NAME)) is not None:
             return [single]
-        if (index := _find(recipe, SAFE_WEIGHTS_INDEX_NAME)) is not None:
+        if (index := find_file(recipe, SAFE_WEIGHTS_INDEX_NAME)) is not None:
             _require_safe_names(name, index)
             return list(get_checkpoint_shard_files(name, index, revision=revision)[0])
     except OSError as error:  # the load of the whole model gives a better message
@@ -421,7 +421,12 @@ def _weight_files(recipe: Model, config: Any) -> list[str]:
     raise CannotLoadPartsError(f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
 
 
-def _find(recipe: Model, file: str) -> str | None:
+def find_file(recipe: Model, file: str) -> str | None:
+    """Return the path of a file of a model's folder or of the hub; None if it has no such file.
+
+    Raises:
+        OSError: the hub cannot be reached.
+    """
     found: str | None = cached_file(
         str(recipe.name_or_path), file, revision=recipe.revision or "main", _raise_exceptions_for_missing_entries=False
     )
@@ -440,9 +445,9 @@ def require_safe_shards(recipe: Model, config: Any) -> None:
     if getattr(config, "transformers_weights", None):  # a file of another name
         return
     with suppress(OSError):  # transformers has a better message for a checkpoint that cannot be reached
-        if _find(recipe, SAFE_WEIGHTS_NAME) is not None:
+        if find_file(recipe, SAFE_WEIGHTS_NAME) is not None:
             return
-        if (index := _find(recipe, SAFE_WEIGHTS_INDEX_NAME)) is not None:
+        if (index := find_file(recipe, SAFE_WEIGHTS_INDEX_NAME)) is not None:
             _require_safe_names(name, index)
         elif Path(name, "config.json").is_file() and not Path(name, "adapter_config.json").is_file():
             raise UsageError(

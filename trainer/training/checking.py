@@ -27,6 +27,7 @@ from trainer.models.adapters import adapt
 from trainer.models.building import build_on_meta, check_weights, load_config
 from trainer.models.families.table import FAMILIES
 from trainer.models.packing import check_packing
+from trainer.models.sentence_folder import embedding_notes
 from trainer.models.stages import split_stages, stage_sizes
 from trainer.models.tensor import check_split, context_notes
 from trainer.models.tokenizer import load_tokenizer
@@ -91,6 +92,8 @@ def check_parts(plan: RunPlan) -> Checked:
             with problems.collect():
                 require_fitting_rows(data.train, plan.batch)
     if hand.has_model:
+        with problems.collect():
+            notes += embedding_notes(recipe)
         with problems.collect():
             stages = check_model(plan, data.task.model_options() if data else None, problems)
             notes += context_notes(load_config(recipe.model, {}), recipe.parallel.context)

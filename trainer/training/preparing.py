@@ -19,6 +19,7 @@ from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import encode_split
 from trainer.models.building import checkpoint_labels, load_config, max_positions, reads_end_tokens, vocabulary_size
 from trainer.models.images import ImageProcessor, load_image_processor
+from trainer.models.sentence_folder import embedding_notes
 from trainer.models.tokenizer import load_tokenizer, tokenizer_notes
 from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
@@ -109,13 +110,15 @@ def load_preparation(recipe: Recipe) -> Preparation:
         _require_fit(recipe, config)
     with problems.collect():
         tokenizer = load_tokenizer(recipe.model)
+    with problems.collect():
+        notes = embedding_notes(recipe)
     problems.raise_all()
     size = vocabulary_size(config)
-    notes = tuple(tokenizer_notes(recipe.model, tokenizer, size))
+    notes += tokenizer_notes(recipe.model, tokenizer, size)
     labels = checkpoint_labels(recipe.model, config)
     processes = recipe.data.preparation_processes
     return TextPreparation(
-        tokenizer, recipe.data.max_length, size, labels, notes, config, processes, recipe.data.pad_to
+        tokenizer, recipe.data.max_length, size, labels, tuple(notes), config, processes, recipe.data.pad_to
     )
 
 

@@ -1,0 +1,201 @@
+"""Folders that sentence-transformers wrote: the recipe agrees with their embedding, or is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from transformers import AutoTokenizer, BertConfig, BertModel
+
+import trainer
+from tests.helpers.tiny_run import write_tiny_run
+from trainer.base.errors import RecipeError, UsageError
+from trainer.data.loader import EvalLoader
+from trainer.models import sentence_folder
+from trainer.models.sentence_folder import embedding_notes
+from trainer.reading.loading import load_recipe
+from trainer.recipe.plan import plan_run
+from trainer.training.checking import check_parts
+
+SIZE, LENGTH = 16, 12
+PROMPTS = {"query": "word1: ", "document": ""}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A tiny BERT with a tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    write_tiny_run(folder)
+    AutoTokenizer.from_pretrained(folder / "tokenizer").save_pretrained(folder / "bert")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=128, hidden_size=SIZE, **sizes)).save_pretrained(folder / "bert")
+    return folder / "bert"
+
+
+def save(base: Path, folder: Path, *modules: Any, **options: Any) -> Path:
+    transformer = Transformer(str(base), max_seq_length=LENGTH)
+    SentenceTransformer(modules=[transformer, *modules], device="cpu", **options).save(str(folder))
+    return folder
+
+
+def recipe_of(folder: Path, model: Path, length: int = LENGTH, **task: Any) -> Path:
+    """Write a recipe of pairs of texts for a folder of a model."""
+    data = {"max_length": length}
+    recipe = write_tiny_run(folder, model={"name_or_path": str(model), "config": None, "tokenizer": None}, data=data)
+    described = json.loads(recipe.read_text())
+    described["task"] = {"type": "embedding", "texts": ["a", "b"], **task}
+    recipe.write_text(json.dumps(described))
+    for split in ("train", "validation"):
+        rows = [{"a": f"word{row} word{row + 1} " * 6, "b": f"word{row}"} for row in range(12)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return recipe
+
+
+def notes_of(folder: Path, model: Path, **keys: Any) -> list[str]:
+    return embedding_notes(load_recipe(str(recipe_of(folder, model, **keys))).recipe)
+
+
+def test_a_recipe_that_agrees_has_the_embeddings_of_the_folder(base, tmp_path):
+    model = save(base, tmp_path / "model", Pooling(SIZE, "cls"))
+    recipe = recipe_of(tmp_path, model, pooling="cls", normalize=False)
+    assert embedding_notes(load_recipe(str(recipe)).recipe) == []
+    with trainer.assemble(recipe) as parts:
+        split = parts.data.validation
+        found = [
+            (batch.rows, parts.engine.answer(batch)["embeddings"])
+            for batch in EvalLoader(split, 5, 0, 1, parts.data.preparation.batching)
+        ]
+        texts = list(parts.data.evaluated.rows["a"])
+    ours = torch.cat([part for _, part in found])[torch.cat([rows for rows, _ in found]).argsort()]
+    expected = SentenceTransformer(str(model), device="cpu").encode(texts, convert_to_tensor=True)
+    torch.testing.assert_close(ours[:, 0], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("modules", "task", "problem"),
+    [
+        (lambda: [Pooling(SIZE, "cls"), Normalize()], {}, r'pooling cls, .* is "mean"; set it to "cls"'),
+        (lambda: [Pooling(SIZE, "lasttoken"), Normalize()], {}, r'pooling lasttoken, .* set it to "last"'),
+        (
+            lambda: [Pooling(SIZE, "max"), Normalize()],
+            {},
+            r"pooling max, but `task.pooling` supports mean, cls, lasttoken",
+        ),
+        (lambda: [Pooling(SIZE, ("cls", "mean")), Normalize()], {}, r"pooling cls \+ mean, but"),
+        (lambda: [Pooling(SIZE, "mean")], {}, r"does not scale .* `task.normalize` is true; set it to false"),
+        (lambda: [Pooling(SIZE), Normalize()], {"normalize": False}, r"that scales .* is false; set it to true"),
+        (
+            lambda: [Pooling(SIZE), Dense(SIZE, 8), Normalize()],
+            {},
+            r"modules Transformer, Pooling, Dense, Normalize, but",
+        ),
+    ],
+    ids=["cls", "last", "max", "two", "no normalisation", "normalisation", "dense"],
+)
+def test_another_embedding_is_refused(base, tmp_path, modules, task, problem):
+    model = save(base, tmp_path / "model", *modules())
+    recipe = recipe_of(tmp_path, model, **task)
+    with pytest.raises(UsageError, match=problem) as refused:
+        trainer.run(recipe)
+    checked = check_parts(plan_run(load_recipe(str(recipe)).recipe, 1))
+    assert checked.problems == (str(refused.value),)
+
+
+def test_prompts_length_and_similarity_are_noted(base, tmp_path):
+    options = {"prompts": PROMPTS, "default_prompt_name": "query", "similarity_fn_name": "dot"}
+    model = save(base, tmp_path / "model", Pooling(SIZE), Normalize(), **options)
+    prompts, similarity, length = notes = notes_of(tmp_path, model, length=8)
+    assert "has none: query 'word1: '; sentence-transformers adds 'query' by default; write them into" in prompts
+    assert "is dot, but losses, metrics and the exported folder use the cosine" in similarity
+    assert re.fullmatch(
+        "texts are cut at `data.max_length` 8 tokens, also by the exported folder; .* cuts at 12", length
+    )
+    resolved = load_recipe(str(tmp_path / "recipe.json"))
+    assert set(notes) <= set(check_parts(plan_run(resolved.recipe, 1)).notes)
+    with trainer.assemble(resolved) as parts:
+        assert set(notes) <= set(parts.data.preparation.notes)
+
+
+OLDER = {
+    "modules.json": [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+    ],
+    "sentence_bert_config.json": {"max_seq_length": LENGTH, "do_lower_case": False},
+    "1_Pooling/config.json": {"word_embedding_dimension": SIZE, "pooling_mode_cls_token": True},
+}
+"""Files of versions before 5, which most folders on the hub have."""
+
+
+def write_older(base: Path, folder: Path, **changed: Any) -> Path:
+    folder.mkdir()
+    for file in base.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    for name, content in {**OLDER, **changed}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+def test_files_of_older_versions(base, tmp_path):
+    model = write_older(base, tmp_path / "model")
+    assert SentenceTransformer(str(model), device="cpu")[1].pooling_mode == "cls"
+    assert notes_of(tmp_path, model, pooling="cls") == []
+    with pytest.raises(UsageError, match="pooling cls"):
+        notes_of(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"modules.json": "{"}, "modules.json that must hold a list in JSON"),
+        ({"modules.json": []}, "with the modules , but"),
+        ({"modules.json": [1, {"type": "mine.Pooling"}]}, "modules None, mine.Pooling, but"),
+        ({"modules.json": [{**OLDER["modules.json"][0], "path": "0_T"}, *OLDER["modules.json"][1:]]}, "model in '0_T'"),
+        ({"1_Pooling/config.json": "[]"}, "1_Pooling/config.json that must hold an object"),
+        ({"sentence_bert_config.json": {"do_lower_case": True}}, "with `do_lower_case`, but"),
+        ({"sentence_bert_config.json": {"module_output_name": "sentence_embedding"}}, "output 'sentence_embedding' of"),
+    ],
+)
+def test_files_that_cannot_be_followed(base, tmp_path, changed, problem):
+    with pytest.raises(UsageError, match=problem):
+        notes_of(tmp_path, write_older(base, tmp_path / "model", **changed), pooling="cls")
+
+
+@pytest.mark.parametrize("path", ["..", "", "1_Pooling/../1_Pooling"])
+def test_the_path_of_a_module_stays_in_the_folder(base, tmp_path, path):
+    (tmp_path / "config.json").write_text(json.dumps(OLDER["1_Pooling/config.json"]))
+    modules = [module | {"path": path} if module["path"] == "1_Pooling" else module for module in OLDER["modules.json"]]
+    with pytest.raises(UsageError, match="which names its pooling, is missing"):
+        notes_of(tmp_path, write_older(base, tmp_path / "model", **{"modules.json": modules}), pooling="cls")
+
+
+def test_other_tasks_and_plain_folders_have_no_sentence_embedding(base, tmp_path):
+    assert notes_of(tmp_path / "plain", base) == []
+    model = write_older(base, tmp_path / "model")
+    recipe = write_tiny_run(tmp_path / "other", model={"name_or_path": str(model), "config": None, "tokenizer": None})
+    assert embedding_notes(load_recipe(str(recipe)).recipe) == []
+
+
+def test_a_hub_that_cannot_be_reached_is_noted(base, tmp_path, monkeypatch):
+    def find(*_: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(sentence_folder, "find_file", find)
+    (note,) = notes_of(tmp_path, base)
+    assert note.endswith("is not checked: the hub cannot be reached")
+
+
+def test_all_differences_are_named_at_once(base, tmp_path):
+    with pytest.raises(RecipeError) as refused:
+        notes_of(tmp_path, save(base, tmp_path / "model", Pooling(SIZE, "cls")))
+    assert len(refused.value.problems) == 2
