@@ -93,4 +93,4 @@ def test_an_own_loop_on_two_ranks(scripts: Path):
 
 def test_a_registered_task_and_metric_on_two_ranks(scripts: Path):
     shown = start(scripts, "train_smooth.py")
-    assert re.search(r"BestMetric\(name='error_rate', value=0\.\d+, step=4\)", shown), shown
+    assert re.search(r"BestMetric\(name='error_rate', value=0\.\d+, step=4, loss=\d\.\d+\)", shown), shown
