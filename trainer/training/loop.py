@@ -266,9 +266,7 @@ class Loop:
     def _is_out_of_patience(self) -> bool:
         patience = self.recipe.evaluation.patience
         return (
-            patience is not None
-            and self._best_merit() is not None
-            and self.progress.evaluations_since_best >= patience
+            patience is not None and self._best_merit() is not None and self.progress.evaluations_since_best >= patience
         )
 
     def _best_merit(self) -> tuple[float, float] | None:
