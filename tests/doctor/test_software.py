@@ -6,6 +6,7 @@ import pytest
 
 from tests.doctor.machines import answers, machine
 from trainer import __version__
+from trainer.base import distribution
 from trainer.doctor import software
 
 REQUIRES = [
@@ -36,7 +37,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             raise PackageNotFoundError(name)
         return packages[name]
 
-    monkeypatch.setattr(software, "version", found)
+    for module in (software, distribution):
+        monkeypatch.setattr(module, "version", found)
     monkeypatch.setattr(software, "requires", lambda name: [REQUIRES, found(name)][0])
     monkeypatch.setattr(software, "metadata", lambda name: [Metadata(), found(name)][0])
     return packages
