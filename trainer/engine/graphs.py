@@ -121,7 +121,7 @@ class GraphedSchedule:
         if table is not self._table:
             self._table = table
             self._graphs.clear()
-        ready = microbatch.to(self._numbers.total.device)
+        ready = replace(microbatch.to(self._numbers.total.device), is_padded=microbatch.is_padded)
         if shape not in self._graphs:
             if len(self._graphs) == MOST_GRAPHS:
                 raise UsageError(

@@ -114,21 +114,20 @@ class Forecast:
         """Return a note on the planned memory; none if this rank plans nothing. Wait for two seconds at most."""
         if self._child is None:
             return []
+        memory = int(_gibibytes(self._environment) * 2**30)
+        at = self._command.index("--gpus") + 1
+        gpus = f"{self._environment.local_world_size}x{memory / 2**30:.1f}GiB"
+        command = shlex.join([*self._command[:at], gpus, *self._command[at + 1 :]])
         try:
-            made = _result(self._child, _WAIT_SECONDS)
+            needed = _result(self._child, _WAIT_SECONDS)["needed_bytes"]
         except NoPlanError as error:
-            return [f"memory was not planned: {error}; this command plans it: {shlex.join(self._command)}"]
+            return [f"memory was not planned: {error}; this command plans it: {command}"]
         finally:
             _stop(self._child)
-        needed, memory = made["needed_bytes"], int(_gibibytes(self._environment) * 2**30)
         if needed <= memory:
             return [f"planned memory: {_size(needed)} of {_size(memory)} on each GPU"]
-        at = self._command.index("--gpus") + 1
-        number = self._environment.local_world_size
-        command = [*self._command[:at], f"{number}x{memory / 2**30:.1f}GiB", *self._command[at + 1 :]]
         return [
-            f"planned memory: {_size(needed)}, but each GPU has {_size(memory)}; this shows changes that fit:"
-            f" {shlex.join(command)}"
+            f"planned memory: {_size(needed)}, but each GPU has {_size(memory)}; this shows changes that fit: {command}"
         ]
 
 
