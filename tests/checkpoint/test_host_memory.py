@@ -196,6 +196,18 @@ class TestOneHost:
         run.finish_mirror(None)
         assert run._mirror.steps() == [2]
 
+    def test_failed_writes_are_one_note_and_their_number(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(memory, "write_share", _no_room)
+        run = saver(tmp_path, 1)
+        run.resume("auto")
+        for step in (2, 4, 6):
+            run.progress = Progress(step, 12 * step)
+            run.save_in_memory()
+        run.clear_memory()
+        first, last = run.notes
+        assert "the checkpoint of step 2 could not be written to the memory" in first
+        assert last == "3 checkpoints in all could not be written to the memory of the hosts"
+
     def test_a_folder_that_others_may_write_to_is_passed_over(self, tmp_path):
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         first = memory.folder_of_run(tmp_path, tmp_path / "run")

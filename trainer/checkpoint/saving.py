@@ -133,6 +133,7 @@ class Saver:
         self._share: Background[list[WrittenFile]] | None = None
         self._frozen: str | None = None  # the digest, computed once
         self.progress = Progress()
+        self._num_failed = 0  # checkpoints that could not be written to memory
         self._is_saved = False  # whether this run has loaded or saved a checkpoint
         self._is_in_memory_only = False  # whether the state that was loaded is in memory, but not on the disk
 
@@ -216,6 +217,8 @@ class Saver:
                 self.save()
             self.finish()
             self._memory.clear()
+            if self._num_failed > 1:
+                self.note(f"{self._num_failed} checkpoints in all could not be written to the memory of the hosts")
 
     def finish_mirror(self, model: Path | None) -> None:
         """Wait until all copies are uploaded, with the final model if there is one; all ranks must call it.
@@ -267,8 +270,11 @@ class Saver:
         return sum(box.view.nbytes for _, box in own_share(self._engine.state().parts))
 
     def _tell(self, note: str | None) -> None:
+        """Show the first failure of a checkpoint in memory; `clear_memory` shows their number."""
         if note is not None:
-            self.note(note)
+            self._num_failed += 1
+            if self._num_failed == 1:
+                self.note(note)
 
     def begin_poll(self) -> Callable[[], None]:
         """Start to compare the status of all ranks, and return a function that completes a written checkpoint.
