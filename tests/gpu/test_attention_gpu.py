@@ -339,34 +339,3 @@ def test_speed(mask, dim):
         print(f"{TOKENS} tokens, length {length}, heads of {dim}, {mask}: {shown}")
         if length in (512, 2048):
             assert found["fused, 0.1"] < found["eager, 0.1"]
-
-
-BLOCKS = [
-    fused_attention._Block(queries, keys, warps, stages)
-    for queries, keys in ((64, 32), (64, 64), (128, 32), (128, 64))
-    for warps in (4, 8)
-    for stages in (1, 2, 3)
-]
-
-
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_other_blocks(dim):
-    """Print the fastest blocks of each kernel, for the table of tilings; blocks that do not fit are passed over."""
-    sizes = Sizes(2048, 8, WIDTH // dim, WIDTH // dim, dim)
-    attend, tensors = Keyed(sizes, GPU), sizes.tensors(torch.bfloat16, GPU)
-    chosen = fused_attention._tiling(torch.bfloat16, dim)
-    for kernel in ("forward", "of_queries", "of_keys"):
-        times = {}
-        for block in BLOCKS:
-            tiling = chosen._replace(**{kernel: block})
-            with mock.patch.object(fused_attention, "_tiling", return_value=tiling):
-                try:
-                    times[block] = milliseconds(lambda: results(attend, tensors, 0.1))
-                except Exception as error:  # more shared memory than there is
-                    print(f"{kernel} {block}: {type(error).__name__}")
-        best = sorted(times, key=times.__getitem__)[:3]
-        own = getattr(chosen, kernel)
-        print(
-            f"heads of {dim}, {kernel}: {own} takes {times.get(own)}; "
-            + ", ".join(f"{b}: {times[b]:.3f}" for b in best)
-        )

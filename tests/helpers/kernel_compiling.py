@@ -15,6 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from trainer.parallel import kernel_support
+
 WARP_SIZE = 32
 
 
@@ -70,5 +72,6 @@ def compiled_for(capability: tuple[int, int]) -> Iterator[list[Usage]]:
     with (
         mock.patch.object(driver, "_active", _AbsentGpu(capability)),
         mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(kernel_support, "capability", return_value=capability),
     ):
         yield found

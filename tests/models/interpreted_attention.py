@@ -61,7 +61,7 @@ def fused() -> Iterator[None]:
 @contextmanager
 def listed_tiles() -> Iterator[None]:
     """List visible tiles of masks that are too short for it."""
-    with mock.patch.object(fused_attention, "_LISTED_TILES", 1):
+    with mock.patch.object(fused_attention, "_LISTED_KEYS", 1):
         yield
 
 
@@ -346,7 +346,7 @@ def test_blocks_of_a_ring_are_the_whole_sequence(name: str, middle: int, length:
     """Two blocks of queries see two blocks of keys each; torch's operations compute the same blocks."""
     case = replace(CASES[name], lengths=(length, length))
     if case.lists:
-        monkeypatch.setattr(fused_attention, "_LISTED_TILES", 1)
+        monkeypatch.setattr(fused_attention, "_LISTED_KEYS", 1)
     tensors, mask = case.tensors(), case.masked()
     keys, module = keyed_module()
     move_site(module, lambda site: replace(site, cut_dim=1, part=case.part))

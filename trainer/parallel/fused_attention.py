@@ -9,82 +9,24 @@ This module imports Triton at the first call: see `trainer.parallel.kernel_suppo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from trainer.parallel import kernel_support
+from trainer.parallel import attention_blocks, kernel_support
 from trainer.parallel.random import LANE_LEVELS, LANES, dropped_levels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
-_LEAST_DIM = 16  # of a matrix product in Triton
-_LISTED_TILES = 4  # tiles of keys from which on it pays to list the visible ones
-
-
-class _Block(NamedTuple):
-    """The queries and keys of one step of a kernel, and its warps and stages."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-class _Tiling(NamedTuple):
-    """The tiles in which visible keys are listed, and the blocks of the kernels, which divide them."""
-
-    queries: int
-    keys: int
-    forward: _Block
-    of_queries: _Block
-    of_keys: _Block
-
-
-# No GPU has measured these. They fit the shared memory of all GPUs of compute capability 8.0 and newer (99 KiB). For
-# capability 9.0 and without a bias, ptxas spills no more than 48 bytes a thread in 16 bits, and up to 400 in fp32. A
-# search by timing could choose other blocks after a restart; they change the order of sums, and a resumed run would
-# differ.
-_TILINGS_16_BIT = {
-    64: _Tiling(128, 64, _Block(128, 64, 8, 3), _Block(128, 64, 8, 2), _Block(32, 64, 4, 2)),
-    128: _Tiling(128, 64, _Block(128, 32, 8, 2), _Block(64, 32, 4, 2), _Block(32, 32, 4, 2)),
-    256: _Tiling(128, 64, _Block(64, 32, 8, 2), _Block(32, 32, 8, 1), _Block(32, 32, 8, 1)),
-}
-_TILINGS_32_BIT = {
-    64: _Tiling(128, 64, _Block(64, 32, 8, 1), _Block(32, 32, 8, 1), _Block(32, 32, 8, 1)),
-    128: _Tiling(128, 64, _Block(32, 32, 8, 1), _Block(32, 32, 8, 1), _Block(16, 32, 8, 1)),
-    256: _Tiling(128, 64, _Block(16, 32, 8, 1), _Block(16, 32, 8, 1), _Block(16, 16, 8, 1)),
-}
-_TILING_OF_INTERPRETER = _Tiling(32, 32, _Block(32, 16, 1, 1), _Block(32, 32, 1, 1), _Block(16, 32, 1, 1))
+_LISTED_KEYS = 256  # from which on it pays to list the visible tiles
 
 
 def _kernels() -> Any:
     from trainer.parallel import attention_kernels
 
     return attention_kernels
-
-
-def _tiling(dtype: torch.dtype, dim: int) -> _Tiling:
-    if kernel_support.is_interpreted():
-        return _TILING_OF_INTERPRETER
-    tilings = _TILINGS_32_BIT if dtype == torch.float32 else _TILINGS_16_BIT
-    return tilings[max(64, _padded(dim))]
-
-
-def _for_floats(tiling: _Tiling) -> _Tiling:
-    """Return blocks that leave shared memory for tiles of a bias or an additive mask, which may be of fp32."""
-    forward, of_queries, of_keys = (
-        block._replace(queries=min(block.queries, 64), stages=1)
-        for block in (tiling.forward, tiling.of_queries, tiling.of_keys)
-    )
-    return _Tiling(tiling.queries, tiling.keys, forward, of_queries, of_keys)
-
-
-def _padded(dim: int) -> int:
-    """Return the size of a head in the kernels: a power of two."""
-    return max(_LEAST_DIM, 1 << (dim - 1).bit_length())
 
 
 def visible_tiles(
@@ -102,10 +44,9 @@ def visible_tiles(
     """
     if mask is None or mask.dtype != torch.bool:
         return None
-    tiling = _tiling(query.dtype, max(query.shape[-1], value.shape[-1]))
-    if key.shape[2] < _LISTED_TILES * tiling.keys:
+    if key.shape[2] < _LISTED_KEYS:
         return None
-    key_tiles, query_tiles = _list_tiles(mask, tiling.queries, tiling.keys, other_keys)
+    key_tiles, query_tiles = _list_tiles(mask, *attention_blocks.tile(), other_keys)
     return key_tiles, query_tiles
 
 
@@ -189,7 +130,7 @@ def fused_attention(
     if output.numel() == 0:
         return output, sums
     call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, lengths, window)
-    block = call.tiling.forward
+    block = call.blocks.forward
     by_head = output.transpose(1, 2)
     num_blocks = -(-call.queries // block.queries)
     _kernels().forward_kernel[(num_blocks * call.rows * query.shape[1],)](
@@ -268,7 +209,7 @@ def backward_of(
     kernels, strides = _kernels(), call.strides
     inputs = (strides(query), strides(key), strides(value))
 
-    block = call.tiling.of_queries
+    block = call.blocks.of_queries
     num_blocks = -(-num_queries // block.queries)
     kernels.query_gradient_kernel[(num_blocks * batch * heads,)](
         query, key, value, by_head, gradient, query_gradient, sums, deltas, row_keys, *call.added, key_tiles, starts,
@@ -277,7 +218,7 @@ def backward_of(
         heads, call.group, num_queries, num_keys, num_blocks, *offsets, **call.options(block, key_tiles is not None),
     )  # fmt: skip
 
-    block = call.tiling.of_keys
+    block = call.blocks.of_keys
     num_blocks = -(-num_keys // block.keys)
     kernels.key_gradient_kernel[(num_blocks * batch * key_heads,)](
         query, key, value, gradient, key_gradient, value_gradient, sums, deltas, row_keys, *call.added, query_tiles,
@@ -289,7 +230,7 @@ def backward_of(
 
     if with_bias:
         assert bias is not None
-        block = call.tiling.of_queries
+        block = call.blocks.of_queries
         blocks = (-(-num_queries // block.queries), -(-num_keys // block.keys))
         options = call.options(block, False)
         for name in ("UNIT_M", "UNIT_N", "BIAS", "TILES", "JOINED"):
@@ -394,27 +335,27 @@ class _Call:
         assert offsets[2] % LANES == 0, "a word of the dropout mask begins at the first key"
         assert mask is None or not (is_causal or window is not None), "a mask takes the place of others"
         self._dims = (query.shape[-1], value.shape[-1])
-        self.tiling = _tiling(query.dtype, max(self._dims))
+        has_floats = bias is not None or (mask is not None and mask.dtype != torch.bool)
+        self.blocks = attention_blocks.blocks(query.device, query.dtype, max(self._dims), has_floats)
         self.group = query.shape[1] // key.shape[1]
         levels = dropped_levels(probability)
         # the lowest 16 bits that keep an element, as signed numbers in the upper half of a word
         threshold = (levels - LANE_LEVELS // 2) << 16
         self.factors = (scale, threshold, LANE_LEVELS / (LANE_LEVELS - levels))
         self.added = (mask if window is None else window, bias)
-        if bias is not None or (mask is not None and mask.dtype != torch.bool):
-            self.tiling = _for_floats(self.tiling)
         self.added_strides = (self.strides(mask), self.strides(bias))
         kernels = _kernels()
         kind = kernels.NO_MASK if window is None else kernels.WINDOW
+        tile_queries, tile_keys = attention_blocks.tile()
         if mask is not None:
             kind = kernels.BOOLEAN if mask.dtype == torch.bool else kernels.ADDITIVE
         self._options = {
             "HEAD_DIM": self._dims[0],
             "VALUE_DIM": self._dims[1],
-            "BLOCK_D": _padded(self._dims[0]),
-            "BLOCK_V": _padded(self._dims[1]),
-            "UNIT_M": self.tiling.queries,
-            "UNIT_N": self.tiling.keys,
+            "BLOCK_D": attention_blocks.padded(self._dims[0]),
+            "BLOCK_V": attention_blocks.padded(self._dims[1]),
+            "UNIT_M": tile_queries,
+            "UNIT_N": tile_keys,
             "MASK": kind,
             "BIAS": bias is not None,
             "CAUSAL": is_causal,
@@ -423,7 +364,7 @@ class _Call:
             "PRECISION": kernels.INTERPRETED if kernel_support.is_interpreted() else _precision(),
         }
 
-    def options(self, block: _Block, with_tiles: bool) -> dict[str, Any]:
+    def options(self, block: attention_blocks.Block, with_tiles: bool) -> dict[str, Any]:
         """Return the constants of a kernel."""
         return {
             **self._options,

@@ -21,6 +21,11 @@ def is_interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of the GPU that the kernels of a device are compiled for."""
+    return torch.cuda.get_device_capability(device)
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def obstacle(device: torch.device) -> str | None:
     """Return the reason why the kernels do not run on a device; None if they run."""
@@ -35,6 +40,6 @@ def obstacle(device: torch.device) -> str | None:
 
 def age_obstacle(device: torch.device) -> str | None:
     """Return the reason why a GPU is too old for Triton and FlashAttention; None if it is not."""
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    if capability(device) < _LEAST_CAPABILITY:
         return f"the GPU {torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     return None
