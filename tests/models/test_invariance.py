@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
@@ -66,6 +67,31 @@ def test_a_model_with_attention_functions_of_its_own_masks_its_padding(model_typ
     torch.testing.assert_close(logits(model, slice(None)), logits(plain, slice(None)))
 
 
+WIDTHS = {**LAYERS, "num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.3}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+@pytest.mark.parametrize(("model_type", "keys"), [("gemma2", {}), ("gpt_oss", EXPERTS)])
+def test_capped_scores_and_attention_sinks_are_computed_as_in_transformers(model_type, keys):
+    config = {**WIDTHS, **keys, "attention_dropout": 0.3}
+    built = build(model_type, config, "AutoModelForCausalLM")
+    model = built.model.eval()
+    if model_type == "gpt_oss":
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.sinks.fill_(2.0)
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), attn_implementation="eager").eval()
+    plain.load_state_dict(model.state_dict())
+    evaluated, state = logits(model, slice(None)), torch.get_rng_state()
+    torch.testing.assert_close(evaluated, logits(plain, slice(None)))
+    with built.dropout_keys.use(MicrobatchKey(0, torch.tensor([0, 1]))):
+        dropped = logits(model.train(), slice(None))
+    assert not torch.allclose(dropped, evaluated)
+    with built.dropout_keys.use(MicrobatchKey(0, torch.tensor([0]))):
+        torch.testing.assert_close(logits(model, slice(0, 1)), dropped[:1])
+    assert torch.equal(state, torch.get_rng_state())
+
+
 DECODERS = {
     "gpt_neox": LAYERS,
     "gemma": {**LAYERS, "num_key_value_heads": 1, "head_dim": 8},
@@ -101,6 +127,27 @@ class TestAModelThatDependsOnItsPadding:
     def test_is_noted_with_torchs_own_dropout(self, model_type, keys):
         (note,) = build(model_type, keys, layout_invariant_dropout=False).notes
         assert note.startswith(f"model type '{model_type}' depends on the layout: the logits of a row change")
+
+
+class TestALanguageModel:
+    def test_that_adds_terms_to_its_loss_is_refused(self):
+        routed = {**LAYERS, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+        build("mixtral", {**routed, "router_aux_loss_coef": 0.5}, "AutoModelForCausalLM")
+        with pytest.raises(UsageError, match=r"'mixtral' has a loss of its own, [\d.]+ where the cross entropy"):
+            build("mixtral", {**routed, "output_router_logits": True}, "AutoModelForCausalLM")
+
+    def test_with_rotations_by_the_longest_row_is_refused(self):
+        factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+        keys = {**WIDTHS, "original_max_position_embeddings": 12, "rope_parameters": factors}
+        del keys["head_dim"]
+        with pytest.raises(UsageError, match="the logits of a row change"):
+            build("phi3", {**keys, "max_position_embeddings": 32}, "AutoModelForCausalLM")
+
+    def test_that_needs_tokens_for_its_decoder_gets_them(self):
+        sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        widths = {"vocab_size": 60, "d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+        keys = {**sizes, **widths, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "dropout": 0.0}
+        assert build("m2m_100", {**keys, "pad_token_id": 1}, "AutoModelForSeq2SeqLM").model
 
 
 class TestStochasticDepth:

@@ -13,9 +13,11 @@ from tests.helpers.training import TINY_BERT, TINY_T5
 from trainer.base.errors import DataError, UsageError
 from trainer.data.sources import load_splits
 from trainer.reading.loading import load_recipe
+from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import MaskedLM
 from trainer.tasks.masking import Masking
 from trainer.tasks.registry import build_task
+from trainer.training.checking import check_parts
 from trainer.training.preparing import ImagePreparation, TextPreparation, load_preparation, resolve_task, unknown_notes
 
 MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy"]}
@@ -121,6 +123,57 @@ class TestT5Classifies:
     def test_a_decoder_without_a_start_token_starts_with_padding(self, tmp_path):
         recipe = load_recipe(str(write_tiny_run(tmp_path, model={"config": TINY_T5}))).recipe
         assert load_preparation(recipe).config.decoder_start_token_id == 0
+
+
+SIZES = {
+    "vocab_size": 120, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TEXTS = {"type": "causal_lm", "text": "text", "metrics": ["perplexity"]}
+ROUTED = {"num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+
+
+class TestADecoder:
+    def recipe(self, folder, model_type, task=TEXTS, max_length=16, **keys):
+        model = {"config": {"model_type": model_type, **SIZES, **keys}}
+        return load_recipe(str(write_tiny_run(folder, model=model, task=task, data={"max_length": max_length}))).recipe
+
+    def test_with_a_loss_of_its_routers_is_refused(self, tmp_path):
+        recipe = self.recipe(tmp_path, "mixtral", **ROUTED)
+        with pytest.raises(
+            UsageError, match=r"`router_aux_loss_coef` .* is 0.5 .* set .*`model.config.output_router_l"
+        ):
+            load_preparation(recipe)
+        plan = plan_run(recipe, 1)
+        assert any("`router_aux_loss_coef`" in problem for problem in check_parts(plan).problems)
+        load_preparation(self.recipe(tmp_path, "mixtral", **{**ROUTED, "router_aux_loss_coef": 0.0}))
+        classes = {"type": "sequence_classification", "text": "text", "metrics": ["accuracy"]}
+        load_preparation(self.recipe(tmp_path, "mixtral", classes, **ROUTED))  # this head adds no such loss
+
+    @pytest.mark.parametrize(
+        ("model_type", "keys"),
+        [
+            ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONG}),
+            ("llama", {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+        ],
+    )
+    def test_with_rotations_that_depend_on_the_length_takes_rows_of_the_original_length(
+        self, tmp_path, model_type, keys
+    ):
+        load_preparation(self.recipe(tmp_path, model_type, **keys))
+        recipe = self.recipe(tmp_path, model_type, max_length=17, **keys)
+        with pytest.raises(UsageError, match=r"rows of more than 16 tokens .*, but `data.max_length` allows 17"):
+            load_preparation(recipe)
+
+    def test_has_a_note_on_rows_beyond_its_positions(self, tmp_path):
+        recipe = self.recipe(tmp_path, "llama", max_position_embeddings=8)
+        notes = check_parts(plan_run(recipe, 1)).notes
+        assert any(
+            re.match(r"training rows have up to \d+ tokens, more than the 8 positions", note) for note in notes
+        ), notes
+        recipe = self.recipe(tmp_path, "llama", max_position_embeddings=16)
+        assert not any("positions" in note for note in check_parts(plan_run(recipe, 1)).notes)
 
 
 class TestAFineTunedCheckpoint:

@@ -7,21 +7,22 @@ not take, it materialises the probabilities and applies the keyed mask to them.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.base.errors import UsageError
 from trainer.models.checkpointing import not_recorded
-from trainer.models.dropout import has_site, site_of
+from trainer.models.dropout import ReplaceCalledDropout, has_site, site_of
 from trainer.parallel import fused_attention, kernel_support, varlen
 from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32
@@ -31,6 +32,8 @@ from trainer.parallel.ring_attention import BlockAttention, BlockMask, Ring, rin
 from trainer.parallel.sequence import ContextCut
 
 KEYED_ATTENTION = "trainer_keyed"
+OWN_ATTENTION = "trainer_own"
+"""The attention function of the model's own file in transformers, with keyed dropout."""
 RING_ATTENTION = "trainer_ring"
 """The same function, with masks that are computed block by block."""
 PACKED_ATTENTION = "trainer_packed"
@@ -96,14 +99,14 @@ def keyed_attention(
     Raises:
         UsageError: the model needs a variant of attention that has no keyed form.
     """
+    if variant := _variant(kwargs):  # SDPA would ignore some of them
+        raise UsageError(f"this model's attention uses {variant}, which has no keyed form; {REMEDY}")
     if dropout == 0.0 or not has_site(module):
         output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask,
             dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias, **kwargs,
         )  # fmt: skip
         return output
-    if variant := _variant(kwargs):
-        raise UsageError(f"this model's attention uses {variant}, which has no keyed form; {REMEDY}")
     scale = _scale(query, scaling)
     causal = _is_causal(module, is_causal)
     if kernel_support.obstacle(query.device) is None:
@@ -281,6 +284,14 @@ def _attention_of_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `_attention` for joined rows, which need no mask: each token sees those of its row."""
     return _attention(module, query, key, value, None, packed, **options)
+
+
+def _own_attention(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of the model's own file, with a dropout mask that does not depend on the layout."""
+    own = sys.modules[type(module).__module__].eager_attention_forward
+    with ReplaceCalledDropout([site_of(module)]) if module.training and has_site(module) else nullcontext():
+        output: tuple[Tensor, Tensor | None] = own(module, *states, **options)
+    return output
 
 
 def _row_keys(module: nn.Module, query: Tensor, packed: PackedTokens | None) -> Tensor:
@@ -472,6 +483,8 @@ def share_heads(module: nn.Module, cut: ContextCut) -> None:
 ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _mask)
 ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _mask)  # with torch's own dropout; outside `padding_known`, as before
+ALL_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, _own_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, eager_mask)
 ALL_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _block_mask)
 ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _attention_of_rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
@@ -25,7 +26,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from trainer.base.errors import TrainerError, UsageError, causes, storage_error
 from trainer.models.adapters import adapt
-from trainer.models.attention import KEYED_ATTENTION
+from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
 from trainer.models.compiled import CompiledLayers
 from trainer.models.cutting import ModelCut
 from trainer.models.dropout import key_dropout, set_probabilities
@@ -157,6 +158,65 @@ def max_positions(config: Any) -> int | None:
     if not isinstance(size, int) or size <= 0 or is_rotary or is_relative:
         return None
     return size - (config.pad_token_id + 1) if config.model_type in _POSITIONS_AFTER_PADDING else size
+
+
+def rotary_positions(config: Any) -> int | None:
+    """Return the positions of a model with rotary positions, which also computes later ones; None for other models."""
+    size = getattr(config, "max_position_embeddings", None)
+    return size if isinstance(size, int) and getattr(config, "rope_parameters", None) is not None else None
+
+
+def require_constant_rotations(config: Any, num_tokens: int, key: str) -> None:
+    """Refuse rotary positions that transformers scales by the longest row of a microbatch, if rows can be that long.
+
+    Padding and other rows would decide the logits of a row.
+
+    Args:
+        config: the configuration of transformers.
+        num_tokens: the most tokens of a row.
+        key: the key with the number of tokens, as the message shows it.
+
+    Raises:
+        UsageError: the scaling depends on the length of rows with so many tokens.
+    """
+    given = getattr(config, "rope_parameters", None) or {}
+    for rotations in (given, *given.values()):  # one for all layers, or one for each kind of layer
+        kind = rotations.get("rope_type") if isinstance(rotations, Mapping) else None
+        if kind not in _BY_LENGTH:
+            continue
+        own = rotations.get("original_max_position_embeddings") if kind == "longrope" else None
+        constant = own or config.max_position_embeddings
+        if num_tokens > constant:
+            raise UsageError(
+                f'the rotary positions of the model are of the type "{kind}", so rows of more than {constant} tokens'
+                f" change the logits of all rows beside them, but {key} allows {num_tokens}; lower it to {constant}, or"
+                ' set `model.config.rope_parameters` to a scaling that does not depend on the length, such as "yarn"'
+            )
+
+
+def require_no_router_loss(config: Any, auto_class_name: str) -> None:
+    """Refuse a mixture of experts for which transformers adds a loss of the routers to that of the task.
+
+    It is a mean over the tokens of the whole batch and not a sum over rows.
+
+    Raises:
+        UsageError: the head adds such a loss.
+    """
+    if auto_class_name not in _WITH_ROUTER_LOSS or not getattr(config, "output_router_logits", False):
+        return
+    for key in ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", "moe_loss_weight"):
+        for place, of in (("", config), ("ffn_config.", getattr(config, "ffn_config", None))):
+            if weight := getattr(of, key, None):
+                raise UsageError(
+                    f"`{place}{key}` in the model's configuration is {weight} and `output_router_logits` is true, with"
+                    " which transformers adds a loss of the routers; it cannot be trained here: set"
+                    " `model.config.output_router_logits` to false"
+                )
+
+
+_WITH_ROUTER_LOSS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
+_BY_LENGTH = ("dynamic", "longrope")
+"""Scalings of rotary positions that depend on the longest row of a microbatch."""
 
 
 def reads_end_tokens(config: Any, auto_class_name: str) -> bool:
@@ -456,6 +516,7 @@ def build_model(
     unused: Sequence[str] = (),
     packed: bool = False,
     node: NodeRanks | None = None,
+    is_trained: bool = True,
 ) -> BuiltModel:
     """Build the model, with the same weights on every rank and under every layout.
 
@@ -473,10 +534,11 @@ def build_model(
         packed: whether rows hold several documents, which the model must keep apart.
         node: the ranks of this node, if one of them reads the weights for all; this needs a cut, perhaps of nothing,
             and the calls of all ranks of the node.
+        is_trained: whether the model learns, and does not only teach.
 
     Raises:
         UsageError: the model cannot be loaded, has no safetensors, has a dropout that cannot be keyed, cannot be cut,
-            or does not keep documents apart.
+            does not keep documents apart, or adds terms to the loss.
     """
     assert cut is not None or node is None, "a model that is built whole is read by each rank"
     config = load_config(recipe, options)
@@ -486,6 +548,7 @@ def build_model(
     model_class = _get_model_class(config, auto_class._model_mapping)
     attention = _attention(model_class, training)
     in_table = config.model_type in FAMILIES
+    how = packed, auto_class_name, is_trained
 
     fixed: list[str] = []
     trained: list[str] = []
@@ -510,7 +573,7 @@ def build_model(
             model, drawn, notes = _initialise(auto_class, recipe, config, attention, training.seed, gather)
             prepare(model, () if recipe.is_random else drawn)  # before the cut, which changes the dropout sites
             if not in_table and gather is whole_already:
-                checked = check_invariance(model, keys, packed)
+                checked = check_invariance(model, keys, *how)
         return model, [*notes, *checked]
 
     def check_sample() -> list[str]:
@@ -523,7 +586,7 @@ def build_model(
                 sample = sample_of(model_class, config, attention, is_whole=True)
                 adapt(sample, adapted, training.seed)
         prepare_sample(sample)
-        return check_invariance(sample, keys, packed)
+        return check_invariance(sample, keys, *how)
 
     try:
         if cut is None:
@@ -686,12 +749,17 @@ def check_weights(recipe: Model, auto_class_name: str, options: Mapping[str, Any
 def _attention(model_class: Any, training: Training) -> str:
     """Return the name of the attention function for a model class of transformers.
 
+    A class that does not support SDPA computes another formula, such as capped scores or attention sinks.
+
     A class without transformers' attention interface has its own attention and adds a mask to its scores. It needs the
     additive mask that transformers makes under "eager". Its dropout modules are keyed like all others.
     """
-    if training.layout_invariant_dropout:
-        return KEYED_ATTENTION if model_class._can_set_attn_implementation() else "eager"
-    return "sdpa" if model_class._supports_sdpa else "eager"
+    if not training.layout_invariant_dropout:
+        return "sdpa" if model_class._supports_sdpa else "eager"
+    if not model_class._can_set_attn_implementation():
+        return "eager"
+    is_own = not model_class._supports_sdpa and hasattr(sys.modules[model_class.__module__], "eager_attention_forward")
+    return OWN_ATTENTION if is_own else KEYED_ATTENTION
 
 
 def _undescribed(recipe: Model, auto_class_name: str, error: Exception) -> TrainerError:

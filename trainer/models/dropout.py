@@ -64,21 +64,21 @@ def _key_called(module: nn.Module, path: str, names: tuple[str, ...], keys: Drop
         # Without dropout there is nothing to replace, and a mode would take time at every function.
         if not module.training:
             return nullcontext()
-        return _ReplaceCalledDropout([module.get_submodule(name) for name in names])
+        return ReplaceCalledDropout([module.get_submodule(name).site for name in names])
 
     run_within(module, context)
 
 
-class _ReplaceCalledDropout(TorchFunctionMode):
+class ReplaceCalledDropout(TorchFunctionMode):
     """Context that replaces the calls of `F.dropout` by keyed dropouts, in order.
 
     Args:
-        dropouts: the keyed dropouts; the probability is that of each call.
+        sites: the sites of the keyed dropouts; the probability is that of each call.
     """
 
-    def __init__(self, dropouts: list[Any]) -> None:
+    def __init__(self, sites: list[Any]) -> None:
         super().__init__()
-        self._dropouts = iter(dropouts)
+        self._sites = iter(sites)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -86,10 +86,10 @@ class _ReplaceCalledDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.dropout:
             return func(*args, **kwargs)
-        dropout: KeyedDropout = next(self._dropouts)
+        site: DropoutSite = next(self._sites)
         probability = _dropped_share(func, args, kwargs)
         x: Tensor = args[0] if args else kwargs["input"]
-        return dropout.site.drop(x, probability) if probability > 0 else x
+        return site.drop(x, probability) if probability > 0 else x
 
 
 def _keyed_form(module: nn.Module, site: DropoutSite, model: nn.Module) -> nn.Module | None:

@@ -1,8 +1,9 @@
-"""Check that a row's logits depend neither on its padding nor on the other rows of its microbatch.
+"""Check that a row's logits depend neither on its padding nor on the other rows, and that a model adds no loss.
 
 The tests check the families of the table. Any other model is checked before training: two short rows in one forward
 pass, then the shorter row alone. Dropout masks are keyed by row, so the check also covers training mode. If rows are
-packed, the second of two documents of a row must have the logits that it has alone.
+packed, the second of two documents of a row must have the logits that it has alone. The loss of a language model must
+be the cross entropy of its logits, which the tasks compute.
 """
 
 from __future__ import annotations
@@ -14,30 +15,42 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from trainer.base.errors import UsageError
 from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.parallel.dropout import REMEDY, DropoutKeys, MicrobatchKey
+from trainer.parallel.microbatch import IGNORED_LABEL
 
 _LENGTHS = (16, 9)  # tokens of the two rows, or documents
 _TOLERANCE = 1e-4  # relative to the largest logit; rounding gives 1e-6
+_LANGUAGE_MODELS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
 _MOST_LAYERS = 8  # of a sample; includes every kind of layer in a model that alternates them
 _DEFAULT_IMAGE = 224  # pixels, if the configuration has no image size
 
 
-def check_invariance(model: nn.Module, keys: DropoutKeys | None, packed: bool = False) -> list[str]:
+def check_invariance(
+    model: nn.Module,
+    keys: DropoutKeys | None,
+    packed: bool = False,
+    auto_class_name: str = "",
+    is_trained: bool = True,
+) -> list[str]:
     """Compare the logits of a row alone with those of the same row in a padded batch, and perhaps in a packed row.
 
     Args:
         model: a whole model of transformers on the CPU, in fp32, with dropout keyed by `keys`.
         keys: the keys of the dropout; None with torch's dropout, and the comparison then runs without dropout.
         packed: whether the task packs several documents into a row.
+        auto_class_name: the name of the auto class of the model.
+        is_trained: whether the model is trained, so that the loss of a language model is compared.
 
     Returns:
         Notes for the user. With torch's dropout, a dependence gives a note instead of an error.
 
     Raises:
-        UsageError: the logits depend on the layout or on other documents of a packed row, or the forward pass failed.
+        UsageError: the logits depend on the layout or on other documents of a packed row, the forward pass failed, or
+            the model's own loss has further terms.
     """
     described: Any = model
     name = f"model type {described.config.model_type!r}"
@@ -45,9 +58,11 @@ def check_invariance(model: nn.Module, keys: DropoutKeys | None, packed: bool = 
     try:
         model.train(keys is not None)
         with _padding_decided(described):
-            problem = _dependence(model, keys, name)
+            problem = _dependence(model, keys, name, auto_class_name)
             if packed and (problem is None or keys is None):
                 _require_documents_apart(model.eval(), name)
+            if problem is None and is_trained and auto_class_name in _LANGUAGE_MODELS:
+                _require_plain_loss(model.eval(), name, auto_class_name)
     finally:
         model.train(training)
     if problem is None:
@@ -93,11 +108,11 @@ def _not_partitioned() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _dependence(model: nn.Module, keys: DropoutKeys | None, name: str) -> str | None:
+def _dependence(model: nn.Module, keys: DropoutKeys | None, name: str, auto_class_name: str) -> str | None:
     """Return a description of how the logits depend on the layout, or None if they do not."""
     try:
-        together = _logits(model, _inputs(model, _LENGTHS), (0, 1), keys, name)
-        alone = _logits(model, _inputs(model, _LENGTHS[1:]), (1,), keys, name)
+        together = _logits(model, _inputs(model, _LENGTHS, auto_class_name), (0, 1), keys, name)
+        alone = _logits(model, _inputs(model, _LENGTHS[1:], auto_class_name), (1,), keys, name)
     except UsageError:  # raised for a dropout without a keyed form
         raise
     except Exception as error:  # a model may raise any error for unexpected inputs
@@ -131,6 +146,28 @@ def _require_documents_apart(model: Any, name: str) -> None:
         )
 
 
+@torch.no_grad()
+def _require_plain_loss(model: Any, name: str, auto_class_name: str) -> None:
+    """Compare the loss of transformers with the cross entropy of the same logits."""
+    inputs = _inputs(model, _LENGTHS, auto_class_name)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED_LABEL)
+    try:
+        output = model(**inputs, labels=labels)
+    except Exception:  # some models take no labels, or others
+        return
+    if output.loss is None:
+        return
+    logits = output.logits
+    if auto_class_name == "AutoModelForCausalLM":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    plain = F.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL)
+    if _difference(output.loss, plain) > _TOLERANCE:
+        raise UsageError(
+            f"{name} has a loss of its own, {output.loss:.4f} where the cross entropy of the tokens is {plain:.4f}, and"
+            " its other terms cannot be trained here; turn them off in `model.config`, or use another model"
+        )
+
+
 def _difference(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference of two tensors, relative to the largest expected value."""
     largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
@@ -149,10 +186,10 @@ def _logits(
     return logits
 
 
-def _inputs(model: Any, lengths: Sequence[int]) -> dict[str, Tensor]:
+def _inputs(model: Any, lengths: Sequence[int], auto_class_name: str = "") -> dict[str, Tensor]:
     """Return rows of tokens `[rows, sequence]`, padded on the right, or images `[rows, channels, height, width]`.
 
-    Rows of equal length have equal content in every call.
+    Rows of equal length have equal content in every call. The decoder that generates a text reads that of the encoder.
     """
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.stack([_image(model.config, length) for length in lengths])}
@@ -169,7 +206,8 @@ def _inputs(model: Any, lengths: Sequence[int]) -> dict[str, Tensor]:
             tokens[-1] = end  # encoder-decoders classify at this token
         ids[row, :length] = torch.tensor(tokens)
         mask[row, :length] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+    decoder = {"decoder_input_ids": ids} if auto_class_name == "AutoModelForSeq2SeqLM" else {}
+    return {"input_ids": ids, "attention_mask": mask, **decoder}
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.training.prepared import PreparedData, UnknownClassesError, prepare_data
-from trainer.training.preparing import Preparation, TextPreparation, load_preparation
+from trainer.training.preparing import Preparation, TextPreparation, load_preparation, require_fit
 from trainer.training.teaching import check_teacher
 
 _FP32_BYTES, _BF16_BYTES = 4, 2
@@ -221,6 +221,9 @@ def check_model(
         unknown = isinstance(task, NamedClasses) and task.class_names is None
         options = {} if unknown else task.model_options()
     problems = found or Problems()
+    if not isinstance(recipe.task, ImageKeys):
+        with problems.collect():
+            require_fit(recipe, load_config(recipe.model, {}))
     with problems.collect():
         check_weights(recipe.model, task.auto_class_name, known)
     stages = model = None

@@ -39,7 +39,7 @@ from trainer.training.assembly import Assembly, assemble
 from trainer.training.evaluating import progress_bar, with_class_names
 from trainer.training.evaluation import RowTensors, in_row_order
 from trainer.training.prepared import PreparedData
-from trainer.training.preparing import Preparation, load_preparation
+from trainer.training.preparing import Preparation, load_preparation, require_fitting_rotations
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
 from trainer.training.versions import versions
 
@@ -138,6 +138,7 @@ def _prepared(recipe: Recipe, columns: tuple[str, ...]) -> tuple[Preparation, Ta
         if not isinstance(task, EmbeddingTask):
             raise UsageError(f"`--column` names texts to embed, but `task.type` is {recipe.task.type}; remove it")
         task = replace(task, text_columns=tuple(dict.fromkeys(columns)))
+    require_fitting_rotations(recipe, preparation.config, task)
     return preparation, task.for_configuration(preparation.config)
 
 

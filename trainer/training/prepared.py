@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trainer.base.errors import Problems
 from trainer.data.collate import TokenMasking
 from trainer.data.order import Mixture
 from trainer.data.sources import Split, Splits, load_splits, require_one_type
 from trainer.data.split import EncodedSplit
+from trainer.models.building import rotary_positions
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import cache_folder
 from trainer.recipe.schema import FileData, Recipe
@@ -146,6 +148,7 @@ def prepare_data(
         if most_rows is not None and split is not None and not split.first(most_rows).is_whole
     ]
     found = (*_row_notes(recipe, task, used, train, validation), *class_notes(task, train, validation))
+    found = (*found, *_position_notes(preparation.config, train, validation))
     tokenizer = preparation.text_tokenizer
     own = task.tokenizer_notes(tokenizer) if tokenizer is not None and isinstance(task, TextTask) else []
     notes = (*splits.notes, *data_notes, *own, *found, *bounded)
@@ -157,6 +160,24 @@ def _shown(split: Split, observer: Observer) -> Split:
     """Return the split, which tells the observer of its prepared rows."""
     observer.preparing(f"preparing {split.where}")
     return replace(split, show=partial(observer.preparing, f"preparing {split.where}"))
+
+
+def _position_notes(config: Any, train: EncodedSplit, validation: EncodedSplit | None) -> list[str]:
+    """Return a note on each split with later positions than those of a model with rotary positions."""
+    positions = rotary_positions(config)
+    notes = []
+    for name, split in (("training", train), ("validation", validation)):
+        if positions is None or split is None or not len(split):
+            continue
+        own = split.tokens.get("position_ids")  # of packed documents
+        longest = int(split.lengths.max()) if own is None else int(own.max()) + 1
+        if longest > positions:
+            notes.append(
+                f"{name} rows have up to {longest} tokens, more than the {positions} positions of the model"
+                " (`max_position_embeddings`), beyond which its quality suffers; lower `data.max_length`, or scale the"
+                " positions by `model.config.rope_parameters`"
+            )
+    return notes
 
 
 def _mixture_notes(recipe: Recipe, prepared: PreparedData) -> list[str]:

@@ -17,7 +17,15 @@ from trainer.data.images import encode_images
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import encode_split
-from trainer.models.building import checkpoint_labels, load_config, max_positions, reads_end_tokens, vocabulary_size
+from trainer.models.building import (
+    checkpoint_labels,
+    load_config,
+    max_positions,
+    reads_end_tokens,
+    require_constant_rotations,
+    require_no_router_loss,
+    vocabulary_size,
+)
 from trainer.models.images import ImageProcessor, load_image_processor
 from trainer.models.sentence_folder import embedding_notes
 from trainer.models.tokenizer import load_tokenizer, tokenizer_notes
@@ -107,7 +115,7 @@ def load_preparation(recipe: Recipe) -> Preparation:
     problems = Problems()
     with problems.collect():
         config = load_config(recipe.model, {})
-        _require_fit(recipe, config)
+        require_fit(recipe, config)
     with problems.collect():
         tokenizer = load_tokenizer(recipe.model)
     with problems.collect():
@@ -122,8 +130,8 @@ def load_preparation(recipe: Recipe) -> Preparation:
     )
 
 
-def _require_fit(recipe: Recipe, config: Any) -> None:
-    """Require a model that fits the task and the length of texts.
+def require_fit(recipe: Recipe, config: Any) -> None:
+    """Require a model of texts that fits the task and the length of texts.
 
     Raises:
         UsageError: it does not fit.
@@ -134,6 +142,22 @@ def _require_fit(recipe: Recipe, config: Any) -> None:
             f"`data.max_length` must be at most the {longest} tokens that the model has positions for, but is"
             f" {recipe.data.max_length}"
         )
+    task = build_task(recipe.task)
+    require_fitting_rotations(recipe, config, task)
+    require_no_router_loss(config, task.auto_class_name)
+
+
+def require_fitting_rotations(recipe: Recipe, config: Any, task: Task) -> None:
+    """Refuse rotary positions that depend on the length of the recipe's rows, with the tokens that the task generates.
+
+    Raises:
+        UsageError: they depend on it.
+    """
+    longest, key = recipe.data.max_length, "`data.max_length`"
+    if task.generation is not None:
+        longest += task.generation.max_new_tokens
+        key += " with `task.generation.max_new_tokens`"
+    require_constant_rotations(config, longest, key)
 
 
 def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tuple[Task, list[str]]:

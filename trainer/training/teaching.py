@@ -38,7 +38,7 @@ from trainer.recipe.schema import ImageKeys, Model, Recipe
 from trainer.tasks.classes import NamedClasses, shown
 from trainer.tasks.task import Task
 from trainer.tasks.token_labels import TokenLabels
-from trainer.training.preparing import ImagePreparation, Preparation
+from trainer.training.preparing import ImagePreparation, Preparation, require_fitting_rotations
 
 _SEGMENTS = "token_type_ids"
 
@@ -124,6 +124,7 @@ def load_teacher(plan: RunPlan, mesh: ParallelMesh, task: Task, padding_token: i
                 cut=teacher_cut(plan, mesh),
                 pad_token_id=padding_token,
                 packed=task.packs_documents,
+                is_trained=False,
             )
             _require_all(recipe, built.lacking)
             teacher, placements = place_teacher(built, plan, mesh, task)
@@ -225,6 +226,7 @@ def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, c
             f"`data.max_length` must be at most the {longest} tokens that `distillation.teacher` has positions for, but"
             f" is {recipe.data.max_length}"
         )
+    require_fitting_rotations(recipe, config, task)
     student, teacher = preparation.text_tokenizer, load_tokenizer(described)
     assert student is not None
     if student.get_vocab() != teacher.get_vocab():
