@@ -35,6 +35,19 @@ def tiny_tokenizer(adds_end: bool = True) -> Any:
     )
 
 
+def multilingual_tokenizer(model_type: str) -> Any:
+    """Return a tokenizer of `WORDS` that marks languages as mBART does, or else as NLLB does."""
+    from transformers import MBartTokenizer, NllbTokenizer
+    from transformers.models.mbart.tokenization_mbart import FAIRSEQ_LANGUAGE_CODES
+
+    first = ["<s>", "<pad>", "</s>", "<unk>"]
+    if model_type == "mbart":
+        words = [*first, *(f"▁{word}" for word in WORDS), *FAIRSEQ_LANGUAGE_CODES, "<mask>"]
+        return MBartTokenizer(vocab=[(word, 0.0) for word in words])
+    characters = sorted({character for word in WORDS for character in word})
+    return NllbTokenizer(vocab={token: index for index, token in enumerate([*first, "▁", *characters])}, merges=[])
+
+
 def write_seq2seq_run(folder: Path, task: Mapping[str, Any] = {}) -> Path:
     """Write recipe, data and tokenizer as `write_tiny_run` does; a target is the last words of its source, reversed."""
     keys = {"type": "seq2seq_lm", "metrics": ["rougeL", "bleu", "perplexity"], "generation": {"max_new_tokens": 8}}

@@ -29,18 +29,22 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_
 _LEVELS = 1 << 53  # float64 holds integers up to this one
 
 
-def set_generation(model: nn.Module, settings: Generation, end_tokens: Sequence[int]) -> None:
+def set_generation(
+    model: nn.Module, settings: Generation, end_tokens: Sequence[int], first_tokens: Mapping[str, int | None]
+) -> None:
     """Set the generation configuration of a transformers model, which an export includes.
 
     Args:
         model: the model.
         settings: the settings of the recipe, which replace those of a checkpoint.
         end_tokens: the tokens at which a text ends; none: those of the model.
+        first_tokens: the tokens with which a text starts, by key; missing: those of the model.
     """
     described: Any = model
     old, config = described.generation_config, described.config
     named = {name: getattr(config, name, None) for name in _TOKENS}
     tokens = {name: named[name] if (own := getattr(old, name, None)) is None else own for name in _TOKENS}
+    tokens |= first_tokens
     if end_tokens:
         tokens["eos_token_id"] = end_tokens[0] if len(end_tokens) == 1 else list(end_tokens)
     search: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -40,6 +41,67 @@ def load_tokenizer(recipe: Model) -> Any:
 
 def _special_tokens(tokenizer: Any) -> set[str]:
     return {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+
+
+def has_languages(tokenizer: Any) -> bool:
+    """Return whether a tokenizer marks the language of a text, as those of mBART, M2M100 and NLLB do."""
+    return hasattr(tokenizer, "src_lang")
+
+
+def set_languages(tokenizer: Any, source: str | None, target: str | None) -> None:
+    """Set the languages of sources and targets, which `save_pretrained` keeps.
+
+    Raises:
+        UsageError: the tokenizer does not know a language, needs one, or has none.
+    """
+    given = {"task.source_language": source, "task.target_language": target}
+    name = tokenizer.name_or_path
+    if not has_languages(tokenizer):
+        for key, language in given.items():
+            if language is not None:
+                raise UsageError(f"`{key}` is {language!r}, but the tokenizer `{name}` marks no language; remove it")
+        return
+    known = _languages(tokenizer)
+    for key, language in given.items():
+        if language not in known:
+            near = get_close_matches(str(language), known, n=1) or sorted(known)[:3]
+            raise UsageError(
+                f"`{key}` must be a language of the tokenizer `{name}`, which marks that of each text, but is"
+                f" {'null' if language is None else repr(language)}; write one such as {', '.join(near)}"
+            )
+    tokenizer.tgt_lang, tokenizer.src_lang = target, source
+    tokenizer.init_kwargs.update(src_lang=source, tgt_lang=target)
+
+
+def _languages(tokenizer: Any) -> set[str]:
+    """Return the codes of languages: those of the tokenizer's class that have a token, or else added special tokens."""
+    codes: dict[str, int] | None = getattr(tokenizer, "lang_code_to_id", None)
+    if codes is None:
+        return set(tokenizer.all_special_tokens) - set(tokenizer.special_tokens_map.values())
+    return {code for code, token in codes.items() if token != tokenizer.unk_token_id}
+
+
+def name_target_language(config: Any, tokenizer: Any) -> None:
+    """Set the decoder's first tokens in a configuration, so that it generates the target language.
+
+    mBART and PLBart shift targets in a circle: the decoder starts with their last token.
+
+    Raises:
+        UsageError: targets have no single token for their language.
+    """
+    if not has_languages(tokenizer):
+        return
+    frame = tokenizer(text_target="")["input_ids"]
+    languages = set(frame) - {tokenizer.eos_token_id}
+    if len(languages) != 1:
+        raise UsageError(
+            f"a target must have one token for its language, but the tokenizer `{tokenizer.name_or_path}` marks it by"
+            f" {tokenizer.convert_ids_to_tokens(frame)}; name another one in `model.tokenizer`"
+        )
+    if config.model_type in ("mbart", "plbart"):
+        config.decoder_start_token_id = frame[-1]
+    (language,) = languages
+    config.forced_bos_token_id = language if language != config.decoder_start_token_id else None
 
 
 def tokenizer_notes(recipe: Model, tokenizer: Any, vocab_size: int | None) -> list[str]:

@@ -440,6 +440,10 @@ class Seq2SeqLM(Section):
     source: str = Field("source", description="The column that holds the source text.")
     target: str = Field("target", description="The column that holds the target text; it may be empty.")
     prefix: str = Field("", description='Text before each source, such as `"summarize: "` for T5.')
+    source_language: str | None = Field(
+        None, description="The sources' language, as a multilingual tokenizer names it, such as `en_XX` of mBART."
+    )
+    target_language: str | None = Field(None, description="The targets' language; a tokenizer needs both or none.")
     max_target_length: int = Field(
         128, ge=2, description="Maximum tokens of a target; longer ones are truncated, and their share is reported."
     )

@@ -124,6 +124,7 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 recipe.max_target_length,
                 metrics,
                 recipe.generation,
+                (recipe.source_language, recipe.target_language),
             )
         case TokenClassification():
             label = recipe.spans if recipe.words is None else recipe.tags

@@ -25,8 +25,9 @@ from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 class Seq2SeqLMTask(TokenLabels):
     """Cross entropy of the tokens of a target, each from the source and the true tokens before it.
 
-    `target` is None for rows without targets. `start_token` is the decoder's first input; None until
-    `for_configuration` sets it.
+    `target` is None for rows without targets. `languages` are those of source and target; None: the tokenizer marks
+    none. `start_token` is the decoder's first input; None until `for_configuration` sets it. `forced_token` starts a
+    generated text if it names the language.
     """
 
     source: str
@@ -35,7 +36,9 @@ class Seq2SeqLMTask(TokenLabels):
     max_target_length: int
     metric_names: tuple[str, ...]
     generation: Generation = field(default_factory=Generation)
+    languages: tuple[str | None, str | None] = (None, None)
     start_token: int | None = None
+    forced_token: int | None = None
     vocabulary: VocabularyCut | None = None
 
     auto_class_name = "AutoModelForSeq2SeqLM"
@@ -49,6 +52,16 @@ class Seq2SeqLMTask(TokenLabels):
     @property
     def generates(self) -> bool:
         return self.target is None or any(name not in TOKEN_METRICS for name in self.metric_names)
+
+    @property
+    def _is_multilingual(self) -> bool:
+        return self.languages != (None, None)
+
+    @property
+    def first_tokens(self) -> dict[str, int | None]:
+        if not self._is_multilingual:
+            return {}
+        return {"decoder_start_token_id": self.start_token, "forced_bos_token_id": self.forced_token}
 
     def resolve(self, train: Dataset, where: str) -> Seq2SeqLMTask:
         self.check_columns(train.features, where)
@@ -71,7 +84,8 @@ class Seq2SeqLMTask(TokenLabels):
                 raise UsageError(
                     f"`task.{key}` must be at most the {positions} positions of the model's decoder, but is {length}"
                 )
-        return replace(self, start_token=start)
+        forced = config.forced_bos_token_id if self._is_multilingual else None
+        return replace(self, start_token=start, forced_token=forced)
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, [self.source], where, "task.source")
@@ -139,7 +153,8 @@ class Seq2SeqLMTask(TokenLabels):
                 ' add "eos_token" to the `tokenizer_config.json` of a copy and name its folder in `model.tokenizer`'
             )
         frame = tokenizer(text_target="")["input_ids"]
-        appended = [] if frame[-1:] == [end] else [end]
+        ends = end in frame if self._is_multilingual else frame[-1:] == [end]  # a language may follow the end token
+        appended = [] if ends else [end]
         room = self.max_target_length - len(appended)
         if not len(frame) < room <= max(tokenizer.model_max_length, len(frame) + 1):
             raise UsageError(

@@ -181,6 +181,11 @@ class Task(Protocol):
         ...
 
     @property
+    def first_tokens(self) -> Mapping[str, int | None]:
+        """The tokens with which a generated text starts, by key of transformers; missing: those of the model."""
+        ...
+
+    @property
     def generates(self) -> bool:
         """Whether the engine adds generated tokens to predictions and answers.
 
@@ -302,6 +307,10 @@ class TaskDefaults:
         return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
     chunk_tokens: int | None = None
+
+    @property
+    def first_tokens(self) -> Mapping[str, int | None]:
+        return {}
 
     @property
     def generates(self) -> bool:

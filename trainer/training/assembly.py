@@ -277,7 +277,8 @@ def assemble(
     for model in models:
         if task.generation is not None:
             tokenizer = data.preparation.text_tokenizer
-            set_generation(model, task.generation, task.end_tokens(tokenizer) if tokenizer else ())
+            ends = task.end_tokens(tokenizer) if tokenizer else ()
+            set_generation(model, task.generation, ends, task.first_tokens)
         if adapt is not None:
             adapt(model)
     model_files = _files_beside_weights(data, recipe, models[0]) if mesh.rank == 0 else {}

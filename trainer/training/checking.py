@@ -30,7 +30,6 @@ from trainer.models.packing import check_packing
 from trainer.models.sentence_folder import embedding_notes
 from trainer.models.stages import split_stages, stage_sizes
 from trainer.models.tensor import check_split, context_notes
-from trainer.models.tokenizer import load_tokenizer
 from trainer.observe.observer import Observer
 from trainer.recipe.drawing import StageContents
 from trainer.recipe.hand import Hand
@@ -39,7 +38,7 @@ from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.training.prepared import PreparedData, UnknownClassesError, prepare_data
-from trainer.training.preparing import Preparation, TextPreparation, load_preparation, require_fit
+from trainer.training.preparing import Preparation, TextPreparation, load_preparation, require_fit, tokenizer_of
 from trainer.training.teaching import check_teacher
 
 _FP32_BYTES, _BF16_BYTES = 4, 2
@@ -173,12 +172,14 @@ def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> Prepared
 
 def _standing_in(recipe: Recipe, hand: Hand) -> Preparation:
     """Return a preparation of texts with stand-ins for parts that are not at hand: a tokenizer of bytes, any model."""
-    tokenizer = load_tokenizer(recipe.model) if hand.has_tokenizer else _byte_tokenizer()
+    tokenizer = tokenizer_of(recipe) if hand.has_tokenizer else _byte_tokenizer()
     config = load_config(recipe.model, {}) if hand.has_model else _ANY_CONFIGURATION
     return TextPreparation(tokenizer, recipe.data.max_length, config=config)
 
 
-_ANY_CONFIGURATION = SimpleNamespace(model_type="gpt2", decoder_start_token_id=0, is_encoder_decoder=False)
+_ANY_CONFIGURATION = SimpleNamespace(
+    model_type="gpt2", decoder_start_token_id=0, forced_bos_token_id=None, is_encoder_decoder=False
+)
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -28,8 +28,8 @@ from trainer.models.building import (
 )
 from trainer.models.images import ImageProcessor, load_image_processor
 from trainer.models.sentence_folder import embedding_notes
-from trainer.models.tokenizer import load_tokenizer, tokenizer_notes
-from trainer.recipe.schema import ImageKeys, Recipe
+from trainer.models.tokenizer import load_tokenizer, name_target_language, set_languages, tokenizer_notes
+from trainer.recipe.schema import ImageKeys, Recipe, Seq2SeqLM
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import ImageTask, Task, TextTask
@@ -117,10 +117,12 @@ def load_preparation(recipe: Recipe) -> Preparation:
         config = load_config(recipe.model, {})
         require_fit(recipe, config)
     with problems.collect():
-        tokenizer = load_tokenizer(recipe.model)
+        tokenizer = tokenizer_of(recipe)
     with problems.collect():
         notes = embedding_notes(recipe)
     problems.raise_all()
+    if isinstance(recipe.task, Seq2SeqLM):
+        name_target_language(config, tokenizer)
     size = vocabulary_size(config)
     notes += tokenizer_notes(recipe.model, tokenizer, size)
     labels = checkpoint_labels(recipe.model, config)
@@ -128,6 +130,18 @@ def load_preparation(recipe: Recipe) -> Preparation:
     return TextPreparation(
         tokenizer, recipe.data.max_length, size, labels, tuple(notes), config, processes, recipe.data.pad_to
     )
+
+
+def tokenizer_of(recipe: Recipe) -> Tokenizer:
+    """Return the tokenizer of a recipe's model, in the languages of its task.
+
+    Raises:
+        UsageError: there is none, or it does not know the languages.
+    """
+    tokenizer: Tokenizer = load_tokenizer(recipe.model)
+    if isinstance(recipe.task, Seq2SeqLM):
+        set_languages(tokenizer, recipe.task.source_language, recipe.task.target_language)
+    return tokenizer
 
 
 def require_fit(recipe: Recipe, config: Any) -> None:
