@@ -69,22 +69,22 @@ def random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = to
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def drop(x: Tensor, p: float = 0.3, **site: Any) -> Tensor:
+def drop(x: Tensor, p: float = 0.3, residual: Tensor | None = None, **site: Any) -> Tensor:
     """Return the result of a site's first call in a microbatch, of joined rows if the site is packed."""
     packed = PackedTokens.of(LENGTHS, max(LENGTHS), x.device) if site.get("packed") else None
     num_rows = len(ROWS) if packed else x.shape[0]
     keys = DropoutKeys(1)
     with keys.use(MicrobatchKey(2, torch.tensor(ROWS[:num_rows], device=x.device), packed)):
-        return DropoutSite(keys, "site", **site).drop(x, p)
+        return DropoutSite(keys, "site", **site).drop(x, p, residual=residual)
 
 
-def as_eager(x: Tensor, p: float = 0.3, **site: Any) -> Tensor:
-    """Return the output of the kernel. Output and gradient are those of the eager function in every bit."""
+def as_eager(x: Tensor, p: float = 0.3, residual: Tensor | None = None, **site: Any) -> Tensor:
+    """Return the output of the kernel. Output and gradients are those of the eager function in every bit."""
     found: list[list[Tensor]] = []
     for how in (fused, eager):
-        own = x.detach().requires_grad_()
+        own = [tensor.detach().requires_grad_() for tensor in (x, residual) if tensor is not None]
         with how():
-            output = drop(own, p, **site)
+            output = drop(own[0], p, *own[1:], **site)
             gradient = random(output.shape, x.device, output.dtype, 1)
             found.append([output, *torch.autograd.grad(output, own, gradient)])
     for one, other in zip(*found, strict=True):
@@ -118,6 +118,13 @@ def test_in_each_type(dtype: torch.dtype, p: float):
     with eager():
         assert torch.equal(output == 0, (drop(x.cpu(), p) == 0).to(GPU)), "the mask is that of a CPU"
     as_eager(not_finite(dtype, GPU), p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_residual", DTYPES)
+def test_with_a_residual(dtype: torch.dtype, of_residual: torch.dtype):
+    shape = (4, 128, 768)
+    as_eager(random(shape, GPU, dtype), 0.1, random(shape, GPU, of_residual, 2))
 
 
 def test_a_compiled_function_has_one_graph():
@@ -166,10 +173,17 @@ def speeds(
     def step(dropped: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(dropped(), x, gradient)
 
+    residual = torch.zeros_like(x, dtype=torch.float32)  # as after a norm under autocast
     found = {
         "torch's dropout": timer(step(lambda: F.dropout(x, 0.1))),
         "ours": timer(step(lambda: site.drop(x, 0.1, keys))),
     }
+    gradient = gradient.float()
+    found |= {
+        "torch's with a residual": timer(step(lambda: F.dropout(x, 0.1) + residual)),
+        "ours with a residual": timer(step(lambda: site.drop(x, 0.1, keys, residual))),
+    }
+    gradient = gradient.bfloat16()
     for words in (64, 128, 512):
         with mock.patch.object(fused_dropout, "_MOST_WORDS", words):
             found[f"{words} words a program"] = timer(step(lambda: site.drop(x, 0.1, keys)))

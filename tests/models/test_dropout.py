@@ -8,10 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from tests.helpers.families import build, inputs_of
 from tests.helpers.training import TINY_BERT
 from trainer.base.errors import UsageError
 from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.dropout import RefuseUnkeyedDropout, dropout_notes, key_dropout, set_probabilities, site_of
+from trainer.models.families.table import FAMILIES, is_residual_output
 from trainer.parallel import kernel_support
 from trainer.parallel.dropout import DropoutKeys, KeyedDropout, MicrobatchKey
 
@@ -44,6 +46,30 @@ def test_a_run_on_a_gpu_without_the_kernel_has_a_note(monkeypatch):
     assert dropout_notes(model, torch.device("cpu")) == []
     monkeypatch.setattr(kernel_support, "obstacle", lambda device: None)
     assert dropout_notes(model, gpu) == []
+
+
+class TestResidualOutputs:
+    """Where a dropout adds the residual, the model computes as with transformers' own forward function."""
+
+    @pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if family.residual_outputs])
+    def test_they_compute_as_transformers(self, model_type: str):
+        def results(replaced: bool) -> tuple[torch.Tensor, ...]:
+            keys = DropoutKeys(0)
+            model = build(model_type, "AutoModelForSequenceClassification", 0.2, keys)
+            changed = [module for name, module in model.named_modules() if is_residual_output(model, name)]
+            assert len(changed) == 2 * model.config.num_hidden_layers
+            for module in changed:
+                assert type(module) is not type(module).__base__
+                if not replaced:
+                    module.__class__ = type(module).__base__
+            inputs = inputs_of(model_type)
+            with keys.use(MicrobatchKey(0, torch.arange(len(inputs["input_ids"])))):
+                logits = model(**inputs).logits
+            gradients = torch.autograd.grad(logits.square().sum(), [*model.parameters()], allow_unused=True)
+            return logits, model.eval()(**inputs).logits, *(one for one in gradients if one is not None)
+
+        for found, expected in zip(results(True), results(False), strict=True):
+            assert torch.equal(found, expected)
 
 
 class TestKeyDropout:

@@ -74,6 +74,17 @@ def test_tensors_that_are_not_contiguous():
     as_eager(random((2, 3, 1), CPU).expand(2, 3, 20))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_residual", DTYPES)
+def test_with_a_residual(dtype: torch.dtype, of_residual: torch.dtype):
+    shape = (2, 3, 35)
+    as_eager(random(shape, CPU, dtype), 0.3, random(shape, CPU, of_residual, 2), cut_dim=-1, part=1)
+
+
+def test_a_residual_that_is_not_contiguous():
+    as_eager(random((2, 3, 20), CPU), 0.3, random((3, 2, 20), CPU).transpose(0, 1))
+
+
 def test_it_draws_for_each_call_step_and_row_anew():
     keys = DropoutKeys(1)
     outputs = []

@@ -68,7 +68,8 @@ def test_a_plan_has_one_operation_for_each_call_and_keeps_no_mask():
     found = planned(fused=True)
     amounts = [amount for kind, amount in found.totals.work.items() if kind.name == "keyed_dropout"]
     assert sum(amount.number for amount in amounts) == 2 * microbatches * (sites + 1)
-    elements, keys = rows * hidden * (sites * length + 1), rows * (sites + 1)
-    assert sum(amount.num_bytes for amount in amounts) == 2 * microbatches * (2 * 4 * elements + 8 * keys)
+    states, keys = 4 * rows * length * hidden, 8 * rows * (sites + 1)
+    passes = 2 * (2 * sites * states + 2 * 4 * rows * hidden + keys) + (sites - 1) * states  # layers add a residual
+    assert sum(amount.num_bytes for amount in amounts) == microbatches * passes
     kept = planned(fused=False).peak.by_component[ACTIVATIONS] - found.peak.by_component[ACTIVATIONS]
     assert kept >= (sites - 1) * rows * length * hidden, "the masks of the layers, a byte for each element"

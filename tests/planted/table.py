@@ -421,6 +421,22 @@ _PARALLEL = [
         ("parallel/test_dropout.py",),
     ),
     Defect(
+        "joined_rows_share_a_mask_in_the_kernel",
+        "The dropout kernel draws the mask of the first row for the tokens of all joined rows.",
+        "parallel/dropout_kernels.py",
+        "tl.load(token_rows + token, mask=exists, other=0)",
+        "0",
+        ("parallel/test_fused_dropout.py::test_in_tritons_interpreter",),
+    ),
+    Defect(
+        "residual_has_no_gradient",
+        "A residual that dropout adds gets no gradient.",
+        "parallel/fused_dropout.py",
+        "None if ctx.of_residual is None else gradient.to(ctx.of_residual)",
+        "None",
+        ("parallel/test_fused_dropout.py::test_in_tritons_interpreter",),
+    ),
+    Defect(
         "heads_share_a_mask_in_the_kernel",
         "The fused kernel draws one dropout mask for all heads.",
         "parallel/attention_kernels.py",

@@ -313,19 +313,20 @@ class DropoutSite:
     shared_from: int | None = None
     packed: bool = False
 
-    def drop(self, x: Tensor, probability: float, keys: Tensor | None = None) -> Tensor:
-        """Drop elements of `x` `[batch, ..., features]` and scale the kept ones by 1 / (share kept).
+    def drop(self, x: Tensor, probability: float, keys: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """Drop elements of `x` `[batch, ..., features]`, scale the kept ones by 1 / (share kept), and add a residual.
 
         `keys` are the keys of the rows of `x` for this call, int64 `[batch]`; None: `x` has all rows of the microbatch,
         and this is the site's next call.
         """
         streams = self._streams(x.shape, keys)
-        if kernel_support.obstacle(x.device) is not None or x.dtype not in fused_dropout.DTYPES:
-            return _scaled(x, streams.mask(probability).view(x.shape), probability)
-        dropped: Tensor = fused_dropout.KeyedDropout.apply(  # type: ignore[no-untyped-call]
-            x, streams.row_keys, *streams.tokens, streams.offsets, probability, x.dtype, None
+        if kernel_support.obstacle(x.device) is not None or not fused_dropout.takes(x, residual):
+            dropped = _scaled(x, streams.mask(probability).view(x.shape), probability)
+            return dropped if residual is None else dropped + residual
+        result: Tensor = fused_dropout.KeyedDropout.apply(  # type: ignore[no-untyped-call]
+            x, streams.row_keys, *streams.tokens, streams.offsets, probability, x.dtype, residual
         )
-        return dropped
+        return result
 
     def mask(self, shape: Sequence[int], probability: float, keys: Tensor | None = None) -> Tensor:
         """Return the mask of kept elements, uint8 of `shape` `[batch, ..., features]`; see `drop`."""
@@ -365,13 +366,14 @@ class KeyedDropout(nn.Module):
         self.site = site
         self.p = p
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return `x` with dropped elements, and the sum with a residual of its shape."""
         if not self.training or self.p == 0.0:
-            return x
-        return self.drop(x)
+            return x if residual is None else x + residual
+        return self.drop(x, residual)
 
-    def drop(self, x: Tensor) -> Tensor:
-        return self.site.drop(x, self.p)
+    def drop(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        return self.site.drop(x, self.p, residual=residual)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, site={self.site.name}"
@@ -383,5 +385,6 @@ class KeyedDropPath(KeyedDropout):
     Each row has one bit, so ranks with any part of a row's activations drop the same rows.
     """
 
-    def drop(self, x: Tensor) -> Tensor:
+    def drop(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        assert residual is None, "no module passes one"
         return self.site.drop_rows(x, self.p)

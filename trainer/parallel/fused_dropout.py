@@ -16,8 +16,14 @@ from torch import Tensor
 from trainer.parallel import kernel_support
 from trainer.parallel.random import LANE_LEVELS, LANES, MAX_INDEX_DIMS, dropped_levels
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_WORDS = 256  # of one program
+
+
+def takes(x: Tensor, residual: Tensor | None) -> bool:
+    """Return whether the operation takes activations and a residual."""
+    return x.dtype in _DTYPES and (residual is None or (residual.dtype in _DTYPES and residual.shape == x.shape))
+
 
 # `torch.library.custom_op` would take the host several times as long.
 torch.library.define(

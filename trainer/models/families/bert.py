@@ -32,6 +32,7 @@ def _like_bert(model_type: str, *, vocabulary_heads: tuple[str, ...], whole: tup
             context_parallel=True,
         ),
         stages=StagePlan((LayerStack(_LAYERS, before=("embeddings", "embeddings_project")),)),
+        residual_outputs=(f"{_LAYERS}.(attention.output|output)",),
     )
 
 

@@ -98,6 +98,13 @@ def called_dropouts(model: nn.Module, name: str) -> tuple[str, ...]:
     return next((names for pattern, names in called.items() if matches(pattern, relative_name(model, name))), ())
 
 
+def is_residual_output(model: nn.Module, name: str) -> bool:
+    """Return whether the module `name` drops, adds a residual and normalises, by the model's family."""
+    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    patterns = family.residual_outputs if family else ()
+    return any(matches(pattern, relative_name(model, name)) for pattern in patterns)
+
+
 def first_shared_call(model: nn.Module, name: str) -> int | None:
     """Return the first call of a dropout on a tensor that all rows share, by the model's family; None: none."""
     family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
