@@ -3,8 +3,8 @@
 A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. Run `python -m docs.generate` after a change of the
 schema, the command line, the strategies, the schedules, the checks or the shipped recipes. A test fails if a block is
 out of date. The measured figures come from `docs/parity.json`, which `python -m tests.parity.measure` writes, from
-`docs/throughput.json` of `python -m tests.benchmarks.throughput --store`, and from the results of `make gpu` in
-`docs/gpu/DEVICE.json`.
+`docs/throughput.json` of `python -m tests.benchmarks.throughput --store`, from `docs/operations.json` of
+`python -m tests.benchmarks.operations --store`, and from the results of `make gpu` in `docs/gpu/DEVICE.json`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 PARITY = ROOT / "docs" / "parity.json"
+OPERATIONS = ROOT / "docs" / "operations.json"
 THROUGHPUT = ROOT / "docs" / "throughput.json"
 GPUS = ROOT / "docs" / "gpu"
 _BLOCK = re.compile(r"(?P<begin><!-- generated: (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
@@ -320,6 +321,23 @@ def throughput_by_default(figures: Mapping[str, Any]) -> str:
     return _table(("", *(setting.partition(", beside")[0] for setting in chosen)), rows)
 
 
+def operations(figures: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a table of the operations and bytes of a step, ours and those of the plain loop, with their ratios."""
+    rows = [
+        (
+            name,
+            f"{row['operations']:,}",
+            f"{row['plain_operations']:,}",
+            f"{row['operations_ratio']:.2f}",
+            f"{row['gigabytes']:.1f}",
+            f"{row['plain_gigabytes']:.1f}",
+            f"{row['bytes_ratio']:.2f}",
+        )
+        for name, row in figures.items()
+    ]
+    return _table(("", "operations", "plain loop", "ratio", "GB", "plain loop", "ratio"), rows)
+
+
 def with_spread(quartiles: Sequence[float]) -> str:
     """Return the median of `quartiles`, and the others in brackets."""
     low, middle, high = quartiles
@@ -463,6 +481,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "gpus": lambda: ", ".join(f"`{name}`" for name in known_devices()),
     "keys": _keys,
     "model_cuts": _model_cuts,
+    "operations": lambda: operations(_read(OPERATIONS)),
     "parity": parity,
     "pipeline_families": _pipeline_families,
     "schedules": _schedules,

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from docs.generate import gpu_figures, throughput, throughput_by_default
+from tests.benchmarks.operations import Count, cases, figures, ours, plain
 from tests.benchmarks.throughput import regressions
 from tests.helpers import processes
 from tests.helpers.memory import needs_peak
+from trainer.planning.ledger import Totals
+from trainer.planning.work import VIEW, Amount, Kind
 
 NUMBER = r"-?\d+\.\d+"
 
@@ -151,3 +154,26 @@ def test_only_ratios_far_below_the_stored_ones_are_regressions():
     assert list(regressions({"new": {"ours": of(0.1)}}, stored)) == ["no stored ratio: new"]
     (line,) = regressions({"small": {"ours": of(0.94)}}, stored)
     assert line == "slower than stored: small, ours: ratio 0.940, stored 1.000"
+
+
+@pytest.mark.parametrize(
+    ("name", "most_operations", "most_bytes"),
+    [
+        ("BERT-base, sequence_classification, bf16, one process", 0.80, 1.0),
+        ("BERT-base, sequence_classification, bf16, fsdp", 1.0, 1.0),
+    ],
+)
+def test_a_step_has_fewer_operations_than_a_plain_loop(name, most_operations, most_bytes):
+    (case,) = [case for case in cases() if case.name == name]
+    found = figures(ours(case), plain(case))
+    assert found["operations_ratio"] <= most_operations
+    assert found["bytes_ratio"] <= most_bytes
+
+
+def test_operations_are_summed_over_phases_without_views():
+    totals = Totals()
+    totals.work[Kind("forward", "other", "add", None, 0, 0)] = Amount(2, 0, 30)
+    totals.work[Kind("backward", "other", "add", None, 0, 0)] = Amount(1, 0, 12)
+    totals.work[Kind("forward", VIEW, "", None, 0, 0)] = Amount(5, 0, 0)
+    count = Count.of(totals)
+    assert (count.number, count.num_bytes) == ({"add": 3}, {"add": 42})

@@ -208,7 +208,7 @@ class NativeEngine:
         self._settle = finish = cache(partial(self._result, read, rate, counts))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        flag = (~numbers.isfinite().all()).float()
+        flag = (numbers * 0.0).ne(0.0).any().float()  # fewer kernels than `isfinite`
         self._update(numbers[1], flag)
         if self._scaler:
             self._scaler.update(flag)

@@ -279,6 +279,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     *tensors, scale, probability, is_causal, offsets, starts, lengths, window = inputs
     ctx.save_for_backward(starts, *output, *tensors)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else torch makes zeros for the second output
     ctx.numbers = (scale, probability, is_causal, offsets)
     ctx.of_rows = (lengths, window)
 

@@ -57,7 +57,7 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor that brings a gradient of this norm to `max_norm` at most, a scalar on its device."""
-    return torch.where(norm <= max_norm, 1.0, max_norm / (norm + 1e-6))
+    return (max_norm / (norm + 1e-6)).masked_fill_(norm <= max_norm, 1.0)
 
 
 def multiply_gradients_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

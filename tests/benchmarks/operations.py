@@ -1,0 +1,280 @@
+"""Operations and bytes of one optimizer step on a GPU, counted on fake tensors: ours and a plain loop of transformers.
+
+Counted are the operations below autograd that start work on a device, and collectives; views are not. Bytes are those
+that the operations read and write, without collectives. No GPU is needed. From the root of the repository:
+
+    python -m tests.benchmarks.operations                          # the table
+    python -m tests.benchmarks.operations --top 30 --rows 0        # the operations of the first row, by name
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from tests.benchmarks.gpu import BASE, LLAMA, MODERN
+from trainer.engine import forward
+from trainer.engine.native import wrap_ddp
+from trainer.models.families.table import layers_of
+from trainer.planning.batch import blank_batch
+from trainer.planning.ledger import Ledger, Totals
+from trainer.planning.ranks import shapes_only, simulated_mesh
+from trainer.planning.step import plan_step, planned_task
+from trainer.planning.work import VIEW
+from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.schema import Recipe
+
+T5 = {"model_type": "t5", "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "d_kv": 64}
+T5 |= {"vocab_size": 32128, "decoder_start_token_id": 0}
+STORED = Path(__file__).parents[2] / "docs" / "operations.json"
+_TEXT = {"text": "text"}
+_CLASSES = {
+    "sequence_classification": AutoModelForSequenceClassification,
+    "masked_lm": AutoModelForMaskedLM,
+    "causal_lm": AutoModelForCausalLM,
+    "seq2seq_lm": AutoModelForSeq2SeqLM,
+}
+_TASKS: dict[str, dict[str, Any]] = {
+    "sequence_classification": {"text": "text"},
+    "masked_lm": {"text": "text"},
+    "causal_lm": {"text": "text"},
+    "seq2seq_lm": {"source": "text", "target": "target", "max_target_length": 128},
+}
+_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "ddp": (2, {"strategy": "ddp"}),
+    "fsdp": (2, {"strategy": "fsdp"}),
+    "tensor 2": (2, {"tensor": 2}),
+}
+_DATA, _COLUMNS, _ROWS = "dp", "colwise", "rowwise"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: a model, its task, its layout, and the rows and tokens of a rank's batch."""
+
+    model: str
+    config: Mapping[str, Any]
+    task: str
+    precision: str
+    layout: str = "one process"
+    microbatches: int = 1
+    rows: int = 32
+    length: int = 128
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        several = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        return f"{self.model}, {self.task}, {self.precision}, {self.layout}{several}"
+
+    def plan(self) -> RunPlan:
+        """Return the plan of our training."""
+        ranks, parallel = _LAYOUTS[self.layout]
+        rows = self.rows * (1 if "tensor" in parallel else ranks)
+        keys = {
+            "name": "operations",
+            "task": {"type": self.task, **_TASKS[self.task]},
+            "model": {"config": self.config, "tokenizer": "none"},
+            "data": {"source": "files", "train": "none", "max_length": self.length},
+            "training": {
+                "max_steps": 1000,
+                "global_batch_size": rows,
+                "micro_batch_size": self.rows // self.microbatches,
+            },
+            "precision": self.precision,
+            "parallel": parallel,
+            **self.keys,
+        }
+        return plan_run(Recipe.model_validate(keys), ranks)
+
+
+def cases() -> list[Case]:
+    """Return the rows of the table."""
+    base, modern = ("BERT-base", BASE), ("ModernBERT-base", MODERN)
+    llama = ("Llama 1B", LLAMA)
+    return [
+        Case(*base, "sequence_classification", "bf16"),
+        Case(*base, "sequence_classification", "fp32"),
+        Case(*base, "sequence_classification", "bf16", microbatches=4),
+        *(Case(*base, "sequence_classification", "bf16", layout) for layout in ("ddp", "fsdp", "tensor 2")),
+        Case(*base, "masked_lm", "bf16"),
+        *(Case(*llama, "causal_lm", "bf16", layout, rows=4, length=512) for layout in ("one process", "fsdp")),
+        *(Case("T5-base", T5, "seq2seq_lm", "bf16", layout) for layout in ("one process", "ddp")),
+        Case(*modern, "masked_lm", "bf16"),
+        Case(*modern, "masked_lm", "fp32"),
+        Case(*modern, "sequence_classification", "bf16", "ddp"),
+        Case(*llama, "causal_lm", "fp32", rows=4, length=512),
+        Case(*llama, "causal_lm", "bf16", "tensor 2", rows=4, length=512),
+    ]
+
+
+@dataclass(frozen=True)
+class Count:
+    """The operations and their bytes, by name."""
+
+    number: Mapping[str, int]
+    num_bytes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, totals: Totals) -> Count:
+        """Return the counts of totals, without views."""
+        number, num_bytes = Counter[str](), Counter[str]()
+        for kind, amount in totals.work.items():
+            if kind.operation != VIEW:
+                number[kind.name] += amount.number
+                num_bytes[kind.name] += amount.num_bytes
+        for collective, traffic in totals.traffic.items():
+            number[collective.operation] += traffic.calls
+        return cls(number, num_bytes)
+
+
+def ours(case: Case) -> Count:
+    """Count a step of this trainer, on rows without padding."""
+    with mock.patch.object(forward, "has_padding", return_value=False):  # a planned batch has some
+        return Count.of(plan_step(case.plan(), 0, case.length).totals)
+
+
+def plain(case: Case) -> Count:
+    """Count a step of transformers' model in a plain loop: autocast, clipping, torch's fused AdamW.
+
+    Dropout is torch's fused kernel, and attention torch's fused one with its own dropout.
+    """
+    plan = case.plan()
+    recipe, task, layout = plan.recipe, planned_task(plan), case.layout
+    config: dict[str, Any] = {**case.config}
+    config = AutoConfig.for_model(config.pop("model_type"), **config, **task.model_options())
+    opened = shapes_only(cuda=True), Ledger(answers=True)
+    with simulated_mesh(plan.layout, 0) as mesh, opened[0], _fused_kernels(), opened[1] as ledger:
+        with mock.patch.object(PreTrainedModel, "initialize_weights"):  # draws again until all values are in a range
+            model = _CLASSES[case.task].from_config(config, attn_implementation="sdpa").train()
+        model.config.use_cache = False
+        call: Any = model
+        if layout == "ddp":
+            call = wrap_ddp(model, mesh)
+        elif layout == "fsdp":
+            for part in (*layers_of(model).values(), model):
+                fully_shard(part, mesh=mesh.device_mesh["dp_shard"])
+        elif layout != "one process":
+            _split(model, mesh.device_mesh["tp"])
+        parameters = list(model.parameters())
+        # Torch's functions for lists take DTensors or tensors, not both.
+        groups = [[p for p in parameters if isinstance(p, DTensor) == sharded] for sharded in (False, True)]
+        groups = [group for group in groups if group]
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, fused=True)
+        batch = blank_batch(recipe, task, config, plan.batch, case.length)
+        for microbatch in batch.microbatches:
+            del microbatch.inputs["attention_mask"]  # without padding, its values let the model drop it
+        for _ in range(2):  # the first step makes the state of the optimizer
+            ledger.restart_totals()
+            for index, microbatch in enumerate(batch.microbatches):
+                if layout == "ddp":
+                    call.require_backward_grad_sync = index == len(batch.microbatches) - 1
+                cast = torch.autocast("cpu", torch.bfloat16) if case.precision == "bf16" else nullcontext()
+                with cast:
+                    loss = call(**microbatch.inputs, labels=microbatch.labels).loss / len(batch.microbatches)
+                loss.backward()
+            for group in groups:
+                nn.utils.clip_grad_norm_(group, 1.0, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        return Count.of(ledger.totals)
+
+
+def _split(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split the layers over two ranks by DTensor, as torch's documentation shows."""
+    cut = ("query", "key", "value", "intermediate.dense", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    joined = ("output.dense", "o_proj", "down_proj")
+    for layer in layers_of(model).values():
+        names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
+        plan = {name: ColwiseParallel() for name in names if name.endswith(cut)}
+        parallelize_module(layer, mesh, plan | {name: RowwiseParallel() for name in names if name.endswith(joined)})
+
+
+@contextmanager
+def _fused_kernels() -> Iterator[None]:
+    """Use the fused dropout that torch has on GPUs, and count the dropout of attention to its fused kernel."""
+    attention = F.scaled_dot_product_attention
+
+    def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return torch.native_dropout(x, p, True)[0] if training and p else x
+
+    def attend(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> torch.Tensor:
+        return attention(*args, **kwargs)
+
+    with mock.patch.object(F, "dropout", dropout), mock.patch.object(F, "scaled_dot_product_attention", attend):
+        yield
+
+
+def side_by_side(first: Count, second: Count, most: int) -> Iterator[str]:
+    """Yield the lines of a table of operations by name, the most frequent ones first."""
+    yield "| operation | ours | MB | plain | MB |"
+    yield "|---|---|---|---|---|"
+    names = sorted(
+        first.number.keys() | second.number.keys(),
+        key=lambda name: -max(first.number.get(name, 0), second.number.get(name, 0)),
+    )
+    for name in names[:most]:
+        numbers = [(count.number.get(name, 0), count.num_bytes.get(name, 0) / 1e6) for count in (first, second)]
+        yield f"| {name} | {' | '.join(f'{number:,} | {moved:,.0f}' for number, moved in numbers)} |"
+
+
+def figures(first: Count, second: Count) -> dict[str, float]:
+    """Return the figures of a row: operations and gigabytes of both, and their ratios."""
+    (ours_number, plain_number), (ours_bytes, plain_bytes) = (
+        (sum(getattr(first, key).values()), sum(getattr(second, key).values())) for key in ("number", "num_bytes")
+    )
+    return {
+        "operations": ours_number,
+        "plain_operations": plain_number,
+        "gigabytes": round(ours_bytes / 1e9, 1),
+        "plain_gigabytes": round(plain_bytes / 1e9, 1),
+        "operations_ratio": round(ours_number / plain_number, 3),
+        "bytes_ratio": round(ours_bytes / plain_bytes, 3),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    known = cases()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=range(len(known)), help="the rows, counted from 0")
+    parser.add_argument("--top", type=int, default=0, help="show so many operations of each row by name")
+    parser.add_argument("--store", action="store_true", help=f"write the figures to docs/{STORED.name}")
+    options = parser.parse_args(arguments)
+    found = {}
+    for index in options.rows:
+        case = known[index]
+        counts = ours(case), plain(case)
+        found[case.name] = figures(*counts)
+        print(index, case.name, found[case.name], flush=True)
+        for line in side_by_side(*counts, options.top) if options.top else ():
+            print(line)
+        if options.store:
+            STORED.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
