@@ -351,23 +351,29 @@ def gpu_figures(results: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _gpu_table(result: Mapping[str, Any]) -> str:
-    header = ("training", "tokens/s", "MFU", "peak memory", "planned", "first step", "of transformers' Trainer")
+    header = (
+        "training", "samples/s", "tokens/s", "MFU", "ms a step", "launches", "peak memory", "planned",
+        "of a plain loop", "of transformers' Trainer",
+    )  # fmt: skip
     return _table(header, [_gpu_row(name, row, result) for name, row in result["training"].items()])
 
 
 def _gpu_row(name: str, row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
     if "rows" not in row:
-        return name, row.get("not_run") or row["error"].splitlines()[0], "-", "-", "-", "-", "-"
-    peer = result["transformers"].get(name, {}).get("rows_per_second")
+        return name, row.get("not_run") or row["error"].splitlines()[0], *"--------"
     mfu, peak, planned = (row.get(key) for key in ("mfu", "peak_bytes", "planned_peak_bytes"))
+    same_batches = name.replace(", CUDA graphs", "")
+    peers = [result.get(peer, {}).get(same_batches, {}).get("rows_per_second") for peer in ("plain", "transformers")]
     return (
         name,
+        f"{row['rows_per_second']:,.0f}",
         f"{row['tokens_per_second']:,.0f}",
         "-" if mfu is None else f"{mfu:.1%}",
+        f"{1000 * row['step_seconds']:.1f}",
+        str(row["launches"]),
         "-" if peak is None else _size(peak),
         "-" if planned is None else _size(planned),
-        f"{row['first_step_seconds']:.1f} s",
-        "-" if peer is None else f"{row['rows_per_second'] / peer:.2f}",
+        *("-" if peer is None else f"{row['rows_per_second'] / peer:.2f}" for peer in peers),
     )
 
 

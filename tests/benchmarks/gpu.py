@@ -1,16 +1,14 @@
-"""Checks and figures of one GPU, in one command and with a limit of time; results are written as JSON.
+"""Figures of one GPU, within a limit of time; results are written as JSON after each.
 
     python -m tests.benchmarks.gpu --json gpu.json
 
-The parts, in their order:
+- Speed, share of the peak (MFU), launched kernels and peak memory of trainings, beside a plain loop of PyTorch and
+  transformers' `Trainer`. The host reads each loss one step late, as in a run.
+- The planned memory of each model.
+- An update with moments in 32 and in 8 bits.
 
-- the planned memory of each model;
-- two ranks on one device over gloo;
-- an update with moments in 32 and in 8 bits;
-- the tests of `tests/gpu`;
-- training speed, share of the peak (MFU) and peak memory of models and strategies, beside transformers' `Trainer`.
-
-The error of a part is in the results, and the others run. Rows for which no time is left are named too.
+The error of a row is in the results, and the others run. Rows for which no time is left are named too.
+`tests/benchmarks/first_gpu.py` runs this after the tests.
 
 `--tiny` runs everything with tiny models, on the CPU if there is no GPU: it checks this script.
 """
@@ -21,7 +19,6 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-from tests.helpers.ranks import RankPool
-from trainer.comparing.peers import PeerTraining, transformers_trainer
+from trainer.comparing.peers import PeerTraining, plain_pytorch, transformers_trainer
 from trainer.engine.building import build_engine, partitioned_loading
 from trainer.engine.optimizer import build_optimizer
 from trainer.models.building import build_model, freeze
@@ -49,7 +46,7 @@ from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW, AdamW8bit, OptimizerSection, Recipe
 from trainer.recipe.strategies import STRATEGIES
 
-WARM_UP, STEPS = 3, 10
+WARM_UP, STEPS = 4, 12
 CLASSIFICATION = {"type": "sequence_classification", "text": "text"}
 BASE = {"model_type": "bert", "vocab_size": 30522}
 LARGE = {**BASE, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
@@ -68,6 +65,7 @@ SMALL = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "keyed dropout": {},
+    "keyed dropout, CUDA graphs": {"cuda_graphs": True},
     "torch's dropout": {"training": {"layout_invariant_dropout": False}},
     "no dropout": {"model": {"dropout": 0.0}},
     "compiled": {"compile": True},
@@ -92,11 +90,11 @@ class Case:
     strategy: str = "ddp"
     precision: str = "bf16"
     task: Mapping[str, Any] = field(default_factory=lambda: CLASSIFICATION)
-    beside_trainer: bool = False
+    beside_peers: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.length} tokens, {self.precision}, {self.strategy}, {self.variant}"
+        return f"{self.model}, {self.rows} x {self.length} tokens, {self.precision}, {self.strategy}, {self.variant}"
 
     def recipe(self) -> Recipe:
         keys: dict[str, Any] = {
@@ -115,21 +113,30 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """Iterate over all measured trainings, the most important first."""
-    able = [name for name, keys in VARIANTS.items() if keys.keys() <= Recipe.model_fields.keys()]
-    for name, config, lengths in (("BERT-base", BASE, (128, 384, 512)), ("BERT-large", LARGE, (128, 384, 512))):
-        for length in lengths:
-            rows = 16384 // length // (1 if config is BASE else 2)
-            for variant in able if length == 384 else able[:1]:
-                yield Case(name, config, length, rows, variant, beside_trainer=variant == able[0])
+    eager, graphs, *others = VARIANTS
     language = {"type": "causal_lm", "text": "text", "loss_chunk_tokens": 2048}
-    yield Case("ModernBERT-base", MODERN, 1024, 16)
-    yield Case("ModernBERT-base", MODERN, 8192, 2)
-    for variant in SHORT_ROWS[:2]:  # with a sliding window
-        yield Case("ModernBERT-base", MODERN, 1024, 16, variant)
-    yield Case("Llama 1B", LLAMA, 2048, 2, task=language)
+    for model, config, length, rows in (
+        ("BERT-base", BASE, 128, 32),
+        ("BERT-large", LARGE, 384, 32),
+        ("BERT-base", BASE, 384, 32),
+        ("BERT-base", BASE, 512, 32),
+        ("BERT-large", LARGE, 128, 64),
+        ("ModernBERT-base", MODERN, 1024, 16),
+        ("Llama 1B", LLAMA, 2048, 2),
+        ("BERT-large", LARGE, 512, 32),
+        ("BERT-base", BASE, 128, 128),
+        ("ModernBERT-base", MODERN, 8192, 2),
+    ):
+        task = language if model == "Llama 1B" else CLASSIFICATION
+        for variant in (graphs, eager):
+            yield Case(model, config, length, rows, variant, task=task, beside_peers=variant == eager)
     for strategy, row in STRATEGIES.items():
         if not row.single_process and strategy not in ("ddp", "hsdp"):  # on one rank, hsdp is fsdp
             yield Case("BERT-base", BASE, 128, 128, strategy=strategy)
+    for variant in others:
+        yield Case("BERT-base", BASE, 384, 32, variant)
+    for variant in SHORT_ROWS[:2]:  # with a sliding window
+        yield Case("ModernBERT-base", MODERN, 1024, 16, variant)
 
 
 def shrunk(case: Case) -> Case:
@@ -162,6 +169,11 @@ def _shortened(microbatch: Microbatch, generator: torch.Generator) -> Microbatch
     lengths[0] = width
     mask = (torch.arange(width) < lengths[:, None]).long()
     return replace(microbatch, inputs={**microbatch.inputs, "attention_mask": mask}, packed=None)  # the engine packs
+
+
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+PEERS = {"plain": plain_pytorch, "transformers": transformers_trainer}
+"""The other loops, by the name of their results."""
 
 
 class Device:
@@ -199,23 +211,37 @@ def train(case: Case, device: Device, planned: StepPlan | None) -> dict[str, Any
     freeze(built.model, task.unused_modules)
     config: Any = built.model.config
     engine: Any = build_engine([built], task, mesh, plan, 1000)
-    seconds, losses = [], []
     batches = random_batches(case, recipe, task, config)
-    for batch in batches:
-        started = device.now()
-        losses.append(engine.train_step(batch).loss)
-        seconds.append(device.now() - started)
+    if device.is_gpu:
+        batches = [batch.pin_memory() for batch in batches]
+    started = device.now()
+    engine.train_step(batches[0])
+    first = device.now() - started
+    for batch in batches[1:WARM_UP]:
+        engine.train_step(batch)
+    started, read = device.now(), None
+    for batch in batches[WARM_UP:-1]:
+        before, read = read, engine.begin_step(batch)
+        if before is not None:
+            before()
+    issued = time.perf_counter() - started
+    assert read is not None
+    last, step = read(), (device.now() - started) / (STEPS - 1)
+    peak_bytes = device.peak_bytes()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        engine.train_step(batches[-1])
     if hasattr(engine, "_engine"):
         engine._engine.destroy()
-    step = statistics.median(seconds[WARM_UP:])
     found = {
         "rows": case.rows,
         "step_seconds": step,
-        "first_step_seconds": seconds[0],
-        "tokens_per_second": statistics.median(batch.num_tokens for batch in batches[WARM_UP:]) / step,
+        "host_seconds": issued / (STEPS - 1),
+        "launches": sum(event.count for event in profiled.key_averages() if event.key in LAUNCHES),
+        "first_step_seconds": first,
+        "tokens_per_second": statistics.mean(batch.num_tokens for batch in batches[WARM_UP:-1]) / step,
         "rows_per_second": case.rows / step,
-        "peak_bytes": device.peak_bytes(),
-        "last_loss": losses[-1],
+        "peak_bytes": peak_bytes,
+        "last_loss": last.loss,
     }
     if planned is not None and case.variant not in SHORT_ROWS:  # a plan has no padding
         flops, peak = sum(planned.totals.flops.values()), peak_flops(device.name, case.precision)
@@ -224,8 +250,8 @@ def train(case: Case, device: Device, planned: StepPlan | None) -> dict[str, Any
     return found
 
 
-def train_by_transformers(case: Case, device: Device) -> dict[str, Any]:
-    """Train a case with transformers' Trainer on the same batches, and return its figures."""
+def train_by_peer(case: Case, device: Device, peer: Callable[..., None]) -> dict[str, Any]:
+    """Train a case by another loop on the same batches with torch's dropout, and return its figures."""
     recipe = case.recipe()
     plan, task = plan_run(recipe, 1), planned_task(plan_run(recipe, 1))
     device.clear()
@@ -235,15 +261,13 @@ def train_by_transformers(case: Case, device: Device) -> dict[str, Any]:
     times: list[float] = []
 
     def timed() -> Iterator[RankBatch]:
-        for batch in batches:
-            times.append(device.now())
+        for number, batch in enumerate(batches):
+            if number in (WARM_UP, WARM_UP + STEPS - 1):
+                times.append(device.now())
             yield batch
-        times.append(device.now())
 
-    transformers_trainer(PeerTraining(recipe, plan, task, model, len(batches), len(batches)), timed())
-    step = statistics.median(
-        after - before for before, after in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)
-    )
+    peer(PeerTraining(recipe, plan, task, model, len(batches), len(batches)), timed())
+    step = (times[1] - times[0]) / (STEPS - 1)
     return {"step_seconds": step, "rows_per_second": case.rows / step, "peak_bytes": device.peak_bytes()}
 
 
@@ -268,27 +292,6 @@ def update(recipe: OptimizerSection, device: Device, tiny: bool) -> dict[str, An
     }
 
 
-def two_ranks(case: Case) -> list[float]:
-    """Train a case on two ranks of one device, as one of them, and return its losses. Gloo sends the tensors."""
-    device = Device()
-    recipe = case.recipe()
-    plan, task = plan_run(recipe, 2), planned_task(plan_run(recipe, 2))
-    layout = plan.layout
-    axes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard}
-    mesh = ParallelMesh(device.device, **axes)
-    built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options())
-    engine: Any = build_engine([built], task, mesh, plan, 1000)
-    batch = blank_batch(recipe, task, built.model.config, plan.batch, case.length)
-    return [engine.train_step(batch).loss for _ in range(3)]
-
-
-def gpu_tests() -> dict[str, Any]:
-    """Run the tests that need a GPU; without one, pytest skips them."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rP", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    return {"exit_code": done.returncode, "output": done.stdout[-4000:]}
-
-
 def attempt(results: dict[str, Any], name: str, until: float, work: Callable[[], Any]) -> None:
     """Add the result of `work` under `name`, or the reason why there is none."""
     if time.monotonic() > until:
@@ -309,7 +312,7 @@ def run(models: Sequence[str], tiny: bool, until: float, out: Path) -> dict[str,
     device = Device()
     chosen = {case.name: shrunk(case) if tiny else case for case in cases() if case.model in models}
     results: dict[str, Any] = {"device": device.name, "torch": torch.__version__, "tiny": tiny}
-    parts = ("plans", "updates", "training", "transformers", "two_ranks")
+    parts = ("plans", "updates", "training", *PEERS)
     results |= {part: {} for part in parts}
     steps: dict[str, StepPlan] = {}
 
@@ -321,27 +324,17 @@ def run(models: Sequence[str], tiny: bool, until: float, out: Path) -> dict[str,
         out.write_text(json.dumps(results, indent=2) + "\n")
 
     for name, case in chosen.items():  # before the process group, because a plan makes its own
-        if case.strategy == "ddp":  # no plan shards over one rank
+        if case.strategy == "ddp" and case.variant == next(iter(VARIANTS)):  # no plan shards over one rank
             attempt(results["plans"], name, until, partial(planned, name, case))
-    save()
-    pool = RankPool(2)
-    try:
-        for strategy in ("ddp", "fsdp"):
-            case = replace(shrunk(next(cases())), strategy=strategy)
-            work = partial(pool.run, two_ranks, case, timeout_seconds=60)
-            attempt(results["two_ranks"], strategy, until, work)
-    finally:
-        pool.close()
-    for recipe in (AdamW(), AdamW8bit(name="adamw_8bit")):
-        attempt(results["updates"], recipe.name, until, partial(update, recipe, device, tiny))
-    attempt(results, "tests", until, gpu_tests)
     save()
     init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
     for name, case in chosen.items():
         attempt(results["training"], name, until, partial(train, case, device, steps.get(name)))
-        if case.beside_trainer:
-            attempt(results["transformers"], name, until, partial(train_by_transformers, case, device))
+        for peer, loop in PEERS.items() if case.beside_peers else ():
+            attempt(results[peer], name, until, partial(train_by_peer, case, device, loop))
         save()
+    for recipe in (AdamW(), AdamW8bit(name="adamw_8bit")):
+        attempt(results["updates"], recipe.name, until, partial(update, recipe, device, tiny))
     dist.destroy_process_group()
     return results
 

@@ -12,6 +12,7 @@ import pytest
 from docs.generate import gpu_figures, throughput, throughput_by_default
 from tests.benchmarks.operations import Count, cases, figures, ours, plain
 from tests.benchmarks.throughput import regressions
+from tests.benchmarks.first_gpu import SAME_LOSSES, Part, Runner, checks
 from tests.helpers import processes
 from tests.helpers.memory import needs_peak
 from trainer.planning.ledger import Totals
@@ -99,16 +100,42 @@ def test_gpu_runs_in_small_on_a_cpu(tmp_path: Path):
     command = [sys.executable, "-m", "tests.benchmarks.gpu", "--tiny", "--models", "Llama 1B", "--json", str(file)]
     assert processes.run(command, timeout_seconds=580).returncode == 0
     found = json.loads(file.read_text())
-    (name,) = found["training"]
-    assert name == "Llama 1B, 2048 tokens, bf16, ddp, keyed dropout"
-    assert found["training"][name]["tokens_per_second"] > 0
-    assert found["training"][name]["planned_peak_bytes"] == found["plans"][name]["peak_bytes"] > 0
+    graphs, name = found["training"]
+    assert name == "Llama 1B, 2 x 2048 tokens, bf16, ddp, keyed dropout"
+    assert "needs an NVIDIA GPU" in found["training"][graphs]["error"]
+    row = found["training"][name]
+    assert row["tokens_per_second"] > 0
+    assert row["planned_peak_bytes"] == found["plans"][name]["peak_bytes"] > 0
     assert found["updates"]["adamw"]["elements"] == found["updates"]["adamw_8bit"]["elements"] == 12 * 64**2
-    assert found["two_ranks"]["ddp"]["result"] == found["two_ranks"]["fsdp"]["result"]
-    assert found["tests"]["exit_code"] == 0
-    *_, row = gpu_figures([found]).splitlines()
-    assert row.startswith(f"| {name} | {found['training'][name]['tokens_per_second']:,.0f} | - | - |"), row
-    assert row.endswith(" s | - |")
+    *_, shown = gpu_figures([found]).splitlines()
+    ratios = [row["rows_per_second"] / found[peer][name]["rows_per_second"] for peer in ("plain", "transformers")]
+    assert shown.startswith(f"| {name} | {row['rows_per_second']:,.0f} | {row['tokens_per_second']:,.0f} | - | "), shown
+    assert shown.endswith(f" | {ratios[0]:.2f} | {ratios[1]:.2f} |"), shown
+
+
+def test_the_first_minutes_on_a_gpu_keep_what_ended(tmp_path: Path):
+    """A part that is cut off keeps its output, a part that fails ends no other, and runs are compared."""
+    runner = Runner(tmp_path, time.monotonic() + 60)
+    runner.run(Part("long", ("-c", "import time; print('begun', flush=True); time.sleep(60)"), 2.0))
+    runner.run(Part("failed", ("-c", "raise SystemExit('reason')")))
+    runner.run(Part("stopped", ("-c", "raise SystemExit(75)")))
+    for name, loss in (("one", 2.0), ("two", 2.1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
+    runner.compare("one", "two", 0.01)
+    runner.compare("one", "three", 0.01)
+    Runner(tmp_path, time.monotonic()).run(Part("late", ("-c", "pass")))
+    assert "begun" in (tmp_path / "long.txt").read_text()
+    assert "reason" in (tmp_path / "failed.txt").read_text()
+    lines = (tmp_path / "summary.txt").read_text().splitlines()
+    expected = ("cut off after 2 s", "failed with exit code 1", "ok", "failed", "no losses to compare", "no time was left")
+    assert all(word in line for word, line in zip(expected, lines, strict=True)), lines
+
+
+def test_the_parts_of_the_first_minutes_name_files_that_exist():
+    named = {part.name for part in checks()}
+    assert {file.name[len("test_") : -len("_gpu.py")] for file in (processes.ROOT / "tests" / "gpu").glob("test_*.py")} <= named
+    assert {name for pair in SAME_LOSSES for name in pair[:2]} <= named | {"run_resumed"}
 
 
 @pytest.mark.slow

@@ -1,0 +1,163 @@
+"""The first minutes on a GPU, in order of value: one command without make and without a network.
+
+    python -m tests.benchmarks.first_gpu --minutes 9 --out first_gpu
+
+Each part is a process of its own, with a limit of time. It streams to `OUT/PART.txt`, so a part that is cut off keeps
+its output, and the others run. Parts that check run several at once, parts that measure run alone. `OUT/summary.txt`
+has a line for each part that ended. With `--minutes 25`, the parts that take long run too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers.processes import ROOT, environment, kill
+
+PYTEST = ("-m", "pytest", "-v", "-rA", "--tb=short", "-p", "no:cacheprovider")
+SAMPLE = ("trainer", "run", "bert_sample", "--processes", "1", "evaluation.every=null", "training.max_steps=40")
+BF16 = ("precision=bf16", "data.pad_to=32")
+SLOW_TESTS = "speed or other_blocks"
+FILES = ("ahead", "graphs", "dropout", "initialising", "eight_bits", "attention", "tensor", "strategies", "pipeline")
+SAME_LOSSES = (("run", "run_resumed", 0.0), ("run", "run_torchrun", 1e-5), ("run_bf16", "run_graphs", 1e-3))
+"""Two runs, and the largest relative difference of their losses."""
+LEAST_SECONDS = 5.0
+"""No part begins with less time left."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of Python; `{out}` in it is the folder of the results, and `{seconds}` most of the time left."""
+
+    name: str
+    arguments: tuple[str, ...]
+    limit_seconds: float = 150.0
+
+
+def sample(name: str, *keys: str) -> Part:
+    """Return a short run of the sample in the folder `name`."""
+    return Part(name, ("-m", *SAMPLE, "logging.every=1 step", f"checkpoint.folder={{out}}/{name}", *keys))
+
+
+def checks() -> list[Part]:
+    """Return the parts that may run at once, the most valuable first."""
+    stopped = sample("run_resumed", "training.stop_at_step=20")
+    torchrun = sample("run_torchrun")
+    return [
+        Part("environment", ("-m", "trainer", "doctor")),
+        sample("run"),
+        sample("run_bf16", *BF16),
+        sample("run_graphs", *BF16, "cuda_graphs=true"),
+        *(Part(name, (*PYTEST, "-k", f"not ({SLOW_TESTS})", f"tests/gpu/test_{name}_gpu.py")) for name in FILES),
+        Part("run_stopped", stopped.arguments),
+        sample("run_compiled", *BF16, "compile=true"),
+        Part(torchrun.name, ("-m", "torch.distributed.run", "--nproc-per-node", "1", *torchrun.arguments)),
+    ]
+
+
+def measurements(minutes: float) -> list[Part]:
+    """Return the parts that run alone."""
+    found = [Part("figures", ("-m", "tests.benchmarks.gpu", "--json", "{out}/gpu.json", "--seconds", "{seconds}"), 600)]
+    if minutes >= 25:
+        blocks = ("-m", "tests.benchmarks.attention_blocks", "--seconds", "180", "--json", "{out}/blocks.json")
+        found += [
+            Part("blocks", blocks, 240),
+            Part("speed", (*PYTEST, "-k", SLOW_TESTS, "tests/gpu/test_attention_gpu.py"), 600),
+        ]
+    return found
+
+
+class Runner:
+    """The running of parts until a deadline.
+
+    Args:
+        out: the folder of the results.
+        until: the deadline, by `time.monotonic`.
+    """
+
+    def __init__(self, out: Path, until: float) -> None:
+        self._out, self._until, self._lock = out, until, threading.Lock()
+
+    def run(self, part: Part) -> None:
+        """Run a part, and write its line of the summary."""
+        started = time.monotonic()
+        limit = min(part.limit_seconds, self._until - started)
+        state = "not run: no time was left" if limit < LEAST_SECONDS else self._state(part, limit)
+        self.note(f"{part.name:20} {time.monotonic() - started:6.1f} s  {state}")
+
+    def _state(self, part: Part, limit: float) -> str:
+        words = [sys.executable, *(word.format(out=self._out, seconds=int(limit * 0.9)) for word in part.arguments)]
+        with (self._out / f"{part.name}.txt").open("w", encoding="utf-8") as output:
+            print(shlex.join(words), file=output, flush=True)
+            process = subprocess.Popen(
+                words,
+                cwd=ROOT,
+                env=environment(PYTHONUNBUFFERED="1"),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                text=True,
+            )
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                kill(process)
+                return f"cut off after {limit:.0f} s"
+        return "ok" if code in (0, 75) else f"failed with exit code {code}"
+
+    def compare(self, one: str, other: str, tolerance: float) -> None:
+        """Write a line about the losses of two runs."""
+        try:
+            first, second = self._losses(one), self._losses(other)
+            worst = max(abs(first[step] - second[step]) / abs(first[step]) for step in first)
+        except (OSError, KeyError, ValueError) as error:
+            self.note(f"{other} beside {one}: no losses to compare ({type(error).__name__})")
+            return
+        state = "ok" if worst <= tolerance else "failed"
+        self.note(f"{other} beside {one}: losses differ by {worst:.1e} at most, {state}")
+
+    def _losses(self, name: str) -> dict[int, float]:
+        text = (self._out / name / "metrics.jsonl").read_text(encoding="utf-8")
+        return {line["step"]: line["loss"] for line in map(json.loads, text.splitlines()) if "loss" in line}
+
+    def note(self, line: str) -> None:
+        with self._lock, (self._out / "summary.txt").open("a", encoding="utf-8") as summary:
+            print(line, file=summary, flush=True)
+            print(line, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("first_gpu"), help="the folder of the results")
+    parser.add_argument("--minutes", type=float, default=9, help="the limit; from 25 on, slow parts run too")
+    parser.add_argument("--only", nargs="+", help="the names of the parts to run")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    runner = Runner(options.out.resolve(), time.monotonic() + 60 * options.minutes - LEAST_SECONDS)
+
+    def chosen(parts: Sequence[Part]) -> list[Part]:
+        return [part for part in parts if not options.only or part.name in options.only]
+
+    with ThreadPoolExecutor(max(1, min(6, (os.cpu_count() or 1) // 2))) as pool:
+        list(pool.map(runner.run, chosen(checks())))
+    for part in (*chosen([sample("run_resumed")]), *chosen(measurements(options.minutes))):
+        runner.run(part)
+    for names in SAME_LOSSES:
+        if not options.only or set(names[:2]) <= set(options.only):
+            runner.compare(*names)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
