@@ -63,7 +63,7 @@ bench-quick: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small --processes 1 --rounds 20 --steps 4
 
 gpu: $(INSTALLED)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.gpu --json gpu.json
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.first_gpu
 
 docs: $(INSTALLED)
 	$(BIN)/python -m mkdocs build --strict --quiet

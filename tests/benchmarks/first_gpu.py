@@ -91,8 +91,10 @@ class Runner:
     def run(self, part: Part) -> None:
         """Run a part, and write its line of the summary."""
         started = time.monotonic()
-        limit = min(part.limit_seconds, self._until - started)
-        state = "not run: no time was left" if limit < LEAST_SECONDS else self._state(part, limit)
+        left = self._until - started
+        state = "not run: no time was left"
+        if left >= LEAST_SECONDS:
+            state = self._state(part, min(part.limit_seconds, left))
         self.note(f"{part.name:20} {time.monotonic() - started:6.1f} s  {state}")
 
     def _state(self, part: Part, limit: float) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -41,7 +42,7 @@ from trainer.observe.meter import peak_flops
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.planning.batch import blank_batch
-from trainer.planning.step import StepPlan, plan_step, planned_task
+from trainer.planning.step import plan_step, planned_task
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW, AdamW8bit, OptimizerSection, Recipe
 from trainer.recipe.strategies import STRATEGIES
@@ -200,7 +201,7 @@ class Device:
         return torch.cuda.max_memory_allocated() if self.is_gpu else None
 
 
-def train(case: Case, device: Device, planned: StepPlan | None) -> dict[str, Any]:
+def train(case: Case, device: Device, planned: Mapping[str, Any] | None) -> dict[str, Any]:
     """Train a case with the engine, and return its figures."""
     recipe = case.recipe()
     plan, task = plan_run(recipe, 1), planned_task(plan_run(recipe, 1))
@@ -244,9 +245,9 @@ def train(case: Case, device: Device, planned: StepPlan | None) -> dict[str, Any
         "last_loss": last.loss,
     }
     if planned is not None and case.variant not in SHORT_ROWS:  # a plan has no padding
-        flops, peak = sum(planned.totals.flops.values()), peak_flops(device.name, case.precision)
-        found |= {"planned_peak_bytes": planned.peak.num_bytes, "flops_of_step": flops}
-        found["mfu"] = None if peak is None else flops / step / peak
+        peak = peak_flops(device.name, case.precision)
+        found |= {"planned_peak_bytes": planned["peak_bytes"], "flops_of_step": planned["flops"]}
+        found["mfu"] = None if peak is None else planned["flops"] / step / peak
     return found
 
 
@@ -307,36 +308,41 @@ def attempt(results: dict[str, Any], name: str, until: float, work: Callable[[],
     print(f"{name}: {json.dumps(results[name])[:160]}", flush=True)
 
 
-def run(models: Sequence[str], tiny: bool, until: float, out: Path) -> dict[str, Any]:
-    """Run all parts until the deadline; `out` is written after each, so that an interrupted run keeps the others."""
+def plan(case: Case) -> dict[str, Any]:
+    """Plan the memory and the arithmetic of a case on a GPU; this needs none."""
+    planned = plan_step(plan_run(case.recipe(), 1), 0, case.length, cuda=True)
+    return {"peak_bytes": planned.peak.num_bytes, "flops": sum(planned.totals.flops.values())}
+
+
+def run(models: Sequence[str], tiny: bool, until: float, out: Path, plans: Path | None) -> None:
+    """Run all parts until the deadline; `out` is written after each, so that an interrupted run keeps the others.
+
+    `plans` is a file of an earlier run with the plans; None: they are made now.
+    """
     device = Device()
     chosen = {case.name: shrunk(case) if tiny else case for case in cases() if case.model in models}
     results: dict[str, Any] = {"device": device.name, "torch": torch.__version__, "tiny": tiny}
-    parts = ("plans", "updates", "training", *PEERS)
-    results |= {part: {} for part in parts}
-    steps: dict[str, StepPlan] = {}
-
-    def planned(name: str, case: Case) -> dict[str, Any]:
-        steps[name] = plan_step(plan_run(case.recipe(), 1), 0, case.length, cuda=device.is_gpu)
-        return {"peak_bytes": steps[name].peak.num_bytes}
+    results |= {part: {} for part in ("plans", "updates", "training", *PEERS)}
 
     def save() -> None:
         out.write_text(json.dumps(results, indent=2) + "\n")
 
-    for name, case in chosen.items():  # before the process group, because a plan makes its own
-        if case.strategy == "ddp" and case.variant == next(iter(VARIANTS)):  # no plan shards over one rank
-            attempt(results["plans"], name, until, partial(planned, name, case))
-    save()
-    init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
+    if plans is not None:
+        results["plans"] = json.loads(plans.read_text())["plans"]
+    else:  # before the process group, because a plan makes its own
+        for name, case in chosen.items():
+            if case.strategy == "ddp" and not case.recipe().cuda_graphs:  # no plan shards over one rank
+                attempt(results["plans"], name, until, partial(plan, case))
+                init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
     for name, case in chosen.items():
-        attempt(results["training"], name, until, partial(train, case, device, steps.get(name)))
+        attempt(results["training"], name, until, partial(train, case, device, results["plans"].get(name)))
         for peer, loop in PEERS.items() if case.beside_peers else ():
             attempt(results[peer], name, until, partial(train_by_peer, case, device, loop))
         save()
     for recipe in (AdamW(), AdamW8bit(name="adamw_8bit")):
         attempt(results["updates"], recipe.name, until, partial(update, recipe, device, tiny))
+    save()
     dist.destroy_process_group()
-    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -346,10 +352,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=500, help="no part begins after so many seconds")
     names = list(dict.fromkeys(case.model for case in cases()))
     parser.add_argument("--models", choices=names, nargs="+", default=names, help="the models to measure")
+    parser.add_argument("--plan-only", action="store_true", help="make the plans only; this needs no GPU")
+    parser.add_argument("--plans", type=Path, help="a file of --plan-only, whose plans are not made again")
     options = parser.parse_args(arguments)
+    if options.plan_only:
+        plans: dict[str, Any] = {}
+        for case in cases():
+            if case.model in options.models and case.strategy == "ddp" and not case.recipe().cuda_graphs:
+                attempt(plans, case.name, math.inf, partial(plan, shrunk(case) if options.tiny else case))
+                options.json.write_text(json.dumps({"plans": plans}, indent=2) + "\n")
+        return 0
     if not options.tiny and not torch.cuda.is_available():
         parser.error("this machine has no GPU; --tiny checks the script without one")
-    run(options.models, options.tiny, time.monotonic() + options.seconds, options.json)
+    run(options.models, options.tiny, time.monotonic() + options.seconds, options.json, options.plans)
     return 0
 
 

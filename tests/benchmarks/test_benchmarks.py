@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from docs.generate import gpu_figures, throughput, throughput_by_default
+from tests.benchmarks.first_gpu import SAME_LOSSES, Part, Runner, checks
 from tests.benchmarks.operations import Count, cases, figures, ours, plain
 from tests.benchmarks.throughput import regressions
-from tests.benchmarks.first_gpu import SAME_LOSSES, Part, Runner, checks
 from tests.helpers import processes
 from tests.helpers.memory import needs_peak
 from trainer.planning.ledger import Totals
@@ -128,13 +129,22 @@ def test_the_first_minutes_on_a_gpu_keep_what_ended(tmp_path: Path):
     assert "begun" in (tmp_path / "long.txt").read_text()
     assert "reason" in (tmp_path / "failed.txt").read_text()
     lines = (tmp_path / "summary.txt").read_text().splitlines()
-    expected = ("cut off after 2 s", "failed with exit code 1", "ok", "failed", "no losses to compare", "no time was left")
+    expected = (
+        "cut off after 2 s",
+        "failed with exit code 1",
+        "ok",
+        "failed",
+        "no losses to compare",
+        "no time was left",
+    )
     assert all(word in line for word, line in zip(expected, lines, strict=True)), lines
 
 
 def test_the_parts_of_the_first_minutes_name_files_that_exist():
     named = {part.name for part in checks()}
-    assert {file.name[len("test_") : -len("_gpu.py")] for file in (processes.ROOT / "tests" / "gpu").glob("test_*.py")} <= named
+    assert {
+        file.name[len("test_") : -len("_gpu.py")] for file in (processes.ROOT / "tests" / "gpu").glob("test_*.py")
+    } <= named
     assert {name for pair in SAME_LOSSES for name in pair[:2]} <= named | {"run_resumed"}
 
 
