@@ -440,5 +440,7 @@ class TestSeveralHosts:
     def test_a_share_of_an_incomplete_checkpoint_is_not_used(self, ranks: RankPools, tmp_path):
         ranks(2).run(save, tmp_path, [2, 4], 2)
         shutil.rmtree(share_of(tmp_path, 0, 1, 2, 4).parent)
-        assert [found[:2] for found in ranks(2).run(resume, tmp_path, 2)] == [(2, True)] * 2
+        for step, is_whole, notes in ranks(2).run(resume, tmp_path, 2):
+            assert (step, is_whole) == (2, True)
+            assert "resumed from the checkpoint of step 2 in memory" in notes[0], "an incomplete one is not tried"
         assert not share_of(tmp_path, 0, 0, 2, 4).exists(), "it must not be mixed with a later one"
