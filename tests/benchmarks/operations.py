@@ -262,9 +262,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=range(len(known)), help="the rows, counted from 0")
     parser.add_argument("--top", type=int, default=0, help="show so many operations of each row by name")
-    parser.add_argument("--store", action="store_true", help=f"write the figures to docs/{STORED.name}")
+    parser.add_argument("--store", action="store_true", help=f"write the figures into docs/{STORED.name}")
     options = parser.parse_args(arguments)
-    found = {}
+    found = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
     for index in options.rows:
         case = known[index]
         counts = ours(case), plain(case)

@@ -196,7 +196,7 @@ def test_only_ratios_far_below_the_stored_ones_are_regressions():
 @pytest.mark.parametrize(
     ("name", "most_operations", "most_bytes"),
     [
-        ("BERT-base, sequence_classification, bf16, one process", 0.80, 1.0),
+        ("BERT-base, sequence_classification, bf16, one process", 0.75, 0.98),
         ("BERT-base, sequence_classification, bf16, fsdp", 1.0, 1.0),
     ],
 )
