@@ -200,7 +200,7 @@ def _fused(
         row_keys = site.keys.row_keys(site.name, shape)
     offsets = site.offsets(shape)[1:]
     output: Tensor = fused_attention.fused_attention(
-        query, key, value, row_keys, mask, bias, *tiles, scale, dropout, is_causal, offsets
+        query, key, value, row_keys, mask, bias, tiles[0], tiles[1], scale, dropout, is_causal, offsets
     )[0]
     return output
 
