@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from types import SimpleNamespace
 
 import datasets
+import pyarrow
 import pytest
 import tokenizers
 import torch
@@ -25,6 +27,7 @@ from tests.helpers.training import (
 )
 from trainer.base.errors import DataError, UsageError
 from trainer.data import tokenise
+from trainer.data.files import TextOptions, read_files
 from trainer.data.sources import Split
 from trainer.data.tokenise import encode_split
 from trainer.models.heads import chunk_head
@@ -306,6 +309,13 @@ def test_a_prompt_keeps_its_end_and_room_for_the_generated_text(tokenizer, max_l
         ({"messages": [[{"role": "bot", "content": "a"}]]}, r"message 1, must have a role of .*, but has 'bot'"),
         ({"messages": [[CHAT[1], {"role": "user", "content": None}]]}, r"row 1 .*, message 2, has no content"),
         ({"text": [1, 2]}, r"`task.text` must name a column of strings, but .* holds int64"),
+        ({"messages": [[{"role": "assistant", "content": 4}]]}, r"message 1, .* a text .* but has 4; write"),
+        ({"messages": [[{"role": "user", "content": [{"type": "image"}]}]]}, r"has one of 'image'; leave the part"),
+        ({"messages": [[{**CHAT[2], "weight": 0}]]}, r"message 1, has the weight 0, but all turns are trained alike"),
+        (
+            {"prompt": [CHAT[:2]], "completion": [CHAT[2:3]]},
+            r"`prompt` .* holds messages; join .* `task.messages`",
+        ),
         ({"messages": ["a"]}, r"`task.messages` must name a column of lists of .* holds string"),
         ({"prompt": ["a"]}, r"`task.completion` names the column `completion`, but"),
     ],
@@ -314,6 +324,77 @@ def test_bad_rows_are_refused(chatty, columns, problem):
     keys = {name: name for name in columns} | ({"completion": "completion"} if "prompt" in columns else {})
     with pytest.raises(DataError, match=problem):
         encode(task_of(**keys), rows_of(**columns), chatty, max_length=20)
+
+
+TOOLS_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.name is defined %} {{ m.name }}:{% endif %} {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+PARTS_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}({{ part.text }}){% endfor %}{% endif %}\n{% endfor %}"
+)
+ASKED, ANSWERED = {"role": "user", "content": "read"}, {"role": "assistant", "content": "42"}
+PARTS = [{"type": "text", "text": "a file "}, {"type": "text", "text": "is read"}]
+
+
+def call_of(**arguments):
+    call = {"type": "function", "function": {"name": "open", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+CHATS = {
+    "names": (TOOLS_TEMPLATE, [[{**ASKED, "name": "directory"}, ANSWERED], [ASKED, ANSWERED]]),
+    "tools": (TOOLS_TEMPLATE, [[ASKED, call_of(name="file")], [ASKED, call_of(directory="many"), ANSWERED]]),
+    "nulls": (TOOLS_TEMPLATE, [[ASKED, call_of(name="file", directory=None)]]),
+    "parts": (PARTS_TEMPLATE, [[{"role": "user", "content": PARTS}, {"role": "assistant", "content": '{"a": 1}'}]]),
+    "joined": (PLAIN_TEMPLATE, [[{"role": "user", "content": PARTS}, ANSWERED]]),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chats_have_the_text_that_the_tokenizer_writes_for_their_json(chatty, tmp_path, name):
+    chatty.chat_template, chats = CHATS[name]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    rows, _ = read_files([path], "json", TextOptions(), "data.train")
+    encoded = encode(task_of(messages="messages"), rows, chatty, max_length=200)
+    joined = [{**ASKED, "content": "a file is read"}, ANSWERED]
+    for ids, chat in zip(encoded["input_ids"], [joined] if name == "joined" else chats, strict=True):
+        text = chatty.apply_chat_template(chat, tokenize=False)
+        assert ids == chatty(text, add_special_tokens=False)["input_ids"][:-1]
+
+
+def test_nulls_of_structs_are_absent_keys(chatty):
+    template, chats = CHATS["tools"]
+    chatty.chat_template = template
+    call = chats[0][1]["tool_calls"][0]["function"]
+    filled = [copy.deepcopy(chats[0])]
+    filled[0][1]["tool_calls"][0]["function"]["arguments"] = call["arguments"] | {"directory": None}
+    both = [*filled, [ASKED, call_of(name="file", directory="many")]]
+    rows = datasets.Dataset(pyarrow.table({"messages": both}))
+    assert type(rows.features["messages"].feature) is dict
+    encoded = encode(task_of(messages="messages"), rows, chatty, max_length=200)
+    text = chatty.apply_chat_template(chats[0], tokenize=False)
+    assert encoded["input_ids"][0] == chatty(text, add_special_tokens=False)["input_ids"][:-1]
+
+
+def test_a_template_without_tool_calls_is_refused(chatty):
+    task, rows = task_of(messages="messages"), rows_of(messages=[[ASKED, call_of(name="file")]], tools=["open"])
+    with pytest.raises(DataError, match=r"row 1 .*, message 2, has tool calls, which the chat template .* not write"):
+        encode(task, rows, chatty)
+    assert "column `tools` is not read" in task.conversion_notes(rows.features)[0]
+
+
+def test_later_messages_with_other_keys_than_the_first_are_read(tmp_path, monkeypatch):
+    path = tmp_path / "chats.jsonl"
+    chats = [[ASKED, ANSWERED]] * 3 + [[ASKED, call_of(name="file")]]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **keys: load(*given, **keys, chunksize=100))
+    rows, _ = read_files([path], "json", TextOptions(), "data.train")
+    assert rows["messages"][:] == chats
 
 
 def test_a_template_that_drops_earlier_turns_is_refused(chatty):

@@ -54,6 +54,11 @@ def chat_of(*contents: str) -> list[Row]:
     return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
 
 
+def in_parts(chat: list[Row]) -> list[Row]:
+    """Return a chat with names, and with contents as lists of parts."""
+    return [{**message, "name": "a", "content": [{"type": "text", "text": message["content"]}]} for message in chat]
+
+
 def predicted(model: Path, rows: list[Row], folder: Path, *options: str) -> list[Row]:
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = folder / "out.jsonl"
@@ -87,7 +92,8 @@ def by_hand(kind: str, folder: Path, row: Row, **options: Any) -> str:
 def test_each_row_has_the_text_that_it_has_alone(trained, tmp_path, capfd, beams):
     kind, model = trained
     rows = prompts(kind)
-    found = predicted(model, rows, tmp_path, f"task.generation.num_beams={beams}")
+    given = [{"chat": in_parts(row["chat"])} if at % 2 and kind == "chat" else row for at, row in enumerate(rows)]
+    found = predicted(model, given, tmp_path, f"task.generation.num_beams={beams}")
     expected = [by_hand(kind, model, row, max_new_tokens=5, num_beams=beams, do_sample=False) for row in rows]
     assert [row["generated"] for row in found] == expected
     assert len(set(expected)) > 3

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import errno
+import functools
 import glob
 import gzip
 import itertools
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -22,7 +23,7 @@ from trainer.base.errors import DataError, UsageError, causes, storage_error
 from trainer.data.conll import CONLL_ENDINGS, conll_rows
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
 Format = Literal["json", "csv", "parquet", "excel", "conll"]
 
@@ -189,14 +190,15 @@ def read_files(
                 )
         if file_format == "json":
             _require_objects(paths, text.encoding, key, most_rows)
-        files = [str(path.absolute()) for path in paths]
+        options["data_files"] = [str(path.absolute()) for path in paths]
+        load = functools.partial(datasets.load_dataset, file_format, split="train", **options)
         if most_rows is not None:
-            rows = datasets.load_dataset(file_format, data_files=files, split="train", streaming=True, **options)
+            rows = load(streaming=True)
+            if chats := chat_features(rows.features or {}):
+                rows = load(streaming=True, features=chats)
             first = list(rows.take(most_rows))
             return (datasets.Dataset.from_list(first, features=rows.features) if first else None), notes
-        dataset = datasets.load_dataset(file_format, data_files=files, split="train", **options)
-        if file_format == "json":
-            dataset.data.table.validate(full=True)  # the reader does not check the encoding
+        dataset = _load_json(load) if file_format == "json" else load()
         return dataset, notes
     except (datasets.exceptions.DatasetsError, ValueError, *_DAMAGED) as error:
         if "corresponds to no data" in str(error):  # the message of `datasets` for files without rows
@@ -212,6 +214,55 @@ def read_files(
         raise DataError(
             f"`{key}` must hold {file_format}, but {fault or f'{where} cannot be read: {reason(error)}'}"
         ) from error
+
+
+def _load_json(load: Callable[..., Any]) -> Dataset:
+    """Return the rows of JSON files; messages with more than a role and a text keep their own keys and nulls.
+
+    The reader takes the types of columns from the first 10 MB, and refuses later messages with other keys.
+    """
+    import datasets
+
+    try:
+        rows: Dataset = load()
+        chats = chat_features(rows.features)
+    except datasets.exceptions.DatasetsError:
+        chats = chat_features(load(streaming=True).features or {}, of_any_keys=True)
+        if not chats:
+            raise
+    if chats:
+        rows = load(features=chats)
+    rows.data.table.validate(full=True)  # the reader does not check the encoding
+    return rows
+
+
+def json_chats() -> Any:
+    """Return the type of a column of chats whose messages keep their own keys."""
+    import datasets
+
+    return datasets.List(datasets.Json())
+
+
+def chat_features(features: Mapping[str, Any], of_any_keys: bool = False) -> Features | None:
+    """Return the types of columns, with messages as JSON; None if no column holds messages that need it.
+
+    Arrow gives each object of a column the keys of all others. `datasets` would read a text such as "42" as a number if
+    other texts of its column are lists.
+
+    Args:
+        features: the types of the columns.
+        of_any_keys: whether messages of a role and a text need it too.
+    """
+    import datasets
+
+    found = {}
+    for name, feature in features.items():
+        message = getattr(feature, "feature", None)
+        if isinstance(message, Mapping) and "role" in message:
+            texts = [getattr(message.get(key), "dtype", None) == "string" for key in message]
+            if of_any_keys or not message.keys() <= {"role", "content"} or not all(texts):
+                found[name] = json_chats()
+    return datasets.Features({**features, **found}) if found else None
 
 
 def _require_objects(paths: Sequence[Path], encoding: str, key: str, most_lines: int | None) -> None:

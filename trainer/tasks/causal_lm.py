@@ -17,7 +17,7 @@ from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.parallel.cross_entropy import VocabularyCut, vocab_parallel_argmax
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import Generation
-from trainer.tasks.columns import STRING_TYPES, cell, require_columns, type_name
+from trainer.tasks.columns import SEVERAL_TYPES, STRING_TYPES, cell, require_columns, type_name
 from trainer.tasks.generated import GENERATED, generated_texts
 from trainer.tasks.packing import DocumentPacker, Packer, StreamPacker
 from trainer.tasks.token_labels import TokenLabels
@@ -134,6 +134,11 @@ class CausalLMTask(TokenLabels):
         is_chat = isinstance(self.examples, ChatColumn) and not self.continues and tokenizer.is_fast
         return _turn_notes(tokenizer, self.train_on) if is_chat and tokenizer.chat_template else []
 
+    def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
+        if not isinstance(self.examples, ChatColumn) or "tools" not in features:
+            return []
+        return ["column `tools` is not read: the chat template gets no descriptions of tools"]
+
     def resolve(self, train: Dataset, where: str) -> CausalLMTask:
         self.check_columns(train.features, where)
         return self
@@ -163,16 +168,19 @@ class CausalLMTask(TokenLabels):
         for key, column in self.examples.columns.items():
             require_columns(features, [column], f"task.{key}", where)
             feature = features[column]
+            message = _item(feature)
+            holds_messages = type_name(message) == SEVERAL_TYPES or (isinstance(message, Mapping) and "role" in message)
             if isinstance(self.examples, ChatColumn):
-                item = getattr(feature, "feature", None)
-                item = feature[0] if isinstance(feature, list) else item
-                if type_name(feature) != "values of several types" and not (
-                    isinstance(item, Mapping) and {"role", "content"} <= item.keys()
-                ):
+                if type_name(feature) != SEVERAL_TYPES and not holds_messages:
                     raise DataError(
                         f'`task.messages` must name a column of lists of {{"role": ..., "content": ...}}, but column'
                         f" `{column}` of {where} holds {type_name(feature)}"
                     )
+            elif holds_messages:
+                raise DataError(
+                    f"`task.{key}` must name a column of strings, but column `{column}` of {where} holds messages; join"
+                    " those of the prompt and of its completion in one column, and name it in `task.messages`"
+                )
             elif getattr(feature, "dtype", None) not in STRING_TYPES:
                 raise DataError(
                     f"`task.{key}` must name a column of strings, but column `{column}` of {where} holds"
@@ -208,7 +216,7 @@ class CausalLMTask(TokenLabels):
         if isinstance(self.examples, TextColumn):
             return self._encode_texts(list(rows[self.examples.column]), tokenizer, max_length)
         examples: list[tuple[str, Tokens]] = []
-        columns = (list(rows[column]) for column in self.columns)
+        columns = (_given(rows[column], [rows.features[column]]) for column in self.columns)
         for row, (first, *others) in enumerate(zip(*columns, strict=True)):
             place = cell(self.columns[-1], first_row + row, where)
             if others:
@@ -229,7 +237,7 @@ class CausalLMTask(TokenLabels):
         if isinstance(self.examples, ChatColumn):
             texts = [
                 _chat_prompt(chat, tokenizer, cell(column, first_row + row, where))
-                for row, chat in enumerate(rows[column])
+                for row, chat in enumerate(_given(rows[column], [rows.features[column]]))
             ]
         else:
             texts = list(rows[column])
@@ -382,11 +390,10 @@ def _tokens_of_chat(chat: Any, tokenizer: Tokenizer, train_on: Turns, place: str
     Only `each` gives more than one example: one for each turn of the assistant, as the template writes it when it is
     the last one. Reasoning models read their earlier turns in another form, without the reasoning.
     """
-    messages = _messages(chat, place)
+    messages = _messages(chat, tokenizer, place)
     places = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not places:
         raise DataError(f"{place} is a chat without a turn of the assistant, so nothing is trained; leave it out")
-    _require_template(tokenizer)
     require_fast(tokenizer, "`task.messages`")
     if train_on == "all":
         texts = [_turns(messages, tokenizer, place)]
@@ -450,12 +457,11 @@ def _turn_notes(tokenizer: Tokenizer, train_on: Turns) -> list[str]:
 
 def _chat_prompt(chat: Any, tokenizer: Tokenizer, place: str) -> str:
     """Return the text of a chat up to the start of its next turn of the assistant."""
-    messages = _messages(chat, place)
+    messages = _messages(chat, tokenizer, place)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise DataError(f"{place} must be a chat with a message to answer, but has none; add one, or leave the row out")
-    _require_template(tokenizer)
     return _text_of(messages, tokenizer, place, add_generation_prompt=True)
 
 
@@ -480,10 +486,33 @@ def _require_template(tokenizer: Tokenizer) -> None:
         )
 
 
-def _messages(chat: Any, place: str) -> list[dict[str, Any]]:
+def _item(feature: Any) -> Any:
+    """Return the type of the items of a column of lists; None for other columns."""
+    return feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+
+
+def _given(value: Any, feature: Any) -> Any:
+    """Return a value without the nulls of structs, which Arrow writes for absent keys; JSON keeps its own nulls."""
+    if isinstance(value, dict) and isinstance(feature, Mapping):
+        return {key: _given(inner, feature[key]) for key, inner in value.items() if inner is not None}
+    if (item := _item(feature)) is not None and value is not None:
+        return [_given(inner, item) for inner in value]
+    return value
+
+
+def _messages(chat: Any, tokenizer: Tokenizer, place: str) -> list[dict[str, Any]]:
+    """Return the messages as the template reads them: without null keys, as transformers does, and with their parts.
+
+    Raises:
+        DataError: a message has no known role, no content, another one than text, or calls that the template lacks.
+        UsageError: the tokenizer has no template.
+    """
+    _require_template(tokenizer)
     messages = []
-    for number, message in enumerate(chat, start=1):
-        given = {key: value for key, value in dict(message or {}).items() if value is not None}
+    for number, message in enumerate(chat if isinstance(chat, list) else [chat], start=1):
+        if not isinstance(message, dict | None):
+            raise DataError(f"{place}, message {number}, must be an object with a role, but is {message!r}; correct it")
+        given = {key: value for key, value in (message or {}).items() if value is not None}
         role = given.get("role")
         if role not in ROLES:
             raise DataError(
@@ -491,8 +520,44 @@ def _messages(chat: Any, place: str) -> list[dict[str, Any]]:
             )
         if "content" not in given and role != "assistant":
             raise DataError(f"{place}, message {number}, has no content; fill it, or leave the row out")
-        messages.append({"content": "", **given})
+        if given.get("weight", 1) != 1:
+            raise DataError(
+                f"{place}, message {number}, has the weight {given['weight']}, but all turns are trained alike; leave"
+                " the row out, or remove the weight"
+            )
+        if given.get("tool_calls") and "tool_calls" not in tokenizer.get_chat_template():
+            raise DataError(
+                f"{place}, message {number}, has tool calls, which the chat template of `{tokenizer.name_or_path}` does"
+                " not write; add them to a copy of the template, or leave the row out"
+            )
+        if not isinstance(content := given.get("content", ""), str):
+            given["content"] = _content(content, tokenizer, f"{place}, message {number},")
+        messages.append(given)
     return messages
+
+
+def _content(content: Any, tokenizer: Tokenizer, place: str) -> Any:
+    """Return the parts of a content for a template that reads parts, or else their joined text."""
+    if not isinstance(content, list):
+        raise DataError(f"{place} must have a text or a list of texts as content, but has {content!r}; write a text")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise DataError(
+                f'{place} must have parts of the type "text", but has one of {kind!r}; leave the part or the row out'
+            )
+    return content if _reads_parts(tokenizer) else "".join(part["text"] for part in content)
+
+
+def _reads_parts(tokenizer: Tokenizer) -> bool:
+    """Return whether the chat template writes the text of a part, and not its list."""
+    text = "part of a message"
+    chat = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    try:
+        written = _text_of(chat, tokenizer, "a chat of one message")
+    except TrainerError:
+        return False
+    return text in written and not re.search(r"""['"]text['"]""", written)
 
 
 def _turns(messages: list[dict[str, Any]], tokenizer: Tokenizer, place: str) -> tuple[str, list[tuple[int, int]]]:

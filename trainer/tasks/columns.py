@@ -9,6 +9,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.tasks.types import Dataset, Tokenizer
 
 STRING_TYPES = ("string", "large_string")
+SEVERAL_TYPES = "values of several types"
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
@@ -45,7 +46,7 @@ def require_text(features: Mapping[str, Any], names: Sequence[str], where: str, 
 def type_name(feature: Any) -> str:
     """Return the type of a column for a message: `int64`, `string`, `List(...)`."""
     kind = type(feature).__name__
-    return "values of several types" if kind == "Json" else str(feature.dtype if kind == "Value" else feature)
+    return SEVERAL_TYPES if kind == "Json" else str(feature.dtype if kind == "Value" else feature)
 
 
 def cell(column: str, row: int, where: str) -> str:

@@ -207,6 +207,10 @@ class Task(Protocol):
         """
         ...
 
+    def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
+        """Return notes for the user on columns that are converted, or not read."""
+        ...
+
     def for_configuration(self, config: Any) -> Self:
         """Return the task with the parts of the model's configuration that `encode` needs.
 
@@ -328,6 +332,9 @@ class TaskDefaults:
 
     def for_configuration(self, config: Any) -> Self:
         return self
+
+    def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
+        return []
 
     def for_split(self, rows: Dataset) -> Self:
         return self

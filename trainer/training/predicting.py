@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor
 from trainer.base.digests import digest_of, file_digest, source_digest
 from trainer.base.disk import UNFINISHED, read_plain, remove, replace_text, sync
 from trainer.base.errors import DataError, ExitCode, TrainerError, UsageError
+from trainer.data.files import json_chats
 from trainer.data.loader import EvalLoader
 from trainer.data.row_files import INPUT_FORMATS, OUTPUT_FORMATS, Row, json_line, read_chunks, row_format, write_rows
 from trainer.data.sources import Split
@@ -289,6 +290,11 @@ class _Predictor:
             self._parts = None
 
 
+def _is_chat(values: Sequence[Any]) -> bool:
+    first = next((value for value in values if value), None)
+    return isinstance(first, list) and isinstance(first[0], dict) and "role" in first[0]
+
+
 class _Rows:
     """Input and output, which rank 0 alone reads and writes.
 
@@ -400,7 +406,13 @@ class _Rows:
         import pyarrow
 
         try:
-            return datasets.Dataset.from_list([{name: row.get(name) for name in self._columns} for row in chunk])
+            columns = {name: [row.get(name) for row in chunk] for name in self._columns}
+            types = {name: {name: json_chats()} if _is_chat(values) else None for name, values in columns.items()}
+            parts = [
+                datasets.Dataset.from_dict({name: columns[name]}, kind and datasets.Features(kind))
+                for name, kind in types.items()
+            ]
+            return datasets.concatenate_datasets(parts, axis=1)
         except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise DataError(
                 f"each column of {self._where} must hold values of one type, but rows {first_row + 1} to"

@@ -181,9 +181,9 @@ def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tupl
         TrainerError: The labels of the training split do not fit the task or the checkpoint.
     """
     task = build_task(recipe.task).resolve(train.rows, train.where).for_configuration(preparation.config)
-    if not isinstance(task, NamedClasses):
-        return task, []
     converted = task.conversion_notes(train.rows.features)
+    if not isinstance(task, NamedClasses):
+        return task, converted
     if preparation.labels is None:
         return task, converted
     ordered, notes = task.in_checkpoint_order(preparation.labels, getattr(recipe.task, "labels", None) is not None)
