@@ -186,7 +186,12 @@ class TestRefusals:
         [
             ({"model_type": "llama", **CONFIGS["llama"]}, {"tensor": 4}, "2 key and value heads, but is 4; use 1 or 2"),
             (TINY_BERT, {"tensor": 3}, "4 attention heads, but is 3; use 1, 2 or 4"),
-            ({**TINY_BERT, "intermediate_size": 66}, {"tensor": 4}, "66 features of bert.encoder.layer.0.intermediate"),
+            (TINY_BERT, {"tensor": 5}, "4 attention heads, but is 5; use 1, 2 or 4"),
+            (
+                {**TINY_BERT, "intermediate_size": 66},
+                {"tensor": 4},
+                "66 features of bert.encoder.layer.0.intermediate.dense, but is 4; use 1 or 2",
+            ),
             ({"model_type": "resnet"}, {"tensor": 2}, "tensor parallelism does not support the family resnet"),
             (
                 {"model_type": "t5", **CONFIGS["t5"]},
@@ -202,15 +207,16 @@ class TestRefusals:
     )
     def test_what_cannot_be_cut(self, config, parallel, words):
         keys = {"task": {"type": "image_classification"}} if config["model_type"] == "resnet" else {}
-        recipe = tiny_recipe(model={"config": config}, parallel=parallel, **keys)
+        recipe = tiny_recipe(model={"config": config}, data={"max_length": 16}, parallel=parallel, **keys)
         plan = plan_run(recipe, parallel.get("tensor", 2))
         with pytest.raises(UsageError) as caught:
             check_model(plan)
         assert words in str(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
 
     def test_a_model_that_can_be_cut(self):
-        assert check_model(plan_run(tiny_recipe(parallel={"tensor": 2}), 2)) is None
-        bart = {"task": {"type": "seq2seq_lm"}, "model": {"config": TINY_BART}}
+        assert check_model(plan_run(tiny_recipe(data={"max_length": 16}, parallel={"tensor": 2}), 2)) is None
+        bart = {"task": {"type": "seq2seq_lm"}, "model": {"config": TINY_BART}, "data": {"max_length": 16}}
         assert check_model(plan_run(tiny_recipe(**bart, parallel={"tensor": 2}), 2)) is None
 
 

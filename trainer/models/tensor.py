@@ -9,7 +9,7 @@ parameter keeps its name in the unsharded model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,17 +76,10 @@ def check_split(model: nn.Module, degree: int, sequence: bool = False, context: 
     if context:
         problems.raise_all()
         return
-    for key in plan.heads:
-        with problems.collect():
-            _check_heads(model.config, plan, key, degree)
     with problems.collect():
         _check_patterns(model, family, places)
-    split_features = [(pattern, 0, blocks) for pattern, blocks in plan.columns.items()]
-    for pattern, dim, blocks in [*split_features, *((pattern, 1, 1) for pattern in plan.rows)]:
-        with problems.collect():
-            for place in places:
-                if matches(pattern, place.relative):
-                    _check_features(place, dim, blocks, degree)
+    with problems.collect():
+        _check_divides(degree, [*_heads(model.config, plan), *_features(plan, places)])
     problems.raise_all()
 
 
@@ -104,16 +97,33 @@ def context_notes(config: Any, degree: int) -> list[str]:
     return [] if split is None else [f"context {degree}: {split}"]
 
 
-def _check_heads(config: Any, plan: TensorPlan, key: str, degree: int) -> None:
-    common = gcd(*(getattr(config, name) for name in plan.heads))
-    fitting = [str(number) for number in range(1, common + 1) if common % number == 0]
-    heads = getattr(config, key)
-    if heads % degree:
+def _heads(config: Any, plan: TensorPlan) -> Iterator[tuple[int, str]]:
+    """Yield the counts of heads that a degree must divide, with their names."""
+    for key in plan.heads:
+        heads = getattr(config, key)
         kind = "attention head" if key != "num_key_value_heads" else "key and value head"
-        raise UsageError(
-            f"`parallel.tensor` must divide the model's {heads} {kind}{'s' * (heads > 1)}, but is {degree}; use"
-            f" {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
-        )
+        yield heads, f"model's {heads} {kind}{'s' * (heads > 1)}"
+
+
+def _features(plan: TensorPlan, places: Iterable[_Place]) -> Iterator[tuple[int, str]]:
+    """Yield the counts of features that a degree must divide, with their names."""
+    columns = [(pattern, 0, blocks) for pattern, blocks in plan.columns.items()]
+    for pattern, dim, blocks in [*columns, *((pattern, 1, 1) for pattern in plan.rows)]:
+        for place in places:
+            if matches(pattern, place.relative):
+                stored_dim = 1 - dim if isinstance(place.module, Conv1D) else dim
+                features = place.module.get_parameter("weight").shape[stored_dim] // blocks
+                yield features, f"{features} features of {place.name}"
+
+
+def _check_divides(degree: int, counts: Sequence[tuple[int, str]]) -> None:
+    """Refuse a degree that does not divide all counts, with the degrees that do; only the first count is named."""
+    common = gcd(*(count for count, _ in counts))
+    name = next((name for count, name in counts if count % degree), None)
+    if name is not None:
+        *fitting, last = [str(number) for number in range(1, common + 1) if common % number == 0]
+        use = f"{', '.join(fitting)} or {last}" if fitting else last
+        raise UsageError(f"`parallel.tensor` must divide the {name}, but is {degree}; use {use}")
 
 
 def _check_sequence(model: nn.Module, family: ModelFamily) -> None:
@@ -126,17 +136,6 @@ def _check_sequence(model: nn.Module, family: ModelFamily) -> None:
         raise UsageError(
             f"`parallel.sequence` is true, but the model computes its feed-forward in chunks of {chunk} positions"
             " (`chunk_size_feed_forward`), which a tensor rank does not have whole; set one of them to false or 0"
-        )
-
-
-def _check_features(place: _Place, dim: int, blocks: int, degree: int) -> None:
-    """Refuse a matrix with features that the degree does not divide; `dim` is a dimension of `nn.Linear.weight`."""
-    stored_dim = 1 - dim if isinstance(place.module, Conv1D) else dim
-    features = place.module.get_parameter("weight").shape[stored_dim] // blocks
-    if features % degree:
-        fitting = [number for number in range(1, degree) if features % number == 0]
-        raise UsageError(
-            f"`parallel.tensor` must divide the {features} features of {place.name}, but is {degree}; use {fitting[-1]}"
         )
 
 
