@@ -406,7 +406,7 @@ def test_the_report_tells_what_was_changed_and_with_all_everything(of_arguments:
 
 def test_keys_without_counterpart_are_told_from_those_that_are_already_so():
     kinds = {key: row.kind for key, row in Tool.TRAINING_ARGUMENTS.table.items()}
-    assert kinds["label_smoothing_factor"] is Kind.NONE
+    assert kinds["torch_compile"] is Kind.NONE
     assert kinds["dataloader_pin_memory"] is Kind.SAME
     assert kinds["local_rank"] is Kind.LAUNCHER
 

@@ -4,6 +4,7 @@ import pytest
 
 from trainer.foreign.accelerate import ACCELERATE
 from trainer.foreign.deepspeed import DEEPSPEED
+from trainer.foreign.formats import FORMATS
 from trainer.foreign.megatron import MEGATRON
 from trainer.foreign.spellings import counterpart
 from trainer.foreign.training_arguments import TRAINING_ARGUMENTS
@@ -17,9 +18,9 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("tool", TABLES)
+@pytest.mark.parametrize("tool", [*TABLES, *FORMATS])
 def test_every_row_leads_to_a_key_or_says_why_not(tool: str) -> None:
-    for spelling, row in TABLES[tool].items():
+    for spelling, row in (TABLES | FORMATS)[tool].items():
         if row.key is None:
             assert row.note, spelling
         else:

@@ -171,10 +171,6 @@ def _recipe(draft: Draft) -> dict[str, Any]:
                 for part in parts[:-1]:
                     inner = inner.setdefault(part, {})
                 inner[parts[-1]] = value
-    if draft.value("data.source") is None:  # the report has its keys
-        recipe.pop("data", None)
-    if draft.value("task.type") is None:
-        recipe.pop("task", None)
     return recipe
 
 

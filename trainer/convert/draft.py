@@ -152,9 +152,17 @@ class Draft:
         self._wrong(item, "text")
         return fallback
 
+    def refuse_file(self, item: Item, why: str) -> None:
+        """Refuse the file because of a key that decides what is learned."""
+        rule = f"decides what is learned, and has no counterpart: {why}; remove it to train without it"
+        self._problem(item, rule)
+
     def _wrong(self, item: Item, rule: str) -> None:
+        self._problem(item, f"must be {rule}, but is {shown_value(item.value)}")
+
+    def _problem(self, item: Item, rule: str) -> None:
         where = f"{item.origin}: " if item.origin else ""
-        self.problems.append(f"{where}`{item.key}` must be {rule}, but is {shown_value(item.value)}")
+        self.problems.append(f"{where}`{item.key}` {rule}")
         self.say(item, Outcome.TODO, "invalid")
 
     # Results
@@ -220,8 +228,10 @@ class Draft:
             self.say(item, Outcome.LAUNCHER, row.note)
         elif row.kind is Kind.SAME and (item.is_default or not row.defaults):
             self.say(item, Outcome.SAME, row.note)
-        elif item.is_default:
+        elif item.is_default or (row.kind is Kind.REFUSED and not item.value):
             self.say(item, Outcome.DEFAULT, row.note or f"see `{row.key}`")
+        elif row.kind is Kind.REFUSED:
+            self.refuse_file(item, row.note)
         elif row.kind in (Kind.NONE, Kind.SAME):
             self.say(item, Outcome.NONE, row.note)
         elif not item.value:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.convert.draft import Draft, Outcome
+from trainer.convert.draft import Draft, Outcome, Todo
 from trainer.convert.sources import Item, Tool
 
 _TA = Tool.TRAINING_ARGUMENTS
@@ -35,6 +35,7 @@ _GLUE = {
     "wnli": _Glue(["sentence1", "sentence2"]),
 }
 _METRICS = {"matthews_correlation": "matthews", "spearmanr": "spearman", "pearsonr": "pearson"}
+_SMOOTHED = ("sequence_classification", "image_classification")
 _FORMATS = (".json", ".jsonl", ".csv", ".parquet")
 _EXAMPLES = {
     "model": '{"name_or_path": "google-bert/bert-base-uncased"}',
@@ -53,9 +54,7 @@ def examples(draft: Draft, folder: Path) -> None:
     glue = _data(draft, folder)
     _task(draft, glue)
     if draft.value("data.source") is None:
-        length = draft.sources.written(_TA, "max_seq_length")
-        words = f'; "max_length": {length.value}' if length is not None and length.value is not None else ""
-        draft.missing["data"] = f"the source of the rows{words}; for example {_EXAMPLES['data']}"
+        draft.missing["data"] = f"the source of the rows; for example {_EXAMPLES['data']}"
 
 
 def _moved(place: str, folder: Path) -> str:
@@ -193,6 +192,18 @@ def _task(draft: Draft, glue: _Glue | None) -> None:
         else:
             draft.take("task.label", draft.text(label), label)
     _metrics(draft, glue)
+    _smoothing(draft)
+
+
+def _smoothing(draft: Draft) -> None:
+    item = draft.sources.given(_TA, "label_smoothing_factor")
+    if item is None:
+        return
+    kind = draft.value("task.type", _SMOOTHED[0])
+    if kind in _SMOOTHED or isinstance(kind, Todo):
+        draft.take("task.label_smoothing", draft.number(item), item)
+    else:
+        draft.refuse_file(item, f"labels are smoothed in {' and '.join(_SMOOTHED)}, but `task.type` is {kind}")
 
 
 def _text(draft: Draft, columns: list[Item]) -> None:

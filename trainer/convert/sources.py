@@ -15,6 +15,7 @@ from trainer.base.errors import RecipeError, UsageError
 from trainer.foreign.accelerate import ACCELERATE
 from trainer.foreign.counterpart import Counterpart
 from trainer.foreign.deepspeed import DEEPSPEED
+from trainer.foreign.formats import FORMATS
 from trainer.foreign.training_arguments import TRAINING_ARGUMENTS
 from trainer.reading.parser import MAX_DEPTH, Node, Origin, file_origin, read_file, read_text, shown_path, shown_value
 
@@ -36,6 +37,7 @@ class Tool(Enum):
 
 
 _TITLES = {Tool.TRAINING_ARGUMENTS: "TrainingArguments", Tool.DEEPSPEED: "DeepSpeed", Tool.ACCELERATE: "accelerate"}
+_PYTHON = (".py", ".ipynb", ".bin")  # `training_args.bin` is a pickle
 _TABLES = {
     Tool.TRAINING_ARGUMENTS: TRAINING_ARGUMENTS,
     Tool.DEEPSPEED: DEEPSPEED,
@@ -119,6 +121,7 @@ def read_sources(files: Iterable[Path], tool: Tool | None) -> Sources:
     read = set()
     for file in files:
         tree = _read(file)
+        _refuse_others(tree, shown_path(file))
         read.add(os.path.realpath(file))
         _add(sources, tool or _recognised(tree, shown_path(file)), tree, shown_path(file))
     for key, named in list(_named_files(sources)):
@@ -196,6 +199,23 @@ def _recognised(tree: Node, name: str) -> Tool:
     raise UsageError(f"{name}: has keys of {clash}; select the tool with one of {choices}")
 
 
+def _refuse_others(tree: Node, name: str) -> None:
+    """Refuse a file of a tool that is not read, with the counterpart of each key that decides what it trains.
+
+    Raises:
+        RecipeError: the file has such keys.
+    """
+    known = [key for key in tree.members if not any(key in tool.table for tool in Tool)]
+    found = {title: [key for key in known if key in table] for title, table in FORMATS.items()}
+    title, keys = max(found.items(), key=lambda entry: len(entry[1]))
+    if keys:
+        raise RecipeError(
+            f"{name}: is a file of {title}, which `trainer convert` does not read; write a recipe by hand, with these"
+            " keys, and convert the others from a file without them",
+            *(f"{tree.members[key].key_origin or name}: `{key}` {FORMATS[title][key]}" for key in keys),
+        )
+
+
 def _is_of_one(key: str, node: Node, tool: Tool) -> bool:
     """Return whether only this tool has the key; an object belongs to the tool that has keys in it."""
     owners = [other for other in Tool if key in other.table]
@@ -205,6 +225,11 @@ def _is_of_one(key: str, node: Node, tool: Tool) -> bool:
 
 
 def _read(file: Path) -> Node:
+    if file.suffix.lower() in _PYTHON:
+        raise UsageError(
+            f"{shown_path(file)}: is not JSON or YAML, and `trainer convert` runs no code; save the TrainingArguments"
+            ' in the program: `open("args.json", "w").write(args.to_json_string())`, and convert args.json'
+        )
     if file.suffix.lower() in (".yaml", ".yml"):
         node = _read_yaml(read_text(file), file_origin(file))
     else:

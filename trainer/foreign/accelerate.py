@@ -6,7 +6,7 @@ A test compares the names with the fields of the file and the options of the lau
 from __future__ import annotations
 
 from trainer.foreign import remarks as say
-from trainer.foreign.counterpart import Counterpart, alike, launcher, mapped, none, prefixed, renamed, same
+from trainer.foreign.counterpart import Counterpart, alike, launcher, mapped, none, prefixed, refused, renamed, same
 from trainer.foreign.fsdp import FSDP
 
 _TOP: dict[str, Counterpart] = {
@@ -92,14 +92,14 @@ _MEGATRON: dict[str, Counterpart] = {
     "context_parallel_size": none("only from `parallelism_config`: set `parallel.context`", None, 1),
     "expert_model_parallel_size": none(say.NO_EXPERTS, None, 1),
     "expert_tensor_parallel_size": none(say.NO_EXPERTS, None, 1),
-    **alike(none("model.dropout sets all dropout probabilities", None), "attention_dropout", "hidden_dropout"),
+    **alike(refused("model.dropout sets all dropout probabilities", None), "attention_dropout", "hidden_dropout"),
     **alike(
         none("transformers defines the model and its loss", None, False),
         "attention_backend",
         "attention_softmax_in_fp32",
         "use_rotary_position_embeddings",
-        "eod_mask_loss",
     ),
+    "eod_mask_loss": refused("transformers defines the model and its loss", None, False),
     "calculate_per_token_loss": same(say.BATCH_MEAN, None, True),
     **alike(none(say.OWN_CHECKPOINTS, None, False), "no_load_optim", "no_save_optim"),
 }

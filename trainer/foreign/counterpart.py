@@ -16,6 +16,7 @@ class Kind(Enum):
     NONE = "no counterpart"
     SAME = "same behaviour"  # if the value is one of the defaults
     LAUNCHER = "set by the launcher"
+    REFUSED = "no counterpart, and decides the training: the file is refused"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ def mapped(key: str, *defaults: object, note: str = "") -> Counterpart:
 def none(why: str, *defaults: object) -> Counterpart:
     """Return the row of a key without a counterpart."""
     return Counterpart(None, why, Kind.NONE, defaults)
+
+
+def refused(why: str, *defaults: object) -> Counterpart:
+    """Return the row of a key without a counterpart that decides what is learned."""
+    return Counterpart(None, why, Kind.REFUSED, defaults)
 
 
 def same(why: str, *defaults: object) -> Counterpart:

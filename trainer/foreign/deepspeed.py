@@ -6,7 +6,7 @@ A test compares the names with the keys that the pinned version of DeepSpeed rea
 from __future__ import annotations
 
 from trainer.foreign import remarks as say
-from trainer.foreign.counterpart import Counterpart, alike, mapped, none, prefixed, renamed, same
+from trainer.foreign.counterpart import Counterpart, alike, mapped, none, prefixed, refused, renamed, same
 from trainer.recipe.deepspeed import FREE_KEYS, FREE_ZERO_KEYS
 
 _REMOVED = none("DeepSpeed has removed this key")
@@ -98,7 +98,7 @@ _OPTIMIZER: dict[str, Counterpart] = {
     "optimizer.params.torch_adam": same("the optimizer is torch's own, fused", False, True),
     "optimizer.params.adam_w_mode": none("weight decay is decoupled, as in AdamW", True),
     "optimizer.params.bias_correction": same(say.ALWAYS_ON, True),
-    "optimizer.params.amsgrad": none("AMSGrad is not supported", False),
+    "optimizer.params.amsgrad": refused("AMSGrad is not supported", False),
     "optimizer.params.max_grad_norm": none("DeepSpeed ignores it; use training.max_grad_norm", 0, 0.0),
 }
 
@@ -178,7 +178,7 @@ DEEPSPEED: dict[str, Counterpart] = {
     "zero_force_ds_cpu_optimizer": none("the optimizer is torch's own, also with offload", True, False),
     "prescale_gradients": none(say.ONE_DENOMINATOR, False),
     "gradient_predivide_factor": none(say.ONE_DENOMINATOR, 1.0),
-    "gradient_allreduce_op": none(say.ONE_DENOMINATOR, "mean"),
+    "gradient_allreduce_op": refused(say.ONE_DENOMINATOR, "mean"),
     "aio": none(say.NO_NVME, None),
     "data_types": none("gradients are accumulated in fp32", None),
     "disable_allgather": none("DeepSpeed ignores it", False),
@@ -211,7 +211,7 @@ DEEPSPEED: dict[str, Counterpart] = {
         "datastates_ckpt",
     ),
     "dataloader_drop_last": none(say.EVERY_ROW, False),
-    "data_efficiency": none("every epoch has every row once"),
+    "data_efficiency": refused("every epoch has every row once"),
     "vocabulary_size": none("the model sets the vocabulary size", None),
     "autotuning": none("batch sizes are not tuned; `trainer check` shows the memory"),
     "pipeline": none("DeepSpeed's pipeline engine is not supported; see parallel.pipeline"),
@@ -219,23 +219,20 @@ DEEPSPEED: dict[str, Counterpart] = {
     "expert_parallel": none(say.NO_EXPERTS),
     "use_data_before_expert_parallelism": none(say.NO_EXPERTS, False),
     "hybrid_engine": none("text generation during training is not supported"),
-    "weight_quantization": none(say.NO_FP8),
+    "weight_quantization": refused(say.NO_FP8),
     "compile": none(say.NOT_COMPILED),
     "log_level": none(say.NO_LOG_LEVELS, None),
     "elasticity": none('`parallel.elastic` "data" lets nodes join and leave, with the same global batch'),
     "nebula": none(
         "`checkpoint.memory` keeps frequent checkpoints in the memory of the hosts, written in the background"
     ),
+    **alike(_REMOVED, "amp", "sparse_gradients", "eigenvalue", "graph_harvesting"),
     **alike(
-        _REMOVED,
+        refused("DeepSpeed has removed this key"),
         "curriculum_learning",
         "compression_training",
-        "amp",
         "quantize_training",
-        "sparse_gradients",
-        "eigenvalue",
         "sparse_attention",
-        "graph_harvesting",
         "progressive_layer_drop",
     ),
 }

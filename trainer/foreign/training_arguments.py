@@ -6,7 +6,7 @@ A test compares names and defaults with the pinned version of transformers.
 from __future__ import annotations
 
 from trainer.foreign import remarks as say
-from trainer.foreign.counterpart import Counterpart, alike, launcher, mapped, none, prefixed, renamed, same
+from trainer.foreign.counterpart import Counterpart, alike, launcher, mapped, none, prefixed, refused, renamed, same
 from trainer.foreign.fsdp import FSDP
 
 _TRACKIO = "Trackio is not supported; see logging.to"
@@ -26,7 +26,7 @@ FIELDS: dict[str, Counterpart] = {
     # learning rate and optimizer
     "learning_rate": renamed("optimizer.learning_rate", 5e-5),
     "lr_scheduler_type": mapped("schedule.name", "linear"),
-    "lr_scheduler_kwargs": none("linear and cosine reach 0; constant does not decay", None, {}),
+    "lr_scheduler_kwargs": refused("linear and cosine reach 0; constant does not decay", None, {}),
     "warmup_steps": mapped("schedule.warmup", 0, note=say.WHOLE_STEPS),
     "optim": mapped(
         "optimizer.name",
@@ -34,14 +34,14 @@ FIELDS: dict[str, Counterpart] = {
         "adamw_torch",
         note="adamw, adamw_8bit, sgd, muon, adafactor or schedule_free_adamw",
     ),
-    "optim_args": none("optimizers have no further arguments", None),
+    "optim_args": refused("optimizers have no further arguments", None),
     "weight_decay": renamed("optimizer.weight_decay", 0.0, note="both exclude biases and norm weights"),
     "adam_beta1": mapped("optimizer.betas", 0.9, note=say.BOTH_BETAS),
     "adam_beta2": mapped("optimizer.betas", 0.999, note=say.BOTH_BETAS),
     "adam_epsilon": mapped("optimizer.epsilon", 1e-8),
-    "optim_target_modules": none("GaLore and APOLLO are not supported", None),
+    "optim_target_modules": refused("GaLore and APOLLO are not supported", None),
     "max_grad_norm": mapped("training.max_grad_norm", 1.0, note=say.NO_CLIPPING),
-    "label_smoothing_factor": none("set `task.label_smoothing`, for classifications only", 0.0),
+    "label_smoothing_factor": mapped("task.label_smoothing", 0.0, note="of classifications"),
     # precision, memory and speed
     **alike(mapped("precision", False, note=say.WORD_OF_PRECISION), "bf16", "fp16"),
     **alike(
@@ -65,7 +65,7 @@ FIELDS: dict[str, Counterpart] = {
     "use_liger_kernel": none("the kernels are torch's own", False),
     "liger_kernel_config": none("the kernels are torch's own", None),
     "use_cache": same("training uses no key-value cache", False),
-    "neftune_noise_alpha": none("noise on embeddings is not supported", None),
+    "neftune_noise_alpha": refused("noise on embeddings is not supported", None),
     "torch_empty_cache_steps": none("torch manages the cache of its allocator", None),
     # logging
     "logging_strategy": mapped("logging.every", "steps", note=say.ONE_INTERVAL),
@@ -231,11 +231,11 @@ SCRIPTS: dict[str, Counterpart] = {
     "validation_split_name": mapped("data.validation", None, note=say.HUB),
     **alike(none("`trainer run` reads only a training and a validation split", None), "test_file", "test_split_name"),
     "validation_split_percentage": none("write the share, such as 0.05, in data.validation", 5),
+    "max_train_samples": refused("name a split or file with these rows", None),
     **alike(
         none("name a split or file with these rows", None),
         "remove_splits",
         "remove_columns",
-        "max_train_samples",
         "max_eval_samples",
         "max_predict_samples",
     ),
