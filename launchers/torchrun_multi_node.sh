@@ -30,8 +30,12 @@ cd -- "$FOLDER"
 if [[ -n $VENV ]]; then
     PATH=$VENV/bin:$PATH
 fi
-if [[ $PROCESSES =~ ^[0-9]+$ ]]; then # torchrun would set one thread
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > PROCESSES ? $(nproc) / PROCESSES : 1))}
+ranks=$PROCESSES
+if [[ $PROCESSES == gpu ]]; then
+    ranks=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || true # without the program there is none
+fi
+if [[ $ranks =~ ^[1-9][0-9]*$ ]]; then # torchrun would set one thread
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > ranks ? $(nproc) / ranks : 1))}
 fi
 options=(--nnodes "$NODES" --nproc-per-node "$PROCESSES" --max-restarts "$RESTARTS")
 if [[ $RENDEZVOUS == c10d ]]; then

@@ -363,3 +363,22 @@ def test_a_label_with_a_line_break_of_yaml_stays_one_value(here: Path, capsys: p
     (here / "reviews.json").write_text(json.dumps(recipe))
     found = manifests(written("reviews.json", *options_of("kubernetes"), capsys=capsys))
     assert json.loads(found["ConfigMap"]["data"]["recipe.json"])["task"]["labels"] == ["a\u2028b", "c\u0085d"]
+
+
+@pytest.mark.parametrize("file", ["torchrun_single_node.sh", "torchrun_multi_node.sh"])
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [({}, "3"), ({"PROCESSES": "2"}, "6"), ({"PROCESSES": "16"}, "1"), ({"OMP_NUM_THREADS": "5"}, "5")],
+)
+def test_torchruns_ranks_share_the_cores(file, variables, threads, tmp_path):
+    """Stand-ins show 12 cores and 4 GPUs. Without a number, torchrun gives each rank one thread."""
+    for name, text in {"nproc": "echo 12", "nvidia-smi": "seq 4", "torchrun": "echo $OMP_NUM_THREADS"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    place = {"NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "m", "MASTER_PORT": "1"}
+    known = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        ["bash", LAUNCHERS / file], env={**known, **place, **variables, "PATH": path}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == (f"{threads}\n", "")
