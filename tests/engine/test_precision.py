@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.base.errors import UsageError
-from trainer.engine.precision import allow_tf32, cast_forward
+from trainer.engine.precision import cast_forward, set_precision
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,27 @@ def test_tf32_is_off_unless_the_recipe_allows_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     try:
         for allowed in (True, False):
-            allow_tf32(allowed, torch.device("cuda"))
+            set_precision(allowed, torch.device("cuda"))
             assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
     with pytest.raises(UsageError, match="`tf32` is true, but cpu has no TF32; set it to false"):
-        allow_tf32(True, torch.device("cpu"))
+        set_precision(True, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation"],
+)
+def test_products_of_16_bits_are_summed_in_fp32(name):
+    products = torch.backends.cuda.matmul
+    before = getattr(products, name)
+    try:
+        setattr(products, name, True)
+        set_precision(False, torch.device("cpu"))
+        assert getattr(products, name) is False
+    finally:
+        setattr(products, name, before)
 
 
 def test_a_device_without_autocast_is_refused():

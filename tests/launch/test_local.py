@@ -223,6 +223,24 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         local._check_devices(3)
 
 
+@pytest.mark.parametrize("visible", [1, 2])
+def test_ranks_of_a_launcher_may_see_one_gpu_each(monkeypatch, visible):
+    """The ranks compare their GPUs when they meet."""
+    from trainer.base.errors import LaunchError
+    from trainer.launch import local
+    from trainer.ranks.environment import LaunchEnvironment
+    from trainer.reading.loading import load_recipe
+
+    ranks = LaunchEnvironment("srun", rank=1, local_rank=1, world_size=4, local_world_size=4)
+    monkeypatch.setattr(local, "_num_gpus", lambda: visible)
+    monkeypatch.setattr(local, "detect", lambda: ranks)
+    if visible == 1:
+        assert local.plan_start(load_recipe("bert_sample", ()), None, 0) == (ranks, None)
+        return
+    with pytest.raises(LaunchError, match="4 processes need 4 GPUs, but this machine shows 2"):
+        local.plan_start(load_recipe("bert_sample", ()), None, 0)
+
+
 @pytest.mark.slow
 def test_the_cursor_comes_back_after_a_killed_rank():
     """A second Ctrl-C kills ranks too, and a killed rank 0 cannot show the cursor that its bar hid."""

@@ -26,19 +26,25 @@ def sent_dtype(communication: Communication) -> torch.dtype | None:
     return COMPUTE_DTYPES.get(communication.gradients)
 
 
-def allow_tf32(allowed: bool, device: torch.device) -> None:
-    """Allow or forbid TF32 in fp32 matrix products and convolutions; torch allows it in convolutions by default.
+def set_precision(tf32: bool, device: torch.device) -> None:
+    """Set the precision of matrix products and convolutions of the process.
+
+    TF32 in fp32 products is allowed or forbidden; torch allows it in convolutions by default. Parts of sums of bf16 and
+    fp16 products are added in fp32; torch by default lets cuBLAS round them.
 
     Raises:
         UsageError: TF32 is requested on a device without it.
     """
-    if allowed and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+    if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         raise UsageError(
             f"`tf32` is true, but {name} has no TF32; set it to false, or use an NVIDIA GPU from the"
             " Ampere generation on"
         )
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    products = torch.backends.cuda.matmul
+    products.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
+    products.allow_fp16_accumulation = False
 
 
 def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.device) -> None:

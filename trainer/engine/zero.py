@@ -63,7 +63,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "z", TRAINED)
 
 def load_deepspeed(device: torch.device) -> Any:
     """Return the package, with the variable that it reads when it starts."""
-    set_local_rank(device.index or 0)
+    set_local_rank(device.index)  # not always that of the rank: each may see one GPU only
     return import_deepspeed()
 
 

@@ -130,7 +130,8 @@ def plan_start(
                 " them can start them again; drop --max-restarts, and let the launcher or the batch system restart"
             )
         plan_on_ranks(recipe, environment)
-        _check_devices(environment.local_world_size)
+        if _num_gpus() != 1:  # a batch system may show each rank only its own GPU; the ranks compare them
+            _check_devices(environment.local_world_size)
         return environment, None
     number = _number_of_processes(environment, processes, STRATEGIES[recipe.parallel.strategy])
     plan_run(recipe, number)

@@ -171,9 +171,12 @@ def set_rank(environment: LaunchEnvironment, environ: MutableMapping[str, str] =
     environ.update(MASTER_ADDR=environment.master_addr, MASTER_PORT=str(environment.master_port))
 
 
-def set_local_rank(local_rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variable that DeepSpeed reads, for launchers that use another name."""
-    environ.setdefault("LOCAL_RANK", str(local_rank))
+def set_local_rank(number: int | None, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variable from which DeepSpeed reads the number of this rank's GPU; None: any, because there is none."""
+    if number is None:
+        environ.setdefault("LOCAL_RANK", "0")
+    else:
+        environ["LOCAL_RANK"] = str(number)
 
 
 def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

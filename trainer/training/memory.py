@@ -171,7 +171,8 @@ def _size(num_bytes: int) -> str:
 
 def _device(environment: LaunchEnvironment) -> str:
     if torch.cuda.is_available():
-        return f"GPU {environment.local_rank}, {torch.cuda.get_device_name()} with {_gibibytes(environment):.1f} GiB,"
+        place = f"GPU {torch.cuda.current_device()}, {torch.cuda.get_device_name()}"
+        return f"{place} with {_gibibytes(environment):.1f} GiB,"
     return f"this machine, {_gibibytes(environment):.1f} GiB for each of its ranks,"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import socket
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +14,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 
-from trainer.base.errors import LostPeerError
+from trainer.base.errors import LaunchError, LostPeerError
+from trainer.base.text import listed
 from trainer.engine.deepspeed_package import linear_restored, ready_deepspeed
-from trainer.engine.precision import allow_tf32
+from trainer.engine.precision import set_precision
 from trainer.observe.heartbeat import killed_ranks
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.ranks.environment import LaunchEnvironment
@@ -31,6 +35,7 @@ Result = TypeVar("Result")
 
 _LEAST_COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # before the first step, ranks may wait for one that still reads
 _AFTER_WATCHDOG = timedelta(minutes=1)  # the watchdog reports more than a collective does, so it goes first
+_ABORT_SECONDS = 10.0
 
 
 def meet_ranks(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvironment) -> Rendezvous | None:
@@ -73,13 +78,16 @@ def device_type() -> str:
 def open_device(environment: LaunchEnvironment, tf32: bool) -> torch.device:
     """Return the device of this rank, and make it torch's current one, with or without TF32.
 
+    A batch system may show each rank only its own GPU, which is then number 0.
+
     Raises:
         UsageError: TF32 is requested on a device without it.
     """
-    device = torch.device("cpu") if device_type() == "cpu" else torch.device("cuda", environment.local_rank)
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if device_type() == "cuda":
+        device = torch.device("cuda", environment.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
-    allow_tf32(tf32, device)
+    set_precision(tf32, device)
     return device
 
 
@@ -102,8 +110,11 @@ def process_group(
 
     Raises:
         UsageError: DeepSpeed is needed and cannot be used.
+        LaunchError: ranks have the same GPU.
         LostPeerError: another rank has gone.
     """
+    if rendezvous is not None and device.type == "cuda":
+        _check_gpus(rendezvous, environment, device, collective_timeout(plan.recipe).total_seconds())
     if plan.strategy.zero_stage:
         together(rendezvous, plan.recipe, lambda: ready_deepspeed(environment.local_rank, device.type == "cpu"))
     if rendezvous is None and not plan.strategy.cuts_anything:
@@ -119,11 +130,43 @@ def process_group(
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # their variables hold model and engine
         _let_go()
+        _abort()
         if _is_lost_peer(error):
             raise LostPeerError(_lost_peer(Path(plan.recipe.checkpoint.folder))) from error
         raise
-    finally:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
+
+
+def _check_gpus(
+    rendezvous: Rendezvous, environment: LaunchEnvironment, device: torch.device, timeout_seconds: float
+) -> None:
+    """Refuse ranks on the same GPU, which would wait for each other. All ranks must call it.
+
+    Raises:
+        LaunchError: ranks have the same GPU.
+    """
+    own = (str(torch.cuda.get_device_properties(device).uuid), f"rank {environment.rank} on {socket.gethostname()}")
+    holders: dict[str, list[str]] = {}
+    for uuid, rank in rendezvous.gather(own, timeout_seconds) or ():
+        holders.setdefault(uuid, []).append(rank)
+    shared = next(((uuid, ranks) for uuid, ranks in holders.items() if len(ranks) > 1), None)
+    if found := rendezvous.share(shared, timeout_seconds):
+        uuid, ranks = found
+        raise LaunchError(
+            f"each rank must have a GPU of its own, but GPU {uuid} is that of {listed(ranks, 8)}; start one rank for"
+            " each GPU (Slurm: --gpus-per-task=1, or --gpus-per-node without --gpu-bind)"
+        )
+
+
+def _abort() -> None:
+    """Leave the process group without the other ranks, which may wait in a collective.
+
+    NCCL's shutdown can wait for them, and its abort for a kernel. The error of this rank must show in any case, so the
+    wait is bounded.
+    """
+    thread = threading.Thread(target=_abort_process_group, name="abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_SECONDS)
 
 
 def _is_lost_peer(error: BaseException) -> bool:

@@ -1,0 +1,75 @@
+"""How ranks leave a process group after an error, and which GPU each of them takes."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.training import tiny_recipe
+from trainer.base.errors import LaunchError
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.plan import plan_run
+from trainer.training import process_group
+
+
+class TestLeaving:
+    def test_an_error_shows_though_the_other_ranks_hold_up_the_abort(self, monkeypatch):
+        """NCCL's shutdown may wait for ranks that wait in a collective."""
+        end = threading.Event()
+        abort = process_group._abort_process_group
+        monkeypatch.setattr(process_group, "_abort_process_group", end.wait)
+        monkeypatch.setattr(process_group, "_ABORT_SECONDS", 0.1)
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: pytest.fail("a shutdown waits for the other ranks"))
+        plan = plan_run(tiny_recipe(parallel={"strategy": "fsdp"}), 1)
+        try:
+            with (
+                pytest.raises(ArithmeticError, match="the cause"),
+                process_group.process_group(plan, LaunchEnvironment("none"), torch.device("cpu"), None),
+            ):
+                raise ArithmeticError("the cause")
+        finally:
+            end.set()
+            abort()
+        assert not dist.is_initialized()
+
+
+class _Meeting:
+    """A rendezvous of ranks whose values are known."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+
+    def gather(self, value: Any, timeout_seconds: float) -> list[Any]:
+        return [value, *self._values]
+
+    def share(self, value: Any, timeout_seconds: float) -> Any:
+        return value
+
+
+class TestDevices:
+    @pytest.fixture(autouse=True)
+    def _gpus(self, monkeypatch):
+        self.visible, self.chosen = 1, []
+        monkeypatch.setattr(process_group, "device_type", lambda: "cuda")
+        monkeypatch.setattr(process_group, "set_precision", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: self.visible)
+        monkeypatch.setattr(torch.cuda, "set_device", self.chosen.append)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="aa"))
+
+    @pytest.mark.parametrize(("visible", "number"), [(1, 0), (4, 3)])
+    def test_a_rank_takes_its_gpu_or_the_only_one_that_it_sees(self, visible, number):
+        self.visible = visible
+        environment = LaunchEnvironment("srun", rank=3, local_rank=3, world_size=4, local_world_size=4)
+        assert process_group.open_device(environment, False) == torch.device("cuda", number)
+        assert self.chosen == [torch.device("cuda", number)]
+
+    def test_ranks_on_one_gpu_are_refused(self):
+        environment, device = LaunchEnvironment("srun", world_size=2, local_world_size=2), torch.device("cuda", 0)
+        process_group._check_gpus(_Meeting([("bb", "rank 1 on b")]), environment, device, 1.0)
+        with pytest.raises(LaunchError, match=r"GPU aa is that of rank 0 on .*, rank 1 on b; start one rank"):
+            process_group._check_gpus(_Meeting([("aa", "rank 1 on b")]), environment, device, 1.0)
