@@ -44,7 +44,8 @@ def train(recipe: Recipe, graphed: bool, steps: int = STEPS) -> tuple[Curve, int
         patch.setattr(native, "CudaCapture", capture)
         # As a copy that was begun ahead: it does not know the padding.
         patch.setattr(Microbatch, "to", lambda self, device: replace(self.map(torch.clone), is_padded=None))
-        with tiny_training(recipe.model_copy(update={"cuda_graphs": graphed})) as training:
+        # A mesh may name its device otherwise than its tensors do, as "cuda" and "cuda:0".
+        with tiny_training(recipe.model_copy(update={"cuda_graphs": graphed}), device="cpu:0") as training:
             parameters = list(training.engine.parameters.values())
             schedule = training.engine._schedule
             results = training.steps(steps)

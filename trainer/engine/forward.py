@@ -144,9 +144,9 @@ class ModelForward:
             self._joint = self._joint_losses(batch)
             self._seed_dropout()  # the second pass draws the same masks
 
-    def dropout_table(self) -> Tensor | None:
-        """Return the keys of all calls of dropout sites in this step, on the device; None with torch's dropout."""
-        return self._keys.known(self._step, self._mesh.device)[1] if self._keys else None
+    def dropout_table(self, device: torch.device) -> Tensor | None:
+        """Return the keys of all calls of dropout sites in this step, on a device; None with torch's dropout."""
+        return self._keys.known(self._step, device)[1] if self._keys else None
 
     def _seed_dropout(self) -> None:
         if self._keys is None:

@@ -67,8 +67,8 @@ class GraphedSchedule:
 
     Args:
         loss_sum: returns the sum of losses of a microbatch, a scalar with a graph of autograd.
-        dropout_table: returns the dropout keys of the current step, always the same tensor until a call of a site is
-            new; None with torch's dropout.
+        dropout_table: returns the dropout keys of the current step on the device of a microbatch, always the same
+            tensor until a call of a site is new; None with torch's dropout.
         sums: the sums of gradients over the data ranks; None: there is one.
         capture: records a pass.
     """
@@ -76,7 +76,7 @@ class GraphedSchedule:
     def __init__(
         self,
         loss_sum: Callable[[Microbatch], Tensor],
-        dropout_table: Callable[[], Tensor | None],
+        dropout_table: Callable[[torch.device], Tensor | None],
         sums: OverlappedSums | None,
         capture: Capture,
     ) -> None:
@@ -117,11 +117,11 @@ class GraphedSchedule:
 
     def _replay(self, shape: Hashable, microbatch: Microbatch) -> None:
         assert self._numbers is not None
-        table = self._dropout_table()
+        ready = replace(microbatch.to(self._numbers.total.device), is_padded=microbatch.is_padded)
+        table = self._dropout_table(ready.rows.device)
         if table is not self._table:
             self._table = table
             self._graphs.clear()
-        ready = replace(microbatch.to(self._numbers.total.device), is_padded=microbatch.is_padded)
         if shape not in self._graphs:
             if len(self._graphs) == MOST_GRAPHS:
                 raise UsageError(
