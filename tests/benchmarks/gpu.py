@@ -246,8 +246,9 @@ def train(case: Case, device: Device, planned: Mapping[str, Any] | None) -> dict
     }
     if planned is not None and case.variant not in SHORT_ROWS:  # a plan has no padding
         peak = peak_flops(device.name, case.precision)
-        found |= {"planned_peak_bytes": planned["peak_bytes"], "flops_of_step": planned["flops"]}
         found["mfu"] = None if peak is None else planned["flops"] / step / peak
+        if not recipe.cuda_graphs:  # a plan does not know the memory of graphs
+            found["planned_peak_bytes"] = planned["peak_bytes"]
     return found
 
 
@@ -333,16 +334,20 @@ def run(models: Sequence[str], tiny: bool, until: float, out: Path, plans: Path 
         for name, case in chosen.items():
             if case.strategy == "ddp" and not case.recipe().cuda_graphs:  # no plan shards over one rank
                 attempt(results["plans"], name, until, partial(plan, case))
-                init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
-    for name, case in chosen.items():
-        attempt(results["training"], name, until, partial(train, case, device, results["plans"].get(name)))
+                for name, case in chosen.items():
+        # Only sharded strategies need a process group; transformers' Trainer would destroy it.
+        if case.strategy != "ddp" and not dist.is_initialized():
+            init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
+        planned = results["plans"].get(name.replace(", CUDA graphs", ""))  # the same arithmetic
+        attempt(results["training"], name, until, partial(train, case, device, planned))
         for peer, loop in PEERS.items() if case.beside_peers else ():
             attempt(results[peer], name, until, partial(train_by_peer, case, device, loop))
         save()
     for recipe in (AdamW(), AdamW8bit(name="adamw_8bit")):
         attempt(results["updates"], recipe.name, until, partial(update, recipe, device, tiny))
     save()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -54,7 +54,7 @@ _ROWS = {
     (_SMALL, 16, 256, True): Blocks(Block(64, 32, 8, 1), Block(32, 32, 8, 1), Block(32, 32, 8, 1)),
     (_HOPPER, 16, 64, False): Blocks(Block(64, 32, 4, 3), Block(64, 32, 4, 3), Block(32, 64, 4, 3)),
     (_HOPPER, 16, 64, True): Blocks(Block(64, 64, 4, 1), Block(64, 32, 4, 1), Block(32, 64, 4, 1)),
-    (_HOPPER, 16, 128, False): Blocks(Block(64, 32, 4, 3), Block(64, 32, 4, 3), Block(32, 32, 4, 3)),
+    (_HOPPER, 16, 128, False): Blocks(Block(128, 64, 8, 3), Block(64, 32, 4, 3), Block(32, 64, 4, 1)),
     (_HOPPER, 16, 128, True): Blocks(Block(64, 32, 4, 1), Block(64, 32, 4, 1), Block(32, 32, 4, 1)),
     (_HOPPER, 16, 256, False): Blocks(Block(128, 32, 8, 2), Block(32, 32, 8, 1), Block(32, 32, 8, 1)),
     (_HOPPER, 16, 256, True): Blocks(Block(64, 16, 8, 1), Block(32, 32, 8, 1), Block(32, 32, 8, 1)),
