@@ -334,10 +334,9 @@ def run(models: Sequence[str], tiny: bool, until: float, out: Path, plans: Path 
         for name, case in chosen.items():
             if case.strategy == "ddp" and not case.recipe().cuda_graphs:  # no plan shards over one rank
                 attempt(results["plans"], name, until, partial(plan, case))
-                for name, case in chosen.items():
-        # Only sharded strategies need a process group; transformers' Trainer would destroy it.
-        if case.strategy != "ddp" and not dist.is_initialized():
-            init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
+                save()
+    init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
+    for name, case in chosen.items():
         planned = results["plans"].get(name.replace(", CUDA graphs", ""))  # the same arithmetic
         attempt(results["training"], name, until, partial(train, case, device, planned))
         for peer, loop in PEERS.items() if case.beside_peers else ():
@@ -346,8 +345,7 @@ def run(models: Sequence[str], tiny: bool, until: float, out: Path, plans: Path 
     for recipe in (AdamW(), AdamW8bit(name="adamw_8bit")):
         attempt(results["updates"], recipe.name, until, partial(update, recipe, device, tiny))
     save()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
