@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import RankPools
+from tests.helpers.reads import NoReads
 from tests.helpers.training import tiny_masking, tiny_recipe, tiny_split, tiny_task, tiny_training
 from trainer.data.collate import Padding
 from trainer.data.loader import EvalLoader
@@ -24,6 +27,9 @@ from trainer.training.evaluation import Evaluator
 
 class FakeEngine:
     """The loss of a row is its number, and what it predicts is the number too."""
+
+    def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
+        return partial(self.eval_step, microbatch)
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         if microbatch.filler:
@@ -110,6 +116,38 @@ def test_the_loss_is_the_mean_over_valid_labels():
 
 def test_without_a_valid_label_the_loss_is_zero():
     assert evaluate(5, 2, engine=Ignoring(first=5))[0]["loss"] == 0.0
+
+
+class Recording(FakeEngine):
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
+        self.events.append(("begin", int(microbatch.rows[0])))
+        return super().begin_eval(microbatch)
+
+    def eval_step(self, microbatch: Microbatch) -> EvalResult:
+        self.events.append(("read", int(microbatch.rows[0])))
+        return super().eval_step(microbatch)
+
+
+def test_a_microbatch_begins_before_the_one_before_is_read():
+    """A GPU would else wait for the host."""
+    evaluate(6, 2, engine=(engine := Recording()))
+    assert [kind for kind, _ in engine.events] == ["begin", "begin", "read", "begin", "read", "read"]
+    order = [[row for kind, row in engine.events if kind == wanted] for wanted in ("begin", "read")]
+    assert order[0] == order[1]
+
+
+def test_the_host_reads_no_value_before_the_result_is_wanted():
+    with tiny_training(tiny_recipe()) as training:
+        batch = next(iter(EvalLoader(tiny_split(3), 4, 0, 1, Padding(0))))
+        expected = training.engine.eval_step(batch)
+        with NoReads():
+            read = training.engine.begin_eval(batch)
+        found = read()
+    assert (found.loss_sum, found.num_valid) == (expected.loss_sum, 3)
+    assert torch.equal(found.predictions["predictions"], expected.predictions["predictions"])
 
 
 class Doubling(FakeEngine):

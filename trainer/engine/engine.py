@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.models.statistics import persistent_buffers
+from trainer.parallel.copying import begin_to_host
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.parts import TensorPart, whole_part
@@ -58,6 +59,15 @@ class EvalResult:
     loss_sum: float
     num_valid: int
     predictions: dict[str, Tensor]  # on the CPU, each [batch, ...], in the order of the microbatch's rows
+
+    @classmethod
+    def begin_read(
+        cls, loss_sum: Tensor | None, num_valid: int, predictions: Mapping[str, Tensor]
+    ) -> Callable[[], EvalResult]:
+        """Begin to copy the tensors of a result to the host, and return a function that waits for them."""
+        read_loss = begin_to_host({} if loss_sum is None else {"loss_sum": loss_sum})
+        read = begin_to_host(predictions)
+        return lambda: cls(sum(loss.item() for loss in read_loss().values()), num_valid, read())
 
 
 @dataclass(frozen=True)
@@ -173,8 +183,16 @@ class Engine(Protocol):
         """Begin a step and wait for its numbers."""
         ...
 
+    def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
+        """Begin a forward pass without dropout and gradients, and return a function that waits for its result."""
+        ...
+
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         """Run a forward pass without dropout and without gradients."""
+        ...
+
+    def begin_answer(self, microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:
+        """Begin a forward pass of rows without labels, and return a function that waits for `answer`."""
         ...
 
     def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:

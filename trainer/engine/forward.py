@@ -23,6 +23,7 @@ from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.models.families.table import layers_of
 from trainer.models.generating import generate
 from trainer.models.packing import pack_layers
+from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, has_padding
@@ -210,35 +211,36 @@ class ModelForward:
             layers.start()
 
     @torch.no_grad()
-    def evaluate(self, microbatch: Microbatch) -> EvalResult:
-        """Run a forward pass without dropout and without gradients."""
+    def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
+        """Begin a forward pass without dropout and gradients, and return a function that waits for its result."""
         self._set_training(False)
         num_valid = int(self._eval_task.num_valid(microbatch.labels))  # on the CPU, so the host need not wait
         microbatch = self._ready(microbatch)
         logits = self._scores(self._eval_call, microbatch, microbatch.labels)
         generated = self._generated(microbatch)
         if microbatch.filler:
-            return EvalResult(0.0, 0, {})
+            return EvalResult.begin_read(None, 0, {})
         # The loss of rows that depend on each other is that of the whole split.
-        loss_sum = 0.0 if self._task.rows_depend else self._eval_task.loss_sum(logits, microbatch.labels).item()
-        return EvalResult(loss_sum, num_valid, {**self._task.predictions(logits, microbatch.labels), **generated})
+        loss_sum = None if self._task.rows_depend else self._eval_task.loss_sum(logits, microbatch.labels)
+        found = {**self._task.predictions(logits, microbatch.labels), **generated}
+        return EvalResult.begin_read(loss_sum, num_valid, found)
 
     @torch.no_grad()
-    def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """Return the task's answers for rows without labels; empty for a filler."""
+    def begin_answer(self, microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:
+        """Begin to compute the task's answers for rows without labels; empty for a filler."""
         self._set_training(False)
         microbatch = self._ready(microbatch)
         if self._task.generates:
             generated = self._generated(microbatch)
-            return {} if microbatch.filler else generated
+            return begin_to_host({} if microbatch.filler else generated)
         logits = self._scores(self._eval_call, microbatch)
-        return {} if microbatch.filler else self._task.answers(logits, microbatch.inputs)
+        return begin_to_host({} if microbatch.filler else self._task.answers(logits, microbatch.inputs))
 
     def _generated(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """Return the generated tokens of the rows `[batch, tokens]`, if the task needs them."""
         if not self._task.generates or (microbatch.filler and not self._synced):
             return {}
-        return {"generated": generate(self._model, microbatch.inputs, self._synced, self._seed, microbatch.rows).cpu()}
+        return {"generated": generate(self._model, microbatch.inputs, self._synced, self._seed, microbatch.rows)}
 
     def _ready(self, microbatch: Microbatch) -> Microbatch:
         """Copy a microbatch to this rank's device, and find its tokens if the layers process no padding."""

@@ -42,6 +42,7 @@ from trainer.engine.sharded import defer_all_reduce, shard
 from trainer.engine.whole_matrices import matrix_names, whole_access
 from trainer.models.building import BuiltModel
 from trainer.models.saving import save_model
+from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.gradients import OverlappedSums, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
@@ -98,18 +99,13 @@ def wrap_ddp(
 
 def _begin_read(numbers: Tensor) -> Callable[[], list[float]]:
     """Begin to copy numbers to the host, and return a function that waits for them, but not for later work."""
-    if not numbers.is_cuda:
-        return numbers.tolist
-    copied = numbers.to("cpu", non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
+    read = begin_to_host({"numbers": numbers})
 
-    def read() -> list[float]:
-        event.synchronize()
-        found: list[float] = copied.tolist()
+    def wait() -> list[float]:
+        found: list[float] = read()["numbers"].tolist()
         return found
 
-    return read
+    return wait
 
 
 class NativeEngine:
@@ -246,13 +242,19 @@ class NativeEngine:
         self.optimizer.found_inf = flag.to(device)  # type: ignore[attr-defined]
         self.optimizer.step()
 
-    def eval_step(self, microbatch: Microbatch) -> EvalResult:
+    def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
         self._show_averages()
-        return self._forward.evaluate(microbatch)
+        return self._forward.begin_eval(microbatch)
+
+    def eval_step(self, microbatch: Microbatch) -> EvalResult:
+        return self.begin_eval(microbatch)()
+
+    def begin_answer(self, microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:
+        self._show_averages()
+        return self._forward.begin_answer(microbatch)
 
     def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        self._show_averages()
-        return self._forward.answer(microbatch)
+        return self.begin_answer(microbatch)()
 
     def idle_share(self) -> float | None:
         return self._schedule.idle_share()

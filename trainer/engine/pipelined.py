@@ -26,7 +26,7 @@ from trainer.engine.sharded import shard
 from trainer.models.attention import padding_known
 from trainer.models.building import BuiltModel
 from trainer.models.stages import StagePart
-from trainer.parallel.copying import to_device
+from trainer.parallel.copying import begin_to_host, to_device
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.gradients import OverlappedSums, TiedGradients, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
@@ -167,21 +167,23 @@ class PipelinedForward(ModelForward):
         )
 
     @torch.no_grad()
-    def evaluate(self, microbatch: Microbatch) -> EvalResult:
-        """Run a forward pass without dropout and gradients; the result is on the rank of the last stage."""
+    def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
+        """Begin a forward pass without dropout and gradients; the result is on the rank of the last stage."""
         num_valid = int(self._eval_task.num_valid(microbatch.labels))
         logits = self._scores_of(microbatch)
         if logits is None:
-            return EvalResult(0.0, 0, {})
+            return EvalResult.begin_read(None, 0, {})
         labels = microbatch.labels.to(self._mesh.device)
-        loss_sum = 0.0 if self._task.rows_depend else self._eval_task.loss_sum(logits, labels).item()
-        return EvalResult(loss_sum, num_valid, self._task.predictions(logits, labels))
+        loss_sum = None if self._task.rows_depend else self._eval_task.loss_sum(logits, labels)
+        return EvalResult.begin_read(loss_sum, num_valid, self._task.predictions(logits, labels))
 
     @torch.no_grad()
-    def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """Return the task's answers on the rank of the last stage; empty on other ranks."""
+    def begin_answer(self, microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:
+        """Begin to compute the task's answers on the rank of the last stage; empty on other ranks."""
         logits = self._scores_of(microbatch)
-        return {} if logits is None else self._task.answers(logits, microbatch.to(self._mesh.device).inputs)
+        if logits is None:
+            return begin_to_host({})
+        return begin_to_host(self._task.answers(logits, microbatch.to(self._mesh.device).inputs))
 
     def _scores_of(self, microbatch: Microbatch) -> Tensor | None:
         """Return the scores of a microbatch on the rank of the last stage; None on other ranks and for a filler."""

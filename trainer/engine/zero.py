@@ -276,13 +276,19 @@ class ZeroEngine:
             result = self._scaler.settle(result)
         return lambda: result
 
-    def eval_step(self, microbatch: Microbatch) -> EvalResult:
+    def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
         self._show_averages()
-        return self._forward.evaluate(microbatch)
+        return self._forward.begin_eval(microbatch)
+
+    def eval_step(self, microbatch: Microbatch) -> EvalResult:
+        return self.begin_eval(microbatch)()
+
+    def begin_answer(self, microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:
+        self._show_averages()
+        return self._forward.begin_answer(microbatch)
 
     def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        self._show_averages()
-        return self._forward.answer(microbatch)
+        return self.begin_answer(microbatch)()
 
     def idle_share(self) -> None:
         return None

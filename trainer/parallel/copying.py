@@ -1,9 +1,14 @@
-"""Copies from the host to a GPU."""
+"""Copies between the host and a GPU, for which the host does not wait."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+Result = TypeVar("Result")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -11,3 +16,29 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def begin_to_host(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """Begin to copy tensors to the host, and return a function that waits for them, but not for later work."""
+    if not any(tensor.is_cuda for tensor in tensors.values()):
+        return lambda: dict(tensors)
+    copied = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+
+    def read() -> dict[str, Tensor]:
+        event.synchronize()
+        return {name: tensor.clone() for name, tensor in copied.items()}  # the next copies reuse the pinned memory
+
+    return read
+
+
+def one_behind(begun: Iterable[Callable[[], Result]]) -> Iterator[Result]:
+    """Yield the result of each function after the next one was made, so that the device has work meanwhile."""
+    read: Callable[[], Result] | None = None
+    for following in begun:
+        if read is not None:
+            yield read()
+        read = following
+    if read is not None:
+        yield read()

@@ -306,7 +306,7 @@ class CausalLMTask(TokenLabels):
             return super().predictions(logits, labels)
         losses, right = logits.double().sum(1).unbind(-1)
         num_labels = (labels != IGNORED_LABEL).sum(-1)
-        return {"losses": losses.cpu(), "num_right": right.long().cpu(), "num_labels": num_labels.cpu()}
+        return {"losses": losses, "num_right": right.long(), "num_labels": num_labels}
 
     def for_vocabulary(self, cut: VocabularyCut | None) -> CausalLMTask:
         return replace(self, vocabulary=cut)

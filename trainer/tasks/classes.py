@@ -363,7 +363,7 @@ class RowClasses(NamedClasses):
         return F.cross_entropy(scores, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"predictions": logits.argmax(dim=-1).cpu(), "labels": labels.cpu()}
+        return {"predictions": logits.argmax(dim=-1), "labels": labels}
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
         predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
@@ -386,7 +386,7 @@ class RowClasses(NamedClasses):
         return (self.positive or self._known_class_names[1]) if "f1" in self.metric_names else None
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"probabilities": at_least_fp32(logits).softmax(-1).cpu()}
+        return {"probabilities": at_least_fp32(logits).softmax(-1)}
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         """Return the class and the probability of each class, for each row."""

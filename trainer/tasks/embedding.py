@@ -185,8 +185,8 @@ class EmbeddingTask(TaskDefaults):
         return _cosent(cosines / self.temperature, labels).expand(len(cosines))
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        found = {"embeddings": logits.float().cpu()}
-        return {**found, "labels": labels.double().cpu()} if labels.numel() else found
+        found = {"embeddings": logits.float()}
+        return {**found, "labels": labels.double()} if labels.numel() else found
 
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         """Return the metrics, and the loss of the whole split as one batch: it depends on no batch size."""
@@ -225,7 +225,7 @@ class EmbeddingTask(TaskDefaults):
         return replace(self, text_columns=self.text_columns[:1], score_column=None, mask_duplicates=False)
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"embeddings": logits.float().cpu()}
+        return {"embeddings": logits.float()}
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         names = ["embedding"]

@@ -58,7 +58,7 @@ class MaskedLMTask(TokenLabels):
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         cut = self._cut(logits)
-        return {"tokens": vocab_parallel_argmax(logits, cut.group, cut.size).cpu()}
+        return {"tokens": vocab_parallel_argmax(logits, cut.group, cut.size)}
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         """Return the predicted tokens of the mask tokens of each text, and the text with them."""

@@ -106,14 +106,14 @@ class MultiLabelTask(NamedClasses):
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         predicted = at_least_fp32(logits).sigmoid() > self._thresholds.to(logits.device)
-        return {"predictions": predicted.long().cpu(), "labels": labels.long().cpu()}
+        return {"predictions": predicted.long(), "labels": labels.long()}
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
         predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
         return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"probabilities": at_least_fp32(logits).sigmoid().cpu()}
+        return {"probabilities": at_least_fp32(logits).sigmoid()}
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         """Return the labels above the threshold and the probability of each label, for each row."""

@@ -327,7 +327,7 @@ class MultipleChoiceTask(TaskDefaults):
         return F.cross_entropy(logits, labels, reduction="sum")
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"predictions": logits.argmax(dim=-1).cpu(), "labels": labels.cpu()}
+        return {"predictions": logits.argmax(dim=-1), "labels": labels}
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
         predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
@@ -337,7 +337,7 @@ class MultipleChoiceTask(TaskDefaults):
         return replace(self, labelled=False, metric_names=())
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"probabilities": logits.softmax(-1).cpu()}
+        return {"probabilities": logits.softmax(-1)}
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         """Return the text of the best choice, its index from 0, and the probability of each choice, for each row."""

@@ -171,11 +171,11 @@ class QuestionAnsweringTask(TaskDefaults):
         ordered, order = logits.sort(dim=1, descending=True, stable=True)
         scores, positions = ordered[:, : self.n_best], order[:, : self.n_best]
         return {
-            "starts": positions[..., 0].cpu(),
-            "ends": positions[..., 1].cpu(),
-            "start_scores": scores[..., 0].cpu(),
-            "end_scores": scores[..., 1].cpu(),
-            "no_answer": logits[:, NO_ANSWER].sum(-1).cpu(),
+            "starts": positions[..., 0],
+            "ends": positions[..., 1],
+            "start_scores": scores[..., 0],
+            "end_scores": scores[..., 1],
+            "no_answer": logits[:, NO_ANSWER].sum(-1),
         }
 
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:

@@ -69,7 +69,7 @@ class SequenceRegressionTask(TaskDefaults):
         return F.mse_loss(scores, labels.to(scores.dtype), reduction="sum")
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"predictions": logits.float().squeeze(-1).cpu(), "labels": labels.float().cpu()}
+        return {"predictions": logits.float().squeeze(-1), "labels": labels.float()}
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
         predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
@@ -83,7 +83,7 @@ class SequenceRegressionTask(TaskDefaults):
         return replace(self, label_column=None, metric_names=())
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"predictions": logits.float().squeeze(-1).cpu()}
+        return {"predictions": logits.float().squeeze(-1)}
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         return [{"prediction": float(f"{value:.6g}")} for value in answers["predictions"].tolist()]

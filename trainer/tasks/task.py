@@ -98,7 +98,7 @@ class Task(Protocol):
         ...
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Return the input of `metrics` for each row: small CPU tensors, each of shape `[batch, ...]`.
+        """Return the input of `metrics` for each row: small tensors, each of shape `[batch, ...]`.
 
         Rows of different batches may differ in the size of the second dimension; `metrics` gets them padded with
         `IGNORED_LABEL`. Arguments and callers are those of `loss_sum`.

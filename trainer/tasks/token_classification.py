@@ -245,7 +245,7 @@ class TokenClassificationTask(NamedClasses):
         return F.cross_entropy(scores, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"predictions": logits.argmax(dim=-1).int().cpu()}
+        return {"predictions": logits.argmax(dim=-1).int()}
 
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         """Return metrics over all words; a word without a token is predicted as `O`, or wrong if there is no `O`."""
@@ -284,7 +284,7 @@ class TokenClassificationTask(NamedClasses):
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         scores, classes = at_least_fp32(logits).softmax(dim=-1).max(dim=-1)
-        return {"predictions": classes.int().cpu(), "scores": scores.cpu()}
+        return {"predictions": classes.int(), "scores": scores}
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         """Return `entities` for each row, or `tags` and `scores` of words if the tags are plain.

@@ -54,9 +54,9 @@ class TokenLabels(TaskDefaults):
         """Return sums over the labelled tokens of each row: rows differ in length, and a split may have many tokens."""
         cut = self._cut(logits)
         right = vocab_parallel_argmax(logits, cut.group, cut.size) == labels  # no token id equals the ignored label
-        found = {"num_right": right.sum(-1).cpu(), "num_labels": (labels != IGNORED_LABEL).sum(-1).cpu()}
+        found = {"num_right": right.sum(-1), "num_labels": (labels != IGNORED_LABEL).sum(-1)}
         if "perplexity" in self.metric_names:
-            found["losses"] = self._cross_entropy(logits, labels, "none").double().sum(-1).cpu()
+            found["losses"] = self._cross_entropy(logits, labels, "none").double().sum(-1)
         return found
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:

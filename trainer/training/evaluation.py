@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.data.loader import EvalLoader
-from trainer.engine.engine import Engine
+from trainer.engine.engine import Engine, EvalResult
 from trainer.observe.observer import Observer
+from trainer.parallel.copying import one_behind
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.microbatch import IGNORED_LABEL
+from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
 from trainer.tasks.task import Task
 from trainer.tasks.types import EvaluatedSplit
 
@@ -58,17 +59,20 @@ class Evaluator:
         """Return the task's metrics and the mean `loss`, the same on every rank. All ranks must call it."""
         loss_sum, num_valid = 0.0, 0
         here = RowTensors()
-        for done, microbatch in enumerate(self._loader, start=1):
-            result = self._engine.eval_step(microbatch)
+        for done, (rows, result) in enumerate(one_behind(map(self._begin, self._loader)), start=1):
             loss_sum += result.loss_sum
             num_valid += result.num_valid
-            here.add(microbatch.rows, result.predictions)
+            here.add(rows, result.predictions)
             self._observers.evaluation_progress(done, len(self._loader))
         # Ranks that share a model replica have the same rows, so one of them counts.
         own = (loss_sum, num_valid, here.joined()) if self._mesh.index("tp") == 0 else (0.0, 0, {})
         gathered = self._mesh.gather(own)
         metrics: dict[str, float] = self._mesh.share(self._combine(gathered) if gathered else None)
         return metrics
+
+    def _begin(self, microbatch: Microbatch) -> Callable[[], tuple[Tensor, EvalResult]]:
+        read = self._engine.begin_eval(microbatch)
+        return lambda: (microbatch.rows, read())
 
     def _combine(self, gathered: list[tuple[float, int, Mapping[str, Tensor]]]) -> dict[str, float]:
         whole = in_row_order([predictions for _, _, predictions in gathered], self._num_rows)

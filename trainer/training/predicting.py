@@ -28,7 +28,9 @@ from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenise import MOST_UNKNOWN
 from trainer.engine.building import refuse_generation_in_parts
+from trainer.parallel.copying import one_behind
 from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import Microbatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
@@ -262,10 +264,15 @@ class _Predictor:
             pin_memory=mesh.device.type == "cuda",
         )
         here = RowTensors()
-        for microbatch in loader:
+
+        def begin(microbatch: Microbatch) -> Callable[[], tuple[Tensor, dict[str, Tensor]]]:
             # Drawn tokens depend on the row of the file, and not on its chunk; windows of a row are no places.
             keyed = places[microbatch.rows] if len(places) == len(encoded) else microbatch.rows
-            here.add(microbatch.rows, parts.engine.answer(replace(microbatch, rows=keyed)))
+            read = parts.engine.begin_answer(replace(microbatch, rows=keyed))
+            return lambda: (microbatch.rows, read())
+
+        for rows, answers in one_behind(map(begin, loader)):
+            here.add(rows, answers)
         # Ranks that share a model replica have the same rows, so one of them counts.
         gathered = mesh.gather(here.joined() if mesh.index("tp") == 0 else {})
         return in_row_order(gathered or [], len(encoded))
