@@ -1,4 +1,4 @@
-"""Build DeepSpeed's operations into the installed package, so that a run compiles nothing at start.
+"""Build DeepSpeed's operations for CPUs into the installed package, so that a run compiles nothing at start.
 
 DeepSpeed can build them during its installation, but only for the processor of the build machine (`-march=native`). An
 image runs on other machines. This script builds the operations from DeepSpeed's descriptions for a named processor and
@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-OPERATIONS = {"cpu": ("cpu_adam", "deepspeed_shm_comm"), "cuda": ("cpu_adam", "fused_adam")}
-"""The operations of an image, by the accelerator that DeepSpeed finds in it."""
+OPERATIONS = ("deepspeed_shm_comm",)
+"""The operations that the trainer loads: on CPUs only, because its optimizers are torch's own, also with offload."""
 
 VECTORS = {"x86-64": "-D__SCALAR__", "x86-64-v3": "-D__AVX256__", "x86-64-v4": "-D__AVX512__", "armv8-a": "-D__NEON__"}
 """The compiler's name of a processor, and the macro of DeepSpeed's sources for its vector instructions."""
@@ -30,7 +30,7 @@ for name in sys.argv[1:]:
 """
 
 
-def build(accelerator: str, processor: str, names: Iterable[str]) -> None:
+def build(processor: str, names: Iterable[str]) -> None:
     """Compile the operations `names` into the installed deepspeed and rewrite its record."""
     import deepspeed
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
@@ -45,7 +45,7 @@ def build(accelerator: str, processor: str, names: Iterable[str]) -> None:
         command.build_lib, command.build_temp = str(package.parent), objects
         command.ensure_finalized()
         command.run()
-    _record(package, accelerator, {name: name in names for name in ALL_OPS})
+    _record(package, {name: name in names for name in ALL_OPS})
 
 
 def _extension(builder: Any, processor: str) -> Any:
@@ -56,16 +56,16 @@ def _extension(builder: Any, processor: str) -> Any:
     return extension
 
 
-def _record(package: Path, accelerator: str, installed: dict[str, bool]) -> None:
+def _record(package: Path, installed: dict[str, bool]) -> None:
     """Write the file in which deepspeed looks up its installed operations and their torch version."""
     import torch
     from deepspeed.git_version_info import git_branch, git_hash, version
 
     torch_info = {
         "version": ".".join(torch.__version__.split(".")[:2]),
-        "bf16_support": accelerator == "cuda",
+        "bf16_support": False,
         "cuda_version": ".".join((torch.version.cuda or "0.0").split(".")[:2]),
-        "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if accelerator == "cuda" else "0.0",
+        "nccl_version": "0.0",
         "hip_version": "0.0",
     }
     values = {
@@ -73,7 +73,7 @@ def _record(package: Path, accelerator: str, installed: dict[str, bool]) -> None
         "git_hash": git_hash,
         "git_branch": git_branch,
         "installed_ops": installed,
-        "accelerator_name": accelerator,
+        "accelerator_name": "cpu",
         "torch_info": torch_info,
     }
     lines = [f"{name} = {value!r}\n" for name, value in values.items()]
@@ -94,13 +94,12 @@ def check(names: Iterable[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("accelerator", choices=OPERATIONS, help="the accelerator that DeepSpeed finds in the image")
     parser.add_argument("--processor", choices=VECTORS, default="x86-64-v3", help="the oldest supported processor")
     parser.add_argument("--only", action="append", metavar="NAME", help="build only this operation; may be repeated")
     arguments = parser.parse_args()
-    os.environ["DS_ACCELERATOR"] = arguments.accelerator  # no GPU can be seen while an image is built
-    names = tuple(arguments.only or OPERATIONS[arguments.accelerator])
-    build(arguments.accelerator, arguments.processor, names)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    names = tuple(arguments.only or OPERATIONS)
+    build(arguments.processor, names)
     check(names)
 
 

@@ -25,7 +25,7 @@ PyMODINIT_FUNC PyInit_deepspeed_shm_comm_op() { return PyModule_Create(&definiti
 DRIVER = """
 import os, runpy, subprocess, sys
 script = runpy.run_path(sys.argv[1])
-script["build"]("cpu", "x86-64-v3", (sys.argv[2],))
+script["build"]("x86-64-v3", (sys.argv[2],))
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 print(*script["_extension"](ALL_OPS["cpu_adam"], "x86-64-v3").extra_compile_args["cxx"], flush=True)
 try:
