@@ -75,3 +75,21 @@ def compiled_for(capability: tuple[int, int]) -> Iterator[list[Usage]]:
         mock.patch.object(kernel_support, "capability", return_value=capability),
     ):
         yield found
+
+
+@contextmanager
+def specialised_for(capability: tuple[int, int]) -> Iterator[dict[str, set[str]]]:
+    """List the distinct kernels that Triton would compile in this context, by the names of their functions."""
+    found: dict[str, set[str]] = {}
+
+    def bind_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        bind = kernel.device_caches[driver.active.get_current_device()][-1]
+        _, specialisation, _ = bind(*arguments, debug=False, instrumentation_mode="", **options)
+        found.setdefault(kernel.fn.__name__, set()).add(str(specialisation))
+
+    with (
+        mock.patch.object(driver, "_active", _AbsentGpu(capability)),
+        mock.patch.object(JITFunction, "run", bind_only),
+        mock.patch.object(kernel_support, "capability", return_value=capability),
+    ):
+        yield found

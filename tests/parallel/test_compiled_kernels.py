@@ -20,7 +20,7 @@ from trainer.parallel.blocks import BLOCK
 
 triton = pytest.importorskip("triton")
 
-from tests.helpers.kernel_compiling import compiled_for  # noqa: E402  # imports Triton
+from tests.helpers.kernel_compiling import compiled_for, specialised_for  # noqa: E402  # imports Triton
 
 SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 """The most shared memory of a block, by capability: table "Technical Specifications" of NVIDIA's CUDA guide."""
@@ -62,23 +62,23 @@ DIMS = (32, 64, 80, 96, 128, 256)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def attend(kind: str, dim: int, flags: Flags) -> None:
+def attend(kind: str, dim: int, flags: Flags, rows: int = ROWS, length: int = LENGTH, call: int = 0) -> None:
     """Compute attention and its gradients, those of tensors without values."""
     torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
     dtype, joined = TYPES[kind], flags.joined
-    shape = (1, ROWS * LENGTH, HEADS, dim) if joined else (ROWS, LENGTH, HEADS, dim)
+    shape = (1, rows * length, HEADS, dim) if joined else (rows, length, HEADS, dim)
     query, key, value = (torch.empty(shape, dtype=dtype).transpose(1, 2) for _ in range(3))
     mask = bias = None
     if flags.mask is not None:
-        mask = torch.empty((ROWS, 1, LENGTH, LENGTH), dtype=flags.mask)
+        mask = torch.empty((rows, 1, length, length), dtype=flags.mask)
     if flags.has_bias:
-        bias = torch.empty((1, HEADS, LENGTH, LENGTH))
+        bias = torch.empty((1, HEADS, length, length))
     tiles = fused_attention.visible_tiles(mask, query, key, value) or (None, None)
+    row_keys = torch.zeros((call + 1, rows), dtype=torch.int64)[call]
     arguments = (
-        query, key, value, torch.zeros(ROWS, dtype=torch.int64), mask, bias, *tiles, 0.125, flags.dropout, flags.causal,
-        [0, 0, 0],
+        query, key, value, row_keys, mask, bias, *tiles, 0.125, flags.dropout, flags.causal, [0, 0, 0],
     )  # fmt: skip
-    of_rows = (torch.zeros(ROWS + 1, dtype=torch.int32), [LENGTH] * ROWS, 64) if joined else ()
+    of_rows = (torch.zeros(rows + 1, dtype=torch.int32), [length] * rows, 64) if joined else ()
     output, sums = fused_attention.fused_attention(*arguments, *of_rows)
     fused_attention.backward_of(output, output, sums, *arguments, flags.has_bias, *of_rows)
 
@@ -112,12 +112,14 @@ def eight_bits() -> Iterator[Case]:
             yield Case(f"8-bit AdamW, rows of {width}, {dtype}", partial(update_in_eight_bits, width, dtype))
 
 
-def drop(dtype: torch.dtype, joined: bool, has_residual: bool, first: int) -> None:
+def drop(
+    dtype: torch.dtype, joined: bool, has_residual: bool, first: int, rows: int = ROWS, length: int = LENGTH
+) -> None:
     """Drop activations, padded or joined; `first` is the first feature of a tensor rank."""
-    tokens = torch.zeros(ROWS * LENGTH, dtype=torch.int64)
-    x = torch.empty(1 if joined else ROWS, ROWS * LENGTH if joined else LENGTH, 1024, dtype=dtype)
+    tokens = torch.zeros(rows * length, dtype=torch.int64)
+    x = torch.empty(1 if joined else rows, rows * length if joined else length, 1024, dtype=dtype)
     places = (tokens, tokens) if joined else (None, None)
-    torch.ops.trainer.keyed_dropout(x, tokens[:ROWS], *places, [0, 0, first], 0.1, dtype, x if has_residual else None)
+    torch.ops.trainer.keyed_dropout(x, tokens[:rows], *places, [0, 0, first], 0.1, dtype, x if has_residual else None)
 
 
 def dropout() -> Iterator[Case]:
@@ -153,6 +155,22 @@ def own_cache(tmp_path: Path) -> Iterator[None]:
         triton.knobs.cache.dir = str(tmp_path)
         yield
     torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+
+
+@pytest.mark.parametrize("name", ["padding", "causal", "joined rows", "bias"])
+def test_batches_of_other_sizes_need_no_other_kernels(name):
+    """A compilation takes seconds. One kernel reads aligned strides, one all others."""
+    with specialised_for((9, 0)) as found:
+        for length in (17, 20, 32, 33, 48, 64, 100, 256, 257, 384, 511):
+            for rows in (1, 2, 3, 8, 16):
+                for call in (0, 1):  # its keys may lie at any place of a table
+                    attend("bf16", 64, FLAGS[name], rows, length, call)
+                drop(torch.bfloat16, FLAGS[name].joined, False, 0, rows, length)
+    # From 256 keys on, the visible tiles are listed.
+    most = {"padding": 4, "bias": 4}.get(name, 2)
+    assert {"forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "dropout_kernel"} <= found.keys()
+    assert len(found["dropout_kernel"]) == 1
+    assert {kernel: len(keys) for kernel, keys in found.items() if len(keys) > most} == {}
 
 
 @pytest.mark.nightly

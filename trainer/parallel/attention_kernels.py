@@ -26,11 +26,15 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 _BOOLEAN, _ADDITIVE, _WINDOW = tl.constexpr(BOOLEAN), tl.constexpr(ADDITIVE), tl.constexpr(WINDOW)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32: the score of a masked key, as in the eager function
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Numbers that change from batch to batch: no kernel is compiled again for them.
+# Numbers that change from batch to batch, and pointers into tables: no kernel is compiled again for them. Strides among
+# them are no tuples, because Triton compiles again for the numbers in a tuple.
 _VARYING = (
     "num_rows", "num_heads", "num_key_heads", "bias_rows", "bias_heads", "group", "num_queries", "num_keys",
     "num_blocks", "num_query_blocks", "num_key_blocks", "mask_heads", "query_tiles", "key_tiles",
     "head_offset", "query_offset", "key_offset", "threshold",
+    "sums_part", "sums_row", "sums_head", "mask_row", "mask_head", "mask_query", "bias_row", "bias_head", "bias_query",
+    "bias_gradient_row", "bias_gradient_head", "bias_gradient_query", "tiles_row", "tiles_head", "tiles_block",
+    "row_keys", "starts",
 )  # fmt: skip
 
 
@@ -38,6 +42,12 @@ def _compiled(function):
     """Return the kernel of a function that a host launches."""
     names = inspect.signature(function).parameters
     return triton.jit(function, do_not_specialize=[name for name in _VARYING if name in names])
+
+
+@triton.jit
+def _strides_of(row, head, query, key, UNIT: tl.constexpr):
+    """Return the strides of a mask or bias; all but that of the keys are in units, so that reads stay aligned."""
+    return (row.to(tl.int64) * UNIT, head.to(tl.int64) * UNIT, query.to(tl.int64) * UNIT, key)
 
 
 @triton.jit
@@ -219,14 +229,18 @@ def _forward_piece(
 @_compiled
 def forward_kernel(
     query, key, value, output, sums, row_keys, mask, bias, tiles, starts, scale, threshold, kept_scale,
-    query_strides, key_strides, value_strides, output_strides, sums_strides, mask_strides, bias_strides, tiles_strides,
+    query_strides, key_strides, value_strides, output_strides,
+    sums_part, sums_row, sums_head, mask_row, mask_head, mask_query, mask_key,
+    bias_row, bias_head, bias_query, bias_key, tiles_row, tiles_head, tiles_block,
     num_heads, group, num_queries, num_keys, num_blocks, head_offset, query_offset, key_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, TILES: tl.constexpr,
-    JOINED: tl.constexpr, PRECISION: tl.constexpr,
+    JOINED: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Compute the output of a tile of queries, and the maximum and the binary logarithm of the sum of each row."""
+    mask_strides = _strides_of(mask_row, mask_head, mask_query, mask_key, UNIT)
+    bias_strides = _strides_of(bias_row, bias_head, bias_query, bias_key, UNIT)
     program = tl.program_id(0)
     block = num_blocks - 1 - program % num_blocks  # under a causal mask, the longest first
     head, row = (program // num_blocks) % num_heads, (program // num_blocks // num_heads).to(tl.int64)
@@ -245,13 +259,13 @@ def forward_kernel(
     key += row * key_strides[0] + (head // group) * key_strides[1] + start * key_strides[2]
     value += row * value_strides[0] + (head // group) * value_strides[1] + start * value_strides[2]
     output += row * output_strides[0] + head * output_strides[1] + start * output_strides[2]
-    sums += row * sums_strides[1] + head * sums_strides[2] + start
+    sums += row * sums_row + head * sums_head + start
     if MASK and MASK != _WINDOW:
         mask += row * mask_strides[0] + head * mask_strides[1]
     if BIAS:
         bias += row * bias_strides[0] + head * bias_strides[1]
     if TILES:
-        tiles += row * tiles_strides[0] + head * tiles_strides[1] + (first_query // UNIT_M) * tiles_strides[2]
+        tiles += row * tiles_row + head * tiles_head + (first_query // UNIT_M) * tiles_block
     rows = _load(
         query + queries[:, None] * query_strides[2] + dims[None, :], queries[:, None], dims[None, :], num_queries,
         HEAD_DIM, True, HEAD_DIM != BLOCK_D,
@@ -287,7 +301,7 @@ def forward_kernel(
     # Their sum is the logarithm of the sum of exponentials. It cannot hold the second part of a row without a visible
     # key: its maximum is the lowest number, to which no logarithm adds anything.
     tl.store(sums + queries, largest, mask=exists)
-    tl.store(sums + sums_strides[0] + queries, tl.log2(total), mask=exists)
+    tl.store(sums + sums_part + queries, tl.log2(total), mask=exists)
 
 
 @triton.jit
@@ -326,14 +340,17 @@ def query_gradient_kernel(
     query, key, value, output, output_gradient, query_gradient, sums, deltas, row_keys, mask, bias, tiles, starts,
     scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_strides, output_gradient_strides, query_gradient_strides,
-    sums_strides, mask_strides, bias_strides, tiles_strides,
+    sums_part, sums_row, sums_head, mask_row, mask_head, mask_query, mask_key,
+    bias_row, bias_head, bias_query, bias_key, tiles_row, tiles_head, tiles_block,
     num_heads, group, num_queries, num_keys, num_blocks, head_offset, query_offset, key_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, TILES: tl.constexpr,
-    JOINED: tl.constexpr, PRECISION: tl.constexpr,
+    JOINED: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a tile of queries, and `deltas`: the sums of output times its gradient, `[queries]`."""
+    mask_strides = _strides_of(mask_row, mask_head, mask_query, mask_key, UNIT)
+    bias_strides = _strides_of(bias_row, bias_head, bias_query, bias_key, UNIT)
     program = tl.program_id(0)
     block = num_blocks - 1 - program % num_blocks
     head, row = (program // num_blocks) % num_heads, (program // num_blocks // num_heads).to(tl.int64)
@@ -356,14 +373,14 @@ def query_gradient_kernel(
     output_gradient += start * output_gradient_strides[2]
     query_gradient += row * query_gradient_strides[0] + head * query_gradient_strides[1]
     query_gradient += start * query_gradient_strides[2]
-    sums += row * sums_strides[1] + head * sums_strides[2] + start
-    deltas += row * sums_strides[1] + head * sums_strides[2] + start
+    sums += row * sums_row + head * sums_head + start
+    deltas += row * sums_row + head * sums_head + start
     if MASK and MASK != _WINDOW:
         mask += row * mask_strides[0] + head * mask_strides[1]
     if BIAS:
         bias += row * bias_strides[0] + head * bias_strides[1]
     if TILES:
-        tiles += row * tiles_strides[0] + head * tiles_strides[1] + (first_query // UNIT_M) * tiles_strides[2]
+        tiles += row * tiles_row + head * tiles_head + (first_query // UNIT_M) * tiles_block
     rows = _load(
         query + queries[:, None] * query_strides[2] + dims[None, :], queries[:, None], dims[None, :], num_queries,
         HEAD_DIM, True, HEAD_DIM != BLOCK_D,
@@ -380,7 +397,7 @@ def query_gradient_kernel(
     delta = tl.sum(outputs.to(tl.float32) * of_output.to(tl.float32), 1)
     tl.store(deltas + queries, delta, mask=exists)
     largest = tl.load(sums + queries, mask=exists, other=0.0)
-    logarithm = tl.load(sums + sums_strides[0] + queries, mask=exists, other=0.0)
+    logarithm = tl.load(sums + sums_part + queries, mask=exists, other=0.0)
     gradient = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     whole, partial, end = _key_pieces(tiles, first_query, num_keys, mask, BLOCK_M, BLOCK_N, UNIT_N, CAUSAL, TILES, MASK)
     for index in range(0, whole):
@@ -459,14 +476,17 @@ def key_gradient_kernel(
     query, key, value, output_gradient, key_gradient, value_gradient, sums, deltas, row_keys, mask, bias, tiles, starts,
     scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_gradient_strides, key_gradient_strides, value_gradient_strides,
-    sums_strides, mask_strides, bias_strides, tiles_strides,
+    sums_part, sums_row, sums_head, mask_row, mask_head, mask_query, mask_key,
+    bias_row, bias_head, bias_query, bias_key, tiles_row, tiles_head, tiles_block,
     num_key_heads, group, num_queries, num_keys, num_blocks, head_offset, query_offset, key_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, TILES: tl.constexpr,
-    JOINED: tl.constexpr, PRECISION: tl.constexpr,
+    JOINED: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of keys and values; the heads of their group are summed here."""
+    mask_strides = _strides_of(mask_row, mask_head, mask_query, mask_key, UNIT)
+    bias_strides = _strides_of(bias_row, bias_head, bias_query, bias_key, UNIT)
     program = tl.program_id(0)
     block = program % num_blocks
     key_head, row = (program // num_blocks) % num_key_heads, (program // num_blocks // num_key_heads).to(tl.int64)
@@ -495,15 +515,15 @@ def key_gradient_kernel(
         queries = query + row * query_strides[0] + head * query_strides[1] + start * query_strides[2]
         of_output = output_gradient + row * output_gradient_strides[0] + head * output_gradient_strides[1]
         of_output += start * output_gradient_strides[2]
-        place = row * sums_strides[1] + head * sums_strides[2] + start
+        place = row * sums_row + head * sums_head + start
         own_mask, own_bias, own_tiles = mask, bias, tiles
         if MASK and MASK != _WINDOW:
             own_mask = mask + row * mask_strides[0] + head * mask_strides[1]
         if BIAS:
             own_bias = bias + row * bias_strides[0] + head * bias_strides[1]
         if TILES:
-            own_tiles = tiles + row * tiles_strides[0] + head * tiles_strides[1]
-            own_tiles += (first_key // UNIT_N) * tiles_strides[2]
+            own_tiles = tiles + row * tiles_row + head * tiles_head
+            own_tiles += (first_key // UNIT_N) * tiles_block
         low, middle, high = _query_pieces(
             own_tiles, first_key, num_queries, num_keys, mask, BLOCK_M, BLOCK_N, UNIT_M, CAUSAL, TILES, MASK
         )
@@ -518,7 +538,7 @@ def key_gradient_kernel(
             of_keys, of_values = _key_gradient_piece(
                 of_keys, of_values, keys, rows, values, first_query, queries, of_output, sums + place, deltas + place,
                 row_keys, row, head + head_offset, scale, threshold, kept_scale, num_queries, num_keys,
-                query_strides[2], output_gradient_strides[2], sums_strides[0], own_mask, mask_strides, own_bias,
+                query_strides[2], output_gradient_strides[2], sums_part, own_mask, mask_strides, own_bias,
                 bias_strides, first_word, query_offset,
                 HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, MASK, BIAS, CAUSAL, DROPOUT, PRECISION, False,
             )  # fmt: skip
@@ -529,7 +549,7 @@ def key_gradient_kernel(
             of_keys, of_values = _key_gradient_piece(
                 of_keys, of_values, keys, rows, values, first_query, queries, of_output, sums + place, deltas + place,
                 row_keys, row, head + head_offset, scale, threshold, kept_scale, num_queries, num_keys,
-                query_strides[2], output_gradient_strides[2], sums_strides[0], own_mask, mask_strides, own_bias,
+                query_strides[2], output_gradient_strides[2], sums_part, own_mask, mask_strides, own_bias,
                 bias_strides, first_word, query_offset,
                 HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, MASK, BIAS, CAUSAL, DROPOUT, PRECISION, True,
             )  # fmt: skip
@@ -554,15 +574,18 @@ def key_gradient_kernel(
 def bias_gradient_kernel(
     query, key, value, output_gradient, bias_gradient, sums, deltas, row_keys, mask, bias,
     scale, threshold, kept_scale,
-    query_strides, key_strides, value_strides, output_gradient_strides, bias_gradient_strides, sums_strides,
-    mask_strides, bias_strides,
+    query_strides, key_strides, value_strides, output_gradient_strides, bias_gradient_row, bias_gradient_head,
+    bias_gradient_query, sums_part, sums_row, sums_head,
+    mask_row, mask_head, mask_query, mask_key, bias_row, bias_head, bias_query, bias_key,
     num_rows, num_heads, bias_rows, bias_heads, group, num_queries, num_keys, num_query_blocks, num_key_blocks,
     head_offset, query_offset, key_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of the gradient of the bias; the rows and heads that share an element are summed here."""
+    mask_strides = _strides_of(mask_row, mask_head, mask_query, mask_key, UNIT)
+    bias_strides = _strides_of(bias_row, bias_head, bias_query, bias_key, UNIT)
     program = tl.program_id(0)
     first_key = (program % num_key_blocks) * BLOCK_N
     first_query = ((program // num_key_blocks) % num_query_blocks) * BLOCK_M
@@ -578,7 +601,7 @@ def bias_gradient_kernel(
         head = own_head + index % (num_heads // bias_heads)
         row = own_row + index // (num_heads // bias_heads)
         exists = queries < num_queries
-        place = row * sums_strides[1] + head * sums_strides[2] + queries
+        place = row * sums_row + head * sums_head + queries
         rows = _load(
             query + row * query_strides[0] + head * query_strides[1]
             + queries[:, None] * query_strides[2] + dims[None, :],
@@ -598,7 +621,7 @@ def bias_gradient_kernel(
             MASK, True, CAUSAL, True,
         )  # fmt: skip
         largest = tl.load(sums + place, mask=exists, other=0.0)
-        logarithm = tl.load(sums + sums_strides[0] + place, mask=exists, other=0.0)
+        logarithm = tl.load(sums + sums_part + place, mask=exists, other=0.0)
         probabilities = tl.exp2((scores - largest[:, None]) * _LOG2_E - logarithm[:, None])
         of_output = _load(
             output_gradient + row * output_gradient_strides[0] + head * output_gradient_strides[1]
@@ -618,8 +641,8 @@ def bias_gradient_kernel(
         delta = tl.load(deltas + place, mask=exists, other=0.0)
         gradient += probabilities * (dropped - delta[:, None])
     tl.store(
-        bias_gradient + own_row * bias_gradient_strides[0] + own_head * bias_gradient_strides[1]
-        + queries[:, None].to(tl.int64) * bias_gradient_strides[2] + keys[None, :],
+        bias_gradient + own_row * bias_gradient_row + own_head * bias_gradient_head
+        + queries[:, None].to(tl.int64) * bias_gradient_query + keys[None, :],
         gradient.to(bias_gradient.dtype.element_ty),
         mask=(queries < num_queries)[:, None] & (keys < num_keys)[None, :],
     )  # fmt: skip
@@ -635,8 +658,8 @@ def _visible(mask, strides, query, key, num_queries, num_keys):
 
 @_compiled
 def key_tiles_kernel(
-    mask, kinds, tiles, mask_strides, mask_heads, num_queries, num_keys, query_tiles, key_tiles,
-    UNIT_M: tl.constexpr, UNIT_N: tl.constexpr, OTHER_KEYS: tl.constexpr,
+    mask, kinds, tiles, mask_row, mask_head, mask_query, mask_key, mask_heads, num_queries, num_keys, query_tiles,
+    key_tiles, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr, OTHER_KEYS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """List the tiles of keys that each tile of queries sees: those that it sees whole, then those that it sees in part.
 
@@ -644,6 +667,7 @@ def key_tiles_kernel(
     `OTHER_KEYS` is 1: the query sees keys of other calls. `kinds` gets 2 for a whole tile, 1 for a part and 0 for none,
     `[batch, heads, tiles of queries, tiles of keys]`.
     """
+    mask_strides = _strides_of(mask_row, mask_head, mask_query, mask_key, UNIT)
     program = tl.program_id(0)
     tile, head = program % query_tiles, (program // query_tiles) % mask_heads
     row = (program // query_tiles // mask_heads).to(tl.int64)

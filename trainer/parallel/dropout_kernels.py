@@ -11,8 +11,8 @@ from trainer.parallel.random_kernels import FIRST_STRIDE, GAMMA, SECOND_STRIDE, 
 
 # Numbers that change from batch to batch, and rows of larger tensors: no kernel is compiled again for them.
 _VARYING = (
-    "row_keys", "token_rows", "token_positions", "num_tokens", "first_size", "first", "second", "first_word",
-    "threshold",
+    "row_keys", "token_rows", "token_positions", "num_tokens", "first_size", "second_size", "first", "second",
+    "first_word", "threshold",
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from trainer.parallel.random import LANE_LEVELS, LANES, dropped_levels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
+_ALIGNED = 16  # elements: Triton reads several at once
 _LISTED_KEYS = 256  # from which on it pays to list the visible tiles
 
 
@@ -71,10 +72,11 @@ def _list_tiles(mask: Tensor, tile_queries: int, tile_keys: int, other_keys: boo
     batch, heads, num_queries, num_keys = mask.shape
     rows, columns = key_tiles.shape[2], query_tiles.shape[2]
     kinds = mask.new_empty((batch, heads, rows, columns), dtype=torch.int32)
+    strides, unit = _in_units(mask.stride())
     kernels = _kernels()
     kernels.key_tiles_kernel[(batch * heads * rows,)](
-        mask, kinds, key_tiles, mask.stride(), heads, num_queries, num_keys, rows, columns, tile_queries, tile_keys,
-        int(other_keys),
+        mask, kinds, key_tiles, *strides, heads, num_queries, num_keys, rows, columns, tile_queries, tile_keys,
+        int(other_keys), unit,
     )  # fmt: skip
     kernels.query_tiles_kernel[(batch * heads * columns,)](kinds, query_tiles, rows, columns)
     return key_tiles, query_tiles
@@ -121,8 +123,8 @@ def _attend(
     num_blocks = -(-call.queries // block.queries)
     _kernels().forward_kernel[(num_blocks * call.rows * query.shape[1],)](
         query, key, value, by_head, sums, row_keys, *call.added, key_tiles, starts, *call.factors,
-        call.strides(query), call.strides(key), call.strides(value), call.strides(by_head), call.strides(sums),
-        *call.added_strides, call.strides(key_tiles),
+        call.strides(query), call.strides(key), call.strides(value), call.strides(by_head), *call.strides(sums)[:3],
+        *call.added_strides, *call.strides(key_tiles)[:3],
         query.shape[1], call.group, call.queries, call.keys, num_blocks, *offsets,
         **call.options(block, key_tiles is not None),
     )  # fmt: skip
@@ -199,8 +201,8 @@ def backward_of(
     num_blocks = -(-num_queries // block.queries)
     kernels.query_gradient_kernel[(num_blocks * batch * heads,)](
         query, key, value, by_head, gradient, query_gradient, sums, deltas, row_keys, *call.added, key_tiles, starts,
-        *call.factors, *inputs, strides(by_head), strides(gradient), strides(query_gradient), strides(sums),
-        *call.added_strides, strides(key_tiles),
+        *call.factors, *inputs, strides(by_head), strides(gradient), strides(query_gradient),
+        *strides(sums)[:3], *call.added_strides, *strides(key_tiles)[:3],
         heads, call.group, num_queries, num_keys, num_blocks, *offsets, **call.options(block, key_tiles is not None),
     )  # fmt: skip
 
@@ -209,7 +211,7 @@ def backward_of(
     kernels.key_gradient_kernel[(num_blocks * batch * key_heads,)](
         query, key, value, gradient, key_gradient, value_gradient, sums, deltas, row_keys, *call.added, query_tiles,
         starts, *call.factors, *inputs, strides(gradient), strides(key_gradient), strides(value_gradient),
-        strides(sums), *call.added_strides, strides(query_tiles),
+        *strides(sums)[:3], *call.added_strides, *strides(query_tiles)[:3],
         key_heads, call.group, num_queries, num_keys, num_blocks, *offsets,
         **call.options(block, query_tiles is not None),
     )  # fmt: skip
@@ -223,7 +225,8 @@ def backward_of(
             del options[name]
         kernels.bias_gradient_kernel[(blocks[0] * blocks[1] * bias.shape[0] * bias.shape[1],)](
             query, key, value, gradient, gradients[3], sums, deltas, row_keys, *call.added, *call.factors,
-            *inputs, strides(gradient), strides(gradients[3]), strides(sums), *call.added_strides,
+            *inputs, strides(gradient), *strides(gradients[3])[:3], *strides(sums)[:3],
+            *call.added_strides,
             batch, heads, *bias.shape[:2], call.group, num_queries, num_keys, *blocks, *offsets, **options,
         )  # fmt: skip
     return gradients
@@ -348,6 +351,17 @@ def _with_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _in_units(*strides: Sequence[int]) -> tuple[list[int], int]:
+    """Return the strides of masks, those of keys last, and the unit of all but the latter.
+
+    Kernels are compiled for aligned strides and for others, but not for each combination.
+    """
+    unit = 1 if any(stride % _ALIGNED for of_mask in strides for stride in of_mask[:-1]) else _ALIGNED
+    return [
+        number for of_mask in strides for number in (*(stride // unit for stride in of_mask[:-1]), of_mask[-1])
+    ], unit
+
+
 class _Call:
     """The arguments that the kernels share."""
 
@@ -388,7 +402,7 @@ class _Call:
         threshold = (levels - LANE_LEVELS // 2) << 16
         self.factors = (scale, threshold, LANE_LEVELS / (LANE_LEVELS - levels))
         self.added = (mask if window is None else window, bias)
-        self.added_strides = (self.strides(mask), self.strides(bias))
+        self.added_strides, unit = _in_units(self.strides(mask), self.strides(bias))
         kernels = _kernels()
         kind = kernels.NO_MASK if window is None else kernels.WINDOW
         tile_queries, tile_keys = attention_blocks.tile()
@@ -406,6 +420,7 @@ class _Call:
             "CAUSAL": is_causal,
             "DROPOUT": levels > 0,
             "JOINED": joined,
+            "UNIT": unit,
             "PRECISION": kernels.INTERPRETED if kernel_support.is_interpreted() else _precision(),
         }
 
