@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import os
 from pathlib import Path
 
 import pytest
 
-from trainer.base.errors import DataError
+from trainer.base.errors import DataError, UsageError
 from trainer.data.row_files import read_chunks
 from trainer.data.sources import Splits, load_splits
 from trainer.recipe.schema import FileData
+from trainer.training.predicting import spooled
 
 
 def load(path: Path, content: str | bytes, **keys) -> Splits:
@@ -90,3 +92,32 @@ def test_a_file_that_is_named_twice(tmp_path):
     splits = load_splits(FileData(source="files", train=[str(path), str(tmp_path / "*.jsonl")]))
     assert len(splits.train.rows) == 2
     assert splits.notes == (f"`data.train` names `{path}` more than once, so its rows are there more than once",)
+
+
+def test_rows_that_python_cannot_read_or_write(tmp_path):
+    deep, long = "[" * 100_000 + "]" * 100_000, "1" * 5000
+    (tmp_path / "a.jsonl").write_text(
+        "".join(f'{{"text": {value}}}\n' for value in ('"a"', deep, long, "[" * 101 + "]" * 101, '"\\ud800"', '"b"'))
+    )
+    (first, *bad, last) = next(read_chunks(tmp_path / "a.jsonl", "json", 9, 0, "it", keeps_errors=True))
+    assert (first, last) == ({"text": "a"}, {"text": "b"})
+    for line, error in enumerate(bad, start=2):
+        problem = "must have at most 100 levels of lists" if line < 5 else "has half of a surrogate pair"
+        assert f"line {line} of it must " in str(error)
+        assert problem in str(error)
+    with pytest.raises(DataError, match=r"line 2 of `.*` has too many levels of lists and objects"):
+        load(tmp_path / "b.jsonl", f'{{"text": "a"}}\n{{"text": {deep}}}\n')
+
+
+def test_an_empty_line_of_one_column_is_a_row_to_predict(tmp_path):
+    (tmp_path / "a.csv").write_text("text\nnull\nNA\n\nx\n\n\n")
+    (chunk,) = read_chunks(tmp_path / "a.csv", "csv", 9, 0, "it")
+    assert [row["text"] for row in chunk] == ["null", "NA", "", "x"]
+
+
+def test_pipes_and_folders_are_no_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UsageError, match=r"pipe.jsonl is a pipe or a device; name another, or pass JSON Lines to"):
+        spooled(str(tmp_path / "pipe.jsonl")).__enter__()
+    with pytest.raises(DataError, match=r"is a folder; for a data set in a folder set `data.source` to \"hub\""):
+        load_splits(FileData(source="files", train=str(tmp_path)))

@@ -131,3 +131,14 @@ def is_in_memory(folder: Path) -> bool:
     folder = folder.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
     return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in ("tmpfs", "ramfs")
+
+
+FOLDER_FIX = '; for a data set in a folder set `data.source` to "hub", or to "folder" if `save_to_disk` wrote it'
+"""The advice for a folder in place of a file of rows."""
+
+
+def no_file(path: Path) -> str:
+    """Return why a path names no file."""
+    if path.is_dir():
+        return "is a folder"
+    return "is a pipe or a device" if path.exists() else "does not exist"

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.base.disk import FOLDER_FIX, no_file
 from trainer.base.errors import DataError, UsageError, causes, storage_error
 from trainer.data.conll import CONLL_ENDINGS, conll_rows
 
@@ -90,8 +91,8 @@ def files_of(value: str | Sequence[str] | None, key: str) -> list[Path]:
 
 def _require_file(path: Path, key: str) -> None:
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise DataError(f"`{key}` must name files, but `{path}` {what}")
+        fix = FOLDER_FIX if path.is_dir() else ""
+        raise DataError(f"`{key}` must name files, but `{path}` {no_file(path)}{fix}")
     if not os.access(path, os.R_OK):
         raise DataError(f"`{key}` must name files that can be read, but `{path}` denies it")
     with path.open("rb") as file:
@@ -200,7 +201,7 @@ def read_files(
             return (datasets.Dataset.from_list(first, features=rows.features) if first else None), notes
         dataset = _load_json(load) if file_format == "json" else load()
         return dataset, notes
-    except (datasets.exceptions.DatasetsError, ValueError, *_DAMAGED) as error:
+    except (datasets.exceptions.DatasetsError, ValueError, RecursionError, *_DAMAGED) as error:
         if "corresponds to no data" in str(error):  # the message of `datasets` for files without rows
             return None, notes
         refuse_datasets_cache(error)
@@ -432,6 +433,8 @@ def _json_fault(paths: Sequence[Path]) -> str | None:
                 value = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError as error:
                 return f"line {number - 1 + error.lineno} of `{path}` is not JSON: {error.msg} at column {error.colno}"
+            except (ValueError, RecursionError):
+                return f"line {number} of `{path}` has too many levels of lists and objects, or of digits"
             if not isinstance(value, dict | list):
                 return f"line {number} of `{path}` is not a JSON object"
     return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -24,6 +25,7 @@ OUTPUT_FORMATS: dict[str, RowFormat] = {
     ".tsv": "csv",
     ".parquet": "parquet",
 }
+_MOST_LEVELS = 100
 _JOINED = "a quotation mark in its text opens a value that joins rows; write the rows as JSON Lines"
 INPUT_FORMATS: dict[str, RowFormat] = {**OUTPUT_FORMATS, **dict.fromkeys(CONLL_ENDINGS, "conll")}
 """The formats by the ending of a file."""
@@ -60,9 +62,9 @@ def read_chunks(
     readers = {"json": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows, "conll": _conll_rows}
     rows = iter(readers[file_format](path, where))
     try:
-        for _ in islice(rows, skip):
+        for _ in itertools.islice(rows, skip):
             pass
-        while chunk := list(islice(rows, num_rows)):
+        while chunk := list(itertools.islice(rows, num_rows)):
             bad = next((row for row in chunk if isinstance(row, DataError)), None)
             if bad is not None and not keeps_errors:
                 raise bad
@@ -86,28 +88,72 @@ def _json_rows(path: Path, where: str) -> Iterator[Row | DataError]:
                     f" {error.colno}; write one object on each line"
                 )
                 continue
+            except (ValueError, RecursionError):
+                yield _too_much(number, where)
+                continue
             if not isinstance(value, dict):
                 kind = "a list" if isinstance(value, list) else "another value"
                 value = DataError(
                     f"line {number} of {where} must be a JSON object, but is {kind}; write one object on each line"
                 )
+            elif line.count("[") + line.count("{") > _MOST_LEVELS and _is_deep(value):
+                value = _too_much(number, where)
+            elif "\\ud" in line.lower() and not _is_text(value):
+                value = DataError(
+                    f"line {number} of {where} must hold Unicode characters, but has half of a surrogate pair; mend it"
+                )
             yield value
+
+
+def _too_much(number: int, where: str) -> DataError:
+    return DataError(
+        f"line {number} of {where} must have at most {_MOST_LEVELS} levels of lists and objects, and"
+        f" {sys.get_int_max_str_digits()} digits in a number, but has more; shorten it"
+    )
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether UTF-8 can encode all texts in a value."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether a value has too many levels. Python may read more, but not write them in deeper calls."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, list | dict))
+        level = list(itertools.chain.from_iterable(inner))
+    return any(isinstance(one, list | dict) for one in level)
 
 
 def _csv_rows(path: Path, where: str) -> Iterator[Row | DataError]:
     with open_text(path, "utf-8-sig") as file:
         delimiter = delimiter_of(path, TextOptions("utf-8-sig"))
-        reader = csv.DictReader(file, delimiter=delimiter)
-        names = reader.fieldnames or ()
+        lines = csv.reader(file, delimiter=delimiter)
+        names = next((cells for cells in lines if cells), [])
         if len(set(names)) < len(names):
             raise DataError(f"the columns of {where} must have different names, but are {', '.join(names)}; rename one")
-        for number, row in enumerate(reader, start=1):
-            short = None in row or None in row.values()
+        for number, cells in enumerate(_with_empty_rows(lines) if len(names) == 1 else filter(None, lines), start=1):
+            short = len(cells) != len(names)
             problem = f"row {number} of {where} must have as many values as there are columns; correct it"
-            if not short and delimiter == "\t" and any("\t" in text and "\n" in text for text in row.values()):
+            if not short and delimiter == "\t" and any("\t" in text and "\n" in text for text in cells):
                 problem = f"row {number} of {where} must have one line, but {_JOINED}"
                 short = True
-            yield DataError(problem) if short else row
+            yield DataError(problem) if short else dict(zip(names, cells, strict=True))
+
+
+def _with_empty_rows(lines: Iterable[list[str]]) -> Iterator[list[str]]:
+    """Yield the rows of one column, where an empty line is an empty text, except at the end of the file."""
+    num_empty = 0
+    for cells in lines:
+        if cells:
+            yield from [[""]] * num_empty
+            yield cells
+        num_empty = 0 if cells else num_empty + 1
 
 
 def _conll_rows(path: Path, where: str) -> Iterator[Row]:

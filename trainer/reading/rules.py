@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
+from trainer.base.disk import FOLDER_FIX, no_file
 from trainer.base.text import has_secret, leaves
 from trainer.reading.parser import KeyPath, dotted, shown_value
 from trainer.recipe.combinations import EXCLUSIONS
@@ -231,7 +233,11 @@ def _files(split: str, places: float | str | list[str] | None) -> Iterator[Contr
         if isinstance(place, str) and not os.path.isfile(place):
             path: KeyPath = ("data", split, index) if isinstance(places, list) else ("data", split)
             if not glob.has_magic(place):
-                yield Contradiction((path,), f"is a file that does not exist: {place}")
+                text = f"is a file that does not exist: {place}"
+                if os.path.exists(place):
+                    text = f"must name files, but `{place}` {no_file(Path(place))}"
+                    text += FOLDER_FIX if os.path.isdir(place) else "; copy its rows to a file"
+                yield Contradiction((path,), text)
             elif not glob.glob(place, recursive=True):
                 yield Contradiction((path,), f"is a pattern that no file matches: {place}")
 

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from trainer.base.digests import digest_of, file_digest, source_digest
-from trainer.base.disk import UNFINISHED, read_plain, remove, replace_text, sync
+from trainer.base.disk import UNFINISHED, no_file, read_plain, remove, replace_text, sync
 from trainer.base.errors import DataError, ExitCode, TrainerError, UsageError
 from trainer.data.files import json_chats
 from trainer.data.loader import EvalLoader
@@ -69,8 +69,10 @@ def spooled(name: str) -> Iterator[Path]:
     if name != STANDARD:
         path = Path(name)
         if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
-            raise UsageError(f"`--input` must name a file, but {path} {what}; name another")
+            raise UsageError(
+                f"`--input` must name a file, but {path} {no_file(path)}; name another, or pass JSON Lines to"
+                " `--input -`"
+            )
         yield path.absolute()
         return
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
@@ -414,13 +416,15 @@ class _Rows:
 
         try:
             columns = {name: [row.get(name) for row in chunk] for name in self._columns}
-            types = {name: {name: json_chats()} if _is_chat(values) else None for name, values in columns.items()}
             parts = [
-                datasets.Dataset.from_dict({name: columns[name]}, kind and datasets.Features(kind))
-                for name, kind in types.items()
+                # The writer of `datasets` takes exponential time for nested lists.
+                datasets.Dataset.from_dict({name: values}, datasets.Features({name: json_chats()}))
+                if _is_chat(values)
+                else datasets.Dataset(pyarrow.table({name: values}))
+                for name, values in columns.items()
             ]
             return datasets.concatenate_datasets(parts, axis=1)
-        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
+        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise DataError(
                 f"each column of {self._where} must hold values of one type, but rows {first_row + 1} to"
                 f" {first_row + len(chunk)} do not: {error}"
