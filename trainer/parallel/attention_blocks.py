@@ -43,8 +43,8 @@ _SMALL, _HOPPER, _BLACKWELL, _ALL = "8.x and 12.x", "9.0", "10.x", "all"
 # Timed on an H200 (capability 9.0, 12 heads of 64, bf16, dropout 0.1, 128 rows of 128 / 42 of 384 / 2 of 8,192 tokens):
 # forward 54 / 117 / 2,228 microseconds, queries' gradient 68 / 123 / 2,124, keys' gradient 107 / 212 / 3,495. Blocks of
 # 8 warps took up to 2.6 times as long; a keys' gradient that spills 32 bytes was faster than all that spill none.
-# 32 causal heads of 128, 2 rows of 2,048: forward 326, queries' gradient 383. A keys' gradient of (32, 64, 4, 1) took 671,
-# some 500 less than this one, but spills 112 to 320 bytes.
+# 32 causal heads of 128, 2 rows of 2,048: forward 326, queries' gradient 383. A keys' gradient of (32, 64, 4, 1) takes
+# 671, some 500 less than this one, but spills 112 to 320 bytes.
 # No GPU has timed the other rows. They follow these: 4 warps, then as many queries and keys as spill little.
 # Products of fp32 keep whole rows in registers: smaller blocks spill less, but read shared memory for each product.
 _ROWS = {
