@@ -218,3 +218,15 @@ def test_no_tensor_has_all_queries_and_keys(ranks: RankPools):
     length = 768
     assert largest_tensor(length, False) >= 4 * length**2, "one process stores the scores"
     assert all(found <= 4 * (length // 3) ** 2 for found in ranks(3).run(largest_tensor, length, True))
+
+
+def test_a_mask_of_positions_is_read_without_a_device():
+    """The host would wait for a GPU. A tensor on `meta` has no values, so a read of it fails."""
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[RING_ATTENTION](
+        batch_size=2, q_length=8, kv_length=8, mask_function=sliding_window_causal_mask_function(2), local_size=2,
+        device="meta",
+    )  # fmt: skip
+    assert mask.compute(range(4), range(4)).is_meta
+    assert mask.hides(range(6, 8), range(4))
+    assert not mask.hides(range(4, 8), range(4))
+    assert mask.of_block(range(4, 8), range(4)).is_meta

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -460,14 +461,16 @@ def _block_mask(
         if attention_mask is None and local_size is None and skips:
             return None
 
-        def compute(queries: range, keys: range) -> Tensor:
+        def compute(queries: range, keys: range, **more: Any) -> Tensor:
             mask: Tensor = sdpa_mask(
                 q_length=len(queries), kv_length=len(keys), q_offset=q_offset + queries.start,
-                kv_offset=kv_offset + keys.start, attention_mask=attention_mask, allow_is_causal_skip=False, **options,
+                kv_offset=kv_offset + keys.start, attention_mask=attention_mask, allow_is_causal_skip=False,
+                **{**options, **more},
             )  # fmt: skip
             return mask
 
-        return BlockMask(compute)
+        # Without padding, a mask depends on positions only.
+        return BlockMask(compute, partial(compute, device="cpu") if attention_mask is None else None)
 
     mask = blocks(None if _IS_PADDED.get() is False else attention_mask, options)
     if mask is not None:

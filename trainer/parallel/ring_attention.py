@@ -45,13 +45,18 @@ class BlockMask:
     Args:
         compute: returns the mask of a range of queries and a range of keys: boolean (True: visible), or added to the
             scores. It is broadcastable to `[batch, heads, queries, keys]`.
+        on_host: returns the same mask in the memory of the host, so that a look at it waits for no device; None: only
+            the device has it.
 
     Attributes:
         of_tokens: the mask of each row without its padding, for joined rows; None: its queries see all its keys.
     """
 
-    def __init__(self, compute: Callable[[range, range], Tensor]) -> None:
+    def __init__(
+        self, compute: Callable[[range, range], Tensor], on_host: Callable[[range, range], Tensor] | None = None
+    ) -> None:
         self.compute = compute
+        self._on_host = on_host or compute
         self.of_tokens: BlockMask | None = None
         self._seen: dict[tuple[range, range], int] = {}
 
@@ -78,7 +83,7 @@ class BlockMask:
         """Return the part of a block that its queries see. Layers share a mask, so the host reads it once."""
         found = self._seen.get((queries, keys))
         if found is None:
-            mask = self.compute(queries, keys)
+            mask = self._on_host(queries, keys)
             # A plan, which has no values, answers 1 to such a read, so it counts the mask.
             found = int((mask.any().int() + mask.all().int()).item()) if mask.dtype == torch.bool else 1
             self._seen[queries, keys] = found
