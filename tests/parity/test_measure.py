@@ -8,7 +8,8 @@ import pytest
 
 from docs.generate import PARITY
 from tests.helpers.ranks import RankPools
-from tests.parity.measure import COLUMNS, LAYOUTS, WITHOUT, Measured, label
+from tests.parity.cases import TOLERANCES
+from tests.parity.measure import COLUMNS, LAYOUTS, WITHOUT, Measured, label, weights_in_bf16
 
 BF16_EPSILON = 2**-7
 BOUNDS = (1e-5, 1e-4, BF16_EPSILON, 4 * BF16_EPSILON, 1e-5, 1e-11)  # the guarantee, by column
@@ -39,3 +40,10 @@ def test_the_table_is_within_the_promise(ranks: RankPools):
     assert is_within_the_promise(cells), cells
     torchs_own = measured.differences(2, 6, layout_invariant_dropout=False)
     assert is_beyond_it_everywhere(torchs_own), torchs_own
+
+
+def test_weights_in_bf16_are_within_the_promise_at_a_small_rate_only(ranks: RankPools):
+    limits = (TOLERANCES["bf16"].loss, TOLERANCES["bf16"].grad_norm) * 2
+    small, large = (weights_in_bf16(ranks, "bf16_stochastic", rate, num_seeds=1) for rate in (1e-3, 1e-2))
+    assert all(figure <= limit for figure, limit in zip(small, limits, strict=True))
+    assert large[2] > limits[2]
