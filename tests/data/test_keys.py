@@ -315,7 +315,7 @@ def test_an_image_file_that_a_row_names_is_known_by_its_content(tmp_path, outcom
     rows = {"image": [{"bytes": None, "path": str(tmp_path / "a.png")}] * 2, "label": ["no", "yes"]}
     encoded = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
     features = datasets.Features({"image": encoded, "label": datasets.Value("string")})
-    split = Split(datasets.Dataset.from_dict(rows, features), "`rows.jsonl`")
+    split = Split(datasets.Dataset.from_dict(rows, features), "`rows.jsonl`", folders=(tmp_path,))
     for value in (10, 200):
         PIL.Image.new("RGB", (5, 5), (value,) * 3).save(tmp_path / "a.png")
         assert outcomes.same(lambda folder: encode_images(split, task_of("images"), processor, folder))

@@ -272,3 +272,12 @@ def test_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert [row.pop("id") for row in rows] == [2, 1, 0]
     for row in rows:
         check_classes({}, row)
+    (tmp_path / "in.png").write_bytes(encoded.getvalue())
+    images = [{"bytes": None, "path": path} for path in ("in.png", "/etc/passwd", "../in.png")]
+    table = pyarrow.table({"image": [*images, {"bytes": encoded.getvalue(), "path": "/etc/passwd"}]})
+    pyarrow.parquet.write_table(table, tmp_path / "named.parquet")
+    words = ["--input", str(tmp_path / "named.parquet"), "--output", str(tmp_path / "named.jsonl"), "--skip-bad-rows"]
+    assert main(["predict", str(run), *words]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "named.jsonl").read_text().splitlines()]
+    assert ["outside of" in row.get("error", "") for row in rows] == [False, True, True, False]
+    assert shown(rows[0]["probabilities"]) == rows[3]["probabilities"]

@@ -197,8 +197,9 @@ def read_files(
             rows = load(streaming=True)
             if chats := chat_features(rows.features or {}):
                 rows = load(streaming=True, features=chats)
-            first = list(rows.take(most_rows))
-            return (datasets.Dataset.from_list(first, features=rows.features) if first else None), notes
+            # `datasets` would open the files that rows name, even if a row has the bytes of its image.
+            first = list(rows.decode(False).take(most_rows))
+            return (datasets.Dataset.from_list(first, features=_undecoded(rows.features)) if first else None), notes
         dataset = _load_json(load) if file_format == "json" else load()
         return dataset, notes
     except (datasets.exceptions.DatasetsError, ValueError, RecursionError, *_DAMAGED) as error:
@@ -264,6 +265,18 @@ def chat_features(features: Mapping[str, Any], of_any_keys: bool = False) -> Fea
             if of_any_keys or not message.keys() <= {"role", "content"} or not all(texts):
                 found[name] = json_chats()
     return datasets.Features({**features, **found}) if found else None
+
+
+def _undecoded(features: Features | None) -> Features | None:
+    """Return the features with images as bytes and paths."""
+    import datasets
+
+    if features is None:
+        return None
+    image = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    return datasets.Features(
+        {name: image if isinstance(feature, datasets.Image) else feature for name, feature in features.items()}
+    )
 
 
 def _require_objects(paths: Sequence[Path], encoding: str, key: str, most_lines: int | None) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.base.disk import read_plain
 from trainer.base.errors import DataError
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.hashing import ROWS_AT_ONCE, hash_rows
@@ -69,12 +71,13 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
         A split with the column `pixel_values`, uint8 `[rows, channels, height, width]`, in its `arrays`.
 
     Raises:
-        DataError: a column is missing, a value is not valid, or the prepared images differ in size.
+        DataError: a column is missing, a value is not valid or names a file outside of the folders of the data, or the
+            prepared images differ in size.
         UsageError: the cache cannot be written.
     """
     encoder.check_columns(split.rows.features, split.where)
     rows = split.rows.select_columns(list(encoder.columns))
-    key = entry_key(encoder, _LIBRARIES, rows=_hash_images(rows), processor=processor.fingerprint)
+    key = entry_key(encoder, _LIBRARIES, rows=_hash_images(rows, split.folders), processor=processor.fingerprint)
 
     def write(writer: EntryWriter) -> None:
         shape: tuple[int, ...] | None = None
@@ -82,7 +85,9 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
             batch = rows.select(range(first_row, min(first_row + _IMAGES_AT_ONCE, len(rows))))
 
             def encode(rows: Dataset, first_row: int) -> dict[str, list[Any]]:
-                return encoder.encode_images(rows, processor, split.where, split.first_row + first_row)
+                first_row += split.first_row
+                rows = _with_images(rows, split.folders, split.where, first_row)
+                return encoder.encode_images(rows, processor, split.where, first_row)
 
             with split.names_lines():
                 features = encode_rows(batch, first_row, encode)
@@ -108,36 +113,94 @@ def _check_shapes(images: list[NDArray[np.uint8]], shape: tuple[int, ...], where
             )
 
 
-def _hash_images(rows: Dataset) -> str:
+def _hash_images(rows: Dataset, folders: Sequence[Path]) -> str:
     """Return the hash of rows, with the content of separate image files."""
-    import datasets
-
-    columns = [
-        name
-        for name, feature in rows.features.items()
-        if isinstance(feature, datasets.Image) or (isinstance(feature, Mapping) and {"bytes", "path"} <= feature.keys())
-    ]
+    columns = _columns_with_paths(rows)
     if not columns:
         return hash_rows(rows)
-    return hash_rows(rows, ROWS_AT_ONCE // 100, lambda batch: _with_contents(batch, columns))
+
+    def content(place: int, name: str, value: Any) -> bytes | None:
+        with suppress(OSError, ValueError):  # the reader of the row reports the error
+            return _content(value, folders)
+        return None
+
+    return hash_rows(rows, ROWS_AT_ONCE // 100, lambda batch: _with_contents(batch, columns, content))
 
 
-def _with_contents(batch: pa.Table, columns: list[str]) -> pa.Table:
-    """Return the rows with the names of image files replaced by the encoded images."""
+def _columns_with_paths(rows: Dataset) -> list[str]:
+    """Return the columns whose values may name image files, in the form of `datasets`."""
+    import datasets
+
+    return [
+        name
+        for name, feature in rows.features.items()
+        if isinstance(feature, datasets.Image) or (isinstance(feature, Mapping) and "bytes" in feature)
+    ]
+
+
+def _with_contents(
+    batch: pa.Table, columns: Sequence[str], content: Callable[[int, str, Any], bytes | None]
+) -> pa.Table:
+    """Return the rows with the values of image columns replaced by the encoded images.
+
+    Args:
+        batch: the rows.
+        columns: the names of the image columns.
+        content: returns the encoded image of an index in the batch, a column and a value.
+    """
     import pyarrow as pa
 
     for name in columns:
-        contents = [_content(value) for value in batch[name].to_pylist()]
+        contents = [content(place, name, value) for place, value in enumerate(batch[name].to_pylist())]
         batch = batch.set_column(batch.column_names.index(name), name, pa.array(contents, pa.large_binary()))
     return batch
 
 
-def _content(value: Mapping[str, Any] | None) -> bytes | None:
+def _with_images(rows: Dataset, folders: Sequence[Path], where: str, first_row: int) -> Dataset:
+    """Return rows that hold their encoded images; `datasets` would open any file that a row names.
+
+    Raises:
+        DataError: a row names a file outside of `folders`, or one that cannot be read.
+    """
+    import datasets
+
+    columns = _columns_with_paths(rows)
+    if not columns:
+        return rows
+
+    def content(place: int, name: str, value: Any) -> bytes | None:
+        try:
+            return _content(value, folders)
+        except (OSError, ValueError) as error:
+            problem = str(error) if isinstance(error, _OutsideError) else f"cannot be read: {error}"
+            raise DataError(
+                f"column `{name}`, row {first_row + place + 1} of {where} must be an image, but names the file"
+                f" `{value['path']}`, which {problem}; correct the path, or write the bytes of the image into the row"
+            ) from error
+
+    table = _with_contents(rows.with_format("arrow")[:], columns, content).replace_schema_metadata(None)
+    features = datasets.Features({**rows.features, **dict.fromkeys(columns, datasets.Value("large_binary"))})
+    return datasets.Dataset(table, info=datasets.DatasetInfo(features=features))
+
+
+class _OutsideError(ValueError):
+    """Error of a file that is not in the folders of the data."""
+
+
+def _content(value: Mapping[str, Any] | None, folders: Sequence[Path]) -> bytes | None:
+    """Return an encoded image, from its bytes or from the file that it names; None: it has neither.
+
+    Raises:
+        OSError, ValueError: the file is outside of all folders, perhaps by a link, or cannot be read.
+    """
     if value is None:
         return None
     if value["bytes"] is not None:
         return bytes(value["bytes"])
-    try:
-        return Path(value["path"]).read_bytes()
-    except OSError:
-        return None  # the reader of the image reports the error with its row
+    if (path := value.get("path")) is None:
+        return None
+    found = [(folder / path).resolve() for folder in folders]
+    inside = [file for file, folder in zip(found, folders, strict=True) if file.is_relative_to(folder.resolve())]
+    if not inside:
+        raise _OutsideError(f"is outside of {', '.join(f'`{folder}`' for folder in folders) or 'all folders'}")
+    return read_plain(next((file for file in inside if file.exists()), inside[0]))

@@ -48,6 +48,7 @@ class Split:
         places: the places of the rows in text files; None: they have no lines.
         show: gets the number of rows that are prepared, and of all rows.
         sources: the number of rows of each source of a mixture; empty: there is one source.
+        folders: the folders in which rows may name image files.
     """
 
     rows: Dataset
@@ -58,6 +59,7 @@ class Split:
     places: RowPlaces | None = None
     show: Callable[[int, int], None] | None = None
     sources: tuple[int, ...] = ()
+    folders: tuple[Path, ...] = ()
 
     @contextlib.contextmanager
     def names_lines(self) -> Iterator[None]:
@@ -145,9 +147,9 @@ def load_splits(
     with _quiet_datasets():
         match data:
             case HubData():
-                splits = _named_splits(_load_hub(data), data, _hub_name(data), own)
+                splits = _named_splits(_load_hub(data), data, _hub_name(data), _hub_folders(data.name), own)
             case FolderData():
-                splits = _named_splits(_load_folder(data), data, f"`{data.path}`", own)
+                splits = _named_splits(_load_folder(data), data, f"`{data.path}`", (Path(data.path),), own)
             case FileData():
                 splits = _load_files(data, own, most_rows)
         if problems is None:
@@ -174,13 +176,19 @@ def _quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _named_splits(splits: Mapping[str, Dataset], data: HubData | FolderData, source: str, problems: Problems) -> Splits:
+def _named_splits(
+    splits: Mapping[str, Dataset],
+    data: HubData | FolderData,
+    source: str,
+    folders: tuple[Path, ...],
+    problems: Problems,
+) -> Splits:
     train = validation = None
     with problems.collect():
-        train = _named_split(splits, data.train, "data.train", source)
+        train = replace(_named_split(splits, data.train, "data.train", source), folders=folders)
     if isinstance(data.validation, str):
         with problems.collect():
-            validation = _named_split(splits, data.validation, "data.validation", source)
+            validation = replace(_named_split(splits, data.validation, "data.validation", source), folders=folders)
     return _with_train(train, validation, (), problems)
 
 
@@ -212,6 +220,18 @@ def _not_empty(rows: Any, where: str, key: str) -> Split:
 
 def _hub_name(data: HubData) -> str:
     return f"`{data.name}`" + (f" (subset `{data.subset}`)" if data.subset else "")
+
+
+def _hub_folders(name: str) -> tuple[Path, ...]:
+    """Return the folders that hold the images of a data set: a local folder, or the caches of the hub.
+
+    `datasets` unpacks archives of both into its cache.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    local = Path(name)
+    return (local if local.is_dir() else Path(constants.HF_HUB_CACHE), Path(datasets.config.HF_DATASETS_CACHE))
 
 
 def _load_hub(data: HubData) -> Mapping[str, Dataset]:
@@ -286,7 +306,8 @@ def _load_files(data: FileData, problems: Problems, most_rows: int | None) -> Sp
                 split = _not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), key)
                 is_whole = bound is None or len(split.rows) < bound
                 places = RowPlaces(tuple(paths), file_format, text)
-                split = replace(split, is_whole=is_whole, places=places, sources=sources)
+                folders = tuple(dict.fromkeys(path.parent for path in paths))
+                split = replace(split, is_whole=is_whole, places=places, sources=sources, folders=folders)
                 with split.names_lines():
                     notes.extend(open_quotes_notes(split.rows, places, split.where))
                 splits[key] = split
@@ -360,6 +381,6 @@ def _hold_out(train: Split, share: float, label: str | None) -> Splits:
         places = replace(train.places, chosen=chosen) if train.places else None
         ends = np.searchsorted(chosen, np.cumsum(train.sources))
         sources = tuple(int(number) for number in np.diff(ends, prepend=0)) if train.sources else ()
-        return Split(train.rows.select(chosen), where, places=places, sources=sources)
+        return Split(train.rows.select(chosen), where, places=places, sources=sources, folders=train.folders)
 
     return Splits(part(~held, train.where), part(held, f"the held-out rows of {train.where}"), (note,))

@@ -41,11 +41,12 @@ def require_images(features: Mapping[str, Any], name: str, shape: tuple[int, ...
 def read_images(rows: Dataset, name: str, shape: tuple[int, ...] | None, where: str, first_row: int) -> Iterator[Image]:
     """Yield the images of column `name`, rotated by their EXIF orientation.
 
+    Encoded images are bytes here; the caller has read the files that rows name.
+
     Raises:
         DataError: a value is null or not an image; the message names the row.
     """
-    values = _undecoded(rows, name)[name]
-    for place, value in enumerate(values):
+    for place, value in enumerate(rows[name]):
         if value is None:
             raise DataError(f"{cell(name, first_row + place, where)} is null; every row needs an image")
         try:
@@ -61,8 +62,14 @@ class _NotAnImageError(Exception):
 
 def _is_encoded(feature: Any) -> bool:
     if isinstance(feature, Mapping):  # the form in which `datasets` writes images to Parquet files
-        return "bytes" in feature and _is_encoded(feature["bytes"])
+        return "bytes" in feature and (_is_encoded(feature["bytes"]) or _names_files(feature))
     return type(feature).__name__ == "Image" or getattr(feature, "dtype", None) in _ENCODED
+
+
+def _names_files(feature: Mapping[str, Any]) -> bool:
+    """Return whether all images are files that rows name, so that the column of bytes has no type."""
+    types = [getattr(feature.get(name), "dtype", None) for name in ("bytes", "path")]
+    return types == ["null", "string"]
 
 
 def _depth(feature: Any) -> int:
@@ -79,25 +86,13 @@ def _is_integer(feature: Any) -> bool:
     return str(getattr(feature, "dtype", "")).startswith(("int", "uint"))
 
 
-def _undecoded(rows: Dataset, name: str) -> Dataset:
-    """Return the rows with encoded images: `datasets` would decode all at once, which needs much memory."""
-    if type(rows.features[name]).__name__ != "Image":
-        return rows
-    import datasets
-
-    return rows.cast_column(name, datasets.Image(decode=False))
-
-
-def _decode(value: Any) -> Image:
-    """Decode an image from its bytes, or from the bytes or the path in a mapping."""
+def _decode(value: bytes) -> Image:
+    """Decode an image from its bytes; this never opens a file that a row names."""
     import PIL.Image
     import PIL.ImageOps
 
-    encoded, path = (value, None) if isinstance(value, bytes) else (value.get("bytes"), value.get("path"))
-    if encoded is None and path is None:
-        raise _NotAnImageError("holds neither bytes nor a path")
     try:
-        with PIL.Image.open(io.BytesIO(encoded) if encoded is not None else str(path)) as opened:
+        with PIL.Image.open(io.BytesIO(value)) as opened:
             image = PIL.ImageOps.exif_transpose(opened)
             image.load()
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:

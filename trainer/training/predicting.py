@@ -150,7 +150,7 @@ def _prepared(recipe: Recipe, columns: tuple[str, ...]) -> tuple[Preparation, Ta
 def _predict(request: Request, plan: RunPlan, preparation: Preparation, task: Task, device: torch.device) -> None:
     """Predict on the joined ranks; all that holds the process group is gone when this returns."""
     mesh = open_mesh(plan.layout, device)
-    predictor = _Predictor(plan, mesh, preparation, task, f"`{request.shown_input}`")
+    predictor = _Predictor(plan, mesh, preparation, task, request)
     with _Rows(request, plan.recipe, task.columns, predictor.check) as rows, progress_bar(mesh.rank == 0) as bar:
         mesh.on_rank_zero(rows.open)
         shown = _bar_task(bar, rows)
@@ -204,12 +204,15 @@ def _bar_task(bar: Progress, rows: _Rows) -> Any:
 class _Predictor:
     """The model on the ranks, which is built for the first chunk."""
 
-    def __init__(self, plan: RunPlan, mesh: ParallelMesh, preparation: Preparation, task: Task, where: str) -> None:
+    def __init__(
+        self, plan: RunPlan, mesh: ParallelMesh, preparation: Preparation, task: Task, request: Request
+    ) -> None:
         self._plan = plan
         self._mesh = mesh
         self._preparation = preparation
         self._task = task
-        self._where = where
+        self._where = f"`{request.shown_input}`"
+        self._request = request
         self._parts: Assembly | None = None
         self._num_unknown = self._num_tokens = self._num_cut = 0
 
@@ -224,7 +227,7 @@ class _Predictor:
             DataError: a row is bad.
         """
         with tempfile.TemporaryDirectory(prefix="trainer-") as cache:
-            self._preparation.encode(Split(rows, self._where, first_row, is_part=True), self._task, Path(cache))
+            self._preparation.encode(self._split(rows, first_row), self._task, Path(cache))
 
     def answers(self, chunk: _Chunk) -> tuple[dict[str, Tensor], EvaluatedSplit]:
         """Return the task's answers in the order of the rows, on rank 0, and the split. All ranks must call it."""
@@ -247,12 +250,15 @@ class _Predictor:
             self._mesh.barrier()  # another rank may still open the files
             shutil.rmtree(cache, ignore_errors=True)
 
+    def _split(self, rows: Dataset, first_row: int = 0) -> Split:
+        return Split(rows, self._where, first_row, is_part=True, folders=(self._request.input.parent,))
+
     def _encode(self, rows: Dataset, first_row: int, cache: Path) -> EncodedSplit:
         try:
-            return self._preparation.encode(Split(rows, self._where, is_part=True), self._task, cache)
+            return self._preparation.encode(self._split(rows), self._task, cache)
         except DataError:
             # Once more, with the place of the rows in the file, for the message.
-            self._preparation.encode(Split(rows, self._where, first_row, is_part=True), self._task, cache)
+            self._preparation.encode(self._split(rows, first_row), self._task, cache)
             raise
 
     def _gathered(self, parts: Assembly, encoded: EncodedSplit, places: Tensor) -> dict[str, Tensor]:
