@@ -176,6 +176,22 @@ def test_curves_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "\x1b" not in shown
 
 
+@pytest.mark.parametrize("form", ["page", "plain", "compared"])
+def test_secrets_of_an_earlier_version_are_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str):
+    run = {"recipe": {"name": "x", "checkpoint": {"mirror": "s3://name:hidden1@host/b?token=hidden2"}}}
+    end = {"outcome": "failed", "message": "no answer from https://name:hidden3@host/"}
+    lines = [{"run": run}, *steps(1.0), {"step": 1, "end": end}]
+    folders = [write_lines(tmp_path / "one", *lines), write_lines(tmp_path / "two", {"run": {}}, *steps(2.0))]
+    if form == "plain":
+        assert main(["report", "--plain", str(folders[0])]) == 0
+        shown = capsys.readouterr().out
+    else:
+        shown = page(*folders[: 1 if form == "page" else 2]).read_text(encoding="utf-8")
+        assert "s3://host/b?token=***" in shown
+    assert "https://host/" in shown
+    assert "hidden" not in re.sub(r"<(script|style).*?</\1>", "", shown, flags=re.DOTALL)
+
+
 @pytest.mark.parametrize(
     ("lines", "end"),
     [

@@ -24,6 +24,7 @@ from typing import Any
 
 from trainer.base.disk import read_plain
 from trainer.base.errors import TrainerError, UsageError
+from trainer.base.text import masked
 from trainer.observe.files import GrowingFile, decode_number, encode_number
 from trainer.observe.observer import Observer
 from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
@@ -71,7 +72,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read a `metrics.jsonl`, even while a run writes it.
+    """Read a `metrics.jsonl`, even while a run writes it. Secrets in addresses are masked.
 
     Raises:
         UsageError: a line is not one that `MetricsFile` writes.
@@ -91,10 +92,10 @@ def read_metrics(path: Path) -> Metrics:
 
 def _append(metrics: Metrics, line: dict[str, Any]) -> None:
     if "run" in line:
-        metrics.runs.append(line["run"])
+        metrics.runs.append(masked(line["run"]))  # an earlier version could save an address with a password
         metrics.end = None
     elif "end" in line:
-        metrics.end = dict(line["end"])
+        metrics.end = masked(dict(line["end"]))
     elif "eval" in line:
         values = {name: decode_number(value) for name, value in line["eval"].items()}
         metrics.evaluations.append(EvaluationRecord(line["step"], values, line.get("picture")))
