@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from tests.helpers import processes, warm
+from tests.helpers.forking import forking
 from tests.helpers.tiny_run import NUM_VALIDATION_ROWS, write_tiny_image_run, write_tiny_run
 from trainer.base.errors import ExitCode, NonFiniteError, TrainerError, UsageError
 from trainer.checkpoint.files import SavedState, share_name
@@ -419,6 +420,15 @@ def fail_to_export(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr("trainer.training.assembly.complete_folder", fail)
 
 
+def die_in_export(recipe: Path, place: str) -> None:
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as disturbed:
+        disturbed.setattr(f"trainer.training.model_card.{place}", die)
+        train(recipe, "evaluation.every=null")
+
+
 def lose_a_loss(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     lose_the_loss(monkeypatch, 3)
 
@@ -474,6 +484,22 @@ class TestTheSameCommandAgain:
             one, other = weights(recipe), weights(whole)
             assert all(torch.equal(one[name], other[name]) for name in other)
             assert [record.loss for record in metrics(recipe).steps] == [x.loss for x in metrics(whole).steps]
+
+    @pytest.mark.parametrize("place", ["write_card", "replace_folder"], ids=["half of the files", "before the move"])
+    def test_after_a_kill_within_the_export_writes_the_same_model(self, whole, tmp_path, place: str):
+        recipe, run_folder = write_tiny_run(tmp_path), tmp_path / "run"
+        process = forking().Process(target=die_in_export, args=(recipe, place))
+        process.start()
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL
+        assert CheckpointStore(run_folder, 1).steps()[-1] == 8
+        assert (run_folder / ".saving-model" / "model.safetensors").is_file()
+        assert not (run_folder / "model").exists(), "half a folder must not look like a model"
+        assert train(recipe, "evaluation.every=null") == ExitCode.DONE
+        assert not list(run_folder.glob(".*model*"))
+        assert all(torch.equal(tensor, weights(recipe)[name]) for name, tensor in weights(whole).items())
+        names = [sorted(path.name for path in (one.parent / "run" / "model").iterdir()) for one in (recipe, whole)]
+        assert names[0] == names[1]
 
     def test_and_a_longer_patience_goes_on(self, tmp_path, capsys):
         recipe = write_tiny_run(tmp_path)
