@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.helpers.training import TINY_DECODERS, TINY_TASKS
+from tests.planning.gpu_times import MEASURED, PUBLISHED, row
 from tests.planning.measured import recipe_of
 from tests.planning.times import LAYOUTS, PAGE, Row, page, published, rank_correlation, regret
 from trainer.base.errors import UsageError
@@ -21,10 +22,11 @@ from trainer.engine.timeline import Action, as_svg, as_text, order_of, simulate
 from trainer.observe.meter import peak_flops
 from trainer.planning import hardware, measuring, reference
 from trainer.planning.hardware import LIKELY, Cost, Machine, Speed, parse_devices
-from trainer.planning.ledger import POINT_TO_POINT, Ledger
+from trainer.planning.ledger import GRADIENTS, PARAMETERS, POINT_TO_POINT, Ledger
 from trainer.planning.reference import Operation
 from trainer.planning.stages import plan_steps
 from trainer.planning.timing import (
+    HOST,
     SHARDS,
     STAGES,
     SUMS,
@@ -35,13 +37,24 @@ from trainer.planning.timing import (
     operation_seconds,
     step_time,
 )
-from trainer.planning.work import ATTENTION, FORWARD, INTEGER, MATMUL, OTHER, SPECIAL, VIEW, Kind
+from trainer.planning.work import ATTENTION, FORWARD, INTEGER, MATMUL, OTHER, REDUCTION, SPECIAL, VIEW, Kind
 from trainer.recipe.plan import Layout, PipelinePlan, plan_run
 from trainer.recipe.schedules import SCHEDULES
 
 HARDWARE = Path(hardware.__file__).parent / "hardware"
 MEMORY = Cost(0.0, 1e11)
-SPEED = Speed({"fp32": Cost(0.0, 1e12)}, MEMORY, MEMORY, MEMORY, Cost(1e-5, 1e10), Cost(1e-4, 1e9), Cost(0.0), 1e-6)
+SPEED = Speed(
+    {"fp32": Cost(0.0, 1e12)},
+    memory=MEMORY,
+    attention=MEMORY.scaled(8),
+    special=MEMORY,
+    reduction=MEMORY.scaled(2),
+    integer=MEMORY,
+    inside=Cost(1e-5, 1e10),
+    between=Cost(1e-4, 1e9),
+    host=Cost(0.0),
+    operation=1e-6,
+)
 
 
 def _pipeline(schedule: str, ranks: int, microbatches: int) -> PipelinePlan:
@@ -62,6 +75,61 @@ def test_the_roofline_of_a_matrix_product():
     assert amount == (1, 2 * 16 * 64 * 32, 4 * (16 * 64 + 64 * 32 + 16 * 32))
     assert operation_seconds(kind, amount.flops, amount.num_bytes, SPEED) == pytest.approx(amount.num_bytes / 1e11)
     assert operation_seconds(kind, 1e10, amount.num_bytes, SPEED) == pytest.approx(1e10 / 1e12)
+
+
+def test_norms_and_attention_move_bytes_at_their_own_rates():
+    with Ledger() as ledger, torch.no_grad():
+        nn.LayerNorm(64)(torch.empty(16, 64))
+        nn.functional.scaled_dot_product_attention(*(torch.empty(1, 2, 16, 64) for _ in range(3)))
+    seconds = {
+        kind.operation: (operation_seconds(kind, amount.flops, amount.num_bytes, SPEED), amount)
+        for kind, amount in ledger.totals.work.items()
+    }
+    norm, attention = seconds[REDUCTION], seconds[ATTENTION]
+    assert norm[0] == pytest.approx(2 * norm[1].num_bytes / 1e11)
+    assert attention[0] == pytest.approx(8 * attention[1].num_bytes / 1e11)
+
+
+def test_tf32_multiplies_at_its_own_rate():
+    keys = {"task": TINY_TASKS["causal_lm"].keys, "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"}}
+    plan, fast = (plan_run(recipe_of({**keys, "tf32": tf32}), 1) for tf32 in (False, True))
+    steps = plan_steps(plan, 16)
+    figures = json.loads((HARDWARE / "A100-80.json").read_text()) | {
+        "memory_gb_per_second": 1e9,
+        "operation_us": [1e-6] * 3,
+    }
+    slow, quick = (step_time(one, steps, Machine("here", 1, "nvlink", 1.0, figures)) for one in (plan, fast))
+    assert slow.likely / quick.likely == pytest.approx(156 / 19.5, rel=1e-2)  # the peaks of the data sheet
+    assert quick.mfu == pytest.approx(slow.mfu, rel=1e-2)
+    with pytest.raises(UsageError, match="`tf32` is true, but V100-32 has no TF32"):
+        step_time(fast, steps, parse_devices("V100-32").machine)  # type: ignore[arg-type]
+
+
+def test_a_plan_of_cuda_graphs_adds_to_gradients_in_place():
+    plans = [plan_run(recipe_of({"cuda_graphs": graphs}), 1) for graphs in (False, True)]
+    (eager,), (graphed,) = (plan_steps(plan, 16) for plan in plans)
+    weights = graphed.resident[PARAMETERS]
+    assert graphed.resident[GRADIENTS] == weights
+    assert GRADIENTS not in eager.resident
+    added = [
+        sum(amount.num_bytes for kind, amount in step.totals.work.items() if kind.name in ("add_", "_foreach_zero_"))
+        for step in (eager, graphed)
+    ]
+    assert added[1] - added[0] >= 5 * weights  # zeros are written; gradients and sums are read, sums are written
+    machine = parse_devices("H200").machine
+    assert machine
+    found = [step_time(plan, [step], machine).parts[HOST] for plan, step in zip(plans, (eager, graphed), strict=True)]
+    assert found[1] < 0.3 * found[0]  # the host issues the update
+
+
+def test_the_measured_times_of_a_gpu():
+    work = MEASURED[0]
+    found = work.plan()
+    assert found.least < work.rows / work.samples_per_second < found.most
+    page = PAGE.read_text(encoding="utf-8")
+    assert row(work) in page
+    for one in (*MEASURED, *PUBLISHED):
+        assert f"| {one.name} | {one.devices} | {one.rows} x {one.length:,} |" in page
 
 
 def test_measured_operations_and_collectives_replace_the_roofline():
@@ -99,6 +167,7 @@ def test_a_measured_step_computes_as_its_plan_does():
         planned[kind.name] += amount.number if kind.operation in computing else 0
     measured = Counter(one.kind.name for one in found if one.kind.operation in computing)
     del measured["_local_scalar_dense"]  # the host's read of its own masks, which have no values in a plan
+    del measured["copy_"]  # of dropout keys to where they were, from the third step on; a plan shows the second
     assert +planned == measured
     assert min(seconds, *(one.seconds for one in found)) > 0
 

@@ -110,15 +110,23 @@ def counted_ahead(batch: RankBatch, ledger: Ledger) -> Iterator[None]:
     The copy of the first one begins in the step before.
     """
     batches = batch.microbatches
-    following = {id(one): other for one, other in zip(batches, [*batches[1:], batches[0]], strict=True)}
+    following = {_identity(one): other for one, other in zip(batches, [*batches[1:], batches[0]], strict=True)}
     ahead: dict[int, Microbatch] = {}
 
     def to(microbatch: Microbatch, _: torch.device) -> Microbatch:
-        present, after = ahead.pop(id(microbatch), None), following[id(microbatch)]
+        after = following.get(_identity(microbatch))
+        if after is None:  # the tensors of a CUDA graph are on the GPU
+            return microbatch
+        present = ahead.pop(_identity(microbatch), None)
         ahead.clear()
         with ledger.creating(BATCH):
-            ahead[id(after)] = after.map(torch.empty_like)
+            ahead[_identity(after)] = after.map(torch.empty_like)
             return present or microbatch.map(torch.empty_like)
 
     with mock.patch.object(Microbatch, "to", to):
         yield
+
+
+def _identity(microbatch: Microbatch) -> int:
+    """Return a number of the tensors on the host; a graph takes them in another `Microbatch`."""
+    return id(microbatch.tensors[0])

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,9 @@ class Speed:
     Args:
         matmul: of a matrix product or attention by floating-point operations, for each type.
         memory: of reading and writing bytes.
+        attention: of doing so in attention, which does more than matrix products with each element.
         special: of doing so with an exponential of each element.
+        reduction: of doing so in sums and norms.
         integer: of doing so with integers of 64 bits.
         inside: of sending bytes to a device of the same machine.
         between: of sending bytes to another machine, for a device that has the network to itself.
@@ -77,7 +79,9 @@ class Speed:
 
     matmul: Mapping[str, Cost]
     memory: Cost
+    attention: Cost
     special: Cost
+    reduction: Cost
     integer: Cost
     inside: Cost
     between: Cost
@@ -133,6 +137,24 @@ class Machine:
         """The share of a collective that a device can run while it computes."""
         return float(self._measured.get("overlap", 0.0 if self.is_cpu else 1.0))
 
+    def with_tf32(self) -> Machine:
+        """Return the machine with fp32 matrix products and attention in TF32.
+
+        Raises:
+            UsageError: the device has no TF32.
+        """
+        if "tf32" not in self.figures["teraflops"]:
+            raise UsageError(
+                f"`tf32` is true, but {self.name} has no TF32 in its hardware file; set it to false, or plan for a GPU"
+                " from the Ampere generation on"
+            )
+        measured = {
+            count: {**found, "matmul": {**found["matmul"], "fp32": found["matmul"]["tf32"]}}
+            for count, found in self.figures.get("measured", {}).items()
+        }
+        teraflops = {**self.figures["teraflops"], "fp32": self.figures["teraflops"]["tf32"]}
+        return replace(self, figures={**self.figures, "teraflops": teraflops, "measured": measured})
+
     def peak(self, precision: str) -> float:
         """Return the peak of one device in FLOP/s; types that it lacks are computed in fp32."""
         if points := self._measured.get("matmul", {}).get(precision):
@@ -156,8 +178,8 @@ class Machine:
         def cost(rate: float, points: Sequence[Sequence[float]] = ()) -> Cost:
             return Cost(0.0, rate, tuple((size, seconds) for size, seconds in points))
 
-        def moving(name: str) -> Cost:
-            return cost(memory, measured.get(name, ())).scaled(share("memory"))
+        def moving(name: str, kind: str) -> Cost:
+            return cost(memory, measured.get(name, ())).scaled(share(kind))
 
         products = measured.get("matmul", {})
         matmul = {name: cost(self.peak(name), products.get(name, ())) for name in figures["teraflops"]}
@@ -169,9 +191,11 @@ class Machine:
         operation = figures["operation_us"]
         return Speed(
             {name: found.scaled(share("matmul")) for name, found in matmul.items()},
-            moving("memory"),
-            moving("special"),
-            moving("integer"),
+            moving("memory", "memory"),
+            moving("memory", "attention"),
+            moving("special", "memory"),
+            moving("memory", "reduction"),
+            moving("integer", "memory"),
             Cost(inside, sent.rate, sent.points),
             Cost(between, self.network_bytes / share("link")),
             # An assumption: the memory of a host has the speed of its PCIe links, for each of its devices.
@@ -286,7 +310,9 @@ _KEYS: Mapping[str, Callable[[Any], bool]] = {
     "network": lambda value: isinstance(value, str) and _NETWORK.fullmatch(value) is not None,
     "link_latency_us": _is_table(_is_range, "inside", "between"),
     "operation_us": lambda value: _is_range(value) and value[LIKELY] > 0,
-    "shares": _is_table(lambda value: _is_range(value) and 0 not in value, "matmul", "memory", "link"),
+    "shares": _is_table(
+        lambda value: _is_range(value) and 0 not in value, "matmul", "attention", "memory", "reduction", "link"
+    ),
 }
 
 

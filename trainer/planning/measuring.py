@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,8 @@ _WIDTHS = {"cpu": (16, 64, 192, 384, 768), "cuda": (64, 256, 1024, 2048, 4096, 8
 _NUMBERS = {"cpu": (2**10, 2**14, 2**17, 2**19, 2**22), "cuda": (2**12, 2**18, 2**22, 2**25, 2**27)}  # of a tensor
 _BYTES = (2**12, 2**16, 2**19, 2**22, 2**24)  # of a collective
 _DISK_BYTES = 2**27
+# An assumption: shares of the measured matrix products and memory, as in the files of known GPUs.
+_UNMEASURED_SHARES = {"cuda": {"attention": [0.1, 0.2, 0.4], "reduction": [0.3, 0.5, 0.8]}}
 _LOST = 1e-5  # seconds beside a collective; plans are linear in so few
 
 
@@ -62,6 +65,8 @@ def measure_machine(file: Path) -> dict[str, Any]:
     largest = {name: points[-1] for name, points in alone["matmul"].items()}
     size, seconds = alone["memory"][-1]
     linked = ranks[str(counts[-1])]["collectives"].get("allreduce_")
+    near = [0.8, 1, 1.1]
+    same = {"attention": near, "reduction": near}  # each operation of a CPU is measured
     operation = [1e6 * ranks["1"]["operation_seconds"] * factor for factor in (0.7, 1.0, 1.5)]
     figures: dict[str, Any] = {
         "memory_gb": _memory_bytes(device) / 1e9,
@@ -72,7 +77,7 @@ def measure_machine(file: Path) -> dict[str, Any]:
         "network": "1x10Gb",
         "link_latency_us": {"inside": [0, 0, 0], "between": [50, 100, 200]},
         "operation_us": operation,
-        "shares": {"matmul": [0.8, 1, 1.1], "memory": [0.8, 1, 1.1], "link": [0.7, 1, 1.2]},
+        "shares": {"matmul": near, "memory": near, "link": [0.7, 1, 1.2], **_UNMEASURED_SHARES.get(device, same)},
         "measured": ranks,
         "disk_gb_per_second": _disk(),
         "sources": {"all": f"measured by `trainer plan --measure`, torch {torch.__version__}; network: an assumption"},
@@ -199,6 +204,9 @@ class _Measurement:
     def points(self) -> dict[str, Any]:
         """Return pairs of size and seconds, and the seconds in which the host issues an operation."""
         matmul = {name: self._matmul(kind) for name, kind in _TYPES.items() if self._device == "cuda" or name != "fp16"}
+        if self._device == "cuda" and torch.cuda.get_device_capability() >= (8, 0):
+            with mock.patch.object(torch.backends.cuda.matmul, "allow_tf32", True):
+                matmul["tf32"] = self._matmul(torch.float32)
         memory = self._elementwise(lambda a, b: a + b, torch.float32, operands=2)
         return {
             "matmul": matmul,

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from trainer.base.collector import without_collector
+from trainer.engine import native
 from trainer.engine.bf16_weights import store_in_bf16
 from trainer.engine.building import build_engine, planned_cuts
+from trainer.engine.graphs import Capture
 from trainer.engine.native import NativeEngine
 from trainer.engine.optimizer import updates_in_batches
 from trainer.engine.zero import ZeroEngine
@@ -228,6 +230,7 @@ class _Simulation:
             counted_ahead(batch, ledger) if copies_ahead else nullcontext(),
             labelled_deepspeed(ledger, plan),
             copies_between_host_and_device(ledger, plan) if splits else nullcontext(),
+            mock.patch.object(native, "CudaCapture", _replayed),
         ):
             for part, own in zip(built, stacks, strict=True):
                 ledger.name_modules(shorten(part.model, own, longer))
@@ -238,9 +241,7 @@ class _Simulation:
                 ledger.follow_gradients(part.model)
             with ledger.creating(GRADIENTS):  # the buckets of DDP
                 # Kernels that a compiler would fuse are counted one by one.
-                uncompiled = replace(
-                    plan, recipe=plan.recipe.model_copy(update={"compile": False, "cuda_graphs": False})
-                )
+                uncompiled = replace(plan, recipe=plan.recipe.model_copy(update={"compile": False}))
                 teacher = _teacher(plan, task, self.mesh, ledger)
                 engine = build_engine(built, task, self.mesh, uncompiled, 2, teacher)
             assert isinstance(engine, (NativeEngine, ZeroEngine))
@@ -299,6 +300,11 @@ def updated_engine(
                 _fill_gradients(engine, ledger)
                 _step(engine)
             yield engine, mesh
+
+
+def _replayed(device: torch.device) -> Capture:
+    """Return a capture of graphs that runs the operations of a pass in each replay, so that a ledger sees them."""
+    return lambda function: function
 
 
 def _fill_gradients(engine: NativeEngine, ledger: Ledger) -> None:

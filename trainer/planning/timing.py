@@ -21,12 +21,14 @@ from trainer.planning.hardware import LEAST, LIKELY, MOST, Machine, Speed, kerne
 from trainer.planning.ledger import POINT_TO_POINT
 from trainer.planning.step import StepPlan
 from trainer.planning.work import (
+    ATTENTION,
     BACKWARD,
     FORWARD,
     INTEGER,
     OPTIMIZER_STEP,
     PHASES,
     RECOMPUTED,
+    REDUCTION,
     SPECIAL,
     VIEW,
     Kind,
@@ -79,6 +81,7 @@ def step_time(plan: RunPlan, steps: Sequence[StepPlan], machine: Machine, length
         machine: the machines.
         length: the tokens of each text.
     """
+    machine = machine.with_tf32() if plan.recipe.tf32 else machine
     parts: dict[int, dict[str, float]] = {}
     timeline = None
     for level in (LEAST, LIKELY, MOST):
@@ -110,7 +113,10 @@ def operation_seconds(kind: Kind, flops: float, num_bytes: float, speed: Speed) 
     its class do. Others take the seconds of their arithmetic or of their memory, the longer ones.
     """
     dtype = type_name(kind.dtype)
-    memory = {SPECIAL: speed.special, INTEGER: speed.integer}.get(kind.operation, speed.memory)
+    tables = {
+        ATTENTION: speed.attention, SPECIAL: speed.special, REDUCTION: speed.reduction, INTEGER: speed.integer,
+    }  # fmt: skip
+    memory = tables.get(kind.operation, speed.memory)
     product = speed.matmul.get(dtype, speed.matmul["fp32"])
     kernel = speed.kernels.get(kernel_name(kind.name, dtype))
     if kernel is None:

@@ -17,8 +17,8 @@ from trainer.parallel import fused_attention  # noqa: F401  # registers its oper
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP = "forward", "backward", "recomputed", "optimizer"
 PHASES = (FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP)
-MATMUL, ATTENTION, SPECIAL, INTEGER, OTHER, VIEW = (
-    "matrix products", "attention", "special functions", "integers", "other", "views",
+MATMUL, ATTENTION, SPECIAL, REDUCTION, INTEGER, OTHER, VIEW = (
+    "matrix products", "attention", "special functions", "reductions", "integers", "other", "views",
 )  # fmt: skip
 
 
@@ -97,13 +97,21 @@ _SPECIAL = frozenset(
 )  # a CPU computes exponentials for each element
 
 
+_REDUCTIONS = frozenset(
+    (
+        *(_aten.sum, _aten.mean, _aten.native_layer_norm, _aten.native_layer_norm_backward),
+        *(_aten.native_group_norm, _aten.native_group_norm_backward),
+    )
+)  # read much of what they read twice, or across rows
+
+
 class Kind(NamedTuple):
     """Operations that take about the same time: of one phase, class and type, with sizes within a factor of two.
 
     Args:
         phase: one of `PHASES`.
-        operation: `MATMUL`, `ATTENTION`, `SPECIAL` for exponentials, `INTEGER` for those of 64 bits, `OTHER`, or `VIEW`
-            for operations without work on the device.
+        operation: `MATMUL`, `ATTENTION`, `SPECIAL` for exponentials, `REDUCTION` for sums and norms, `INTEGER` for
+            those of 64 bits, `OTHER`, or `VIEW` for operations without work on the device.
         name: the name of torch's operation; empty for views.
         dtype: the type of the operands.
         flops_size: the bits of the floating-point operations of one operation.
@@ -167,6 +175,8 @@ def work_of(
     dtype = (outputs or inputs)[0].dtype
     if formula is not None:
         operation = ATTENTION if "attention" in packet.__name__ else MATMUL
+    elif packet in _REDUCTIONS:
+        operation = REDUCTION
     else:
         operation = SPECIAL if packet in _SPECIAL else INTEGER if dtype == torch.int64 else OTHER
     size = 0 if several else moved.bit_length()
