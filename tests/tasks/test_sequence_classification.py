@@ -96,7 +96,7 @@ def test_texts_and_pairs(tokenizer):
         ({}, rows_of([0.5, 1.0]), "must hold class names or integers from 0, but holds the number 0.5; to predict"),
         ({}, rows_of([[1], [2]]), r"`task.label` must .* holds List\("),
         ({}, rows_of(["a", "a"]), "must hold at least two classes, but holds a;"),
-        ({}, rows_of([1, 2]), "must number its classes from 0 without a gap, but holds 1, 2 and no 0"),
+        ({}, rows_of([1, 2]), r'but holds 1, 2 and no 0; renumber them, or set `task.labels` to .* \["1", "2"\]$'),
         ({}, rows_of([0, 2, 5]), "without a gap, but holds 0, 2, 5 and no 1"),
         ({}, rows_of([-1, 0, 1]), "without a gap, but holds -1, 0, 1 and no 2"),
     ],
@@ -125,6 +125,15 @@ def test_a_label_that_does_not_fit_is_named_with_its_row(tokenizer, train, decla
     task = task_of().resolve(rows_of(train, declared), WHERE)
     with pytest.raises(DataError, match=message):
         labels_of(task, rows_of([train[0], row], declared), tokenizer, first_row=10)
+
+
+def test_integers_that_the_recipe_names_are_names(tokenizer):
+    rows = rows_of([1, 2, 3, 1])
+    task = task_of(labels=["1", "2", "3"]).resolve(rows, WHERE)
+    assert labels_of(task, rows, tokenizer) == [0, 1, 2, 0]
+    assert labels_of(task_of(labels=["3", "-1"]).resolve(rows, WHERE), rows_of([-1, 3]), tokenizer) == [1, 0]
+    with pytest.raises(DataError, match=r"row 2 of .* must be a class of 1, 2, 3, but is 0"):
+        labels_of(task, rows_of([3, 0]), tokenizer)
 
 
 def test_a_declared_name_that_the_recipe_leaves_out(tokenizer):

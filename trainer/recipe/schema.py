@@ -143,7 +143,10 @@ class ImageKeys(Section):
 class ClassificationKeys(Section):
     """Keys that all classifications share."""
 
-    label: str = Field("label", description="The column that holds the class: a name, or an integer from 0.")
+    label: str = Field(
+        "label",
+        description="The column that holds the class: a name, an integer from 0, or one that `task.labels` names.",
+    )
     labels: Annotated[list[str], Field(min_length=2)] | None = Field(
         None,
         description="The class names in order; null: the names in the training split, in the order of a fine-tuned"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
 _NAMES_SHOWN = 10
 _CLASSES_PICTURED = 30  # a larger matrix of confusions cannot be read, and each evaluation stores one
-_MOST_LISTED = 1000  # class names that a user may list
 PROBABILITY_DIGITS = 6  # after the point, in predictions
 
 
@@ -172,10 +173,12 @@ class NamedClasses(TaskDefaults):
             )
         absent = next((index for index in range(len(found)) if index not in found), None)
         if absent is not None:
+            names = [str(int(value)) for value in sorted(found)]
+            listed_names = json.dumps(names) if len(names) <= _NAMES_SHOWN else ""
             raise DataError(
                 f"column `{self.label_column}` of {where} must number its classes from 0 without a gap, but holds"
                 f" {shown(sorted(map(int, found)))} and no {absent}; renumber them"
-                + (", or list the class names in `task.labels`" if 0 <= min(found) <= max(found) < _MOST_LISTED else "")
+                + (f", or set `task.labels` to their names, such as {listed_names}" if listed_names else "")
             )
         return tuple(str(index) for index in range(len(found)))
 
@@ -187,7 +190,7 @@ class NamedClasses(TaskDefaults):
         if declared is not None:  # the recipe may list the names in another order than the column
             index_of = {value: index_of[name] for value, name in enumerate(declared) if name in index_of}
         elif not self.labels_are_names:
-            index_of = {index: index for index in range(len(names))}
+            index_of = dict(zip(self._numbers, range(len(names)), strict=True))
         return index_of, declared
 
     def unknown(self, label: Any, declared: list[str] | None, place: str) -> DataError:
@@ -204,7 +207,9 @@ class NamedClasses(TaskDefaults):
         if label is None:
             return DataError(f"{place} is null; every row needs a label")
         if isinstance(label, int | float):
-            return DataError(f"{place} must be a class from 0 to {len(names) - 1}, but is {label}")
+            numbers = self._numbers
+            classes = f"from 0 to {len(names) - 1}" if [*numbers] == [*range(len(names))] else f"of {shown(numbers)}"
+            return DataError(f"{place} must be a class {classes}, but is {label}")
         return DataError(
             f"{place} is the label {label!r}, which is not among the {len(names)} classes of the training split or of"
             f" `task.labels`: {shown(names)}"
@@ -215,6 +220,14 @@ class NamedClasses(TaskDefaults):
         return {
             name: round(value, PROBABILITY_DIGITS) for name, value in zip(self._known_class_names, row, strict=True)
         }
+
+    @property
+    def _numbers(self) -> Sequence[int]:
+        """The integers that stand for the classes in a column: their names, if these are integers, or else indices."""
+        names = self._known_class_names
+        if all(re.fullmatch("0|-?[1-9][0-9]*", name) for name in names):
+            return [int(name) for name in names]
+        return range(len(names))
 
     @property
     def _known_class_names(self) -> tuple[str, ...]:
