@@ -72,7 +72,13 @@ def test_two_data_ranks_sum_the_gradients_of_their_graphs(ranks: RankPools):
         assert_same_curve(found, expected, TOLERANCES["fp32"])
 
 
-@pytest.mark.parametrize("task", TINY_TASKS)
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(task, marks=() if task in (*REFUSED, "masked_lm", "seq2seq_lm") else pytest.mark.nightly)
+        for task in TINY_TASKS
+    ],
+)
 def test_each_task_is_captured_or_refused(task: str):
     recipe = tiny_recipe(task=TINY_TASKS[task].keys, training={"micro_batch_size": 4}, data={"pad_to": 32})
     if task in REFUSED:
