@@ -105,8 +105,10 @@ def test_rows_that_python_cannot_read_or_write(tmp_path):
         problem = "must have at most 100 levels of lists" if line < 5 else "has half of a surrogate pair"
         assert f"line {line} of it must " in str(error)
         assert problem in str(error)
-    with pytest.raises(DataError, match=r"line 2 of `.*` has too many levels of lists and objects"):
+    with pytest.raises(DataError, match=r"line 2 of `.*` has .* too many levels of lists and objects"):
         load(tmp_path / "b.jsonl", f'{{"text": "a"}}\n{{"text": {deep}}}\n')
+    with pytest.raises(DataError, match=r"line 4 of `.*` has a number that is too large"):
+        load(tmp_path / "c.jsonl", '{"n": 1.5}\n\n{"n": 1.5}\n{"n": 1e400}\n')
 
 
 def test_an_empty_line_of_one_column_is_a_row_to_predict(tmp_path):

@@ -9,6 +9,7 @@ import glob
 import gzip
 import itertools
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -432,6 +433,12 @@ def _starts_as_utf16(path: Path) -> bool:
         return file.read(2) in _UTF16_MARKS
 
 
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError
+    return value
+
+
 def _json_fault(paths: Sequence[Path]) -> str | None:
     """Describe the first JSON fault; None if every line is an object or the file is a list, or it cannot be read."""
     for path in paths:
@@ -443,11 +450,12 @@ def _json_fault(paths: Sequence[Path]) -> str | None:
         lines = [text] if text.lstrip().startswith("[") else text.split("\n")  # a text may hold U+2028
         for number, line in enumerate(lines, start=1):
             try:
-                value = json.loads(line) if line.strip() else {}
+                value = json.loads(line, parse_float=_finite) if line.strip() else {}
             except json.JSONDecodeError as error:
                 return f"line {number - 1 + error.lineno} of `{path}` is not JSON: {error.msg} at column {error.colno}"
             except (ValueError, RecursionError):
-                return f"line {number} of `{path}` has too many levels of lists and objects, or of digits"
+                place = f"line {number} of `{path}`" if len(lines) > 1 else f"`{path}`"
+                return f"{place} has a number that is too large, or too many levels of lists and objects"
             if not isinstance(value, dict | list):
                 return f"line {number} of `{path}` is not a JSON object"
     return None
