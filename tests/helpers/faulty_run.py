@@ -122,7 +122,7 @@ def _before_step(engine: Any, action: Callable[[Any], None], rank: str, step: in
 
 def put_in_bad_rows(rank: str, step: int) -> None:
     """Make the loss of the first microbatch of `rank` NaN, in training and when it is computed again."""
-    loss_sum, evaluate = ModelForward.loss_sum, ModelForward.evaluate
+    loss_sum, begin_eval = ModelForward.loss_sum, ModelForward.begin_eval
     bad: list[Any] = []  # the tokens of the microbatch; other steps have rows of the same numbers
 
     def is_bad(self: ModelForward, microbatch: Any) -> bool:
@@ -136,12 +136,12 @@ def put_in_bad_rows(rank: str, step: int) -> None:
     def faulty_loss_sum(self: ModelForward, microbatch: Any) -> Any:
         return loss_sum(self, microbatch) * (float("nan") if is_bad(self, microbatch) else 1.0)
 
-    def faulty_evaluate(self: ModelForward, microbatch: Any) -> Any:
-        result = evaluate(self, microbatch)
-        return replace(result, loss_sum=float("nan")) if is_bad(self, microbatch) else result
+    def faulty_begin_eval(self: ModelForward, microbatch: Any) -> Any:
+        read = begin_eval(self, microbatch)
+        return (lambda: replace(read(), loss_sum=float("nan"))) if is_bad(self, microbatch) else read
 
     ModelForward.loss_sum = faulty_loss_sum  # type: ignore[method-assign]
-    ModelForward.evaluate = faulty_evaluate  # type: ignore[method-assign]
+    ModelForward.begin_eval = faulty_begin_eval  # type: ignore[method-assign]
 
 
 def put_in_other_code(rank: str) -> None:

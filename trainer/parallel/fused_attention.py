@@ -112,9 +112,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute the outputs of `fused_attention` without a graph."""
     query, key, value = map(_with_rows, (query, key, value))
-    output, sums = _empty_results(
-        query, key, value, row_keys, mask, bias, key_tiles, query_tiles, scale, probability, is_causal, offsets
-    )
+    output, sums = _empty_results(query, key, value)
     if output.numel() == 0:
         return output, sums
     call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, lengths, window)
@@ -132,23 +130,7 @@ def _attend(
 
 
 @torch.library.register_fake("trainer::keyed_attention")  # type: ignore[untyped-decorator]
-def _empty_results(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    row_keys: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    key_tiles: Tensor | None,
-    query_tiles: Tensor | None,
-    scale: float,
-    probability: float,
-    is_causal: bool,
-    offsets: Sequence[int],
-    starts: Tensor | None = None,
-    lengths: Sequence[int] | None = None,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def _empty_results(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, heads, queries = query.shape[:3]
     output = query.new_empty((batch, queries, heads, value.shape[-1]))
     return output, query.new_empty((2, batch, heads, queries), dtype=torch.float32)
