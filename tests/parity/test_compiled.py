@@ -23,6 +23,9 @@ CASES = (
 )
 
 
+LONG = CASES[3:5]
+
+
 def train_compiled(case: Case) -> tuple[Curve, int]:
     """Train some steps with compiled layers on this rank, and return the number of graph breaks, too."""
     breaks = compilations()[1]
@@ -34,7 +37,13 @@ def train_compiled(case: Case) -> tuple[Curve, int]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=() if case is CASES[0] else pytest.mark.slow) for case in CASES]
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=pytest.mark.nightly if case in LONG else pytest.mark.slow)
+        if case is not CASES[0]
+        else pytest.param(case, id=str(case))
+        for case in CASES
+    ],
 )
 def test_compiled_layers_are_those_of_one_process(ranks: RankPools, case: Case):
     expected = reference(case.precision, case.dropout).curve

@@ -276,8 +276,13 @@ PIPELINES: dict[str, tuple[int, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "parallel", "precision"), PIPELINES.values(), ids=PIPELINES)
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "precision"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name == "4 stages" else pytest.mark.nightly)
+        for name, case in PIPELINES.items()
+    ],
+)
 def test_one_microbatch_gives_the_plan_of_all(world_size: int, parallel: dict[str, Any], precision: str):
     model = {"config": {**SMALL_BERT, "num_hidden_layers": 5}, "tokenizer": "none"}
     training = {"max_steps": 4, "global_batch_size": 24, "micro_batch_size": 4}
