@@ -25,6 +25,7 @@ from transformers.activations import ACT2FN
 from transformers.models.auto.auto_factory import _get_model_class
 
 from trainer.base.errors import TrainerError, UsageError, causes, storage_error
+from trainer.base.text import is_shallow
 from trainer.models.adapters import adapt
 from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
 from trainer.models.compiled import CompiledLayers
@@ -419,15 +420,7 @@ def _require_plain(recipe: Model, config: Any) -> None:
                 f"`{key}` in {place} must be an activation of transformers, but is {name!r}; write one such as"
                 f" {near[0]}"
             )
-    level = list(vars(config).values())
-    for _ in range(_MOST_LEVELS):
-        level = [
-            item
-            for value in level
-            if isinstance(value, dict | list)
-            for item in (value.values() if isinstance(value, dict) else value)
-        ]
-    if level:
+    if not is_shallow(vars(config), _MOST_LEVELS + 1):
         raise UsageError(f"{place} is nested deeper than {_MOST_LEVELS} levels; mend it")
 
 
