@@ -16,7 +16,7 @@ from torch import nn
 from trainer.models.building import build_on_meta
 from trainer.models.families.family import TensorPlan, matches, relative_name
 from trainer.models.families.table import FAMILIES
-from trainer.models.stages import split_stages, stage_sizes
+from trainer.models.stage_split import split_stages, stage_sizes
 from trainer.parallel.placement import ParameterPlacement, Placements, Split, whole
 from trainer.parallel.state_bytes import StateBytes, state_bytes
 from trainer.recipe.schema import Model, Training

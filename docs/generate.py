@@ -25,21 +25,21 @@ from pydantic.fields import FieldInfo
 
 from docs import costs
 from trainer.cli import app
-from trainer.doctor.table import CHECKS
-from trainer.foreign.accelerate import ACCELERATE
-from trainer.foreign.counterpart import Counterpart
-from trainer.foreign.deepspeed import DEEPSPEED
-from trainer.foreign.megatron import MEGATRON
-from trainer.foreign.training_arguments import TRAINING_ARGUMENTS
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
-from trainer.planning.hardware import known_devices
-from trainer.reading.keys import default_tag, kinds, section_models
-from trainer.reading.shipped import is_base, shipped_recipes, summary
 from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
+from trainer.recipe.foreign.accelerate import ACCELERATE
+from trainer.recipe.foreign.counterpart import Counterpart
+from trainer.recipe.foreign.deepspeed import DEEPSPEED
+from trainer.recipe.foreign.megatron import MEGATRON
+from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
+from trainer.recipe.reading.keys import default_tag, kinds, section_models
+from trainer.recipe.reading.shipped import is_base, shipped_recipes, summary
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.schema import Recipe, Section
 from trainer.recipe.strategies import STRATEGIES, Strategy
+from trainer.tools.doctor.table import CHECKS
+from trainer.tools.plan.hardware import known_devices
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -463,13 +463,24 @@ def _floors() -> str:
     rows = []
     for floor, layer in zip(reversed(range(len(layers))), layers, strict=True):
         for name in layer.split(" : "):
-            package = importlib.util.find_spec(f"trainer.{name}")
-            assert package is not None
-            assert package.origin is not None
-            docstring = ast.get_docstring(ast.parse(Path(package.origin).read_text(encoding="utf-8"))) or ""
-            place = f"{name}/" if package.submodule_search_locations else f"{name}.py"
-            rows.append((str(floor), f"`{place}`", " ".join(docstring.split("\n\n")[0].split())))
+            rows.append((str(floor), *_package(name)))
+            rows += [("", *_package(f"{name}.{part}")) for part in _sub_packages(name)]
     return _table(("floor", "package", "holds"), rows)
+
+
+def _sub_packages(name: str) -> list[str]:
+    folder = ROOT / "trainer" / name
+    return sorted(init.parent.name for init in folder.glob("*/__init__.py"))
+
+
+def _package(name: str) -> tuple[str, str]:
+    """Return the place of a package or module, and the first paragraph of its docstring."""
+    package = importlib.util.find_spec(f"trainer.{name}")
+    assert package is not None
+    assert package.origin is not None
+    docstring = ast.get_docstring(ast.parse(Path(package.origin).read_text(encoding="utf-8"))) or ""
+    place = name.replace(".", "/") + ("/" if package.submodule_search_locations else ".py")
+    return f"`{place}`", " ".join(docstring.split("\n\n")[0].split())
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {

@@ -30,9 +30,9 @@ from rich.style import Style
 from rich.text import Text
 
 from trainer.base.disk import replace_text
-from trainer.comparing.page import EQUAL
-from trainer.comparing.results import difference
-from trainer.reporting.figures import COLOURS, ranges
+from trainer.tools.compare.comparison_page import EQUAL
+from trainer.tools.compare.results import difference
+from trainer.tools.report.figures import COLOURS, ranges
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"

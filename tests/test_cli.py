@@ -20,8 +20,8 @@ from trainer import __version__, cli
 from trainer.base.errors import DataError, ExitCode, NonFiniteError, RecipeError
 from trainer.cli import main
 from trainer.launch import local
-from trainer.reading.loading import ResolvedRecipe, load_recipe
-from trainer.training import exporting
+from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
+from trainer.training import export as exporting
 
 PROGRAM = [sys.executable, "-m", "trainer"]
 LIGHT = [

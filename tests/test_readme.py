@@ -25,9 +25,9 @@ from tests.helpers.processes import ROOT, run
 from tests.launch.test_launchers import CASES, PORT
 from trainer.base.errors import ExitCode
 from trainer.cli import main
-from trainer.reading.loading import load_recipe
-from trainer.reading.parser import Origin, parse
-from trainer.reading.shipped import shipped_recipes
+from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.reading.parser import Origin, parse
+from trainer.recipe.reading.shipped import shipped_recipes
 from trainer.recipe.schema import Parallel
 from trainer.recipe.strategies import STRATEGIES
 
@@ -51,20 +51,20 @@ ELSEWHERE = {
     "python -m tests.parity.fuzz --seed 0 --case 262": "tests/parity/test_fuzz.py::test_a_drawn_case_is_one_process",
     "python -m tests.parity.fuzz --seed 0 --case 154 --fp64": "tests/parity/test_fuzz.py::test_fp64_leaves_no_rounding",
     "python -m tests.parity.fuzz --wide --cases 1": "tests/parity/test_fuzz.py::test_a_drawn_case_is_one_process",
-    "trainer compare bert_sample --processes 2": "tests/comparing/test_compare.py::def test_on_two_ranks",
+    "trainer compare bert_sample --processes 2": "tests/tools/compare/test_compare.py::def test_on_two_ranks",
     "trainer compare bert_sample optimizer.learning_rate=1e-3,2e-3 training.micro_batch_size=12,24 --processes 2"
-    " --steps 10": "tests/comparing/test_compare.py::def test_values_make_a_grid",
+    " --steps 10": "tests/tools/compare/test_compare.py::def test_values_make_a_grid",
     "trainer compare bert_sample --processes 2 --steps 10 --with pytorch --with transformers model.dropout=0"
-    " parallel.strategy=ddp,zero2": "tests/comparing/test_compare.py::def test_layouts_and_peers_on_two_processes",
+    " parallel.strategy=ddp,zero2": "tests/tools/compare/test_compare.py::def test_layouts_and_peers_on_two_processes",
     "trainer run bert_sample compile=true": "tests/training/test_compiled.py::def test_a_compiled_run",
     "trainer rehearse bert_sample --ranks 64 --rank 37 parallel.tensor=2 training.global_batch_size=64": (
-        "tests/planning/test_rehearsal.py::def test_a_rank_of_many_is_shown"
+        "tests/tools/plan/test_rehearsal.py::def test_a_rank_of_many_is_shown"
     ),
     "sbatch mine.sbatch": 'tests/launch/test_launchers.py::"launch-script"',
-    "trainer doctor": "tests/doctor/test_doctor.py::test_this_machine_has_no_problem",
-    "trainer doctor bert_sample --processes 2": "tests/doctor/test_doctor.py::test_a_recipe_is_resolved_first",
-    "trainer doctor --json": "tests/doctor/test_doctor.py::test_this_machine_has_no_problem",
-    "trainer doctor --deep": "tests/doctor/test_doctor.py::test_a_recipe_is_resolved_first",
+    "trainer doctor": "tests/tools/doctor/test_doctor.py::test_this_machine_has_no_problem",
+    "trainer doctor bert_sample --processes 2": "tests/tools/doctor/test_doctor.py::test_a_recipe_is_resolved_first",
+    "trainer doctor --json": "tests/tools/doctor/test_doctor.py::test_this_machine_has_no_problem",
+    "trainer doctor --deep": "tests/tools/doctor/test_doctor.py::test_a_recipe_is_resolved_first",
 }
 """Commands that would run these tests again, or take long: the file that covers each, and where in it."""
 

@@ -20,12 +20,12 @@ from tests.helpers.families import build as build_model
 from tests.helpers.processes import ROOT
 from tests.helpers.ranks import RankPools
 from tests.helpers.turns import once
-from tests.models.test_tensor import compare
+from tests.models.test_tensor_split import compare
 from trainer.models.building import build_on_meta
 from trainer.models.families.family import ModelFamily
 from trainer.models.families.table import FAMILIES, layers_of
-from trainer.models.stages import split_stages
-from trainer.models.tensor import split_model
+from trainer.models.stage_split import split_stages
+from trainer.models.tensor_split import split_model
 from trainer.parallel.dropout import DropoutKeys
 from trainer.recipe.schema import Model, Training
 

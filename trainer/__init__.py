@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from trainer.base.errors import (
-        DataError,
-        LaunchError,
-        LostPeerError,
-        NonFiniteError,
-        OutOfMemoryError,
-        RecipeError,
-        TrainerError,
-        UsageError,
-    )
-    from trainer.interface import (
+    from trainer.api import (
         RunResult,
         assemble,
         load_recipe,
@@ -32,7 +22,17 @@ if TYPE_CHECKING:
         register_task,
         run,
     )
-    from trainer.reading.loading import ResolvedRecipe
+    from trainer.base.errors import (
+        DataError,
+        LaunchError,
+        LostPeerError,
+        NonFiniteError,
+        OutOfMemoryError,
+        RecipeError,
+        TrainerError,
+        UsageError,
+    )
+    from trainer.recipe.reading.loading import ResolvedRecipe
     from trainer.recipe.schema import ClassificationKeys, ImageKeys, TextKeys
 
 __all__ = [
@@ -60,7 +60,7 @@ __all__ = [
     "run",
 ]
 
-_HOMES = {"ResolvedRecipe": "reading.loading"} | dict.fromkeys(
+_HOMES = {"ResolvedRecipe": "recipe.reading.loading"} | dict.fromkeys(
     ("ClassificationKeys", "ImageKeys", "TextKeys"), "recipe.schema"
 )
 
@@ -68,7 +68,7 @@ _HOMES = {"ResolvedRecipe": "reading.loading"} | dict.fromkeys(
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOMES.get(name, "base.errors" if name.endswith("Error") else "interface")
+    home = _HOMES.get(name, "base.errors" if name.endswith("Error") else "api")
     value: object = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

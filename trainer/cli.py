@@ -25,9 +25,9 @@ from trainer.base.text import for_terminal, without_secrets
 from trainer.ranks.environment import forbid_telemetry
 
 if TYPE_CHECKING:
-    from trainer.reading.loading import ResolvedRecipe
     from trainer.recipe.drawing import StageContents
     from trainer.recipe.plan import PipelinePlan, RunPlan
+    from trainer.recipe.reading.loading import ResolvedRecipe
 
 Target = Literal["slurm", "kubernetes", "pytorchjob", "torchrun", "deepspeed", "accelerate"]
 """The targets of `launch-script`; a test compares them with its table."""
@@ -116,7 +116,7 @@ def run(
     Under torchrun, accelerate, deepspeed or srun it joins the ranks that it is given; alone it starts its own.
     """
     from trainer.ranks.environment import problems_name_the_machine
-    from trainer.reading.loading import load_recipe
+    from trainer.recipe.reading.loading import load_recipe
 
     with problems_name_the_machine():
         resolved = load_recipe(recipe, overrides or ())
@@ -142,9 +142,9 @@ def check(
     first rows of each split, the tokenizer, the names and sizes of the weights, and the layout of the model with the
     contents of each pipeline stage. This needs no GPU and no network, and trains nothing.
     """
-    from trainer.reading.loading import load_recipe
-    from trainer.recipe.hand import Hand
+    from trainer.recipe.local_parts import Hand
     from trainer.recipe.plan import plan_run
+    from trainer.recipe.reading.loading import load_recipe
 
     resolved = load_recipe(recipe, overrides or ())
     plan = plan_run(resolved.recipe, processes)
@@ -171,7 +171,7 @@ def check(
 def _measure(file: Path | None) -> None:
     if file is None:
         return
-    from trainer.planning.measuring import measure_machine
+    from trainer.tools.plan.measuring import measure_machine
 
     figures = measure_machine(file)
     speeds = ", ".join(f"{number:,.3f} TFLOP/s in {name}" for name, number in figures["teraflops"].items())
@@ -248,8 +248,8 @@ def plan(
     the recipe does not fit, changes are planned until `--changes` of them fit. A search plans other layouts.
     """
     from trainer.base.collector import importing
-    from trainer.planning.hardware import parse_devices
-    from trainer.reading.loading import load_recipe
+    from trainer.recipe.reading.loading import load_recipe
+    from trainer.tools.plan.hardware import parse_devices
 
     is_auto = gpus.startswith("autox")
     devices = parse_devices(gpus.removeprefix("autox"), link, network, host_memory)
@@ -272,9 +272,15 @@ def plan(
     resolved = load_recipe(recipe, words)
 
     with importing():
-        from trainer.planning.recipe_plan import as_object, changes_that_fit, cost_of, plan_recipe
-        from trainer.planning.searching import Search, fewest_devices, write_recipe
-        from trainer.planning.showing import cost_lines, draw_timeline, lines, search_as_object, search_lines
+        from trainer.tools.plan.plan_lines import (
+            cost_lines,
+            draw_timeline,
+            lines,
+            search_as_object,
+            search_lines,
+        )
+        from trainer.tools.plan.recipe_plan import as_object, changes_that_fit, cost_of, plan_recipe
+        from trainer.tools.plan.searching import Search, fewest_devices, write_recipe
 
     chosen: tuple[str, ...] = ()
     if is_auto:
@@ -337,12 +343,12 @@ def rehearse(
     The model's configuration is enough; data and weights are not needed.
     """
     from trainer.base.collector import importing
-    from trainer.reading.loading import load_recipe
+    from trainer.recipe.reading.loading import load_recipe
 
     resolved = load_recipe(recipe, overrides or ())
 
     with importing():
-        from trainer.planning import rehearsal
+        from trainer.tools.plan import rehearsal
 
     found = rehearsal.rehearse(resolved, ranks, rank, local_ranks, length, rows)
     typer.echo(rehearsal.as_json(found) if as_json else "\n".join(rehearsal.lines(found)))
@@ -388,7 +394,7 @@ def compare(
     stages, recomputation and each precision. Each layout trains in turns in new processes, without checkpoints. One
     that fails is shown with its reason. After Ctrl-C, the same command goes on.
     """
-    from trainer.comparing.compare import compare as compare_layouts
+    from trainer.tools.compare.compare import compare as compare_layouts
 
     raise typer.Exit(
         compare_layouts(recipe, overrides or (), layouts, processes, steps, output, hardware, peers or (), typer.echo)
@@ -409,13 +415,13 @@ def report(
     The page needs no network. Runs may still train, or may have been killed.
     """
     if plain:
-        from trainer.reporting.plain import plain_lines
-        from trainer.reporting.report import read_runs
+        from trainer.tools.report.plain import plain_lines
+        from trainer.tools.report.report import read_runs
 
         for line in plain_lines(read_runs(runs), shutil.get_terminal_size().columns):
             typer.echo(line)
         return
-    from trainer.reporting.report import write_report
+    from trainer.tools.report.report import write_report
 
     typer.echo(write_report(runs, output))
 
@@ -426,7 +432,7 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each run.")] = False,
 ) -> None:
     """List the runs in a folder: state, step, best evaluation, time and size on disk."""
-    from trainer.reporting.listing import find_runs, listing
+    from trainer.tools.report.listing import find_runs, listing
 
     found = find_runs(folder)
     for line in [json.dumps(asdict(one)) for one in found] if as_json else listing(found):
@@ -453,12 +459,12 @@ def doctor(
     """
     resolved = None
     if recipe is not None:
-        from trainer.reading.loading import load_recipe
+        from trainer.recipe.reading.loading import load_recipe
 
         resolved = load_recipe(recipe, overrides or ()).recipe
 
-    from trainer.doctor.examining import examine_this_machine
-    from trainer.doctor.showing import as_object, lines
+    from trainer.tools.doctor.examining import examine_this_machine
+    from trainer.tools.doctor.finding_lines import as_object, lines
 
     results = examine_this_machine(resolved, processes, deep)
     if as_json:
@@ -515,7 +521,7 @@ def launch_script(
 
     The recipe is resolved and planned on N x M ranks first. Needs no cluster, no GPU and no network.
     """
-    from trainer.launch.script import Options, write_launch_script
+    from trainer.tools.script import Options, write_launch_script
 
     options = Options(name, cpus, time, partition, account, container, venv, hosts, claim, folder_map or None, restarts)
     text, start = write_launch_script(recipe, overrides or (), target, nodes, gpus, options)
@@ -547,7 +553,7 @@ def export(
     Needs nothing but the checkpoint: no GPU, no network, neither the recipe nor the model that it began with. A
     checkpoint of an adapter or of frozen weights needs that model too.
     """
-    from trainer.training.exporting import export as export_checkpoint
+    from trainer.training.export import export as export_checkpoint
 
     done = export_checkpoint(checkpoint, folder, dtype, adapter=adapter)
     for note in done.notes:
@@ -584,7 +590,7 @@ def evaluate(
     resolved = _trained(run, recipe, overrides, processes, evaluates=True)
 
     from trainer.launch.local import run_or_join
-    from trainer.training.evaluating import Evaluation
+    from trainer.training.evaluate import Evaluation
 
     raise typer.Exit(run_or_join(resolved, processes, job=Evaluation(as_json)))
 
@@ -635,7 +641,7 @@ def predict(
     After a kill, the same command goes on where it stopped. The columns are those of the recipe's task; it needs no
     labels.
     """
-    from trainer.training.predicting import STANDARD, Prediction, Request, spooled
+    from trainer.training.predict import STANDARD, Prediction, Request, spooled
 
     sizes = [] if batch_size is None else [f"evaluation.batch_size={batch_size}"]
     resolved = _trained(run, recipe, [*(overrides or ()), *sizes], processes, evaluates=False)
@@ -657,7 +663,7 @@ def _trained(
     """Return the recipe of a trained model, and show the notes on it once."""
     from trainer.launch.local import number_of_ranks
     from trainer.ranks.environment import detect, problems_name_the_machine
-    from trainer.reading.trained import load_trained
+    from trainer.recipe.reading.trained import load_trained
 
     with problems_name_the_machine():
         trained = load_trained(run, recipe, overrides or (), number_of_ranks(processes), evaluates)
@@ -692,8 +698,8 @@ def convert(
 
     The recipe goes to the standard output or into a new file. A report on each key goes to the standard error.
     """
-    from trainer.convert.convert import convert as convert_files
-    from trainer.convert.sources import Tool
+    from trainer.tools.convert.convert import convert as convert_files
+    from trainer.tools.convert.sources import Tool
 
     done = convert_files(files, Tool(source) if source else None, processes, output.parent if output else Path())
     if output is not None:
@@ -711,7 +717,7 @@ def convert(
 def schema() -> None:
     """Print the JSON Schema of recipes, for editors."""
     from trainer.base import extensions
-    from trainer.recipe.extending import file_schema
+    from trainer.recipe.registered import file_schema
 
     extensions.load()
     typer.echo(json.dumps(file_schema(), indent=2))
@@ -725,7 +731,7 @@ def recipes(context: typer.Context) -> None:
     extensions.load()
     if context.invoked_subcommand is not None:
         return
-    from trainer.reading.shipped import is_base, shipped_recipes, summary
+    from trainer.recipe.reading.shipped import is_base, shipped_recipes, summary
 
     shipped = shipped_recipes()
     width = max(map(len, shipped), default=0)
@@ -736,7 +742,7 @@ def recipes(context: typer.Context) -> None:
 @recipes_app.command()
 def show(name: Annotated[str, typer.Argument(help="As `trainer recipes` lists it.", show_default=False)]) -> None:
     """Print a shipped recipe."""
-    from trainer.reading.shipped import shipped_recipes
+    from trainer.recipe.reading.shipped import shipped_recipes
 
     shipped = shipped_recipes()
     path = shipped.get(name.removesuffix(".json"))
@@ -763,7 +769,7 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _as_json(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageContents] | None) -> dict[str, object]:
-    from trainer.recipe.deepspeed import deepspeed_config
+    from trainer.recipe.deepspeed_config import deepspeed_config
 
     return {
         "file": str(resolved.file),
@@ -801,7 +807,7 @@ def _elastic_line(plan: RunPlan) -> str:
 
 
 def _show(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageContents] | None) -> None:
-    from trainer.recipe.deepspeed import deepspeed_config
+    from trainer.recipe.deepspeed_config import deepspeed_config
     from trainer.recipe.drawing import layout_lines, stage_lines
 
     rows = [(key, json.dumps(value, ensure_ascii=False)) for key, value in resolved.values.items()]

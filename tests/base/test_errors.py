@@ -10,7 +10,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from trainer.base.errors import DataError, ExitCode, NonFiniteError, TrainerError, storage_error
 from trainer.checkpoint.owner import FolderOwner
 from trainer.data import cache
-from trainer.data.files import refuse_datasets_cache
+from trainer.data.readers import refuse_datasets_cache
 from trainer.models.building import not_found
 from trainer.ranks.messages import decode_error, encode_error
 

@@ -19,15 +19,15 @@ from transformers import (
 )
 
 from tests.benchmarks.setting import Setting
-from trainer.checkpoint.progress import Progress
-from trainer.comparing.peers import PeerTraining, plain_pytorch
-from trainer.engine.building import build_engine
-from trainer.observe.build import build_observers
+from trainer.checkpoint.counters import Progress
+from trainer.engine.builders import build_engine
+from trainer.observe.builders import build_observers
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observers
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
+from trainer.tools.compare.peers import PeerTraining, plain_pytorch
 from trainer.training.loop import Loop
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 

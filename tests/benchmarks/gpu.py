@@ -34,18 +34,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.comparing.peers import PeerTraining, plain_pytorch, transformers_trainer
-from trainer.engine.building import build_engine, partitioned_loading
-from trainer.engine.optimizer import build_optimizer
+from trainer.engine.builders import build_engine, partitioned_loading
+from trainer.engine.optimizers.build import build_optimizer
 from trainer.models.building import build_model, freeze
 from trainer.observe.meter import peak_flops
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.parallel.microbatch import Microbatch, RankBatch
-from trainer.planning.batch import blank_batch
-from trainer.planning.step import plan_step, planned_task
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW, AdamW8bit, OptimizerSection, Recipe
 from trainer.recipe.strategies import STRATEGIES
+from trainer.tools.compare.peers import PeerTraining, plain_pytorch, transformers_trainer
+from trainer.tools.plan.shape_batch import blank_batch
+from trainer.tools.plan.simulated_step import plan_step, planned_task
 
 WARM_UP, STEPS = 4, 12
 CLASSIFICATION = {"type": "sequence_classification", "text": "text"}

@@ -30,16 +30,16 @@ from transformers import AutoConfig, BertForMaskedLM
 from tests.helpers.memory import return_freed_memory, status_bytes
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import tiny_recipe, tiny_training
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.models import saving
 from trainer.models.writing import plan_files
-from trainer.parallel.whole import local_part
-from trainer.planning.stages import plan_steps
+from trainer.parallel.shards.gathering import local_part
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
+from trainer.tools.plan.pipeline_plan import plan_steps
 
 BERT = {
     "model_type": "bert",

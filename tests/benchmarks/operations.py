@@ -39,13 +39,13 @@ from tests.benchmarks.gpu import BASE, LLAMA, MODERN
 from trainer.engine import forward
 from trainer.engine.native import wrap_ddp
 from trainer.models.families.table import layers_of
-from trainer.planning.batch import blank_batch
-from trainer.planning.ledger import Ledger, Totals
-from trainer.planning.ranks import shapes_only, simulated_mesh
-from trainer.planning.step import plan_step, planned_task
-from trainer.planning.work import VIEW
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
+from trainer.tools.plan.ledger import Ledger, Totals
+from trainer.tools.plan.shape_batch import blank_batch
+from trainer.tools.plan.simulated_rank import shapes_only, simulated_mesh
+from trainer.tools.plan.simulated_step import plan_step, planned_task
+from trainer.tools.plan.work import VIEW
 
 T5 = {"model_type": "t5", "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "d_kv": 64}
 T5 |= {"vocab_size": 32128, "decoder_start_token_id": 0}

@@ -107,7 +107,7 @@ def counted_rank(rank: int, size: int, port: int, folder: str, answers: Any) -> 
     os.environ["LOCAL_RANK"] = str(rank)
     from trainer.ranks import joining
     from trainer.ranks.environment import LaunchEnvironment
-    from trainer.reading.loading import load_recipe
+    from trainer.recipe.reading.loading import load_recipe
     from trainer.training.run import train
 
     counts, open_store = Counts(), joining._store
@@ -158,11 +158,11 @@ def simulate(size: int, folder: str, answers: Any) -> None:
     import torch
 
     from trainer.parallel.mesh import ParallelMesh
-    from trainer.planning.ranks import simulated_mesh
     from trainer.ranks.environment import LaunchEnvironment
     from trainer.ranks.messages import decode, encode
-    from trainer.reading.loading import load_recipe
     from trainer.recipe.plan import plan_run
+    from trainer.recipe.reading.loading import load_recipe
+    from trainer.tools.plan.simulated_rank import simulated_mesh
     from trainer.training.assembly import assemble
     from trainer.training.checking import prepare_checked
 

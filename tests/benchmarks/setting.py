@@ -12,13 +12,13 @@ import torch
 from trainer.models.building import BuiltModel, build_model
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
-from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 from trainer.training.assembly import train_batches
-from trainer.training.prepared import PreparedData, prepare_data
 from trainer.training.process_group import open_mesh
+from trainer.training.run_data import PreparedData, prepare_data
 
 MODELS: dict[str, dict[str, int]] = {
     "small": {},  # the model of the sample

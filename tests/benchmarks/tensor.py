@@ -34,7 +34,7 @@ from transformers import (
 
 from tests.helpers.memory import status_bytes
 from tests.helpers.ranks import RankPool
-from trainer.models.tensor import split_model
+from trainer.models.tensor_split import split_model
 
 RANKS, ROWS, LENGTH, LABELS = 2, 16, 128, 3
 MODELS = {

@@ -16,8 +16,8 @@ from tests.benchmarks.operations import Count, cases, figures, ours, plain
 from tests.benchmarks.throughput import regressions
 from tests.helpers import processes
 from tests.helpers.memory import needs_peak
-from trainer.planning.ledger import Totals
-from trainer.planning.work import VIEW, Amount, Kind
+from trainer.tools.plan.ledger import Totals
+from trainer.tools.plan.work import VIEW, Amount, Kind
 
 NUMBER = r"-?\d+\.\d+"
 

@@ -31,17 +31,17 @@ from tests.benchmarks.contestants import hand_written, ours, peer, trainer_by_de
 from tests.benchmarks.setting import MODELS, TASKS, Setting, benchmark_recipe
 from tests.benchmarks.turns import Contestant, Cost
 from tests.helpers.ranks import RankPool
-from trainer.comparing.peers import (
+from trainer.engine.deepspeed_package import ready_deepspeed
+from trainer.parallel.microbatch import RankBatch
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.schema import MaskedLM, Recipe
+from trainer.tools.compare.peers import (
     accelerate_fsdp2,
     accelerate_loop,
     name_ranks,
     plain_deepspeed,
     transformers_trainer,
 )
-from trainer.engine.deepspeed_package import ready_deepspeed
-from trainer.parallel.microbatch import RankBatch
-from trainer.ranks.environment import LaunchEnvironment
-from trainer.recipe.schema import MaskedLM, Recipe
 
 BASELINE = "PyTorch by hand"
 TORCHS_DROPOUT = "ours, torch's dropout"

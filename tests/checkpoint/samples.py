@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.files import (
+from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.format import (
     FACTS,
     SUMS,
     Facts,
@@ -18,10 +19,9 @@ from trainer.checkpoint.files import (
     write_bytes,
     write_share,
 )
-from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.records import BestMetric
-from trainer.parallel.parts import Box, TensorPart
+from trainer.parallel.shards.boxes import Box, TensorPart
 
 MODEL_FILE = "model/config.json"
 LARGE = 200_000  # elements: enough for a kill during the write

@@ -17,19 +17,19 @@ from torch import Tensor
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
 from trainer.base.errors import RecipeError, UsageError
-from trainer.checkpoint import handover, memory
+from trainer.checkpoint import handover, host_memory
 from trainer.checkpoint.background import FAILED
-from trainer.checkpoint.files import WrittenFile, share_name, write_share
+from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.format import WrittenFile, share_name, write_share
 from trainer.checkpoint.handover import hand_over
-from trainer.checkpoint.memory import HostMemory
+from trainer.checkpoint.host_memory import HostMemory
 from trainer.checkpoint.mirror import Mirror
-from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.saving import Saved, Saver, identity
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import EngineState, StateSource
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.parts import Box, TensorPart, whole_part
 from trainer.parallel.placement import ParameterPlacement
+from trainer.parallel.shards.boxes import Box, TensorPart, whole_part
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous
 
@@ -93,12 +93,12 @@ def save(folder: Path, steps: list[int], per_host: int = 1, on_disk: int | None 
         if step == on_disk:
             run.save()
             continue
-        memory.write_share = _no_room if failing == run._mesh.rank and step == steps[-1] else write_share
+        host_memory.write_share = _no_room if failing == run._mesh.rank and step == steps[-1] else write_share
         try:
             run.save_in_memory()
             run.finish()
         finally:
-            memory.write_share = write_share
+            host_memory.write_share = write_share
     run.finish()
     return run.notes, [path.name for path in run._memory._store(run._mesh.rank).folder.glob("step-*")]
 
@@ -157,7 +157,7 @@ class TestOneHost:
         run.resume("auto")
         run.progress = Progress(2, 24)
         gate = threading.Event()
-        with patch.object(memory, "write_share", lambda *args: gate.wait(10) and write_share(*args)):
+        with patch.object(host_memory, "write_share", lambda *args: gate.wait(10) and write_share(*args)):
             run.save_in_memory()
             threading.Timer(0.3, gate.set).start()
             run._memory._settle(FAILED)  # as after the failure of another rank
@@ -197,7 +197,7 @@ class TestOneHost:
         assert run._mirror.steps() == [2]
 
     def test_failed_writes_are_one_note_and_their_number(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(memory, "write_share", _no_room)
+        monkeypatch.setattr(host_memory, "write_share", _no_room)
         run = saver(tmp_path, 1)
         run.resume("auto")
         for step in (2, 4, 6):
@@ -210,7 +210,7 @@ class TestOneHost:
 
     def test_a_folder_that_others_may_write_to_is_passed_over(self, tmp_path):
         (tmp_path / "elsewhere").mkdir(mode=0o700)
-        first = memory.folder_of_run(tmp_path, tmp_path / "run")
+        first = host_memory.folder_of_run(tmp_path, tmp_path / "run")
         first.mkdir()
         first.chmod(0o777)
         first.with_name(f"{first.name}-1").symlink_to(tmp_path / "elsewhere")
@@ -220,7 +220,7 @@ class TestOneHost:
             assert one.folder == first.with_name(f"{first.name}-2")
             one._use.close()
         first.rmdir()  # a free name does not hide the folder with the checkpoints
-        assert memory.folder_of_run(tmp_path, tmp_path / "run") == one.folder
+        assert host_memory.folder_of_run(tmp_path, tmp_path / "run") == one.folder
         assert list((tmp_path / "elsewhere").iterdir()) == []
         one.folder.chmod(0o777)
         with pytest.raises(PermissionError, match="others may write to it"):
@@ -235,12 +235,12 @@ class TestOneHost:
 
     @pytest.mark.parametrize("places", [["rank-00001-of-00001"], ["rank-00000-of-00002", "rank-00002-of-00002"]])
     def test_shares_of_ranks_that_cannot_be_are_no_checkpoint(self, places):
-        assert memory.complete_in([(0, {place: [3] for place in places})]) == {}
+        assert host_memory.complete_in([(0, {place: [3] for place in places})]) == {}
 
     def test_the_control_group_limits_the_room(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(memory, "is_in_memory", lambda folder: True)
-        monkeypatch.setattr(memory.cgroup, "free_memory_bytes", lambda: 5)
-        assert memory.room_in(tmp_path) == (5, "in the control group")
+        monkeypatch.setattr(host_memory, "is_in_memory", lambda folder: True)
+        monkeypatch.setattr(host_memory.cgroup, "free_memory_bytes", lambda: 5)
+        assert host_memory.room_in(tmp_path) == (5, "in the control group")
 
     def test_a_look_waits_for_processes_of_an_earlier_start_that_hold_the_lock(self, tmp_path, monkeypatch):
         one = HostMemory(tmp_path, tmp_path / "run", ParallelMesh(torch.device("cpu")))
@@ -306,7 +306,7 @@ class TestOneHost:
         assert list((tmp_path / "host0").iterdir()) == []
 
     def test_too_little_room_is_refused(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 90, 10))
+        monkeypatch.setattr(host_memory.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 90, 10))
         with pytest.raises(
             UsageError, match=r"needs 0.0 MiB in .* two checkpoints of its ranks \(1\), but only .* free in the folder"
         ):
@@ -331,7 +331,7 @@ class TestOneHost:
 
 
 def resolved_tiny(checkpoint: dict[str, Any]) -> None:
-    from trainer.reading.rules import RULES, message
+    from trainer.recipe.reading.rules import RULES, message
 
     recipe = tiny_recipe(checkpoint=checkpoint)
     found = [message(one) for sections, rule in RULES for one in rule(*(getattr(recipe, name) for name in sections))]

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.memory import needs_peak, peak_growth
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe, tiny_training
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.recipe.schema import Recipe

@@ -18,7 +18,7 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.webhdfs import WebHdfs, webhdfs
 from trainer.base.errors import ExitCode, TrainerError, UsageError
 from trainer.checkpoint import mirror
-from trainer.checkpoint.files import SUMS, verify
+from trainer.checkpoint.format import SUMS, verify
 from trainer.checkpoint.mirror import Mirror, open_place
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cli import main

@@ -20,7 +20,7 @@ from tests.helpers.tiny_run import write_tiny_run
 from trainer.base.errors import TrainerError
 from trainer.checkpoint.owner import OWNER_FILE, FolderOwner
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.reading.loading import load_recipe
+from trainer.recipe.reading.loading import load_recipe
 from trainer.training import run
 
 ROOT = Path(__file__).resolve().parents[2]

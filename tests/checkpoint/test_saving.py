@@ -15,14 +15,14 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, tiny_recipe
 from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint import saving
-from trainer.checkpoint.files import WrittenFile, share_name, write_share
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.format import WrittenFile, share_name, write_share
 from trainer.checkpoint.saving import Saved, Saver, identity
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import EngineState, StateSource
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.parts import whole_part
 from trainer.parallel.placement import ParameterPlacement
+from trainer.parallel.shards.boxes import whole_part
 
 
 class FakeEngine:

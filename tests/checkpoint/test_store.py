@@ -20,9 +20,9 @@ from tests.helpers import processes
 from tests.helpers.checkpoints import reseal
 from tests.helpers.forking import forking
 from tests.helpers.hostile import Trap
-from trainer.checkpoint.files import FACTS, SUMS, SavedState, open_verified, share_name, verify
+from trainer.checkpoint.format import FACTS, SUMS, SavedState, open_verified, share_name, verify
 from trainer.checkpoint.store import CheckpointStore
-from trainer.parallel.parts import Box, TensorPart
+from trainer.parallel.shards.boxes import Box, TensorPart
 
 SHARE = share_name(0, 1)
 
@@ -193,7 +193,7 @@ class TestVerify:
 
     def test_another_format_is_passed_over_in_words(self, store, monkeypatch):
         with monkeypatch.context() as patch:
-            patch.setattr("trainer.checkpoint.files.FORMAT", 99)
+            patch.setattr("trainer.checkpoint.format.FORMAT", 99)
             saved(store, 1)
         assert newest(store) == (None, ["its format is 99, this version reads 2"])
 

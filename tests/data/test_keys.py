@@ -17,10 +17,10 @@ import transformers
 from transformers import AutoTokenizer, ViTImageProcessorPil
 
 from trainer.data import cache as cache_module
-from trainer.data.images import encode_images
+from trainer.data.image_split import encode_images
 from trainer.data.sources import Split
-from trainer.data.tokenise import encode_split
-from trainer.models.images import ImageProcessor
+from trainer.data.tokenised_split import encode_split
+from trainer.models.image_processor import ImageProcessor
 from trainer.recipe.schema import (
     CausalLM,
     Embedding,

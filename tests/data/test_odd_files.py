@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from trainer.base.errors import DataError, UsageError
-from trainer.data.row_files import read_chunks
+from trainer.data.chunked_rows import read_chunks
 from trainer.data.sources import Splits, load_splits
 from trainer.recipe.schema import FileData
-from trainer.training.predicting import spooled
+from trainer.training.predict import spooled
 
 
 def load(path: Path, content: str | bytes, **keys) -> Splits:

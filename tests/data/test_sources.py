@@ -11,7 +11,7 @@ import pandas
 import pytest
 
 from trainer.base.errors import DataError, TrainerError, UsageError
-from trainer.data.row_files import INPUT_FORMATS, read_chunks, row_format
+from trainer.data.chunked_rows import INPUT_FORMATS, read_chunks, row_format
 from trainer.data.sources import load_splits
 from trainer.recipe.schema import FileData, FolderData, HubData
 

@@ -17,13 +17,13 @@ import torch
 import triton  # noqa: F401  # the kernels run where it is imported as an interpreter
 from torch import Tensor, nn
 
-from tests.engine.test_eight_bits import CPU, PLACEMENTS, part, ranks_of
+from tests.engine.optimizers.test_eight_bits import CPU, PLACEMENTS, part, ranks_of
 from tests.gpu.test_eight_bits_gpu import assert_codes_of_a_cpu, gradients, own_maxima, stepped
-from trainer.engine import eight_bits
-from trainer.engine.dynamic_map import FIRST, SECOND
-from trainer.engine.eight_bits import SCALES, STEP
-from trainer.engine.optimizer import build_optimizer
-from trainer.parallel import kernel_support
+from trainer.engine.optimizers import eight_bits
+from trainer.engine.optimizers.build import build_optimizer
+from trainer.engine.optimizers.dynamic_map import FIRST, SECOND
+from trainer.engine.optimizers.eight_bits import SCALES, STEP
+from trainer.parallel.kernels import kernel_support
 from trainer.parallel.placement import ParameterPlacement
 from trainer.recipe.schema import AdamW8bit
 

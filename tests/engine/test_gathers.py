@@ -14,8 +14,8 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, Curve, train_tiny
 from tests.parity.cases import Case
 from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast
-from trainer.planning.ledger import Ledger
 from trainer.recipe.schema import Recipe
+from trainer.tools.plan.ledger import Ledger
 
 
 def train(recipe: Recipe, rounded: bool) -> tuple[Curve, int]:

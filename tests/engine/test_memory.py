@@ -19,8 +19,8 @@ from tests.helpers.training import (
     tiny_recipe,
     tiny_training,
 )
+from trainer.parallel.shards.gathering import local_part
 from trainer.parallel.state_bytes import StateBytes
-from trainer.parallel.whole import local_part
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES
 from trainer.training.run_info import planned_state_bytes

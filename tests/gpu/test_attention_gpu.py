@@ -20,9 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.models.attention import PACKED_ATTENTION, keyed_attention
 from trainer.models.dropout import key_dropout, site_of
-from trainer.parallel import fused_attention, kernel_support, varlen
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
-from trainer.parallel.packed import PackedTokens
+from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.kernels import fused_attention, kernel_support, varlen
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.parallel import fused_dropout, kernel_support
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, MicrobatchKey, _Streams
-from trainer.parallel.packed import PackedTokens
+from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.kernels import fused_dropout, kernel_support
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

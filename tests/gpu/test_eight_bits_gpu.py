@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.test_eight_bits import CPU, PLACEMENTS, part, ranks_of
-from trainer.engine.dynamic_map import FIRST, SECOND
-from trainer.engine.eight_bits import SCALES
-from trainer.engine.optimizer import build_optimizer
-from trainer.engine.whole_matrices import WholeAccess
+from tests.engine.optimizers.test_eight_bits import CPU, PLACEMENTS, part, ranks_of
+from trainer.engine.optimizers.build import build_optimizer
+from trainer.engine.optimizers.dynamic_map import FIRST, SECOND
+from trainer.engine.optimizers.eight_bits import SCALES
+from trainer.engine.optimizers.whole_matrices import WholeAccess
 from trainer.parallel.placement import ParameterPlacement
 from trainer.recipe.schema import AdamW8bit
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers.training import RANK_STRATEGIES, weights_of
-from trainer.engine.building import build_engine, partitioned_loading
+from trainer.engine.builders import build_engine, partitioned_loading
 from trainer.models.building import build_model
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.parallel.microbatch import Microbatch, RankBatch

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.files import MODEL_FOLDER, SUMS, Facts, share_name, write_bytes, write_share
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.format import MODEL_FOLDER, SUMS, Facts, share_name, write_bytes, write_share
 from trainer.checkpoint.store import CheckpointStore
 from trainer.models.saving import save_configuration
 from trainer.models.statistics import persistent_buffers

@@ -32,7 +32,7 @@ SLOW = {
     "tests/launch/test_launchers.py::test_tensor_ranks_run_the_sample": "four ranks, each a program of its own",
     "tests/launch/test_memory_kills.py::test_a_killed_rank_resumes_from_memory": "torchrun starts twice without a fork",
     "tests/launch/test_memory_kills.py::test_fifty_kills_at_random_moments": "ranks start fifty times",
-    "tests/planning/test_shortening.py::test_a_shortened_model_gives_the_plan_of_the_whole_one": "whole plans",
+    "tests/tools/plan/test_shortening.py::test_a_shortened_model_gives_the_plan_of_the_whole_one": "whole plans",
     "tests/launch/test_two_nodes.py::TestTorchrunHandsOutTheRanks::test_a_node_that_was_killed_joins_again": (
         "torchrun waits for the lost node, then both start again"
     ),

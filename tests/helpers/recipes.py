@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.base.errors import RecipeError
-from trainer.reading.loading import load_recipe
+from trainer.recipe.reading.loading import load_recipe
 
 MINIMAL: dict[str, Any] = {
     "name": "minimal",

@@ -18,24 +18,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.helpers.families import CONFIGS
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
 from trainer.data.collate import Batching, Normalisation, Padding
 from trainer.data.loader import TrainLoader
 from trainer.data.split import EncodedSplit, Ragged
 from trainer.engine.engine import MODEL_PREFIX, Engine, StepResult
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.parallel.parts import Box, TensorPart, own_share
+from trainer.parallel.shards.boxes import Box, TensorPart, own_share
 from trainer.recipe.plan import Layout, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
 from trainer.tasks.classes import NamedClasses
-from trainer.tasks.masking import Masking
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
+from trainer.tasks.text.masking import Masking
 from trainer.training.assembly import Assembly, assemble
-from trainer.training.prepared import PreparedData
 from trainer.training.process_group import open_mesh
+from trainer.training.run_data import PreparedData
 
 # Scanning the imported modules in every collection would take as long as the training steps of these tests.
 gc.freeze()

@@ -229,7 +229,7 @@ def test_ranks_of_a_launcher_may_see_one_gpu_each(monkeypatch, visible):
     from trainer.base.errors import LaunchError
     from trainer.launch import local
     from trainer.ranks.environment import LaunchEnvironment
-    from trainer.reading.loading import load_recipe
+    from trainer.recipe.reading.loading import load_recipe
 
     ranks = LaunchEnvironment("srun", rank=1, local_rank=1, world_size=4, local_world_size=4)
     monkeypatch.setattr(local, "_num_gpus", lambda: visible)
@@ -247,7 +247,7 @@ def test_the_cursor_comes_back_after_a_killed_rank():
     code = """
 import os, signal, sys
 from trainer.launch.local import RankError, run_or_join
-from trainer.reading.loading import load_recipe
+from trainer.recipe.reading.loading import load_recipe
 
 def job(resolved, environment):
     os.write(1, b"\\x1b[?25l")

@@ -26,12 +26,12 @@ from trainer.models.attention import PACKED_ATTENTION, keyed_attention
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.dropout import key_dropout, move_site, site_of
 from trainer.models.families.table import layers_of
-from trainer.parallel import fused_attention, kernel_support
+from trainer.parallel.context.ring_attention import Block, BlockAttention, BlockMask, Sums
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
-from trainer.parallel.packed import PackedTokens
+from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.kernels import fused_attention, kernel_support
 from trainer.parallel.random import element_keys, keep_mask
-from trainer.parallel.ring_attention import Block, BlockAttention, BlockMask, Sums
-from trainer.planning.work import FLOPS
+from trainer.tools.plan.work import FLOPS
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the lowest score, scaled
 

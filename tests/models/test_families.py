@@ -15,7 +15,7 @@ from trainer.base.errors import UsageError
 from trainer.models.families import table
 from trainer.models.families.family import ModelFamily, matches
 from trainer.models.families.table import FAMILIES, family_of, layers_of
-from trainer.models.tensor import split_model
+from trainer.models.tensor_split import split_model
 from trainer.parallel.dropout import DropoutKeys
 
 HEAD = {"vit": "AutoModelForImageClassification"}

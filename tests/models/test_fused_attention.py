@@ -14,13 +14,13 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.helpers.families import CONFIGS
-from tests.planning.measured import SMALL_BERT, recipe_of
+from tests.tools.plan.measured import SMALL_BERT, recipe_of
 from trainer.models.attention import KEYED_ATTENTION, PACKED_ATTENTION, RING_ATTENTION, attention_notes
-from trainer.parallel import kernel_support
-from trainer.planning.hardware import parse_devices
-from trainer.planning.ledger import ACTIVATIONS
-from trainer.planning.step import plan_step
+from trainer.parallel.kernels import kernel_support
 from trainer.recipe.plan import plan_run
+from trainer.tools.plan.hardware import parse_devices
+from trainer.tools.plan.ledger import ACTIVATIONS
+from trainer.tools.plan.simulated_step import plan_step
 
 INTERPRETED = Path(__file__).with_name("interpreted_attention.py")
 

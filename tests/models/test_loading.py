@@ -30,7 +30,7 @@ from trainer.models.building import BuiltModel, build_model, load_config
 from trainer.models.cutting import ModelCut, ShardChoice
 from trainer.models.loading import _weight_files
 from trainer.parallel.dropout import DropoutKeys
-from trainer.parallel.slicing import part_of
+from trainer.parallel.shards.slices import part_of
 from trainer.recipe.schema import Model, Training
 
 CLASSIFICATION = "AutoModelForSequenceClassification"

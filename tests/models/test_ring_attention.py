@@ -25,12 +25,12 @@ from tests.helpers.families import VOCABULARY, build
 from tests.helpers.ranks import RankPools
 from trainer.models.attention import RING_ATTENTION, keyed_attention, share_heads
 from trainer.models.dropout import key_dropout, move_site
-from trainer.models.tensor import split_model
-from trainer.parallel import ring_attention
+from trainer.models.tensor_split import split_model
+from trainer.parallel.context import ring_attention
+from trainer.parallel.context.ring_attention import Block, BlockAttention
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
-from trainer.parallel.packed import PackedTokens
-from trainer.parallel.ring_attention import Block, BlockAttention
-from trainer.parallel.sequence import ContextCut, ContextSplit
+from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.sharded_sequence import ContextCut, ContextSplit
 
 KEY = MicrobatchKey(2, torch.tensor([5, 3, 8]))
 BATCH, WIDTH = 3, 4

@@ -20,8 +20,8 @@ from trainer.base.errors import RecipeError, UsageError
 from trainer.data.loader import EvalLoader
 from trainer.models import sentence_folder
 from trainer.models.sentence_folder import embedding_notes
-from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import plan_run
+from trainer.recipe.reading.loading import load_recipe
 from trainer.training.checking import check_parts
 
 SIZE, LENGTH = 16, 12

@@ -16,7 +16,7 @@ from trainer.base.errors import UsageError
 from trainer.models.building import build_model
 from trainer.models.families.table import layers_of
 from trainer.models.statistics import buffers_hash, fix_statistics, persistent_buffers
-from trainer.models.tensor import split_model
+from trainer.models.tensor_split import split_model
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.schema import Model, Training
 

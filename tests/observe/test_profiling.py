@@ -12,7 +12,7 @@ import pytest
 from tests.helpers import processes
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.base.errors import RecipeError
-from trainer.reading.loading import load_recipe
+from trainer.recipe.reading.loading import load_recipe
 
 COMMAND = (sys.executable, "-m", "trainer", "run")
 

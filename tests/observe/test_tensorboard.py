@@ -82,5 +82,5 @@ def test_without_the_package_the_error_says_what_to_install():
 
 def test_the_package_is_loaded_only_when_it_is_asked_for():
     packages = {"torch", "tensorboard", "rich", "wandb", "mlflow"}
-    code = f"import sys, trainer.observe.build; print(sorted({packages} & set(sys.modules)))"
+    code = f"import sys, trainer.observe.builders; print(sorted({packages} & set(sys.modules)))"
     assert child(code) == "[]\n"

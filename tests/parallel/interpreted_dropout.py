@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from triton.runtime import interpreter
 
 from tests.gpu.test_dropout_gpu import CASES, DTYPES, as_eager, drop, eager, fused, not_finite, random, speeds
-from trainer.parallel import kernel_support
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, KeyedDropout, MicrobatchKey
+from trainer.parallel.kernels import kernel_support
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN and overflow
 

@@ -24,7 +24,7 @@ from trainer.parallel.communication import (
     scatter_sum_sequence,
     split_sequence,
 )
-from trainer.parallel.slicing import bounds_of_part
+from trainer.parallel.shards.slices import bounds_of_part
 
 
 def own_work(x: Tensor) -> Tensor:

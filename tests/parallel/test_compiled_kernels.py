@@ -13,10 +13,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from trainer.engine import fused_eight_bits  # noqa: F401  # registers its operations
-from trainer.engine.dynamic_map import MAPS
-from trainer.parallel import attention_blocks, fused_attention, fused_dropout  # noqa: F401  # registers its operation
-from trainer.parallel.blocks import BLOCK
+from trainer.engine.optimizers import fused_eight_bits  # noqa: F401  # registers its operations
+from trainer.engine.optimizers.dynamic_map import MAPS
+from trainer.parallel.kernels import attention_blocks, fused_attention, fused_dropout  # noqa: F401  # registers its operation
+from trainer.parallel.shards.scale_blocks import BLOCK
 
 triton = pytest.importorskip("triton")
 

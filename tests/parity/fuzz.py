@@ -99,11 +99,11 @@ def train_part(file: str, model: str | None, in_fp64: bool) -> Trained:
     from trainer.observe.meter import Meter
     from trainer.observe.observer import Observer
     from trainer.ranks.stopping import StopRequest
-    from trainer.reading.loading import load_recipe
     from trainer.recipe.plan import plan_run
+    from trainer.recipe.reading.loading import load_recipe
     from trainer.training.assembly import assemble
     from trainer.training.loop import Loop
-    from trainer.training.prepared import prepare_data
+    from trainer.training.run_data import prepare_data
 
     _quiet()
     trained = Trained()
@@ -162,8 +162,8 @@ def outputs_of(file: str, folders: Sequence[str]) -> list[tuple[float, Any]]:
     import transformers
 
     from trainer.data.loader import EvalLoader
-    from trainer.reading.loading import load_recipe
-    from trainer.training.prepared import prepare_data
+    from trainer.recipe.reading.loading import load_recipe
+    from trainer.training.run_data import prepare_data
 
     _quiet()
     recipe = load_recipe(file).recipe
@@ -212,8 +212,8 @@ def _quiet() -> None:
 def check(file: Path, num_ranks: int) -> str:
     """Return the error of `trainer check` for a recipe, or an empty text."""
     from trainer.base.errors import TrainerError
-    from trainer.reading.loading import load_recipe
     from trainer.recipe.plan import plan_run
+    from trainer.recipe.reading.loading import load_recipe
     from trainer.training.checking import check_model
 
     try:

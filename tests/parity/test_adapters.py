@@ -17,13 +17,13 @@ from tests.helpers.training import TINY_BERT, Curve, TinyTraining, sgd_sections,
 from tests.parity.cases import TOLERANCES, assert_same_curve
 from tests.parity.test_tasks import LAYOUTS, assert_same_training
 from trainer.base.errors import UsageError
-from trainer.checkpoint.files import SavedState
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.format import SavedState
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import MODEL_PREFIX
 from trainer.recipe.schema import Recipe
-from trainer.training.exporting import export
+from trainer.training.export import export
 
 STEPS = 6
 LORA = {"type": "lora", "rank": 2, "alpha": 4.0, "dropout": 0.1}

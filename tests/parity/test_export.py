@@ -19,12 +19,12 @@ from tests.helpers.training import (
     weights_of,
 )
 from tests.parity.cases import GLOBAL_BATCH_SIZE, TOLERANCES
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.models.saving import save_configuration
 from trainer.recipe.schema import Recipe
-from trainer.training.exporting import export
+from trainer.training.export import export
 
 STEPS = 3
 EXTRAS = [

@@ -21,7 +21,7 @@ from tests.helpers.training import (
     whole_state,
 )
 from tests.parity.cases import GLOBAL_BATCH_SIZE, WIDE, assert_same_curve, largest_difference, reference
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import OPTIMIZER_PREFIX

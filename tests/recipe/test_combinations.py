@@ -11,8 +11,8 @@ import pytest
 
 from docs.generate import with_blocks
 from trainer.base.errors import RecipeError
-from trainer.reading.loading import load_recipe
 from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
+from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.reading.loading import load_recipe
 from trainer.recipe.drawing import MAX_LINES, StageContents, layers_text, layout_lines, stage_lines
 from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.reading.loading import load_recipe
 
 
 def plan(processes: int, *keys: str) -> RunPlan:

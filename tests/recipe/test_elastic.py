@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from trainer.base.errors import RecipeError, UsageError
-from trainer.reading.loading import load_recipe
 from trainer.recipe.elastic import check_nodes, fitting_sizes, plan_elastic
+from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 
 HSDP = ("parallel.strategy=hsdp", "parallel.shard=4")

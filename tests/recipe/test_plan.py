@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from trainer.base.errors import RecipeError
-from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import Layout, RunPlan, plan_run
+from trainer.recipe.reading.loading import load_recipe
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainer.base.errors import RecipeError
-from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import plan_run
+from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 

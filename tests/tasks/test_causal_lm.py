@@ -26,10 +26,10 @@ from tests.helpers.training import (
     tiny_recipe,
 )
 from trainer.base.errors import DataError, UsageError
-from trainer.data import tokenise
-from trainer.data.files import TextOptions, read_files
+from trainer.data import tokenised_split
+from trainer.data.readers import TextOptions, read_files
 from trainer.data.sources import Split
-from trainer.data.tokenise import encode_split
+from trainer.data.tokenised_split import encode_split
 from trainer.models.heads import chunk_head
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.microbatch import IGNORED_LABEL
@@ -263,7 +263,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_endless_template_is_refused(chatty, tmp_path, monkeypatch, template, processes):
     monkeypatch.setattr(causal_lm, "_TEMPLATE_SECONDS", 0.05)
-    monkeypatch.setattr(tokenise, "_ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(tokenised_split, "_ROWS_AT_ONCE", 1)
     chatty.chat_template = template
     split = Split(rows_of(messages=[CHAT] * 3), WHERE)
     with pytest.raises(UsageError, match=r"template .* within 0.05 seconds, but .* row 1 of .*; mend a copy"):

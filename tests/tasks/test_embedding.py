@@ -13,7 +13,8 @@ from transformers import BertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, 
 
 from trainer.base.errors import DataError, UsageError
 from trainer.recipe.schema import Embedding
-from trainer.tasks import embedding, retrieval
+from trainer.tasks import embedding
+from trainer.tasks.metrics import retrieval
 from trainer.tasks.registry import build_task
 from trainer.tasks.types import EvaluatedSplit
 

@@ -13,7 +13,7 @@ from transformers import RobertaTokenizerFast
 from trainer.base.errors import DataError
 from trainer.data.collate import Padding
 from trainer.data.sources import Split
-from trainer.data.tokenise import encode_split
+from trainer.data.tokenised_split import encode_split
 from trainer.recipe.schema import MultipleChoice
 from trainer.tasks.registry import build_task
 

@@ -100,12 +100,12 @@ def two_special_tokens():
 
 
 def test_a_missing_package_is_named_before_the_training(monkeypatch):
-    from trainer.tasks import text_metrics
+    from trainer.tasks.metrics import generated_text
 
     def missing(package):
         raise ImportError(f"No module named {package[0]!r}")
 
-    monkeypatch.setattr(text_metrics, "_module", missing)
+    monkeypatch.setattr(generated_text, "_module", missing)
     with pytest.raises(
         UsageError, match=r'names bleu, .* package sacrebleu; install it \(pip install "recipe-trainer\[gen'
     ):

@@ -16,13 +16,13 @@ from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
 from tests.helpers.training import TINY_BERT, TINY_DECODERS
 from trainer.base.errors import DataError, ExitCode
 from trainer.cli import main
-from trainer.data import files
-from trainer.doctor.machine import Machine
-from trainer.doctor.starting import parts
-from trainer.reading.loading import load_recipe
+from trainer.data import readers
+from trainer.recipe.reading.loading import load_recipe
 from trainer.tasks.registry import build_task
+from trainer.tools.doctor.machine import Machine
+from trainer.tools.doctor.starting import parts
 from trainer.training import checking
-from trainer.training.prepared import prepare_data
+from trainer.training.run_data import prepare_data
 from trainer.training.run_info import class_counts
 
 NER = {"type": "token_classification"}
@@ -160,7 +160,7 @@ def test_an_end_token_outside_of_the_marks_of_a_template_is_noted(tmp_path, caps
 
 
 def test_large_files_are_read_in_part(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(files, "_LARGE_BYTES", 100)
+    monkeypatch.setattr(readers, "_LARGE_BYTES", 100)
     monkeypatch.setattr(checking, "MOST_ROWS", 10)
     recipe = str(write_tiny_run(tmp_path, task={"labels": ["a", "b", "c"]}))
     with (tmp_path / "train.jsonl").open("a") as rows:

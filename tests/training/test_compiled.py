@@ -12,7 +12,7 @@ from trainer.base.errors import ExitCode
 from trainer.models import compiled
 from trainer.observe.metrics_file import read_metrics
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.reading.loading import load_recipe
+from trainer.recipe.reading.loading import load_recipe
 from trainer.training.run import run
 
 STEPS = (

@@ -22,13 +22,13 @@ from trainer.base.errors import ExitCode, UsageError
 from trainer.data.loader import EvalLoader
 from trainer.data.sources import Split
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import plan_run
+from trainer.recipe.reading.loading import load_recipe
 from trainer.training.assembly import assemble
-from trainer.training.exporting import export
-from trainer.training.prepared import prepare_data
+from trainer.training.export import export
 from trainer.training.process_group import open_mesh
 from trainer.training.run import run
+from trainer.training.run_data import prepare_data
 
 NUM_TOKENS = 16
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
 from trainer.base.errors import NonFiniteError
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
 from trainer.engine.engine import StepResult
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
@@ -26,7 +26,7 @@ from trainer.observe.records import BadStepRecord, BestMetric, EvaluationRecord,
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.stopping import StopRequest
-from trainer.tasks.metrics import METRICS
+from trainer.tasks.metrics.table import METRICS
 from trainer.training.loop import Loop
 
 

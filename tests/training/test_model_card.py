@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
 from trainer.observe.records import BestMetric
 from trainer.training.model_card import write_card
 

@@ -15,7 +15,7 @@ from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import TINY_BERT, sgd_sections, tiny_recipe, tiny_training
 from trainer.base.errors import RecipeError
 from trainer.cli import main
-from trainer.reading.loading import load_recipe
+from trainer.recipe.reading.loading import load_recipe
 
 
 def test_the_losses_are_those_of_a_plain_loop():

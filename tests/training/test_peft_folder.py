@@ -18,9 +18,9 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
 from trainer.base.errors import ExitCode, UsageError
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.reading.loading import load_recipe
-from trainer.reading.trained import load_trained
-from trainer.training.exporting import export
+from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.reading.trained import load_trained
+from trainer.training.export import export
 from trainer.training.run import run
 
 LORA = {"type": "lora", "rank": 4, "alpha": 64.0}

@@ -20,13 +20,13 @@ from tests.helpers.training import TINY_BERT, sgd_sections, tiny_recipe, tiny_tr
 from trainer.base.errors import ExitCode, RecipeError
 from trainer.observe.metrics_file import read_metrics
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.reading.loading import load_recipe
 from trainer.recipe.plan import plan_run
-from trainer.tasks.squad import exact_match, token_f1
+from trainer.recipe.reading.loading import load_recipe
+from trainer.tasks.metrics.squad import exact_match, token_f1
 from trainer.training.assembly import assemble
-from trainer.training.prepared import prepare_data
 from trainer.training.process_group import open_mesh
 from trainer.training.run import run
+from trainer.training.run_data import prepare_data
 
 TASK = {"type": "question_answering", "stride": 2, "max_answer_length": 4, "unanswerable": True, "null_threshold": 2.0}
 

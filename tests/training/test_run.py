@@ -23,13 +23,13 @@ from tests.helpers import processes, warm
 from tests.helpers.forking import forking
 from tests.helpers.tiny_run import NUM_VALIDATION_ROWS, write_tiny_image_run, write_tiny_run
 from trainer.base.errors import ExitCode, NonFiniteError, TrainerError, UsageError
-from trainer.checkpoint.files import SavedState, share_name
+from trainer.checkpoint.format import SavedState, share_name
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.forward import ModelForward
 from trainer.engine.native import NativeEngine
 from trainer.observe.metrics_file import Metrics, read_metrics
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.reading.loading import load_recipe
+from trainer.recipe.reading.loading import load_recipe
 from trainer.training.assembly import assemble
 from trainer.training.run import run
 

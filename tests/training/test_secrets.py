@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.helpers.checkpoints import ORIGIN
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.base.errors import ExitCode
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
 from trainer.cli import main
 from trainer.training.model_card import complete_folder
 

@@ -15,10 +15,10 @@ from tests.helpers.training import tiny_recipe, tiny_training
 from trainer.base.errors import DataError, ExitCode, UsageError
 from trainer.observe.metrics_file import read_metrics
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.reading.loading import load_recipe
-from trainer.training.prepared import prepare_data
-from trainer.training.preparing import load_preparation
+from trainer.recipe.reading.loading import load_recipe
+from trainer.training.row_encoding import load_preparation
 from trainer.training.run import run
+from trainer.training.run_data import prepare_data
 
 
 def train(recipe: Path, *overrides: str) -> int:

@@ -17,9 +17,9 @@ from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
 from tests.helpers.training import TINY_BERT, TINY_DECODERS, TINY_VIT
 from trainer.base.errors import ExitCode, UsageError
 from trainer.cli import main
-from trainer.planning.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, TEACHER
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.reading.loading import load_recipe
+from trainer.recipe.reading.loading import load_recipe
+from trainer.tools.plan.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, TEACHER
 from trainer.training.run import run
 
 CLASSIFIER = "AutoModelForSequenceClassification"

@@ -19,7 +19,7 @@ from tests.helpers.training import TINY_BERT, tiny_recipe, tiny_training
 from trainer.data.collate import Padding
 from trainer.data.loader import EvalLoader
 from trainer.data.sources import Split
-from trainer.data.tokenise import encode_split
+from trainer.data.tokenised_split import encode_split
 from trainer.observe.observer import Observer
 from trainer.tasks.registry import build_task
 from trainer.tasks.types import EvaluatedSplit

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.checkpoint.files import FACTS, SUMS, share_name, verify
-from trainer.checkpoint.memory import (
+from trainer.checkpoint.format import FACTS, SUMS, share_name, verify
+from trainer.checkpoint.host_memory import (
     HOST,
     KEPT,
     claim,

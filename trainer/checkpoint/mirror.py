@@ -19,7 +19,7 @@ from trainer.base.disk import sync
 from trainer.base.errors import StoppedError, TrainerError, UsageError
 from trainer.base.text import is_secret_name, without_secrets
 from trainer.checkpoint.background import WRITING, Background
-from trainer.checkpoint.files import FACTS, SUMS, read_sizes, verify
+from trainer.checkpoint.format import FACTS, SUMS, read_sizes, verify
 from trainer.checkpoint.store import CheckpointStore, steps_of
 
 _CHECKPOINTS = "checkpoints"

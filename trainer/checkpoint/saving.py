@@ -16,7 +16,8 @@ from torch import Tensor
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.text import dotted_leaves, listed
 from trainer.checkpoint.background import FAILED, WRITING, Background
-from trainer.checkpoint.files import (
+from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.format import (
     MODEL_FOLDER,
     Facts,
     SavedBoxes,
@@ -27,14 +28,13 @@ from trainer.checkpoint.files import (
     write_bytes,
     write_share,
 )
-from trainer.checkpoint.memory import Found, HostMemory, MemoryState
+from trainer.checkpoint.host_memory import Found, HostMemory, MemoryState
 from trainer.checkpoint.mirror import Mirror
-from trainer.checkpoint.progress import Progress
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import MODEL_PREFIX, Engine, EngineState
-from trainer.parallel.digest import joined, own_digest
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.parts import own_share
+from trainer.parallel.shards.boxes import own_share
+from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.schema import Recipe
 
 # Keys that do not change the training: a run may resume with other values.

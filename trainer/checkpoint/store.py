@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.base.disk import UNFINISHED, read_plain, remove, replace_text, sync
-from trainer.checkpoint.files import Facts, WrittenFile, seal
+from trainer.checkpoint.format import Facts, WrittenFile, seal
 
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,15})")
 _REPLACED, _REMOVED, _LATEST = ".replaced-", ".removed-", "latest"

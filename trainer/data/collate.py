@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TokenMasking(Protocol):
-    """The part of `trainer.tasks.masking.Masking` that this package uses."""
+    """The part of `trainer.tasks.text.masking.Masking` that this package uses."""
 
     def __call__(self, input_ids: Tensor, rows: Tensor, epoch: int | None) -> tuple[Tensor, Tensor]: ...
 

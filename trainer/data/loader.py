@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from trainer.base.errors import TrainerError, UsageError
 from trainer.data.collate import Batching, TokenMasking, collate
 from trainer.data.order import GlobalOrder, IndexArray
-from trainer.data.partition import RowChunk, partition, partition_by_tokens
+from trainer.data.rank_rows import RowChunk, partition, partition_by_tokens
 from trainer.data.split import EncodedSplit
 from trainer.data.workers import ignore_stop_signals, stop_signals_held
 from trainer.parallel.microbatch import Microbatch, RankBatch, copied_ahead

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
-from trainer.data.files import (
+from trainer.data.readers import (
     Format,
     RowPlaces,
     TextOptions,

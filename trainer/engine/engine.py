@@ -19,9 +19,9 @@ from trainer.models.statistics import persistent_buffers
 from trainer.parallel.copying import begin_to_host
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
-from trainer.parallel.parts import TensorPart, whole_part
 from trainer.parallel.placement import ParameterPlacement, Placements
-from trainer.parallel.whole import WholeTensors, join_whole
+from trainer.parallel.shards.boxes import TensorPart, whole_part
+from trainer.parallel.shards.gathering import WholeTensors, join_whole
 
 MODEL_PREFIX, OPTIMIZER_PREFIX, BUFFER_PREFIX = "model.", "optimizer.", "buffer."
 """Prefixes of the names of parameters, optimizer tensors and buffers in `EngineState`."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.engine.bf16_weights import store_in_bf16
 from trainer.engine.engine import EvalResult
 from trainer.engine.joint import JointLosses, joint_losses
+from trainer.engine.optimizers.bf16_weights import store_in_bf16
 from trainer.engine.precision import cast_forward
 from trainer.models.attention import PACKED, padding_known
 from trainer.models.building import BuiltModel
@@ -21,13 +21,13 @@ from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.compiled import CompiledLayers
 from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.models.families.table import layers_of
-from trainer.models.generating import generate
-from trainer.models.packing import pack_layers
+from trainer.models.generation import generate
+from trainer.models.joined_rows import pack_layers
 from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dropout import MicrobatchKey
+from trainer.parallel.joined_rows import PackedTokens
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, has_padding
-from trainer.parallel.packed import PackedTokens
 from trainer.parallel.random import seed_generator, stream_key
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.base.errors import UsageError
-from trainer.engine.bf16_weights import stored_in_bf16, written_dtype
+from trainer.engine.accumulation import AccumulationSchedule, Schedule
 from trainer.engine.engine import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
@@ -31,15 +31,15 @@ from trainer.engine.engine import (
 )
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.graphs import CudaCapture, GraphedSchedule
-from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
+from trainer.engine.optimizers.bf16_weights import stored_in_bf16, written_dtype
+from trainer.engine.optimizers.build import build_optimizer, learning_rate, no_decay_names
+from trainer.engine.optimizers.schedule_free import NAME as SCHEDULE_FREE
+from trainer.engine.optimizers.schedule_free import AveragedWeights
+from trainer.engine.optimizers.whole_matrices import matrix_names, whole_access
 from trainer.engine.precision import sent_dtype
-from trainer.engine.rounded import RoundedWeights, rounded_weights
+from trainer.engine.rounded_weights import RoundedWeights, rounded_weights
 from trainer.engine.scaling import LossScaler
-from trainer.engine.schedule import AccumulationSchedule, Schedule
-from trainer.engine.schedule_free import NAME as SCHEDULE_FREE
-from trainer.engine.schedule_free import AveragedWeights
 from trainer.engine.sharded import defer_all_reduce, shard
-from trainer.engine.whole_matrices import matrix_names, whole_access
 from trainer.models.building import BuiltModel
 from trainer.models.saving import save_model
 from trainer.parallel.copying import begin_to_host
@@ -48,11 +48,11 @@ from trainer.parallel.gradients import OverlappedSums, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
-from trainer.parallel.partial import sum_partial_gradients_
-from trainer.parallel.parts import TensorPart, tensor_part, whole_part
 from trainer.parallel.placement import TENSOR_AXIS, Placements, whole
-from trainer.parallel.rounding import KeyedRounding
-from trainer.parallel.whole import local_part
+from trainer.parallel.shards.boxes import TensorPart, tensor_part, whole_part
+from trainer.parallel.shards.gathering import local_part
+from trainer.parallel.shards.stochastic_rounding import KeyedRounding
+from trainer.parallel.tensor.partial_gradients import sum_partial_gradients_
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 

@@ -21,17 +21,17 @@ from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.native import NativeEngine
 from trainer.engine.precision import COMPUTE_DTYPES, sent_dtype
-from trainer.engine.rounded import rounded_weights
+from trainer.engine.rounded_weights import rounded_weights
 from trainer.engine.sharded import shard
 from trainer.models.attention import padding_known
 from trainer.models.building import BuiltModel
-from trainer.models.stages import StagePart
+from trainer.models.stage_split import StagePart
 from trainer.parallel.copying import begin_to_host, to_device
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.gradients import OverlappedSums, TiedGradients, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, has_padding, hidden_positions, text_rows
-from trainer.parallel.pipeline import BusyClock, LocalStage, PipelineDriver, Shapes
+from trainer.parallel.pipeline.stage_schedule import BusyClock, LocalStage, PipelineDriver, Shapes
 from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.recipe.plan import PipelinePlan, RunPlan
 from trainer.tasks.task import Task

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import UsageError
-from trainer.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from trainer.parallel.low_rank import LowRank
+from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from trainer.parallel.tensor.low_rank import LowRank
 from trainer.recipe.schema import Communication
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
+from trainer.engine.accumulation import AccumulationSchedule
 from trainer.engine.forward import ModelForward, prepare_model, without_cache
 from trainer.engine.native import NativeEngine
-from trainer.engine.schedule import AccumulationSchedule
 from trainer.models.building import BuiltModel
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.mesh import ParallelMesh

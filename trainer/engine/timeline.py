@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from trainer.parallel.pipeline import SCHEDULE_CLASSES
+from trainer.parallel.pipeline.stage_schedule import SCHEDULE_CLASSES
 from trainer.recipe.plan import PipelinePlan
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"

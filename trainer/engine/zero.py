@@ -35,11 +35,11 @@ from trainer.engine.engine import (
     whole_tensors,
 )
 from trainer.engine.forward import ModelForward, prepare_model
-from trainer.engine.optimizer import build_optimizer, learning_rate, no_decay_names
+from trainer.engine.optimizers.build import build_optimizer, learning_rate, no_decay_names
+from trainer.engine.optimizers.schedule_free import NAME as SCHEDULE_FREE
+from trainer.engine.optimizers.schedule_free import TRAINED, AveragedWeights
 from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast, sent_dtype
 from trainer.engine.scaling import LossScaler
-from trainer.engine.schedule_free import NAME as SCHEDULE_FREE
-from trainer.engine.schedule_free import TRAINED, AveragedWeights
 from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import not_recorded
 from trainer.models.cutting import ShardChoice
@@ -48,11 +48,11 @@ from trainer.models.names import aliases
 from trainer.models.saving import save_model
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
 from trainer.parallel.microbatch import Microbatch, RankBatch
-from trainer.parallel.partial import is_partial, sum_while_backward
-from trainer.parallel.parts import TensorPart, flat_part, tensor_part, whole_part
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
+from trainer.parallel.shards.boxes import TensorPart, flat_part, tensor_part, whole_part
+from trainer.parallel.tensor.partial_gradients import is_partial, sum_while_backward
 from trainer.ranks.environment import set_local_rank
-from trainer.recipe.deepspeed import deepspeed_config
+from trainer.recipe.deepspeed_config import deepspeed_config
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 

@@ -1,4 +1,4 @@
-"""Local ranks of `trainer run` and scripts for clusters.
+"""Local ranks of `trainer run`.
 
 Imports no torch.
 """

@@ -21,7 +21,7 @@ from trainer.base.processes import child_variables
 from trainer.base.scratch import scratch_folder
 
 if TYPE_CHECKING:
-    from trainer.reading.loading import ResolvedRecipe
+    from trainer.recipe.reading.loading import ResolvedRecipe
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -110,7 +110,7 @@ def _written(error: TrainerError) -> str:
 def main(folder: Path) -> int:
     """Run the recipe in `folder`, and return the exit code."""
     from trainer.launch.local import run_or_join
-    from trainer.reading.loading import load_recipe
+    from trainer.recipe.reading.loading import load_recipe
 
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     sys.path[:] = job["path"]

@@ -35,7 +35,7 @@ from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.training.elastic import plan_on_ranks
 
 if TYPE_CHECKING:
-    from trainer.reading.loading import ResolvedRecipe
+    from trainer.recipe.reading.loading import ResolvedRecipe
 
 Job: TypeAlias = "Callable[[ResolvedRecipe, LaunchEnvironment], int]"
 """The work of a rank, which returns its exit code; picklable."""
@@ -90,7 +90,7 @@ def _advises() -> Iterator[None]:
         yield
     except (OutOfMemoryError, RankError) as error:
         if error.plan_command:
-            from trainer.training.memory import advice  # it needs torch
+            from trainer.training.device_memory import advice  # it needs torch
 
             sys.stderr.write("the memory is full; planning changes that fit takes a minute at most\n")
             if found := advice(error.plan_command):

@@ -15,7 +15,7 @@ from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
 from trainer.models.families.table import layers_of
 from trainer.models.names import tied_names
-from trainer.parallel.low_rank import ATTRIBUTE, LowRank, attach, drawn_factor
+from trainer.parallel.tensor.low_rank import ATTRIBUTE, LowRank, attach, drawn_factor
 from trainer.recipe.schema import Adapter, Model
 
 _LANGUAGE_HEADS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel")

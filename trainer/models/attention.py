@@ -24,13 +24,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trainer.base.errors import UsageError
 from trainer.models.checkpointing import not_recorded
 from trainer.models.dropout import ReplaceCalledDropout, has_site, site_of
-from trainer.parallel import fused_attention, kernel_support, varlen
+from trainer.parallel.context.ring_attention import BlockAttention, BlockMask, Ring, ring_attention
 from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.parallel.packed import PackedTokens
+from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.kernels import fused_attention, kernel_support, varlen
 from trainer.parallel.random import LANES
-from trainer.parallel.ring_attention import BlockAttention, BlockMask, Ring, ring_attention
-from trainer.parallel.sequence import ContextCut
+from trainer.parallel.sharded_sequence import ContextCut
 
 KEYED_ATTENTION = "trainer_keyed"
 OWN_ATTENTION = "trainer_own"

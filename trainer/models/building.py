@@ -45,14 +45,14 @@ from trainer.models.loading import (
     without_report,
 )
 from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
-from trainer.models.stages import StagePart
+from trainer.models.stage_split import StagePart
 from trainer.models.statistics import fix_statistics
 from trainer.models.teacher import Teacher
-from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.dropout import DropoutKeys
-from trainer.parallel.linear import ColumnParallelLinear
 from trainer.parallel.node import NodeRanks
 from trainer.parallel.placement import Placements
+from trainer.parallel.tensor.cross_entropy import VocabularyCut
+from trainer.parallel.tensor.linear import ColumnParallelLinear
 from trainer.recipe.schema import Model, Training
 
 

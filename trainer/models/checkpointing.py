@@ -23,8 +23,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from trainer.parallel import fused_attention, varlen  # noqa: F401  # registers their operations
 from trainer.parallel.dropout import DropoutKeys
+from trainer.parallel.kernels import fused_attention, varlen  # noqa: F401  # registers their operations
 
 CheckpointingName = Literal["none", "selective", "full"]
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
 from trainer.base.text import listed
-from trainer.models.stages import StagePart, StageSplit, cut_stage, split_stages, trainable_stages
-from trainer.models.tensor import split_model
+from trainer.models.stage_split import StagePart, StageSplit, cut_stage, split_stages, trainable_stages
+from trainer.models.tensor_split import split_model
 from trainer.parallel.communication import Group, group_size, index_in_group
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, whole
-from trainer.parallel.slicing import bounds_of_part, part_of
+from trainer.parallel.shards.slices import bounds_of_part, part_of
 
 
 @dataclass(frozen=True)

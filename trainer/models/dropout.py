@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.base.errors import UsageError
 from trainer.models.families.table import called_dropouts, first_shared_call, is_residual_output
-from trainer.models.within import replace_forward, run_within
-from trainer.parallel import kernel_support
+from trainer.models.forward_context import replace_forward, run_within
 from trainer.parallel.dropout import REMEDY, DropoutKeys, DropoutSite, KeyedDropout, KeyedDropPath
+from trainer.parallel.kernels import kernel_support
 
 _SITE = "keyed_dropout_site"
 # Parts of the names of dropout probabilities in transformers' configurations.

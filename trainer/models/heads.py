@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.base.errors import UsageError
 from trainer.models.families.table import FAMILIES
-from trainer.parallel.stage import Absent
+from trainer.parallel.pipeline.stand_ins import Absent
 
 TokenScores = Callable[[Tensor, Tensor], Tensor]
 

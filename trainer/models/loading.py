@@ -45,10 +45,10 @@ from trainer.models.cutting import CutModel, ModelCut
 from trainer.models.initialising import draw_weights
 from trainer.models.names import aliases
 from trainer.parallel.communication import group_size, index_in_group
-from trainer.parallel.low_rank import drawn_factor
 from trainer.parallel.node import NodeRanks
 from trainer.parallel.placement import ParameterPlacement
-from trainer.parallel.slicing import ranges_of_part
+from trainer.parallel.shards.slices import ranges_of_part
+from trainer.parallel.tensor.low_rank import drawn_factor
 from trainer.recipe.schema import Model
 
 _CHUNK_ELEMENTS = 1 << 22  # compared at once

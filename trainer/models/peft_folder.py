@@ -15,7 +15,7 @@ from trainer.base.disk import save_tensors
 from trainer.base.errors import UsageError
 from trainer.models.names import aliases
 from trainer.models.writing import transformers_class
-from trainer.parallel.low_rank import ATTRIBUTE
+from trainer.parallel.tensor.low_rank import ATTRIBUTE
 from trainer.recipe.schema import Adapter, Model
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"

@@ -19,7 +19,7 @@ from trainer.models.adapters import MergedWeights
 from trainer.models.statistics import persistent_buffers
 from trainer.models.writing import WeightFile, WeightFiles, described_model, plan_files, transformers_class
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.whole import WholeTensors
+from trainer.parallel.shards.gathering import WholeTensors
 from trainer.recipe.schema import Adapter
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.cross_entropy import VocabularyCut
-from trainer.parallel.divergence import vocab_parallel_divergence
+from trainer.parallel.tensor.cross_entropy import VocabularyCut
+from trainer.parallel.tensor.divergence import vocab_parallel_divergence
 from trainer.recipe.schema import Distillation
 
 

@@ -25,9 +25,9 @@ from typing import Any
 from trainer.base.disk import read_plain
 from trainer.base.errors import TrainerError, UsageError
 from trainer.base.text import masked
-from trainer.observe.files import GrowingFile, decode_number, encode_number
 from trainer.observe.observer import Observer
 from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.run_files import GrowingFile, decode_number, encode_number
 
 METRICS_FILE_NAME = "metrics.jsonl"
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.parallel.slicing import bounds_of_part
+from trainer.parallel.shards.slices import bounds_of_part
 
 Group = dist.ProcessGroup | None
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.base.errors import UsageError
-from trainer.parallel import fused_dropout, kernel_support
-from trainer.parallel.packed import PackedTokens
+from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.kernels import fused_dropout, kernel_support
 from trainer.parallel.random import (
     MAX_INDEX_DIMS,
     element_keys,
@@ -34,7 +34,7 @@ from trainer.parallel.random import (
     stream_keys,
     token_keys,
 )
-from trainer.parallel.sequence import SequenceCut
+from trainer.parallel.sharded_sequence import SequenceCut
 
 REMEDY = "set `training.layout_invariant_dropout` to false, which uses torch's own dropout"
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.parallel.communication import Group
-from trainer.parallel.whole import local_part
+from trainer.parallel.shards.gathering import local_part
 
 _BUCKET_BYTES = 25 * 2**20
 _MOST_SENDING = 2  # buckets on the way at once; each is a copy of its gradients

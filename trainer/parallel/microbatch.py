@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from trainer.parallel.packed import PackedTokens
+from trainer.parallel.joined_rows import PackedTokens
 
 IGNORED_LABEL = -100
 """The label of positions without a label, such as padding: the default of `torch.nn.functional.cross_entropy`."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import PIPELINE_AXIS, ParameterPlacement
-from trainer.parallel.whole import local_part
+from trainer.parallel.shards.gathering import local_part
 
 _PIECE = 2**14
 

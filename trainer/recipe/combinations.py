@@ -1,7 +1,7 @@
 """The table of pairs of keys that exclude each other, with reasons; read by `trainer check` and the documentation.
 
 Rows about a strategy or a schedule derive from the tables in `strategies.py` and `schedules.py`. Rules with more than
-two conditions are in `reading/rules.py`.
+two conditions are in `recipe/reading/rules.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The table of pipeline schedules: the requirements and the bubble of each.
 
-To add a schedule of `torch.distributed.pipelining`, add its row here and its class in `parallel/pipeline.py`.
+To add a schedule of `torch.distributed.pipelining`, add its row here, and its class in
+`parallel/pipeline/stage_schedule.py`.
 """
 
 from __future__ import annotations

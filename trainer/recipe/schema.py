@@ -1,7 +1,7 @@
 """The recipe as a strict pydantic model: type, range and default of every key.
 
 Field descriptions are the reference documentation and, through `trainer schema`, the hover text of editors. Rules that
-span keys are in `reading/rules.py`; rules that need the world size are in `plan.py`.
+span keys are in `recipe/reading/rules.py`; rules that need the world size are in `plan.py`.
 """
 
 from __future__ import annotations

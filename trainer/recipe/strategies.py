@@ -1,6 +1,6 @@
 """The table of strategies: what each shards over the data-parallel ranks, and what it combines with.
 
-To add a strategy, add its row here and its builder in `engine/building.py`. The schema, `trainer check`, the start-up
+To add a strategy, add its row here and its builder in `engine/builders.py`. The schema, `trainer check`, the start-up
 summary, the documentation and the parity tests read this table.
 """
 

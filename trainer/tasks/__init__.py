@@ -1,6 +1,6 @@
 """Labels, losses and metrics of each task. Knows no model family, no data source and no layout."""
 
-from trainer.tasks.metrics import merit
+from trainer.tasks.metrics.table import merit
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import DataError, TrainerError, UsageError
-from trainer.parallel.cross_entropy import VocabularyCut, vocab_parallel_argmax
 from trainer.parallel.microbatch import IGNORED_LABEL
+from trainer.parallel.tensor.cross_entropy import VocabularyCut, vocab_parallel_argmax
 from trainer.recipe.schema import Generation
-from trainer.tasks.columns import SEVERAL_TYPES, STRING_TYPES, cell, require_columns, type_name
-from trainer.tasks.generated import GENERATED, generated_texts
-from trainer.tasks.packing import DocumentPacker, Packer, StreamPacker
+from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, cell, require_columns, type_name
+from trainer.tasks.text.generated import GENERATED, generated_texts
+from trainer.tasks.text.packing import DocumentPacker, Packer, StreamPacker
+from trainer.tasks.text.windows import require_fast
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
-from trainer.tasks.windows import require_fast
 
 Packing = Literal["none", "documents", "joined"]
 Turns = Literal["all", "last", "each"]

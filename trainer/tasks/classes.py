@@ -18,15 +18,14 @@ from trainer.base.errors import DataError, Problems, UsageError
 from trainer.base.text import listed
 from trainer.parallel.copying import to_device
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.tasks.columns import STRING_TYPES, cell, require_columns, type_name
-from trainer.tasks.metrics import METRICS
+from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import TaskDefaults
+from trainer.tasks.text.columns import NAMES_SHOWN, STRING_TYPES, cell, require_columns, shown, type_name
 from trainer.tasks.types import Dataset, EvaluatedSplit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_NAMES_SHOWN = 10
 _CLASSES_PICTURED = 30  # a larger matrix of confusions cannot be read, and each evaluation stores one
 PROBABILITY_DIGITS = 6  # after the point, in predictions
 
@@ -89,7 +88,7 @@ class NamedClasses(TaskDefaults):
         if not self.labels_are_names and not chosen:  # an index means the same in both
             pairs = [f"{index} is {name!r}" for index, name in enumerate(checkpoint)]
             is_new = len(names) == len(checkpoint) and list(own) != list(theirs)
-            note = f"labels are the numbers of the checkpoint's classes: {listed(pairs, _NAMES_SHOWN)}"
+            note = f"labels are the numbers of the checkpoint's classes: {listed(pairs, NAMES_SHOWN)}"
             return self, [f"{note}; if they are not, set `task.labels`"] if is_new else []
         common = own.keys() & theirs.keys() - {plain_name(name) for name in self.common_names}
         theirs_shown = f"the checkpoint's classes are {shown(checkpoint)}"
@@ -174,7 +173,7 @@ class NamedClasses(TaskDefaults):
         absent = next((index for index in range(len(found)) if index not in found), None)
         if absent is not None:
             names = [str(int(value)) for value in sorted(found)]
-            listed_names = json.dumps(names) if len(names) <= _NAMES_SHOWN else ""
+            listed_names = json.dumps(names) if len(names) <= NAMES_SHOWN else ""
             raise DataError(
                 f"column `{self.label_column}` of {where} must number its classes from 0 without a gap, but holds"
                 f" {shown(sorted(map(int, found)))} and no {absent}; renumber them"
@@ -454,7 +453,3 @@ def plain_name(name: str) -> str:
     """Return the name of a class without case, outer and double spaces, invisible characters and forms of Unicode."""
     visible = "".join(char for char in unicodedata.normalize("NFKC", name) if unicodedata.category(char) != "Cf")
     return " ".join(visible.split()).casefold()
-
-
-def shown(values: Sequence[Any]) -> str:
-    return listed(values, _NAMES_SHOWN)

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.tasks.columns import STRING_TYPES, cell, finite_number, require_columns, tokenise, type_name
-from trainer.tasks.metrics import METRICS
-from trainer.tasks.retrieval import Retrieval
+from trainer.tasks.metrics.retrieval import Retrieval
+from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import ROWS_PICTURED, TaskDefaults
-from trainer.tasks.ties import first_of_equal
+from trainer.tasks.text.columns import STRING_TYPES, cell, finite_number, require_columns, tokenise, type_name
+from trainer.tasks.text.tied_texts import first_of_equal
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 Pooling = Literal["mean", "cls", "last"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trainer.tasks.classes import RowClasses
-from trainer.tasks.images import read_images, require_images
+from trainer.tasks.image_column import read_images, require_images
 from trainer.tasks.types import Dataset, ImageProcessor
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainer.parallel.cross_entropy import VocabularyCut, vocab_parallel_argmax
-from trainer.tasks.columns import require_text, tokenise
-from trainer.tasks.masking import Masking
+from trainer.parallel.tensor.cross_entropy import VocabularyCut, vocab_parallel_argmax
+from trainer.tasks.text.columns import require_text, tokenise
+from trainer.tasks.text.masking import Masking
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.tasks.classes import NamedClasses, holds_names, shown
-from trainer.tasks.columns import cell, require_columns, require_text, tokenise, type_name
-from trainer.tasks.metrics import METRICS
+from trainer.tasks.classes import NamedClasses, holds_names
+from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.text.columns import cell, require_columns, require_text, shown, tokenise, type_name
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 

@@ -19,9 +19,9 @@ from trainer.base.errors import DataError
 from trainer.base.text import listed
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.classes import PROBABILITY_DIGITS, holds_names
-from trainer.tasks.columns import STRING_TYPES, cell, require_columns, require_text, type_name
-from trainer.tasks.metrics import METRICS
+from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import TaskDefaults
+from trainer.tasks.text.columns import STRING_TYPES, cell, require_columns, require_text, type_name
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 LabelFormat = Literal["index", "number", "letter", "text"]

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from trainer.base.errors import DataError
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.tasks.columns import cell, require_columns, require_text, type_name
-from trainer.tasks.metrics import METRICS
-from trainer.tasks.squad import accepted_answers
+from trainer.tasks.metrics.squad import accepted_answers
+from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import ROWS_PICTURED, TaskDefaults
+from trainer.tasks.text.columns import cell, require_columns, require_text, type_name
+from trainer.tasks.text.windows import cut_columns, require_fast, shared_tokens, windows
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
-from trainer.tasks.windows import cut_columns, require_fast, shared_tokens, windows
 
 NO_ANSWER = 0
 """The position that stands for no answer: the first token, which is the classification token of most encoders."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import trainer.recipe.extending  # noqa: F401  # checks registered tasks
+import trainer.recipe.registered  # noqa: F401  # checks registered tasks
 from trainer.base.extensions import Registration, consume, resolved
 from trainer.recipe.schema import (
     CausalLM,

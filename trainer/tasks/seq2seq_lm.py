@@ -10,13 +10,13 @@ import numpy as np
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
-from trainer.parallel.cross_entropy import VocabularyCut
+from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation
-from trainer.tasks.columns import cell, require_text, tokenise
-from trainer.tasks.generated import GENERATED, generated_texts
-from trainer.tasks.metrics import METRICS
+from trainer.tasks.metrics.generated_text import require_packages
+from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import ROWS_PICTURED
-from trainer.tasks.text_metrics import require_packages
+from trainer.tasks.text.columns import cell, require_text, tokenise
+from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.token_labels import TOKEN_METRICS, TokenLabels
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trainer.tasks.classes import RowClasses
-from trainer.tasks.columns import require_text, tokenise
+from trainer.tasks.text.columns import require_text, tokenise
 from trainer.tasks.types import Dataset, Tokenizer
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from trainer.base.errors import DataError
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.tasks.columns import cell, finite_number, require_columns, require_text, tokenise
-from trainer.tasks.metrics import METRICS
+from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import TaskDefaults
-from trainer.tasks.ties import first_of_equal
+from trainer.tasks.text.columns import cell, finite_number, require_columns, require_text, tokenise
+from trainer.tasks.text.tied_texts import first_of_equal
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from trainer.base.digests import digest_of
 from trainer.base.errors import UsageError
-from trainer.parallel.cross_entropy import VocabularyCut
 from trainer.parallel.microbatch import IGNORED_LABEL
+from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation
-from trainer.tasks.masking import Masking
-from trainer.tasks.packing import Packer
+from trainer.tasks.text.masking import Masking
+from trainer.tasks.text.packing import Packer
 from trainer.tasks.types import Dataset, EvaluatedSplit, ImageProcessor, Tokenizer
 
 if TYPE_CHECKING:

@@ -19,15 +19,32 @@ from torch import Tensor
 from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.tasks.classes import NamedClasses, holds_names, shown
-from trainer.tasks.columns import STRING_TYPES, cell, dtype_in_list, require_columns, require_text, type_name
-from trainer.tasks.entities import OUTSIDE, Indices, TagScheme, continuation, entity_metrics, scheme_of
-from trainer.tasks.metrics import METRICS
-from trainer.tasks.spans import holds_spans, read_spans, tags_of_words
+from trainer.tasks.classes import NamedClasses, holds_names
+from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import ROWS_PICTURED
+from trainer.tasks.text.columns import (
+    STRING_TYPES,
+    cell,
+    dtype_in_list,
+    require_columns,
+    require_text,
+    shown,
+    type_name,
+)
+from trainer.tasks.text.entities import OUTSIDE, Indices, TagScheme, continuation, entity_metrics, scheme_of
+from trainer.tasks.text.spans import holds_spans, read_spans, tags_of_words
+from trainer.tasks.text.windows import cut_columns, owners, require_fast, shared_tokens, windows
+from trainer.tasks.text.words import (
+    ROW,
+    WORD,
+    TokenisedText,
+    is_first,
+    joined,
+    num_words_of,
+    of_words,
+    read_words,
+)
 from trainer.tasks.types import Dataset, EncodedRows, EvaluatedSplit, Tokenizer
-from trainer.tasks.windows import cut_columns, owners, require_fast, shared_tokens, windows
-from trainer.tasks.words import ROW, WORD, TokenisedText, is_first, joined, num_words_of, of_words, read_words
 
 _OF_ENTITIES = ("f1", "precision", "recall")
 _NO_CLASS = -1

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from trainer.parallel.cross_entropy import VocabularyCut, vocab_parallel_argmax, vocab_parallel_cross_entropy
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.tasks.metrics import METRICS
+from trainer.parallel.tensor.cross_entropy import (
+    VocabularyCut,
+    vocab_parallel_argmax,
+    vocab_parallel_cross_entropy,
+)
+from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import TaskDefaults
 
 if TYPE_CHECKING:

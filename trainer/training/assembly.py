@@ -17,17 +17,17 @@ from torch import nn
 
 from trainer.base.disk import UNFINISHED, remove
 from trainer.base.errors import TrainerError
-from trainer.checkpoint.memory import HostMemory
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.host_memory import HostMemory
 from trainer.checkpoint.saving import IdleSaver, Saved, Saver, identity
 from trainer.checkpoint.store import FOLDER_SECONDS, CheckpointStore
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
-from trainer.engine.building import build_engine, partitioned_loading, planned_cuts
+from trainer.engine.builders import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
 from trainer.models.building import BuiltModel, build_model
 from trainer.models.cutting import ModelCut
-from trainer.models.generating import set_generation
+from trainer.models.generation import set_generation
 from trainer.models.saving import save_configuration
 from trainer.models.statistics import buffers_hash
 from trainer.observe.observer import Observer
@@ -42,7 +42,7 @@ from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 from trainer.training.evaluation import Evaluator
 from trainer.training.model_card import complete_folder
-from trainer.training.prepared import PreparedData
+from trainer.training.run_data import PreparedData
 from trainer.training.run_info import run_info
 from trainer.training.teaching import load_teacher
 from trainer.training.versions import versions

@@ -18,27 +18,33 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trainer.base.errors import Problems
-from trainer.checkpoint.memory import KEPT, room_in
+from trainer.checkpoint.host_memory import KEPT, room_in
 from trainer.checkpoint.mirror import open_place
 from trainer.data.loader import require_fitting_rows
+from trainer.engine.optimizers.schedule_free import require_package
 from trainer.engine.precision import rounded_by_autocast
-from trainer.engine.schedule_free import require_package
 from trainer.models.adapters import adapt
 from trainer.models.building import build_on_meta, check_weights, load_config
 from trainer.models.families.table import FAMILIES
-from trainer.models.packing import check_packing
+from trainer.models.joined_rows import check_packing
 from trainer.models.sentence_folder import embedding_notes
-from trainer.models.stages import split_stages, stage_sizes
-from trainer.models.tensor import check_split, context_notes
+from trainer.models.stage_split import split_stages, stage_sizes
+from trainer.models.tensor_split import check_split, context_notes
 from trainer.observe.observer import Observer
 from trainer.recipe.drawing import StageContents
-from trainer.recipe.hand import Hand
+from trainer.recipe.local_parts import Hand
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
-from trainer.training.prepared import PreparedData, UnknownClassesError, prepare_data
-from trainer.training.preparing import Preparation, TextPreparation, load_preparation, require_fit, tokenizer_of
+from trainer.training.row_encoding import (
+    Preparation,
+    TextPreparation,
+    load_preparation,
+    require_fit,
+    tokenizer_of,
+)
+from trainer.training.run_data import PreparedData, UnknownClassesError, prepare_data
 from trainer.training.teaching import check_teacher
 
 _FP32_BYTES, _BF16_BYTES = 4, 2

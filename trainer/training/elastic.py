@@ -21,7 +21,7 @@ from trainer.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from trainer.ranks.joining import Rendezvous
-    from trainer.reading.loading import ResolvedRecipe
+    from trainer.recipe.reading.loading import ResolvedRecipe
 
 _AGENT_SECONDS = 5.0  # until the agent of this node sees the change that others have seen; it looks ten times a second
 

@@ -11,17 +11,17 @@ import torch
 from trainer.base.errors import NonFiniteError, TrainerError
 from trainer.checkpoint.saving import Saver
 from trainer.engine.engine import Engine, StepResult
-from trainer.observe.memory import peak_memory_bytes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
+from trainer.observe.peak_memory import peak_memory_bytes
 from trainer.observe.records import BestMetric, EvaluationRecord, StepRecord
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
-from trainer.parallel.replicas import check_replicas
+from trainer.parallel.shards.replicas import check_replicas
 from trainer.ranks.stopping import SAVE, STOP, StopRequest
 from trainer.recipe.schema import Interval, Recipe
 from trainer.recipe.strategies import STRATEGIES
-from trainer.tasks.metrics import merit
+from trainer.tasks.metrics.table import merit
 from trainer.training.bad_steps import describe, examine, remedy
 from trainer.training.evaluation import Evaluator
 

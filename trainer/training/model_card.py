@@ -18,9 +18,9 @@ from transformers.utils import CONFIG_NAME
 
 from trainer.base.disk import replace_folder
 from trainer.base.text import for_terminal, masked
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
 from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
-from trainer.reading.trained import RECIPE_FILE
+from trainer.recipe.reading.trained import RECIPE_FILE
 from trainer.tasks.registry import LIBRARIES, PIPELINE_TAGS, TEXT_TO_TEXT, WITHOUT_PIPELINE
 
 CARD_NAME = "README.md"

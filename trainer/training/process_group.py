@@ -29,7 +29,7 @@ from trainer.recipe.schema import Recipe
 from trainer.training.agreement import check_agreement, run_facts
 
 if TYPE_CHECKING:
-    from trainer.reading.loading import ResolvedRecipe
+    from trainer.recipe.reading.loading import ResolvedRecipe
 
 Result = TypeVar("Result")
 

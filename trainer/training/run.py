@@ -10,13 +10,13 @@ import torch
 
 from trainer.base.errors import ExitCode, LostPeerError, StoppedError
 from trainer.base.text import without_secrets
+from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.owner import FolderOwner
-from trainer.checkpoint.progress import Progress
-from trainer.engine.optimizer import optimizer_notes
+from trainer.engine.optimizers.build import optimizer_notes
 from trainer.models.attention import attention_notes
 from trainer.models.compiled import compilations, compile_cache
 from trainer.models.dropout import dropout_notes
-from trainer.models.tensor import context_notes
+from trainer.models.tensor_split import context_notes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
 from trainer.observe.records import Compilation, EndRecord
@@ -25,6 +25,7 @@ from trainer.ranks.stopping import StopRequest
 from trainer.recipe.plan import RunPlan
 from trainer.training.assembly import assemble
 from trainer.training.checking import prepare_checked
+from trainer.training.device_memory import Forecast, explains_full_memory
 from trainer.training.elastic import (
     among_training,
     hand_over_shares,
@@ -34,14 +35,13 @@ from trainer.training.elastic import (
     wait_as_spare,
 )
 from trainer.training.loop import Ending, Loop
-from trainer.training.memory import Forecast, explains_full_memory
-from trainer.training.prepared import PreparedData
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
+from trainer.training.run_data import PreparedData
 from trainer.training.run_info import model_size, total_peak_flops
 from trainer.training.session import Session, is_complete, open_session
 
 if TYPE_CHECKING:
-    from trainer.reading.loading import ResolvedRecipe
+    from trainer.recipe.reading.loading import ResolvedRecipe
     from trainer.recipe.schema import Recipe
 
 

@@ -19,16 +19,16 @@ from torch import nn
 
 from trainer.base.text import listed
 from trainer.data.split import EncodedSplit
-from trainer.engine.bf16_weights import stored_in_bf16
-from trainer.engine.eight_bits import moment_bytes
-from trainer.engine.whole_matrices import matrix_names
+from trainer.engine.optimizers.bf16_weights import stored_in_bf16
+from trainer.engine.optimizers.eight_bits import moment_bytes
+from trainer.engine.optimizers.whole_matrices import matrix_names
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
-from trainer.parallel.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
-from trainer.parallel.linear import ColumnParallelLinear
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Placements
 from trainer.parallel.state_bytes import StateBytes, state_bytes
+from trainer.parallel.tensor.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
+from trainer.parallel.tensor.linear import ColumnParallelLinear
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.drawing import layout_table
 from trainer.recipe.plan import RunPlan

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.base.errors import ExitCode, TrainerError
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.saving import Saver
 from trainer.checkpoint.store import CheckpointStore
-from trainer.observe.build import build_observers
+from trainer.observe.builders import build_observers
 from trainer.observe.heartbeat import Heartbeat, forget_statuses
 from trainer.observe.observer import Observer, Observers
 from trainer.observe.profiling import Profiler
@@ -138,7 +138,7 @@ def open_session(recipe: Recipe, environment: LaunchEnvironment, observer: Obser
     watchdog = Watchdog(heartbeat, seconds, environment.error_file, lambda reason: session.end(ExitCode.FAILED, reason))
     shown: list[Observer] = [build_observers(recipe.logging, sys.stdout)] if environment.rank == 0 else []
     if shown and "html" in recipe.logging.to:
-        from trainer.reporting.live import LiveReport  # plotly, which few runs need
+        from trainer.tools.report.live import LiveReport  # plotly, which few runs need
 
         shown.append(LiveReport())
     shown += [] if observer is None else [observer]

@@ -24,21 +24,22 @@ from trainer.models.building import (
     vocabulary_size,
 )
 from trainer.models.cutting import ModelCut, model_cuts
-from trainer.models.images import load_image_processor
+from trainer.models.image_processor import load_image_processor
 from trainer.models.statistics import persistent_buffers
 from trainer.models.teacher import Teacher
-from trainer.models.tensor import check_split
+from trainer.models.tensor_split import check_split
 from trainer.models.tokenizer import load_tokenizer
-from trainer.parallel.digest import joined, own_digest
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.parts import tensor_part, whole_part
 from trainer.parallel.placement import PIPELINE_AXIS, Placements, whole
+from trainer.parallel.shards.boxes import tensor_part, whole_part
+from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Model, Recipe
-from trainer.tasks.classes import NamedClasses, shown
+from trainer.tasks.classes import NamedClasses
 from trainer.tasks.task import Task
+from trainer.tasks.text.columns import shown
 from trainer.tasks.token_labels import TokenLabels
-from trainer.training.preparing import ImagePreparation, Preparation, require_fitting_rotations
+from trainer.training.row_encoding import ImagePreparation, Preparation, require_fitting_rotations
 
 _SEGMENTS = "token_type_ids"
 

@@ -21,7 +21,7 @@ from trainer.models.families.resnet import RESNET
 from trainer.models.families.shipped import shipped_family, shipped_layers
 from trainer.models.families.t5 import T5
 from trainer.models.families.vit import VIT
-from trainer.parallel.stage import Absent
+from trainer.parallel.pipeline.stand_ins import Absent
 
 FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family

@@ -1,0 +1,106 @@
+"""Weights of matrix products that are rounded once in a step, beside those that autocast rounds in each pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.families import CONFIGS
+from tests.helpers.training import TINY_DECODERS, build_tiny, tiny_recipe
+from trainer.engine.rounded_weights import RoundedWeights
+
+SEVERAL = {"micro_batch_size": 5}
+ALBERT = {"config": {"model_type": "albert", **CONFIGS["albert"]}, "tokenizer": "none"}
+LLAMA = {"config": {**TINY_DECODERS["llama"], "tie_word_embeddings": True}, "tokenizer": "none"}
+LORA = {"adapter": {"type": "lora", "rank": 4, "alpha": 8}}
+
+
+def trained(by_autocast: bool, **sections: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    training = build_tiny(tiny_recipe(**sections))
+    assert training.engine._rounded is not None
+    if by_autocast:
+        training.engine._rounded = None
+    results = [training.engine.train_step(batch) for batch in islice(training.loader, 3)]
+    evaluated = training.engine.eval_step(next(iter(training.loader)).microbatches[0])
+    return [*results, evaluated.loss_sum], training.engine.held()
+
+
+def assert_as_autocast(**sections: Any) -> None:
+    (results, weights), (of_autocast, others) = trained(False, **sections), trained(True, **sections)
+    assert results == of_autocast
+    for name, weight in weights.items():
+        assert torch.equal(weight, others[name]), name
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"precision": "fp16"},
+        {"task": {"type": "masked_lm"}},  # the decoder is tied to the embedding
+        {"task": {"type": "seq2seq_lm"}},
+        {"task": {"type": "embedding"}},  # with several microbatches, two passes
+        {"task": {"type": "causal_lm"}, "model": LLAMA | LORA},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"model": ALBERT},  # one layer runs several times
+    ],
+    ids=str,
+)
+def test_numbers_are_those_of_autocast(sections):
+    assert_as_autocast(**{"precision": "bf16", "training": SEVERAL, **sections})
+
+
+def test_copies_of_frozen_weights_stay_until_the_weights_change():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).requires_grad_(False)
+    layer = model[0]
+    rounded = RoundedWeights([model], torch.bfloat16)
+    seen = []
+    for _ in range(2):
+        with rounded.use():
+            seen.append(layer.weight)
+            assert model[1].weight.dtype == torch.float32
+        assert layer.weight.dtype == torch.float32
+    assert seen[0] is seen[1]
+    layer.load_state_dict({"weight": torch.full((4, 4), 3.0), "bias": torch.zeros(4)})
+    with rounded.use():
+        assert torch.equal(layer.weight, torch.full((4, 4), 3.0, dtype=torch.bfloat16))
+
+
+def test_an_error_in_a_pass_leaves_the_weights():
+    layer = nn.Linear(4, 4)
+    with pytest.raises(ZeroDivisionError), RoundedWeights([layer], torch.bfloat16).use():
+        raise ZeroDivisionError
+    assert isinstance(layer.weight, nn.Parameter)
+
+
+class _Casts(TorchDispatchMode):
+    """Counts the operations that read or write weights in another type, by name."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self._shapes = shapes
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_copy = function is torch.ops.aten._to_copy.default and args[0].shape in self._shapes
+        if is_copy or function is torch.ops.aten._foreach_copy_.default:
+            self.found[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [12, 5])
+def test_a_step_casts_weights_once(size):
+    """However many microbatches; gradients once for each group in each microbatch."""
+    training = build_tiny(tiny_recipe(precision="bf16", training={"micro_batch_size": size}))
+    batch = next(iter(training.loader))
+    with _Casts({p.shape for p in training.model.parameters() if p.dim() == 2}) as casts:
+        training.engine.train_step(batch)
+    groups = 4  # two layers, the pooler and the classifier
+    assert casts.found == {"aten::_foreach_copy_": 1 + groups * len(batch.microbatches)}

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from trainer.parallel.dropout import DropoutKeys, DropoutSite, MicrobatchKey
+from trainer.parallel.joined_rows import PackedTokens
+
+CPU = torch.device("cpu")
+
+
+def is_token(lengths: list[int], width: int) -> torch.Tensor:
+    return torch.arange(width) < torch.tensor(lengths)[:, None]
+
+
+@pytest.mark.parametrize("lengths", [[3, 7, 1, 6, 7], [1, 1], [4], [2, 0, 5]], ids=str)
+def test_packing_keeps_every_token_and_no_padding(lengths: list[int]):
+    packed = PackedTokens.of(lengths, 8, CPU)
+    x = torch.randn(len(lengths), 8, 3)
+    joined = packed.pack(x)
+    assert joined.shape == (1, sum(lengths), 3)
+    assert packed.rows.tolist() == [row for row in packed.order.tolist() for _ in range(lengths[row])]
+    assert packed.lengths == tuple(lengths[row] for row in packed.order.tolist())
+    expected = x * is_token(lengths, 8)[..., None]
+    assert torch.equal(packed.unpack(joined), expected)
+    assert torch.equal(joined[0], x[packed.rows, packed.positions])
+    rows = torch.zeros_like(x)
+    for group in packed.groups:
+        padded = group.pad(joined)
+        rows[group.rows, : group.width] = padded
+        assert torch.equal(group.join(padded), joined[0, group.tokens])
+    assert torch.equal(rows, expected)
+
+
+def test_groups_have_rows_of_similar_length():
+    packed = PackedTokens.of([8, 3, 8, 7, 4, 1], 8, CPU)
+    assert [(group.rows.tolist(), group.width, group.places is None) for group in packed.groups] == [
+        ([0, 2, 3], 8, False),
+        ([4, 1], 4, False),
+        ([5], 1, True),
+    ]
+
+
+@pytest.mark.parametrize("cut", [{}, {"cut_dim": -1, "part": 1}], ids=["whole", "features"])
+def test_masks_are_those_of_the_padded_rows(cut: dict[str, int]):
+    lengths, key = [3, 7, 1], torch.tensor([5, 2, 9])
+    packed = PackedTokens.of(lengths, 8, CPU)
+    site = DropoutSite(DropoutKeys(1), "site", **cut)
+    x = torch.randn(3, 8, 16)
+    with site.keys.use(MicrobatchKey(4, key)):
+        padded = site.drop(x, 0.5)
+    with site.keys.use(MicrobatchKey(4, key, packed)):
+        joined = replace(site, packed=True).drop(packed.pack(x), 0.5)
+    assert torch.equal(joined, packed.pack(padded))

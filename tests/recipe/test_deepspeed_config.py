@@ -1,0 +1,151 @@
+"""The generated DeepSpeed configuration."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from trainer.base.errors import RecipeError
+from trainer.recipe.deepspeed_config import (
+    _OWNED,
+    _REFUSED,
+    FREE_KEYS,
+    FREE_ZERO_KEYS,
+    deepspeed_config,
+    refused_keys,
+)
+from trainer.recipe.plan import plan_run
+from trainer.recipe.reading.keys import known_keys
+from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.strategies import STRATEGIES
+
+STAGES = {name: row.zero_stage for name, row in STRATEGIES.items() if row.zero_stage}
+
+
+def config_of(strategy: str, *overrides: str, processes: int = 2) -> dict[str, Any]:
+    recipe = load_recipe("bert_base_mrpc", [f"parallel.strategy={strategy}", *overrides]).recipe
+    return deepspeed_config(plan_run(recipe, processes))
+
+
+def test_a_strategy_of_another_engine_has_none():
+    assert config_of("fsdp") == config_of("ddp") == {}
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+class TestConfig:
+    def test_every_key_that_averages_or_clips_is_written_out(self, strategy):
+        config = config_of(strategy, "training.max_grad_norm=0.5")
+        assert config["gradient_clipping"] == 0.5
+        assert config["gradient_accumulation_steps"] == 1
+        assert config["prescale_gradients"] is False
+        assert config["gradient_predivide_factor"] == 1.0
+        assert config["zero_optimization"]["stage"] == STAGES[strategy]
+        assert config["fp16"] == config["bf16"] == {"enabled": False}
+
+    def test_no_clipping_is_explicit(self, strategy):
+        """DeepSpeed's default clips at 1.0."""
+        assert config_of(strategy, "training.max_grad_norm=null")["gradient_clipping"] == 0.0
+
+    def test_its_batch_is_the_recipes(self, strategy):
+        config = config_of(strategy, processes=4)
+        assert config["train_batch_size"] == 32
+        product = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * 4
+        assert product == 32, "DeepSpeed checks this"
+
+    def test_it_is_plain_json(self, strategy):
+        config = config_of(strategy)
+        assert json.loads(json.dumps(config)) == config
+
+    def test_more_keys_are_merged_last(self, strategy):
+        config = config_of(
+            strategy,
+            'parallel.deepspeed={"steps_per_print": 7, "zero_optimization": {"reduce_bucket_size": 1000,'
+            ' "contiguous_gradients": false}}',
+        )
+        assert config["steps_per_print"] == 7
+        zero = config["zero_optimization"]
+        assert (zero["reduce_bucket_size"], zero["contiguous_gradients"]) == (1000, False)
+        assert zero["stage"] == STAGES[strategy], "other keys stay"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload", "optimizer", "parameters"),
+    [
+        ("zero2", "none", "none", None),
+        ("zero2", "optimizer", "cpu", None),
+        ("zero3", "none", "none", "none"),
+        ("zero3", "optimizer", "cpu", "none"),
+        ("zero3", "parameters", "cpu", "cpu"),
+    ],
+)
+def test_offload(strategy, offload, optimizer, parameters):
+    zero = config_of(strategy, f"parallel.offload={offload}")["zero_optimization"]
+    assert zero["offload_optimizer"]["device"] == optimizer
+    assert zero.get("offload_param", {}).get("device") == parameters
+
+
+class TestRefusedKeys:
+    @pytest.mark.parametrize("path", _OWNED, ids=".".join)
+    def test_owned_keys_name_the_recipes_own(self, path):
+        extra: Any = 1
+        for key in reversed(path):
+            extra = {key: extra}
+        ((found, reason),) = refused_keys(extra)
+        assert found == path
+        ours = _OWNED[path]
+        assert reason == (
+            f"is set from `{ours}`; change it there" if ours else "is set by the trainer and cannot be changed"
+        )
+
+    def test_the_keys_they_name_are_there(self):
+        assert {key for key in _OWNED.values() if key} <= set(known_keys())
+
+    def test_keys_that_are_free_pass(self):
+        extra = {key: 1 for key in FREE_KEYS if key != "zero_optimization"}
+        assert not list(refused_keys({**extra, "zero_optimization": dict.fromkeys(FREE_ZERO_KEYS, 1)}))
+
+    @pytest.mark.parametrize(
+        ("extra", "path", "words"),
+        [
+            ({"steps_per_prnt": 1}, ("steps_per_prnt",), "did you mean `steps_per_print`?"),
+            (
+                {"zero_optimization": {"reduce_bucket": 1}},
+                ("zero_optimization", "reduce_bucket"),
+                "did you mean `reduce_bucket_size`?",
+            ),
+            ({"xyzzy": 1}, ("xyzzy",), "valid keys are comms_logger, dump_state"),
+            ({"zero_optimization": 3}, ("zero_optimization",), "must be an object"),
+        ],
+    )
+    def test_a_slip_is_found(self, extra, path, words):
+        ((found, reason),) = refused_keys(extra)
+        assert found == path
+        assert words in reason
+
+    @pytest.mark.parametrize("path", _REFUSED, ids=".".join)
+    def test_keys_that_would_give_wrong_numbers_or_nothing(self, path):
+        extra: Any = False
+        for key in reversed(path):
+            extra = {key: extra}
+        assert list(refused_keys(extra)) == [(path, _REFUSED[path])]
+        assert not {*path} & {*FREE_KEYS, *FREE_ZERO_KEYS} - {"zero_optimization"}
+
+    def test_in_a_recipe_all_are_reported_at_once_with_their_paths(self):
+        extra = json.dumps({"gradient_clipping": 1.0, "bf61": {}, "zero_optimization": {"stage": "auto"}})
+        with pytest.raises(RecipeError) as caught:
+            load_recipe("bert_base_mrpc", ["parallel.strategy=zero2", f"parallel.deepspeed={extra}"])
+        report = str(caught.value)
+        assert "`parallel.deepspeed.gradient_clipping` is set from `training.max_grad_norm`; change it there" in report
+        assert "`parallel.deepspeed.bf61` is not a DeepSpeed key" in report
+        assert "`parallel.deepspeed.zero_optimization.stage` is set from `parallel.strategy`; change it there" in report
+
+    def test_free_keys_are_known_to_deepspeed(self):
+        """A renamed key of DeepSpeed would be refused, or ignored without an error."""
+        pytest.importorskip("deepspeed")
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+        fields = DeepSpeedZeroConfig.model_fields
+        names = {*fields, *(field.alias for field in fields.values())}
+        assert set(FREE_ZERO_KEYS) <= names

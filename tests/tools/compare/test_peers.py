@@ -1,0 +1,77 @@
+"""Losses of the peers' loops, for every task that they train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers.ranks import RankPools
+from trainer.base.errors import UsageError
+from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.plan import plan_run
+from trainer.recipe.reading.loading import load_recipe
+from trainer.tools.compare.peers import PEERS, PeerTraining, _Flat, build_peer_model, name_ranks
+from trainer.training.assembly import assemble, train_batches
+from trainer.training.process_group import open_mesh
+from trainer.training.run_data import prepare_data
+
+STEPS = 2
+QUICK = ("bert_sample_mlm", "qa_sample")
+SAMPLES = (*QUICK, "ner_sample", "choice_sample", "gpt2_sample", "sft_sample", "t5_sample", "vit_sample")
+
+
+def losses(sample: str, folder: Path, peers: tuple[str, ...]) -> dict[str, list[float]]:
+    """Return the losses of the first steps of a sample, trained by the engine and by peers, on this rank of two."""
+    rank = torch.distributed.get_rank()
+    name_ranks(LaunchEnvironment("none", rank=rank, local_rank=rank, world_size=2, local_world_size=2))
+    overrides = ["model.dropout=0", f"data.cache={folder}", f"training.max_steps={STEPS}"]
+    recipe = load_recipe(sample, overrides).recipe
+    plan, data = plan_run(recipe, 2), prepare_data(recipe)
+    task, mesh = data.task, open_mesh(plan.layout, torch.device("cpu"))
+    training = assemble(plan, mesh, data)
+    found = {"ours": [training.engine.train_step(batch).loss for batch in training.train_loader]}
+    for peer in peers:
+        model = build_peer_model(recipe, data)
+        of_peer = found[peer] = []
+        one = PeerTraining(recipe, plan, task, model, STEPS, STEPS)
+        PEERS[peer](one, train_batches(plan, mesh, data), lambda batch, loss, norm, into=of_peer: into.append(loss))
+    return found
+
+
+@pytest.mark.parametrize(
+    "sample", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in SAMPLES]
+)
+def test_all_learn_the_same(sample: str, ranks: RankPools, tmp_path: Path):
+    further = {"bert_sample_mlm": ("transformers", "accelerate"), "qa_sample": ("accelerate_fsdp2",)}
+    peers = ("pytorch", *further.get(sample, ()))
+    ours, *others = ranks(2).run(losses, sample, tmp_path, peers)[0].values()
+    assert len(others) == len(peers)
+    assert len(ours) == STEPS
+    for other in others:
+        # the second step is after an update by Adam, which enlarges rounding
+        assert other == [pytest.approx(ours[0], rel=1e-6), pytest.approx(ours[1], rel=1e-5)]
+
+
+def test_rows_without_labels_and_fillers_count_nothing():
+    recipe = load_recipe("bert_sample_mlm", ["training.max_steps=1"]).recipe
+    plan = plan_run(recipe, 1)
+    training = PeerTraining(recipe, plan, prepare_data(recipe).task, torch.nn.Linear(1, 1), 1, 1)
+    rows = Microbatch({}, torch.tensor([[3, IGNORED_LABEL]]), torch.zeros(1))
+    filler = replace(rows, filler=True)
+    assert training.num_labels(RankBatch([rows, filler], 1, 2)) == 1
+    hidden = replace(rows, labels=torch.full((1, 2), IGNORED_LABEL))
+    assert training.num_labels(RankBatch([hidden], 1, 2)) == 1, "a loss of 0, not 0 / 0"
+    assert training.loss_sum(SimpleNamespace(logits=torch.randn(1, 2, 8)), filler) == 0
+
+
+def test_trainer_refuses_a_batch_that_is_not_full():
+    training = SimpleNamespace(plan=SimpleNamespace(batch=SimpleNamespace(num_microbatches=2)))
+    rows = Microbatch({}, torch.zeros(1), torch.zeros(1))
+    for microbatches in ([rows], [rows, replace(rows, filler=True)]):
+        with pytest.raises(UsageError, match="but step 1 has the last rows of an epoch"):
+            list(_Flat([RankBatch(microbatches, 1, 1)], [], training))

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.tools.convert.convert import Conversion, convert
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write a file, as text or as an object, into the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(content: Any, name: str = "args.json") -> Path:
+        Path(name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        return Path(name)
+
+    return write_file
+
+
+@pytest.fixture
+def of_arguments(write: Write) -> Callable[..., Conversion]:
+    """Convert TrainingArguments with these keys, and with the model and data of an example script."""
+
+    def converted(processes: int | None = 1, **keys: Any) -> Conversion:
+        named = {"output_dir": "runs/x", "model_name_or_path": "bert", "task_name": "sst2"}
+        return convert([write(named | keys)], None, processes)
+
+    return converted

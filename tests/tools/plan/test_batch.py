@@ -1,0 +1,62 @@
+"""The bytes of a batch in a plan of a GPU, against those of copies ahead in a training on this CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.training import TINY_DECODERS, TINY_TASKS
+from tests.tools.plan.measured import LENGTH, recipe_of
+from trainer.engine.builders import build_engine
+from trainer.models.building import build_model
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import Microbatch, copied_ahead
+from trainer.recipe.plan import plan_run
+from trainer.tools.plan.ledger import BATCH, Ledger
+from trainer.tools.plan.shape_batch import blank_batch
+from trainer.tools.plan.simulated_step import plan_step, planned_task
+
+
+@pytest.fixture
+def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    """A ledger of copies of microbatches to a device, which this CPU stands for."""
+    ledger, mapped = Ledger(), Microbatch.map
+
+    def copied(microbatch: Microbatch, _: Any) -> Microbatch:
+        with ledger.creating(BATCH):
+            return mapped(microbatch, torch.clone)
+
+    monkeypatch.setattr(Microbatch, "map", copied)
+    for name in ("Stream", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    return ledger
+
+
+CAUSAL = {"task": TINY_TASKS["causal_lm"].keys, "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys"), [(4, {}), (11, {}), (7, CAUSAL)], ids=["one a step", "three a step", "labels of tokens"]
+)
+def test_a_gpu_holds_two_microbatches(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, rows: int, keys: dict[str, Any]):
+    sizes = {"max_steps": 4, "global_batch_size": rows, "micro_batch_size": 4}
+    recipe = recipe_of({**keys, "training": sizes})
+    plan = plan_run(recipe, 1)
+    task, mesh = planned_task(plan), ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
+    built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options())
+    engine: Any = build_engine([built], task, mesh, plan, 4)
+    batches = [blank_batch(recipe, task, built.model.config, plan.batch, LENGTH) for _ in range(4)]
+    with ledger:
+        steps = copied_ahead(batches, mesh.device)
+        for _ in range(2):
+            ledger.restart()
+            engine.train_step(next(steps))
+    monkeypatch.undo()
+    planned = plan_step(plan, 0, LENGTH)
+    assert planned.resident[BATCH] == ledger.alive[BATCH]
+    assert planned.peak.by_component[BATCH] == ledger.peak.by_component[BATCH]

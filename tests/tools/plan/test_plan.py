@@ -1,0 +1,279 @@
+"""The verb `plan`: devices, verdicts, changes that fit, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import trainer
+from tests.tools.plan.measured import LENGTH, SMALL_BERT, planned, recipe_of
+from trainer.base.errors import UsageError
+from trainer.cli import main
+from trainer.recipe.plan import plan_run
+from trainer.tools.plan import hardware
+from trainer.tools.plan.hardware import known_devices, parse_devices
+from trainer.tools.plan.ledger import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS
+from trainer.tools.plan.recipe_plan import HOST_RESERVED
+from trainer.tools.plan.simulated_rank import shapes_only
+from trainer.tools.plan.simulated_step import plan_step
+
+RANK_VARIABLES = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file, rows = tmp_path / "recipe.json", tmp_path / "rows.csv"
+    rows.write_text("text,label\ngood,1\n")
+    keys = {"data": {"source": "files", "train": str(rows), "max_length": LENGTH}}
+    file.write_text(recipe_of(keys).model_dump_json(exclude_defaults=True))
+    return file
+
+
+class TestDevices:
+    def test_a_number_and_a_memory(self):
+        found = parse_devices("8x80GiB")
+        assert (found.number, found.memory_bytes) == (8, 80 * 2**30)
+        assert parse_devices("12.5GB").memory_bytes == 12_500_000_000
+
+    def test_every_file_has_a_memory_and_a_source(self):
+        assert len(known_devices()) > 10
+        for name in known_devices():
+            devices = parse_devices(f"2x{name.lower()}")
+            assert devices.memory_bytes > 10 * 10**9
+            assert devices.machine
+            figures = devices.machine.figures
+            assert {*figures["sources"]} == {*figures} - {"sources", "device"}
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("8xA1000", "did you mean A100-80 or"),
+            ("0x80GiB", "write a number"),
+            ("", "write a number"),
+            ("4xToaster", "known are"),
+        ],
+    )
+    def test_others_are_refused(self, text: str, message: str):
+        with pytest.raises(UsageError, match=message):
+            parse_devices(text)
+
+
+def test_it_fits(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", str(recipe), "--gpus", "1x12GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (rank,) = found["ranks"]
+    assert found["fits"]
+    assert not found["changes"]
+    assert rank["resident"][OPTIMIZER] == pytest.approx(2 * rank["resident"][PARAMETERS], rel=1e-3)
+    assert rank["peak_module"].startswith("bert.encoder.layer.2")
+
+
+def test_the_host_has_a_verdict(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["plan", str(recipe), "--gpus", "2x12GB", "--host-memory"]
+    assert main([*words, "5GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (rank,) = found["ranks"]
+    state = rank["resident"][PARAMETERS] + rank["resident"][OPTIMIZER]  # both ranks copy half of it to save it
+    assert found["host_needed_bytes"] - 2 * HOST_RESERVED == pytest.approx(state, rel=1e-3)
+    assert state > 2 * rank["host_bytes_at_start"]
+    assert found["fits"]
+    assert main([*words, "4GiB", "--changes", "0"]) == 0  # the next test shows changes
+    shown = capsys.readouterr().out
+    assert "start fewer ranks on each machine" in shown
+    assert "too much" in shown
+    assert main([*words, "5"]) == 2
+    assert "`--host-memory` is '5'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+def test_checkpoints_in_memory_count_on_the_host(strategy: str, recipe: Path, capsys: pytest.CaptureFixture[str]):
+    keys = [f"parallel.strategy={strategy}", "model.config.num_hidden_layers=8", "--gpus", "2x12GB", "--nodes", "2"]
+    words = ["plan", str(recipe), *keys, 'checkpoint.memory={"every": "3 steps"}', "--host-memory"]
+    assert main([*words, "5GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (rank,) = found["ranks"]
+    state = rank["resident"][PARAMETERS] + rank["resident"][OPTIMIZER]  # of 4 ranks under ddp, of this one under fsdp
+    share = state / 4 if strategy == "ddp" else state
+    kept = found["host_bytes_of_checkpoints_in_memory"]
+    assert kept == pytest.approx(2 * 4 * share, rel=1e-3), "two checkpoints, of two ranks and two copies"
+    copies = found["host_needed_bytes"] - 2 * HOST_RESERVED - kept
+    assert copies >= 0.999 * 2 * 2 * share, "two copies of a share to write"
+    assert main([*words, f"{int(1.9 * kept) / 2**20:.1f}MiB", "--changes", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "on each host for 2 checkpoints in memory, with the copies of another host's shares" in shown
+    assert "/dev/shm needs" in shown
+    assert "half of the host's memory" in shown
+
+
+def test_the_ranks_of_a_measured_machine_share_its_memory(tmp_path: Path):
+    file = tmp_path / "here.json"
+    figures = json.loads((Path(hardware.__file__).parent / "hardware" / "CPU.json").read_text())
+    file.write_text(json.dumps(figures | {"measured": {}}))
+    assert parse_devices(f"4x{file}").memory_bytes * 4 == parse_devices(f"1x{file}").memory_bytes
+
+
+def test_changes_that_fit_are_shown(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["plan", str(recipe), "--length", "64", "training.micro_batch_size=16", "--gpus"]
+    assert main([*arguments, "1x12GB", "--json"]) == 0
+    needed = json.loads(capsys.readouterr().out)["needed_bytes"]
+    assert main([*arguments, f"1x{(needed - 2**20) / 2**20:.1f}MiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "It does not fit" in shown
+    assert main([*arguments, f"1x{(needed - 2**20) / 2**20:.1f}MiB", "--changes", "0"]) == 0
+    assert "change" not in capsys.readouterr().out
+    changes = shown.split("These changes make it fit")[1].split("\n", 1)[1].strip("\n").splitlines()
+    overrides = [line.split("  ")[1] for line in changes]
+    assert 1 <= len(overrides) <= 3
+    # it replaces the user's own override of the key
+    assert any(override.startswith("training.micro_batch_size=") for override in overrides)
+    own = arguments.pop(arguments.index("training.micro_batch_size=16"))
+    for override in overrides:
+        words = override.split() if own.split("=")[0] in override else [own, *override.split()]
+        assert main([*arguments, f"1x{(needed - 2**20) / 2**20:.1f}MiB", *words]) == 0
+        assert "It fits" in capsys.readouterr().out
+
+
+def test_many_microbatches_cost_no_more_time_but_all_count():
+    few, many = (
+        plan_step(plan_run(recipe_of({"training": {"global_batch_size": rows, "micro_batch_size": 2}}), 1), 0, LENGTH)
+        for rows in (6, 40)
+    )
+    kind = torch.float32
+    assert many.totals.flops[kind] * 6 == few.totals.flops[kind] * 40
+    assert many.peak.num_bytes == pytest.approx(few.peak.num_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(("cuda", "kind"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_autocast_has_the_types_of_the_device(cuda: bool, kind: torch.dtype):
+    with shapes_only(cuda), torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = F.linear(torch.empty(2, 3), torch.empty(4, 3))
+        assert scores.dtype == torch.bfloat16
+        assert F.softmax(scores, dim=-1).dtype == F.layer_norm(scores, (4,)).dtype == kind
+
+
+def test_an_operation_on_values_is_refused_by_name():
+    with pytest.raises(UsageError, match=r"its operation aten\.nonzero"), shapes_only(cuda=True):
+        torch.ones(3).nonzero()
+
+
+def test_recomputed_operations_have_the_types_of_the_device():
+    seen = []
+
+    class Scores(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            scores = F.softmax(F.linear(inputs, inputs), dim=-1)
+            seen.append(scores.dtype)
+            return scores * scores
+
+    with shapes_only(cuda=True), torch.autocast("cpu", dtype=torch.bfloat16):
+        checkpoint(Scores(), torch.empty(2, 3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_fsdp_shards_what_ddp_holds():
+    keys = {"training": {"global_batch_size": 64, "micro_batch_size": 4}}
+    ddp, fsdp = (
+        plan_step(plan_run(recipe_of({**keys, "parallel": {"strategy": strategy}}), 16), 3, LENGTH).resident
+        for strategy in ("ddp", "fsdp")
+    )
+    assert fsdp[OPTIMIZER] == pytest.approx(ddp[OPTIMIZER] / 16, rel=0.05)
+    assert ddp[GRADIENTS] == ddp[PARAMETERS]  # the buckets of DDP stay
+    assert fsdp.get(GRADIENTS, 0) < fsdp[PARAMETERS] / 100
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload", "moved"),
+    [
+        ("fsdp", "parameters", (PARAMETERS, OPTIMIZER)),
+        ("zero2", "optimizer", (MASTER, OPTIMIZER)),
+        ("zero3", "parameters", (PARAMETERS, MASTER, OPTIMIZER)),
+    ],
+)
+def test_offload_moves_memory_to_the_host(strategy: str, offload: str, moved: Sequence[str]):
+    on_device, split = (
+        plan_step(plan_run(recipe_of({"parallel": {"strategy": strategy, "offload": where}}), 2), 0, LENGTH)
+        for where in ("none", offload)
+    )
+    assert not on_device.host
+    for component in moved:
+        assert split.host[component] == on_device.resident[component]
+        assert component not in split.resident
+    # The host holds the sharded gradients too: all of them at the end of the backward pass.
+    assert split.host[GRADIENTS] >= on_device.resident.get(MASTER, on_device.resident.get(PARAMETERS, 0)) * 0.99
+    assert split.peak.num_bytes < on_device.peak.num_bytes
+
+
+def sent(operation: str, axis: str, world_size: int = 2, **keys: Any) -> int:
+    """Return the bytes of one kind of collective in a step of the first rank."""
+    return planned(keys, world_size, 0).traffic[operation, axis][1]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "operation", "axis"),
+    [
+        ({"strategy": "ddp"}, "allreduce", "dp"),
+        ({"strategy": "fsdp"}, "reduce_scatter_base", "dp"),
+        ({"strategy": "ddp", "pipeline": {"stages": 2}}, "allreduce", "dp"),
+    ],
+    ids=["ddp", "fsdp", "pipeline"],
+)
+def test_gradients_in_16_bits_take_half_of_the_bytes(parallel: dict[str, Any], operation: str, axis: str):
+    ranks = 4 if "pipeline" in parallel else 2
+    whole, halved = (
+        sent(operation, axis, ranks, parallel={**parallel, "communication": {"gradients": kind}})
+        for kind in ("fp32", "bf16")
+    )
+    assert halved == pytest.approx(whole / 2, rel=0.03)  # loss and norm are summed in fp64
+
+
+def test_gradients_of_tied_weights_are_summed_over_stages():
+    keys = {"task": {"type": "masked_lm", "text": "text"}, "parallel": {"pipeline": {"stages": 2}}}
+    assert sent("allreduce", "all", **keys) == SMALL_BERT["vocab_size"] * SMALL_BERT["hidden_size"] * 4
+
+
+def test_partial_gradients_of_tensor_ranks_take_half_of_the_bytes():
+    whole, halved = (
+        sent("allreduce", "tp", parallel={"tensor": 2, "sequence": True, "communication": {"gradients": kind}})
+        for kind in ("fp32", "bf16")
+    )
+    # Each layer has two norms with weight and bias, and two biases of row-parallel layers.
+    number = SMALL_BERT["num_hidden_layers"] * 6 * SMALL_BERT["hidden_size"]
+    assert whole - halved == 2 * number
+
+
+@pytest.mark.parametrize(
+    ("parallel", "operation", "axis"),
+    [
+        ({"strategy": "ddp", "pipeline": {"stages": 2}}, "send", "pp"),
+        ({"strategy": "ddp", "tensor": 2, "sequence": True}, "reduce_scatter_base", "tp"),
+    ],
+    ids=["stages", "positions"],
+)
+def test_hidden_states_in_16_bits_take_half_of_the_bytes(parallel: dict[str, Any], operation: str, axis: str):
+    whole, halved = (sent(operation, axis, parallel=parallel, precision=kind) for kind in ("fp32", "bf16"))
+    assert halved * 2 == whole
+
+
+def test_python_gives_the_plan_of_the_command(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", str(recipe), "--gpus", "2xA100-40", "--length", "12", "--link", "pcie", "--json"]) == 0
+    made = trainer.plan(recipe, "2xA100-40", length=12, link="pcie")
+    assert json.loads(capsys.readouterr().out)["needed_bytes"] == made.needed
+    with pytest.raises(trainer.LaunchError, match="is a rank"), mock.patch.dict(os.environ, RANK_VARIABLES):
+        trainer.plan(recipe, "2xA100-40")

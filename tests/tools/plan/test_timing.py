@@ -1,0 +1,375 @@
+"""The time of a step: rooflines, rings and timelines by hand, and the figures of devices."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.training import TINY_DECODERS, TINY_TASKS
+from tests.tools.plan.gpu_times import MEASURED, PUBLISHED, row
+from tests.tools.plan.measured import recipe_of
+from tests.tools.plan.times import LAYOUTS, PAGE, Row, page, published, rank_correlation, regret
+from trainer.base.errors import UsageError
+from trainer.cli import main
+from trainer.engine.timeline import Action, as_svg, as_text, order_of, simulate
+from trainer.observe.meter import peak_flops
+from trainer.recipe.plan import Layout, PipelinePlan, plan_run
+from trainer.recipe.schedules import SCHEDULES
+from trainer.tools.plan import hardware, measuring, reference
+from trainer.tools.plan.hardware import LIKELY, Cost, Machine, Speed, parse_devices
+from trainer.tools.plan.ledger import GRADIENTS, PARAMETERS, POINT_TO_POINT, Ledger
+from trainer.tools.plan.pipeline_plan import plan_steps
+from trainer.tools.plan.reference import Operation
+from trainer.tools.plan.timing import (
+    HOST,
+    SHARDS,
+    STAGES,
+    SUMS,
+    TENSOR,
+    Link,
+    collective_seconds,
+    link_of,
+    operation_seconds,
+    step_time,
+)
+from trainer.tools.plan.work import ATTENTION, FORWARD, INTEGER, MATMUL, OTHER, REDUCTION, SPECIAL, VIEW, Kind
+
+HARDWARE = Path(hardware.__file__).parent / "hardware"
+MEMORY = Cost(0.0, 1e11)
+SPEED = Speed(
+    {"fp32": Cost(0.0, 1e12)},
+    memory=MEMORY,
+    attention=MEMORY.scaled(8),
+    special=MEMORY,
+    reduction=MEMORY.scaled(2),
+    integer=MEMORY,
+    inside=Cost(1e-5, 1e10),
+    between=Cost(1e-4, 1e9),
+    host=Cost(0.0),
+    operation=1e-6,
+)
+
+
+def _pipeline(schedule: str, ranks: int, microbatches: int) -> PipelinePlan:
+    row = SCHEDULES[schedule]
+    return PipelinePlan(row, ranks, row.stages_per_rank, microbatches)
+
+
+def _cost(action: Action) -> float:
+    return {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}[action.kind]
+
+
+def test_the_roofline_of_a_matrix_product():
+    with Ledger() as ledger, torch.no_grad():
+        nn.Linear(64, 32, bias=False)(torch.empty(16, 64))
+    (kind,) = [kind for kind in ledger.totals.work if kind.operation == MATMUL]
+    amount = ledger.totals.work[kind]
+    assert kind.phase == FORWARD
+    assert amount == (1, 2 * 16 * 64 * 32, 4 * (16 * 64 + 64 * 32 + 16 * 32))
+    assert operation_seconds(kind, amount.flops, amount.num_bytes, SPEED) == pytest.approx(amount.num_bytes / 1e11)
+    assert operation_seconds(kind, 1e10, amount.num_bytes, SPEED) == pytest.approx(1e10 / 1e12)
+
+
+def test_norms_and_attention_move_bytes_at_their_own_rates():
+    with Ledger() as ledger, torch.no_grad():
+        nn.LayerNorm(64)(torch.empty(16, 64))
+        nn.functional.scaled_dot_product_attention(*(torch.empty(1, 2, 16, 64) for _ in range(3)))
+    seconds = {
+        kind.operation: (operation_seconds(kind, amount.flops, amount.num_bytes, SPEED), amount)
+        for kind, amount in ledger.totals.work.items()
+    }
+    norm, attention = seconds[REDUCTION], seconds[ATTENTION]
+    assert norm[0] == pytest.approx(2 * norm[1].num_bytes / 1e11)
+    assert attention[0] == pytest.approx(8 * attention[1].num_bytes / 1e11)
+
+
+def test_tf32_multiplies_at_its_own_rate():
+    keys = {"task": TINY_TASKS["causal_lm"].keys, "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"}}
+    plan, fast = (plan_run(recipe_of({**keys, "tf32": tf32}), 1) for tf32 in (False, True))
+    steps = plan_steps(plan, 16)
+    figures = json.loads((HARDWARE / "A100-80.json").read_text()) | {
+        "memory_gb_per_second": 1e9,
+        "operation_us": [1e-6] * 3,
+    }
+    slow, quick = (step_time(one, steps, Machine("here", 1, "nvlink", 1.0, figures)) for one in (plan, fast))
+    assert slow.likely / quick.likely == pytest.approx(156 / 19.5, rel=1e-2)  # the peaks of the data sheet
+    assert quick.mfu == pytest.approx(slow.mfu, rel=1e-2)
+    with pytest.raises(UsageError, match="`tf32` is true, but V100-32 has no TF32"):
+        step_time(fast, steps, parse_devices("V100-32").machine)  # type: ignore[arg-type]
+
+
+def test_a_plan_of_cuda_graphs_adds_to_gradients_in_place():
+    plans = [plan_run(recipe_of({"cuda_graphs": graphs}), 1) for graphs in (False, True)]
+    (eager,), (graphed,) = (plan_steps(plan, 16) for plan in plans)
+    weights = graphed.resident[PARAMETERS]
+    assert graphed.resident[GRADIENTS] == weights
+    assert GRADIENTS not in eager.resident
+    added = [
+        sum(amount.num_bytes for kind, amount in step.totals.work.items() if kind.name in ("add_", "_foreach_zero_"))
+        for step in (eager, graphed)
+    ]
+    assert added[1] - added[0] >= 5 * weights  # zeros are written; gradients and sums are read, sums are written
+    machine = parse_devices("H200").machine
+    assert machine
+    found = [step_time(plan, [step], machine).parts[HOST] for plan, step in zip(plans, (eager, graphed), strict=True)]
+    assert found[1] < 0.3 * found[0]  # the host issues the update
+
+
+def test_the_measured_times_of_a_gpu():
+    work = MEASURED[0]
+    found = work.plan()
+    assert found.least < work.rows / work.samples_per_second < found.most
+    page = PAGE.read_text(encoding="utf-8")
+    assert row(work) in page
+    for one in (*MEASURED, *PUBLISHED):
+        assert f"| {one.name} | {one.devices} | {one.rows} x {one.length:,} |" in page
+
+
+def test_measured_operations_and_collectives_replace_the_roofline():
+    points = ((1e8, 1e-3), (1e10, 1e-1))
+    speed = replace(
+        SPEED,
+        kernels={"mm fp32": Cost(0.0, points=points), "add fp32": Cost(0.0, points=((1e6, 1e-4),))},
+        collectives={"_allgather_base_": Cost(2e-3), "send": Cost(3e-3)},
+    )
+    product, addition = (Kind(FORWARD, *names, torch.float32, 0, 0) for names in ((MATMUL, "mm"), (OTHER, "add")))
+    assert operation_seconds(product, 1e9, 1e3, speed) == pytest.approx(1e-2)
+    assert operation_seconds(product, 2e10, 1e3, speed) == pytest.approx(2e-1)  # the roofline's growth
+    assert operation_seconds(addition, 0, 5e5, speed) == pytest.approx(5e-5)
+    assert operation_seconds(addition._replace(name="mul"), 0, 5e5, speed) == pytest.approx(5e5 / 1e11)
+    assert operation_seconds(addition._replace(dtype=torch.int64), 0, 5e5, speed) == pytest.approx(5e5 / 1e11)
+    pair = Link(ranks=2, together=2, local_ranks=2)
+    assert collective_seconds("_allgather_base_", 8, pair, speed) == pytest.approx(2e-3)
+    assert collective_seconds("recv_", 8, pair, speed) == pytest.approx(3e-3)
+    assert collective_seconds("_reduce_scatter_base_", 1e6, pair, speed) == pytest.approx(1e-5 + 0.5e6 / 1e10)
+
+
+def test_operations_of_about_one_size_have_one_point():
+    product, view = Kind("", MATMUL, "mm", torch.bfloat16, 0, 0), Kind("", VIEW, "", None, 0, 0)
+    found = [Operation(product, size, seconds) for size, seconds in ((9, 1.0), (15, 4.0), (16, 8.0))]
+    assert measuring._kernels([*found, Operation(view, 0, 9.0)]) == {"mm bf16": [(12, 2.5), (16, 8.0)]}
+
+
+def test_a_measured_step_computes_as_its_plan_does():
+    training = reference.of_operations()[0]
+    seconds, found = reference.operations_of(training)
+    (step,) = plan_steps(training.plan(1), training.length, cuda=False)
+    computing = {MATMUL, ATTENTION, SPECIAL, INTEGER}  # fake tensors have no values, so other operations read none
+    planned = Counter[str]()
+    for kind, amount in step.totals.work.items():
+        planned[kind.name] += amount.number if kind.operation in computing else 0
+    measured = Counter(one.kind.name for one in found if one.kind.operation in computing)
+    del measured["_local_scalar_dense"]  # the host's read of its own masks, which have no values in a plan
+    del measured["copy_"]  # of dropout keys to where they were, from the third step on; a plan shows the second
+    assert +planned == measured
+    assert min(seconds, *(one.seconds for one in found)) > 0
+
+
+def test_the_rest_of_a_measured_step_is_lost_beside_its_collectives(monkeypatch: pytest.MonkeyPatch):
+    layouts = dict(training for training in reversed(reference.of_strategies()) if training[0] != SHARDS)
+    layouts = dict(reversed(layouts.items()))
+    plans = {kind: training.plan(2) for kind, training in layouts.items()}
+    steps = {plan.layout: plan_steps(plan, 32, cuda=False) for plan in plans.values()}
+    monkeypatch.setattr(reference, "of_strategies", lambda: list(layouts.items()))
+    monkeypatch.setattr(measuring, "plan_steps", lambda plan, *_, **__: steps[plan.layout])
+    lost = {SUMS: 1e-4, TENSOR: 3e-4, STAGES: 2e-4}
+    figures = {**json.loads((HARDWARE / "CPU.json").read_text()), "measured": {"2": {"waiting": lost}}}
+    figures["shares"]["link"] = [1, 1, 1]
+    machine = Machine("here", 2, "memory", 1.0, figures)
+
+    def seconds() -> dict[str, float]:
+        return {kind: step_time(plan, steps[plan.layout], machine).likely for kind, plan in plans.items()}
+
+    measured = seconds()
+    figures["measured"]["2"]["waiting"] = {}
+    calls = Counter[bool]()
+    (step,) = steps[plans[TENSOR].layout]
+    for collective, traffic in step.totals.traffic.items():
+        calls[step.axes.get(collective.group) == "tp"] += traffic.calls
+    assert measured[TENSOR] - seconds()[TENSOR] == pytest.approx(3e-4 * calls[True] + 1e-4 * calls[False])
+    measuring._add_waiting(figures, machine, list(measured.values()))
+    assert figures["measured"]["2"]["waiting"] == pytest.approx(lost)
+
+
+def test_a_shift_of_a_ring_waits_once():
+    """A ring of two sends keys and values once in the forward pass and once in the backward, then their gradients."""
+    keys = {
+        "task": TINY_TASKS["causal_lm"].keys,
+        "model": {"config": {**TINY_DECODERS["llama"], "num_key_value_heads": 1}, "tokenizer": "none"},
+        "parallel": {"strategy": "ddp", "context": 2},
+    }
+    plan = plan_run(recipe_of(keys), 2)
+    (step,) = plan_steps(plan, 16, cuda=False)
+    traffic = {key: one for key, one in step.totals.traffic.items() if step.axes.get(key.group) == "tp"}
+    shifts = 3 * TINY_DECODERS["llama"]["num_hidden_layers"] * plan.batch.num_microbatches
+    assert sum(one.calls for key, one in traffic.items() if key.operation == "send") == 2 * shifts
+    others = sum(one.calls for key, one in traffic.items() if key.operation not in POINT_TO_POINT)
+    figures = {**json.loads((HARDWARE / "CPU.json").read_text()), "measured": {"2": {"waiting": {TENSOR: 1e-3}}}}
+    figures["shares"]["link"] = [1, 1, 1]
+    machine = Machine("here", 2, "memory", 1.0, figures)
+    waiting = step_time(plan, [step], machine).likely
+    figures["measured"]["2"]["waiting"] = {}
+    assert waiting - step_time(plan, [step], machine).likely == pytest.approx(1e-3 * (shifts + others))
+
+
+def test_the_published_times():
+    rows = published()
+    assert [row.name for row in rows] == [name for name, *_ in LAYOUTS]
+    assert "\n".join(page(rows)) in PAGE.read_text(encoding="utf-8")
+
+
+def test_ranks_and_regrets():
+    rows = [Row(name, 0.0, likely, 9.0, found) for name, likely, found in (("a", 1, 2), ("b", 2, 1), ("c", 3, 3))]
+    assert rank_correlation(rows) == pytest.approx(0.5)  # 1 - 6 (1 + 1) / (3 (9 - 1))
+    assert regret(rows) == 1.0
+
+
+def test_rings_and_trees():
+    inside = Link(ranks=4, together=4, local_ranks=8)
+    assert collective_seconds("allreduce_", 1e9, inside, SPEED) == pytest.approx(2 * 3 * (1e-5 + 0.25e9 / 1e10))
+    assert collective_seconds("_allgather_base_", 1e9, inside, SPEED) == pytest.approx(3 * (1e-5 + 0.25e9 / 1e10))
+    assert collective_seconds("allreduce_", 4, inside, SPEED) == pytest.approx(2 * 2 * 1e-5, rel=1e-3)  # a tree
+    # Two ranks on two machines of eight: eight groups share the network.
+    across = Link(ranks=2, together=1, local_ranks=8)
+    assert collective_seconds("send", 1e6, across, SPEED) == pytest.approx(1e-4 + 8 * 1e6 / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [("tp", Link(4, 4, 8)), ("dp_shard", Link(2, 2, 8)), ("dp_replicate", Link(2, 1, 8)), ("pp", Link(2, 1, 8)),
+     ("dp", Link(4, 2, 8)), ("all", Link(32, 8, 8))],
+)  # fmt: skip
+def test_the_place_of_an_axis(axis: str, expected: Link):
+    assert link_of(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=4), axis, 8) == expected
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("gpipe", 4, 8), ("1f1b", 4, 8), ("1f1b", 3, 5)])
+def test_the_bubble_of_one_stage_a_rank(schedule: str, ranks: int, microbatches: int):
+    timeline = simulate(order_of(_pipeline(schedule, ranks, microbatches)), _cost, 0.0)
+    assert timeline.seconds == 3 * (microbatches + ranks - 1)
+    for rank in range(ranks):
+        assert timeline.idle_share(rank) == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+        assert timeline.most_alive(rank) == (microbatches if schedule == "gpipe" else min(microbatches, ranks - rank))
+
+
+def test_several_stages_have_a_smaller_bubble():
+    idle = {}
+    for schedule in ("interleaved_1f1b", "zero_bubble"):
+        pipeline = _pipeline(schedule, 4, 8)
+        order = order_of(pipeline)
+        assert sum(map(len, order)) == (2 if schedule == "interleaved_1f1b" else 3) * 8 * 8
+        idle[schedule] = simulate(order, _cost, 0.0).idle_share(0)
+    assert idle["interleaved_1f1b"] == pytest.approx(3 / (2 * 8 + 3))
+    assert idle["zero_bubble"] < idle["interleaved_1f1b"]
+
+
+def test_a_timeline_is_drawn():
+    timeline = simulate(order_of(_pipeline("1f1b", 2, 2)), _cost, 0.5)
+    assert timeline.seconds == 10  # rank 1: F0 at 1.5, B0 until 4.5, F1, B1 until 7.5; then rank 0: B1 from 8
+    assert [line.split()[1] for line in as_text(timeline, 10)] == ["0", "1"]
+    assert as_svg(timeline).count("<title>") == 8
+
+
+def test_measured_costs_are_interpolated():
+    cost = Cost(0.0, points=((10.0, 1.0), (1000.0, 100.0)))
+    assert [cost.seconds(size) for size in (1, 100, 2000)] == pytest.approx([1.0, 10.0, 200.0])
+    assert cost.scaled(2).seconds(100) == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("A100-80", "NVIDIA A100-SXM4-80GB"), ("H100", "NVIDIA H100 80GB HBM3"), ("V100-32", "Tesla V100-SXM2-32GB"),
+     ("H200", "NVIDIA H200"), ("B200", "NVIDIA B200"), ("L4", "NVIDIA L4"), ("L40S", "NVIDIA L40S"),
+     ("A10", "NVIDIA A10"), ("RTX-4090", "NVIDIA GeForce RTX 4090")],
+)  # fmt: skip
+def test_peaks_are_those_of_the_meter(device: str, name: str):
+    machine = parse_devices(device).machine
+    assert machine
+    for precision in ("fp32", "fp16", "bf16"):
+        peak = peak_flops(name, precision)
+        assert machine.figures["teraflops"].get(precision) == (peak and pytest.approx(peak / 1e12))
+
+
+def test_links_and_networks():
+    machine = parse_devices("8xA100-80", "pcie", "2x100Gb").machine
+    assert machine
+    speed = machine.speed(LIKELY)
+    share = machine.figures["shares"]["link"][1]
+    assert speed.inside.rate == pytest.approx(32e9 * share)
+    assert speed.between.rate == pytest.approx(25e9 * share)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("8xT4", "nvlink"), "use pcie"),
+        (("8xA100-80", "nvlnk"), "use nvlink"),
+        (("8xA100-80", None, "fast"), "write the gigabits"),
+        (("8x80GiB", "nvlink"), "gives no device"),
+        (("2xnone.json",), "--measure"),
+    ],
+)
+def test_unknown_links_are_refused(arguments: tuple[str, ...], message: str):
+    with pytest.raises(UsageError, match=message):
+        parse_devices(*arguments)
+
+
+def test_hours_and_price_of_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file, picture = tmp_path / "recipe.json", tmp_path / "timeline.svg"
+    (tmp_path / "rows.csv").write_text("text,label\ngood,1\n")
+    data = {"source": "files", "train": str(tmp_path / "rows.csv"), "max_length": 8}
+    keys = {"parallel": {"pipeline": {"stages": 2}}, "data": data}
+    file.write_text(recipe_of(keys).model_dump_json(exclude_defaults=True))
+    arguments = ["plan", str(file), "--gpus", "1xA100-80", "--nodes", "2", "--price-per-gpu-hour", "2"]
+    assert main([*arguments, "--json", "--timeline", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds, training = found["time"]["seconds"], found["training"]
+    assert seconds["least"] < seconds["likely"] < seconds["most"]
+    assert sum(found["time"]["parts"].values()) == pytest.approx(seconds["likely"])
+    assert training["steps"] == 4  # training.max_steps
+    assert training["gpu_hours"] == pytest.approx(2 * 4 * seconds["likely"] / 3600)
+    assert training["price"] == pytest.approx(2 * training["gpu_hours"])
+    first = found["ranks"][0]
+    assert first["bytes_by_link"]["between"] == sum(row["bytes"] for row in first["communication"])
+    assert [rank["most_microbatches_alive"] for rank in found["time"]["pipeline"]] == [2, 1]
+    assert picture.read_text().startswith("<svg")
+    assert main(["plan", str(file), "--gpus", "2x80GiB", "--price-per-gpu-hour", "2"]) == 2
+    assert "name the GPUs" in capsys.readouterr().err
+    assert main(["plan", str(file), "--gpus", "2xT4", "parallel.pipeline.stages=1", "--timeline", "-"]) == 2
+    assert "parallel.pipeline.stages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_measured_speeds_are_those_of_as_many_ranks(tmp_path: Path, ranks: int):
+    file = tmp_path / "here.json"
+    points = {str(number): {"matmul": {"fp32": [[1e6, number]]}, "overlap": 0.0} for number in (1, 2)}
+    figures = {**json.loads((HARDWARE / "CPU.json").read_text()), "measured": points}
+    file.write_text(json.dumps(figures))
+    machine = parse_devices(f"{ranks}x{file}").machine
+    assert machine
+    share = figures["shares"]["matmul"][1]
+    assert machine.speed(LIKELY).matmul["fp32"].seconds(2e6) == pytest.approx(2 * ranks / share)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_gb": "much"}, "`memory_gb` is 'much'"),
+        ({"teraflops": {"bf16": 3}}, "`teraflops` is"),
+        ({"links_gb_per_second": {}}, "`links_gb_per_second` is"),
+        ({"shares": {"matmul": [1, 2]}}, "`shares` is"),
+        ({"network": "fast"}, "`network` is"),
+    ],
+)
+def test_a_broken_hardware_file_is_refused(tmp_path: Path, change: dict[str, Any], message: str):
+    file = tmp_path / "here.json"
+    file.write_text(json.dumps({**json.loads((HARDWARE / "CPU.json").read_text()), **change}))
+    with pytest.raises(UsageError, match=message):
+        parse_devices(f"2x{file}")

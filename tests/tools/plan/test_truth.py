@@ -1,0 +1,147 @@
+"""Plans against measurements: peaks of torch's allocator, and the collectives of real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import TINY_DECODERS, TINY_TASKS, TINY_VIT
+from tests.tools.plan.measured import SMALL_BERT, measure, planned
+from tests.tools.plan.table import SMALL_BUCKETS, layouts, published
+
+# Largest differences, of the bytes above those alive between two steps. gloo keeps the buffers of a collective for a
+# moment after it, which a model this small shows.
+MOST, MOST_OF_RANKS = 0.005, 0.03
+# CPUs without bf16 instructions convert operands in scratch memory.
+MOST_OF_BF16 = 0.03
+
+ALONE: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "one microbatch": {"training": {"global_batch_size": 4, "micro_batch_size": 4}},
+    "bf16": {"precision": "bf16"},
+    "weights in bf16": {"precision": "bf16", "weights": "bf16_stochastic"},
+    "recomputed": {"activation_checkpointing": "full"},
+    "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1}},
+    "muon": {"optimizer": {"name": "muon", "learning_rate": 0.1}},
+    "adafactor": {"optimizer": {"name": "adafactor"}},
+    "8 bits": {"optimizer": {"name": "adamw_8bit"}},
+    "schedule-free": {
+        "optimizer": {"name": "schedule_free_adamw", "learning_rate": 1e-3},
+        "schedule": {"name": "constant"},
+    },
+    "torch dropout": {"training": {"global_batch_size": 16, "micro_batch_size": 4, "layout_invariant_dropout": False}},
+    "masked_lm": {"task": TINY_TASKS["masked_lm"].keys},
+    # its peak is where the gradients of the tied embedding are added
+    "large vocabulary": {
+        "task": TINY_TASKS["masked_lm"].keys,
+        "model": {"config": {**SMALL_BERT, "vocab_size": 30011}, "tokenizer": "none"},
+        "training": {"global_batch_size": 2, "micro_batch_size": 1},
+    },
+    "causal_lm": {
+        "task": TINY_TASKS["causal_lm"].keys,
+        "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"},
+    },
+    "packed documents": {
+        "task": {**TINY_TASKS["causal_lm"].keys, "packing": "documents"},
+        "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"},
+    },
+    "seq2seq_lm": {"task": TINY_TASKS["seq2seq_lm"].keys, "model": TINY_TASKS["seq2seq_lm"].model},
+    "question_answering": {"task": TINY_TASKS["question_answering"].keys},
+    "embedding": {"task": TINY_TASKS["embedding"].keys},
+    "multiple_choice": {"task": TINY_TASKS["multiple_choice"].keys},
+    "vit": {"task": TINY_TASKS["image_classification"].keys, "model": {"config": TINY_VIT}},
+}
+TWO: dict[str, dict[str, Any]] = {
+    "ddp": {"parallel": {"strategy": "ddp"}},
+    "fsdp": {"parallel": {"strategy": "fsdp"}},
+    "fsdp whole": {"parallel": {"strategy": "fsdp", "reshard_after_forward": False}, "precision": "bf16"},
+    "tensor": {"parallel": {"strategy": "ddp", "tensor": 2}},
+    "tensor sequence": {"parallel": {"strategy": "ddp", "tensor": 2, "sequence": True}},
+    "context": {"parallel": {"strategy": "ddp", "context": 2}},
+    "context ring": {
+        "parallel": {"strategy": "ddp", "context": 2},
+        "task": TINY_TASKS["causal_lm"].keys,
+        "model": {"config": {**TINY_DECODERS["llama"], "num_key_value_heads": 1}, "tokenizer": "none"},
+    },
+    "context packed": {"parallel": {"strategy": "ddp", "context": 2}, "data": {"packing": True}},
+    "context ring packed": {
+        "parallel": {"strategy": "ddp", "context": 2},
+        "data": {"packing": True},
+        "model": {"config": {**SMALL_BERT, "num_attention_heads": 1}, "tokenizer": "none"},
+    },
+    "pipeline": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}},
+    "fsdp muon": {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "muon", "learning_rate": 0.1}},
+    "fsdp 8 bits": {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "adamw_8bit"}},
+    "pipeline bf16": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}, "precision": "bf16"},
+    "ddp, gradients in bf16": {"parallel": {"strategy": "ddp", "communication": {"gradients": "bf16"}}},
+    "fsdp, weights in bf16": {"parallel": {"strategy": "fsdp"}, "precision": "bf16", "weights": "bf16_compensated"},
+    "pipeline gpipe": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2, "schedule": "gpipe"}}},
+}
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    "zero1": {"parallel": {"strategy": "zero1", **SMALL_BUCKETS}, "precision": "bf16"},
+    "zero2 offload": {"parallel": {"strategy": "zero2", "offload": "optimizer", **SMALL_BUCKETS}},
+    "zero3 offload": {"parallel": {"strategy": "zero3", "offload": "parameters", **SMALL_BUCKETS}},
+}
+NIGHTLY = frozenset((
+    "one microbatch", "sgd", "adafactor", "schedule-free", "torch dropout", "masked_lm", "packed documents",
+    "context", "question_answering", "multiple_choice", "fsdp whole", "tensor", "fsdp muon", "pipeline bf16",
+    "pipeline gpipe", "zero2 offload", "8 bits", "fsdp 8 bits", "context packed", "context ring packed",
+))  # fmt: skip
+"""Cases with a near relative that runs each time."""
+
+
+def _cases(keys: Mapping[str, dict[str, Any]], mark: Any = ()) -> list[Any]:
+    return [
+        pytest.param(one, id=name, marks=pytest.mark.nightly if name in NIGHTLY else mark) for name, one in keys.items()
+    ]
+
+
+@pytest.mark.parametrize("keys", _cases(ALONE))
+def test_the_peak_of_one_process(keys: dict[str, Any]):
+    most = MOST_OF_BF16 if "precision" in keys else MOST
+    plan, found = planned(keys, 1, 0).allocated, measure(keys).allocated
+    if (size := keys.get("model", {}).get("config", {}).get("vocab_size", 0)) > SMALL_BERT["vocab_size"]:
+        # Autograd adds the second gradient of the tied embedding in place or not, which depends on its references.
+        spared = 4 * size * SMALL_BERT["hidden_size"]
+        assert plan in (pytest.approx(found, rel=most), pytest.approx(found + spared, rel=most))
+    else:
+        assert plan == pytest.approx(found, rel=most)
+
+
+@pytest.mark.parametrize("keys", [*_cases(TWO), *_cases(DEEPSPEED, pytest.mark.slow)])
+def test_peak_and_collectives_of_each_rank(ranks: RankPools, keys: dict[str, Any]):
+    measured = ranks(2).run(measure, keys)
+    for rank, found in enumerate(measured):
+        plan = planned(keys, 2, rank)
+        assert plan.traffic == found.traffic
+        assert plan.alive == pytest.approx(found.alive, rel=MOST_OF_RANKS)
+
+
+@pytest.mark.slow
+def test_a_plan_is_the_same_after_deepspeed_replaced_linear():
+    before = planned(ALONE["bf16"], 1, 0)
+    planned(DEEPSPEED["zero3 offload"], 2, 0)
+    assert planned(ALONE["bf16"], 1, 0) == before
+
+
+class TestTheTable:
+    def test_it_has_many_layouts_and_its_errors_are_small(self):
+        rows = published()
+        assert {row[:3] for row in rows} <= {row[:3] for row in layouts()}
+        assert len(rows) >= 60
+        errors = [abs(plan / measured - 1) for *_, plan, measured in rows]
+        assert median(errors) <= 0.02
+        assert max(errors) <= 0.05
+
+    @pytest.mark.parametrize(
+        ("model", "layout"), [("BERT", "bf16"), ("T5", "fsdp, offload"), ("ViT", "tensor 2"), ("Llama", "zero1")]
+    )
+    def test_it_shows_the_plans_of_today(self, model: str, layout: str):
+        (keys,) = (keys for *names, _, keys in layouts() if names == [model, layout])
+        ((ranks, shown),) = ((row[2], row[3]) for row in published() if row[:2] == (model, layout))
+        plans = [planned(keys, ranks, rank) for rank in range(ranks)]
+        assert any(plan.resident + plan.alive == pytest.approx(shown, rel=0.01) for plan in plans)

@@ -1,0 +1,384 @@
+"""`trainer launch-script`: the values that it fills in, its errors, and the validity of its scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.helpers.processes import ROOT, finish, kill, run, start
+from trainer.base.errors import ExitCode
+from trainer.cli import Target, main
+from trainer.recipe.reading.loading import load_recipe
+from trainer.tools.script import KINDS, Options, write_launch_script
+
+LAUNCHERS = ROOT / "launchers"
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a recipe for a CSV file. A shell needs quotes around its name."""
+    folder = tmp_path / "my 'runs'"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "train.csv").write_text("review,verdict\ngood,yes\n")
+    recipe = {
+        "extends": "bert_base.json",
+        "name": "my-reviews",
+        "task": {"type": "sequence_classification", "text": "review", "label": "verdict"},
+        "model": {"name_or_path": "google-bert/bert-base-uncased"},
+        "data": {"source": "files", "train": ["train.csv"], "validation": "train.csv"},
+        "training": {"global_batch_size": 64},
+    }
+    (folder / "reviews.json").write_text(json.dumps(recipe))
+    return folder
+
+
+def written(*arguments: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    """Return the stdout of `trainer launch-script`, or its stderr if `code` is not 0."""
+    assert main(["launch-script", *arguments]) == code, capsys.readouterr().err
+    shown = capsys.readouterr()
+    return shown.err if code else shown.out
+
+
+def options_of(target: str) -> list[str]:
+    hosts = ["--hosts", "node0,node1,node2,node3"] if "hosts" in KINDS[target].options else []
+    mapped = ["--map", ".=/runs/data"] if "map" in KINDS[target].options else []
+    return ["--on", target, "--nodes", "4", "--gpus", "8", *hosts, *mapped]
+
+
+def checked_shell(file: Path) -> None:
+    for command in (["bash", "-n", file], [SHELLCHECK, file]):
+        ended = run(command)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def manifests(text: str) -> dict[str, dict[str, Any]]:
+    """Return the documents by kind, validated with the schemas of Kubernetes or with `check_pytorchjob`."""
+    documents = {document["kind"]: document for document in yaml.safe_load_all(text)}
+    for kind, document in documents.items():
+        if kind == "PyTorchJob":
+            check_pytorchjob(document)
+        else:
+            kubernetes_validate.validate(document, "1.31", strict=True)
+    return documents
+
+
+def check_pytorchjob(document: dict[str, Any]) -> None:
+    """Check the keys with the definition of kubeflow.org/v1, and the pods with the schema of Kubernetes."""
+    assert document["apiVersion"] == "kubeflow.org/v1"
+    assert set(document["spec"]) <= {"nprocPerNode", "runPolicy", "elasticPolicy", "pytorchReplicaSpecs"}
+    assert isinstance(document["spec"]["nprocPerNode"], str)
+    assert set(document["spec"]["runPolicy"]) <= {
+        *("cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds"),
+        *("backoffLimit", "schedulingPolicy", "suspend", "managedBy"),
+    }
+    replicas = document["spec"]["pytorchReplicaSpecs"]
+    assert set(replicas) == {"Master", "Worker"}
+    assert replicas["Master"]["replicas"] == 1
+    for spec in replicas.values():
+        assert set(spec) == {"replicas", "restartPolicy", "template"}
+        assert spec["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
+        assert [container["name"] for container in spec["template"]["spec"]["containers"]] == ["pytorch"]
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **spec["template"]}
+        kubernetes_validate.validate(pod, "1.31", strict=True)
+
+
+def test_the_command_line_names_the_kinds():
+    assert set(get_args(Target)) == set(KINDS)
+
+
+@pytest.mark.parametrize("file", sorted([*LAUNCHERS.glob("*.sh"), *LAUNCHERS.glob("*.sbatch")]), ids=lambda f: f.name)
+def test_shell_files_are_sound(file):
+    checked_shell(file)
+    assert file.stat().st_mode & stat.S_IXUSR or file.suffix == ".sbatch"
+
+
+@pytest.mark.parametrize("name", ["kubernetes_job.yaml", "pytorchjob.yaml"])
+def test_manifests_are_sound(name):
+    text = (LAUNCHERS / name).read_text()
+    for document in manifests(text).values():
+        for pod in pods(document):
+            check_pod(pod)
+    assert set(re.findall(r" # set: ([a-z ]+)$", text, re.MULTILINE)) <= {
+        *("name", "nodes", "nodes text", "gpus", "gpus text", "cpus text", "threads text", "memory", "image"),
+        *("claim", "recipe", "argument", "master", "workers"),
+    }
+
+
+def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
+    if document["kind"] == "Job":
+        return [document["spec"]["template"]["spec"]]
+    return [spec["template"]["spec"] for spec in document.get("spec", {}).get("pytorchReplicaSpecs", {}).values()]
+
+
+def check_pod(pod: dict[str, Any]) -> None:
+    """Check that a pod has time to save, shared memory, no root user, and writable folders."""
+    (container,) = pod["containers"]
+    assert pod["terminationGracePeriodSeconds"] > 60
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert set(mounts.values()) == set(volumes)
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
+    assert "emptyDir" in volumes[mounts["/tmp"]]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    written_to = [environment[name] for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME")]
+    assert all(place.startswith(("/tmp", "/runs/")) for place in written_to)
+
+
+@pytest.mark.parametrize("target", KINDS)
+def test_what_is_written_is_sound(target, here, capsys):
+    words = ["optimizer.learning_rate=2e-5", 'logging.to=["console", "jsonl"]', "evaluation.every=10 steps"]
+    file = here / "script"
+    assert main(["launch-script", "reviews.json", *options_of(target), *words, "-o", str(file)]) == 0
+    assert f"{shlex.quote(str(file))}" in capsys.readouterr().err
+    text = file.read_text()
+    assert "# set:" not in text
+    if not text.startswith("#!"):
+        assert len(manifests(text)) >= 2
+        return
+    checked_shell(file)
+    assert os.access(file, os.X_OK)
+    (arguments,) = re.findall(r"^ARGUMENTS=.*$", text, re.MULTILINE)
+    read = subprocess.run(
+        ["bash", "-c", f'{arguments}; printf "%s\\0" "${{ARGUMENTS[@]}}"', "x", "a b"], text=True, capture_output=True
+    )
+    assert read.stdout.split("\0")[:-1] == [str(here / "reviews.json"), *words, "a b"]
+    (folder,) = re.findall(r"^FOLDER=.*$", text, re.MULTILINE)
+    assert subprocess.run(
+        ["bash", "-c", f'{folder}; printf %s "$FOLDER"'], text=True, capture_output=True
+    ).stdout == str(here)
+
+
+def test_slurm(here, capsys):
+    options = shlex.split("--time 1-00:00:00 --partition gpu --account lab --container image.sif --name try-1 --cpus 6")
+    options += ["--restarts", "3"]
+    text = written("reviews.json", *options_of("slurm"), *options, capsys=capsys)
+    directives = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
+    expected = {"job-name": "try-1", "nodes": "4", "ntasks-per-node": "8", "gpus-per-node": "8", "cpus-per-task": "6"}
+    expected |= {
+        "time": "1-00:00:00",
+        "partition": "gpu",
+        "account": "lab",
+        "signal": "USR1@180",
+        "open-mode": "append",
+    }
+    assert expected.items() <= directives.items()
+    assert "requeue" in directives
+    assert text.index("#SBATCH --signal") < text.index("set -uo")
+    assert "\nRESTARTS=3\n" in text
+    assert "\nCONTAINER=image.sif\n" in text
+    assert f"\nMOUNTS={shlex.quote(str(here))}\n" in text
+
+
+def test_hosts(capsys):
+    text = written("bert_base_mrpc", *options_of("deepspeed"), capsys=capsys)
+    assert "\nHOSTS=(node0 node1 node2 node3)\nPROCESSES=8\nMASTER_ADDR=${MASTER_ADDR:-node0}\n" in text
+    text = written("bert_base_mrpc", "--on", "torchrun", "--nodes", "2", "--gpus", "4", capsys=capsys)
+    assert "\nNODES=2\nPROCESSES=4\nMASTER_ADDR=${MASTER_ADDR:?address of machine 0}\n" in text
+
+
+def test_nodes_that_join_and_leave(here, capsys):
+    options = ["--on", "torchrun", "--nodes", "1:4", "--gpus", "2", "--hosts", "node0", "parallel.elastic=data"]
+    text = written("reviews.json", *options, capsys=capsys)
+    assert "\nNODES=1:4\nPROCESSES=2\nMASTER_ADDR=${MASTER_ADDR:-node0}\n" in text
+    assert "\nRENDEZVOUS=c10d\nRESTARTS=${RESTARTS:-10}\n" in text
+    assert "\nRESTARTS=${RESTARTS:-3}\n" in written("reviews.json", *options, "--restarts", "3", capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "start"),
+    [("2", None, "NODE_RANK=0 bash"), ("2", 3, "bash {file}  # on each node"), ("1:4", None, "now or later")],
+)
+def test_the_start_of_a_torchrun_script(here, nodes, restarts, start):
+    elastic = ["parallel.elastic=data"] * (":" in nodes)
+    _, command = write_launch_script("reviews.json", elastic, "torchrun", nodes, 2, Options(restarts=restarts))
+    assert start in command
+    assert ("NODE_RANK" in command) == (restarts is None and ":" not in nodes), "c10d numbers the nodes"
+
+
+def test_kubernetes(here, capsys):
+    options = ["--name", "try-1", "--claim", "disk", "--container", "registry/trainer:1", "--cpus", "4"]
+    text = written("reviews.json", *options_of("kubernetes"), *options, "training.seed=7", capsys=capsys)
+    documents = manifests(text)
+    assert {document["metadata"]["name"] for document in documents.values()} == {"try-1"}
+    job = documents["Job"]["spec"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (4, 4, "Indexed")
+    (pod,) = pods(documents["Job"])
+    (container,) = pod["containers"]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert (environment["NODES"], environment["GPUS"], environment["MASTER_ADDR"]) == ("4", "8", "try-1-0.try-1")
+    assert pod["subdomain"] == documents["Service"]["metadata"]["name"]
+    assert documents["Service"]["spec"]["selector"].items() <= job["template"]["metadata"]["labels"].items()
+    assert container["image"] == "registry/trainer:1"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert container["resources"]["requests"] == {"cpu": "32", "memory": "256Gi"}
+    assert pod["volumes"][1]["persistentVolumeClaim"]["claimName"] == "disk"
+    recipe = documents["ConfigMap"]["data"]["recipe.json"]
+    (here / "of_pod.json").write_text(recipe.replace("/runs/data", "."))
+    there, own = load_recipe("of_pod.json", container["args"][1:]), load_recipe("reviews.json", ["training.seed=7"])
+    assert json.loads(recipe)["data"]["train"] == ["/runs/data/train.csv"]
+    assert there.recipe.checkpoint.folder == "/runs/my-reviews"
+    same = {"checkpoint.folder", "parallel.join_timeout"}
+    assert {k: v for k, v in there.values.items() if k not in same} == {
+        k: v for k, v in own.values.items() if k not in same
+    }
+
+
+def test_a_shipped_recipe_goes_to_pods_by_its_name(here, capsys):
+    text = written(
+        "bert_sample",
+        *options_of("pytorchjob"),
+        "training.global_batch_size=64",
+        "model.tokenizer=.",
+        "training.seed=3",
+        capsys=capsys,
+    )
+    documents = manifests(text)
+    assert documents["ConfigMap"]["data"]["recipe.json"] == '{"extends": "bert_sample"}\n'
+    spec = documents["PyTorchJob"]["spec"]
+    assert (spec["nprocPerNode"], spec["pytorchReplicaSpecs"]["Worker"]["replicas"]) == ("8", 3)
+    for pod in pods(documents["PyTorchJob"]):
+        arguments = pod["containers"][0]["args"]
+        assert arguments[:4] == [
+            "/recipe/recipe.json",
+            "training.global_batch_size=64",
+            "model.tokenizer=/runs/data",
+            "training.seed=3",
+        ]
+
+
+SLURM, TORCHRUN, JOB = (f"--on {target} --nodes 2 --gpus 8" for target in ("slurm", "torchrun", "kubernetes"))
+REFUSED = {
+    "a batch that does not divide": ("--on slurm --nodes 3 --gpus 5", "`training.global_batch_size` must be divisible"),
+    "a degree that does not fit": (f"{SLURM} parallel.tensor=5", "`parallel.tensor` must divide the 16"),
+    "a container and a venv": (f"{SLURM} --venv v --container i", "drop one"),
+    "a time": (f"{SLURM} --time soon", "--time must be a time of Slurm"),
+    "a partition of two lines": (f"{SLURM} --partition 'a\nb'", "--partition must be one word"),
+    "an option of another": (
+        f"{TORCHRUN} --account x",
+        "--account has no use with --on torchrun",
+    ),
+    "too few hosts": (f"{TORCHRUN} --hosts a", "--hosts must name 2 machines"),
+    "hosts that are none": (f"{TORCHRUN} --hosts 'a,$(id)'", "--hosts must name 2 machines"),
+    "a range for slurm": ("--on slurm --nodes 1:2 --gpus 8", "--nodes must be one number with --on slurm, but is 1:2"),
+    "a range from above": ("--on torchrun --nodes 4:2 --gpus 8", "--nodes must be a number or MIN:MAX"),
+    "a range without an axis": (
+        "--on torchrun --nodes 1:2 --gpus 8",
+        "`parallel.elastic` must name the axis that follows the nodes under torchrun's --nnodes 1:2, but is none",
+    ),
+    "no hosts": ("--on deepspeed --nodes 2 --gpus 8", "--on deepspeed needs the names"),
+    "a name": (f"{JOB} --name 'My Job'", "--name must be at most 50 small letters"),
+    "data that pods lack": (JOB, "which pods do not have; copy it"),
+    "a map": (f"{JOB} --map .=/data", "--map must be HERE=THERE"),
+    "a folder of this machine": (f"{JOB} --map .=/runs/d checkpoint.folder=x", "`checkpoint.folder` must lie in /runs"),
+    "one pod": ("--on pytorchjob --nodes 1 --gpus 8 --map .=/runs/d", "--nodes must be at least 2"),
+    "a key": (f"{SLURM} training.batch=1", "`training.batch`"),
+    "a place": (f"{SLURM} -o /nowhere/x", "--output /nowhere/x cannot be written: No such file"),
+    "a file that is there": (f"{SLURM} -o reviews.json", "--output must name a new file, but reviews.json exists"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused(what, here, capsys):
+    arguments, message = REFUSED[what]
+    assert message in written("reviews.json", *shlex.split(arguments), capsys=capsys, code=ExitCode.USER)
+
+
+POD = """#!/bin/sh
+# Stands in for `trainer` in a pod: says who it is, and ends as FATE tells the rank of this number.
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $*" >>"$SAID"
+trap 'exit 75' TERM
+eval "$(printf %s "$FATE" | cut -d/ -f$((LOCAL_RANK + 1)))"
+"""
+
+
+@pytest.mark.parametrize(
+    ("fate", "signals", "code"),
+    [
+        ("exit 0/exit 0", 0, 0),
+        ("exit 0/exit 2", 0, 2),
+        ("sleep 1; exit 1/exit 3", 0, 3),  # the first exit decides
+        ("while :; do sleep 0.1; done/while :; do sleep 0.1; done", 1, 75),
+    ],
+)
+def test_the_script_of_a_pod_hands_signals_and_exit_codes_on(fate, signals, code, tmp_path):
+    """A stand-in replaces `trainer`. `test_two_nodes.py` tests a training with this script."""
+    (container,) = pods(manifests((LAUNCHERS / "kubernetes_job.yaml").read_text())["Job"])[0]["containers"]
+    (tmp_path / "trainer").write_text(POD)
+    (tmp_path / "trainer").chmod(0o755)
+    said = tmp_path / "said"
+    variables = {"NODES": "3", "GPUS": "2", "MASTER_ADDR": "m", "JOB_COMPLETION_INDEX": "2", "FATE": fate}
+    pod = start(
+        [*container["command"], "recipe", "a b"],
+        **variables,
+        SAID=str(said),
+        PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+    )
+    for _ in range(signals):
+        until = time.monotonic() + 10
+        while time.monotonic() < until and (not said.exists() or len(said.read_text().splitlines()) < 2):
+            time.sleep(0.05)
+        time.sleep(0.1)  # time for the second process to set its trap
+        pod.send_signal(signal.SIGTERM)
+    try:
+        assert finish(pod).returncode == code
+    finally:
+        kill(pod)  # a container ends remaining processes itself
+    expected = {f"{4 + local} {local} 6 2 m:29500 run recipe a b" for local in (0, 1)}
+    assert set(said.read_text().splitlines()) == expected
+
+
+def test_a_machine_that_cannot_reach_the_first_one_says_so_before_torchrun_waits(tmp_path):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        port = str(unused.getsockname()[1])
+        variables = {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ended = run([LAUNCHERS / "torchrun_multi_node.sh", "bert_sample"], 30, **variables, JOIN_SECONDS="1")
+    assert ended.returncode == 1
+    assert f"cannot reach 127.0.0.1:{port} yet (127.0.0.1: connect: Connection refused); see" in ended.stderr
+
+
+def test_a_label_with_a_line_break_of_yaml_stays_one_value(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """YAML breaks lines at U+0085 and U+2028, JSON does not."""
+    recipe = json.loads((here / "reviews.json").read_text())
+    recipe["task"]["labels"] = ["a\u2028b", "c\u0085d"]
+    (here / "reviews.json").write_text(json.dumps(recipe))
+    found = manifests(written("reviews.json", *options_of("kubernetes"), capsys=capsys))
+    assert json.loads(found["ConfigMap"]["data"]["recipe.json"])["task"]["labels"] == ["a\u2028b", "c\u0085d"]
+
+
+@pytest.mark.parametrize("file", ["torchrun_single_node.sh", "torchrun_multi_node.sh"])
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [({}, "3"), ({"PROCESSES": "2"}, "6"), ({"PROCESSES": "16"}, "1"), ({"OMP_NUM_THREADS": "5"}, "5")],
+)
+def test_torchruns_ranks_share_the_cores(file, variables, threads, tmp_path):
+    """Stand-ins show 12 cores and 4 GPUs. Without a number, torchrun gives each rank one thread."""
+    for name, text in {"nproc": "echo 12", "nvidia-smi": "seq 4", "torchrun": "echo $OMP_NUM_THREADS"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    place = {"NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "m", "MASTER_PORT": "1"}
+    known = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        ["bash", LAUNCHERS / file], env={**known, **place, **variables, "PATH": path}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == (f"{threads}\n", "")

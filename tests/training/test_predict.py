@@ -1,0 +1,151 @@
+"""`trainer evaluate` and `trainer predict` on a tiny trained model, as a user calls them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from transformers import pipeline
+
+from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import tiny_recipe
+from trainer.cli import main
+from trainer.training import predict
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    assert main(["run", str(write_tiny_run(folder))]) == 0
+    (folder / "train.jsonl").unlink()  # the training data may be gone
+    rows = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
+    lines = [json.dumps({"text": row["text"], "id": number}) for number, row in enumerate(rows)]
+    (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_evaluate_gives_the_numbers_of_the_training(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    last = [line["eval"] for line in read(trained / "run" / "metrics.jsonl") if "eval" in line][-1]
+    capfd.readouterr()
+    assert main(["evaluate", str(trained / "run" / "model"), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["metrics"] == pytest.approx(last, abs=1e-6)
+
+
+def test_predictions_are_those_of_a_pipeline(trained: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    arguments = ["predict", str(trained / "run" / "model"), "--input", str(trained / "in.jsonl")]
+    assert main([*arguments, "--output", str(output), "--chunk-rows", "5"]) == 0
+    rows = read(output)
+    assert [row["id"] for row in rows] == list(range(17))
+    classify = pipeline("text-classification", str(trained / "run" / "model"), top_k=None)
+    for row in rows:
+        expected = {found["label"]: found["score"] for found in classify([row["text"]])[0]}
+        assert row["probabilities"] == pytest.approx(expected, abs=2e-6)
+        assert row["prediction"] == max(expected, key=lambda name: expected[name])
+    assert not (tmp_path / "out.jsonl.parts").exists()
+
+    assert main([*arguments, "--output", str(tmp_path / "out.csv"), "--top", "1"]) == 0
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert [row["prediction"] for row in csv.DictReader(file)] == [row["prediction"] for row in rows]
+    assert (
+        main(["predict", arguments[1], "--input", str(tmp_path / "out.csv"), "--output", str(tmp_path / "x.jsonl")])
+        == 2
+    )
+    table = tmp_path / "out.parquet"
+    assert main([*arguments, "--output", str(table), "--chunk-rows", "7"]) == 0
+    assert pyarrow.parquet.read_table(table).column("prediction").to_pylist() == [row["prediction"] for row in rows]
+
+
+@pytest.mark.slow
+def test_two_processes_and_a_kill_give_the_same_rows(trained: Path, tmp_path: Path) -> None:
+    """The command is killed after its first part; the same command goes on and writes each row once."""
+    command = [sys.executable, "-m", "trainer", "predict", str(trained / "run"), "--input", str(trained / "in.jsonl")]
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert main([*command[3:], "--output", str(whole)]) == 0
+    broken = [*command, "--output", str(output), "--chunk-rows", "2"]
+    process = subprocess.Popen(broken)
+    first = tmp_path / "out.jsonl.parts" / "part-000000.jsonl"
+    deadline = time.monotonic() + 480
+    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    resumed = subprocess.run([*broken, "--processes", "2"], check=False, timeout=480, capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "goes on after" in resumed.stderr
+    for row, expected in zip(read(output), read(whole), strict=True):
+        assert (row["id"], row["prediction"]) == (expected["id"], expected["prediction"])
+        assert row["probabilities"] == pytest.approx(expected["probabilities"], abs=2e-6)
+
+
+def test_another_input_starts_anew(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    parts = tmp_path / "out.jsonl.parts"
+    parts.mkdir()
+    (parts / "manifest.json").write_text(json.dumps({"input": "other"}))
+    (parts / "part-000000.jsonl").write_text('{"id": "wrong"}\n')
+    arguments = ["--input", str(trained / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--keep", "none"]
+    assert main(["predict", str(trained / "run"), *arguments]) == 0
+    assert "starts anew" in capfd.readouterr().err
+    assert [set(row) for row in read(tmp_path / "out.jsonl")] == [{"prediction", "probabilities"}] * 17
+
+
+@pytest.mark.parametrize("change", ["template", "versions"])
+def test_another_template_or_library_is_another_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    def facts() -> dict[str, Any]:
+        request = predict.Request(tmp_path / "in.jsonl", "in.jsonl", str(tmp_path / "model" / "out.jsonl"), 2)
+        recipe = tiny_recipe(model={"name_or_path": str(tmp_path / "model")})
+        return predict._Rows(request, recipe, ("text",), lambda rows, first: None)._facts()
+
+    nested = tmp_path / "model" / "additional_chat_templates"
+    nested.mkdir(parents=True)
+    (tmp_path / "in.jsonl").write_text("{}")
+    (nested / "tool_use.jinja").write_text("a")
+    before = facts()
+    (tmp_path / "model" / "out.jsonl.parts").mkdir()
+    (tmp_path / "model" / "out.jsonl.parts" / "part-000000.jsonl").write_text("{}")
+    assert facts() == before
+    if change == "template":
+        (nested / "tool_use.jinja").write_text("b")
+    else:
+        monkeypatch.setattr(predict, "versions", lambda: {"transformers": "0"})
+    assert facts() != before
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("", "must hold at least one row"),
+        ('{"label": "a"}\n', "the task reads the column `text`"),
+        ('{"text": "word1"}\n{"text": "word2"}\n{"text": null}\n{"text": "word1"}\n', "column `text`, row 3 of `"),
+        ('{"text": "word1"}\n{"text"\n', "line 2 of `"),
+        ('{"text": "word1", "prediction": 1}\n', "column `prediction` of `"),
+    ],
+)
+def test_wrong_rows(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], rows: str, message: str) -> None:
+    (tmp_path / "in.jsonl").write_text(rows)
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--chunk-rows", "2"]
+    assert main(["predict", str(trained / "run"), *arguments]) == 2
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_folder_without_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(tmp_path / "none")]) == 2
+    assert "does not exist" in capfd.readouterr().err
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert "has neither best/ nor model/" in capfd.readouterr().err

@@ -1,0 +1,284 @@
+"""The Python interface: load and run recipes, assemble the parts of a training, register extensions.
+
+`trainer` offers these names lazily, so that `import trainer` imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainer.base import extensions
+from trainer.base.errors import ExitCode, LaunchError, UsageError
+from trainer.ranks.environment import forbid_telemetry, problems_name_the_machine
+from trainer.recipe.reading import loading
+from trainer.recipe.reading.loading import ResolvedRecipe
+from trainer.recipe.registered import task_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.models.families.family import ModelFamily
+    from trainer.observe.records import BestMetric, EvaluationRecord, StepRecord
+    from trainer.recipe.schema import ImageKeys, TextKeys
+    from trainer.tasks.task import ImageTask, TextTask
+    from trainer.tools.plan.recipe_plan import RecipePlan
+    from trainer.training.assembly import Assembly
+
+
+def load_recipe(source: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> ResolvedRecipe:
+    """Load a recipe and check it.
+
+    Args:
+        source: A recipe file, or the name of a shipped or registered recipe.
+        overrides: Values by dotted keys, such as `{"training.epochs": 1}`, or texts such as "training.epochs=1".
+
+    Raises:
+        RecipeError: The recipe is wrong; the error holds all its problems.
+    """
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    with problems_name_the_machine():
+        return loading.load_recipe(str(source), overrides)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The result of a run, as its folder holds it; the same on every rank.
+
+    `metrics` are those of the last evaluation, and empty without one. `best_folder` holds the model of the best
+    evaluation, `model_folder` the model at the end; None: there is none, as after a run that was stopped.
+    """
+
+    outcome: Literal["finished", "stopped"]
+    folder: Path
+    model_folder: Path | None
+    best_folder: Path | None
+    best: BestMetric | None
+    metrics: Mapping[str, float]
+    steps: Sequence[StepRecord]
+    evaluations: Sequence[EvaluationRecord]
+
+
+def run(recipe: ResolvedRecipe | str | Path, *, processes: int | None = None, max_restarts: int = 0) -> RunResult:
+    """Train a recipe, as `trainer run` does.
+
+    Under torchrun and other launchers every rank calls it, and it joins the ranks. Alone it trains in this process, or
+    starts local ranks in new processes.
+
+    Args:
+        recipe: The result of `load_recipe`, a recipe file, or a name.
+        processes: Ranks to start on this machine; None: one for each GPU, or one.
+        max_restarts: How often to start failed ranks again from the last checkpoint.
+
+    Raises:
+        TrainerError: The run failed; the class tells how.
+    """
+    from trainer.launch.apart import run_apart
+    from trainer.launch.local import join, plan_start
+
+    forbid_telemetry()
+    resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
+    environment, number = plan_start(resolved, processes, max_restarts)
+    in_thread = threading.current_thread() is not threading.main_thread()
+    if in_thread and environment.has_ranks:
+        raise LaunchError("a rank must call `run` in its main thread, which gets the signals; call it there")
+    if number is None and in_thread:
+        number = 1
+    code = join(resolved, environment) if number is None else run_apart(resolved, number, max_restarts)
+    return _result(Path(resolved.recipe.checkpoint.folder), code)
+
+
+def plan(
+    recipe: ResolvedRecipe | str | Path,
+    gpus: str,
+    *,
+    nodes: int = 1,
+    length: int | None = None,
+    link: str | None = None,
+    network: str | None = None,
+    host_memory: str | None = None,
+) -> RecipePlan:
+    """Plan a training step on GPUs that need not exist, as `trainer plan` does.
+
+    Args:
+        recipe: The result of `load_recipe`, a recipe file, or a name.
+        gpus: The GPUs of each machine, such as "8x80GiB" or "8xA100-80"; only a name has a time.
+        nodes: The number of machines.
+        length: The tokens of each text; None: `data.max_length`.
+        link: The link between the GPUs of a machine, such as "pcie"; None: the usual one of the device.
+        network: The network of each machine, such as "8x400Gb"; None: the usual one of the device.
+        host_memory: The memory of each machine, such as "512GiB"; None: it gives no verdict.
+
+    Raises:
+        TrainerError: The recipe cannot be laid out over the GPUs, or its step cannot be planned.
+        LaunchError: This process is a rank of a run, which has collectives of its own.
+    """
+    from trainer.tools.plan.hardware import parse_devices
+    from trainer.tools.plan.recipe_plan import plan_recipe
+
+    if _is_rank():
+        raise LaunchError("`plan` needs a process of its own, but this one is a rank; plan before the ranks start")
+    resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
+    return plan_recipe(resolved, parse_devices(gpus, link, network, host_memory), nodes, length)
+
+
+def _result(folder: Path, code: int) -> RunResult:
+    from trainer.checkpoint.format import SavedState
+    from trainer.checkpoint.store import CheckpointStore
+    from trainer.observe.metrics_file import METRICS_FILE_NAME, read_metrics
+
+    metrics = read_metrics(folder / METRICS_FILE_NAME)
+    store = CheckpointStore(folder, keep=1)
+    steps = store.steps()
+    best = SavedState(store.path(steps[-1])).facts.progress.best if steps else None
+    finished = code == ExitCode.DONE
+    return RunResult(
+        outcome="finished" if finished else "stopped",
+        folder=folder,
+        model_folder=folder / "model" if finished else None,
+        best_folder=folder / "best" if best else None,
+        best=best,
+        metrics=metrics.evaluations[-1].metrics if metrics.evaluations else {},
+        steps=metrics.steps,
+        evaluations=metrics.evaluations,
+    )
+
+
+@contextmanager
+def assemble(
+    recipe: ResolvedRecipe | str | Path, adapt: Callable[[nn.Module], None] | None = None
+) -> Iterator[Assembly]:
+    """Build the parts of a training for a loop of one's own; the ranks leave each other after the block.
+
+    Under torchrun and other launchers every rank calls it. Alone it builds for one process.
+
+    Args:
+        recipe: The result of `load_recipe`, a recipe file, or a name.
+        adapt: A function that changes the built model in place, for example to freeze parameters.
+
+    Raises:
+        TrainerError: The parts cannot be built.
+    """
+    from trainer.launch.local import plan_start, set_threads
+    from trainer.recipe.plan import plan_run
+    from trainer.training import assembly, checking, process_group
+
+    forbid_telemetry()
+    resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
+    environment, _ = plan_start(resolved, None if _is_rank() else 1, 0)
+    set_threads(environment)
+    plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
+    meeting = process_group.meet_ranks(resolved, plan, environment)
+    data = process_group.together(meeting, resolved.recipe, lambda: checking.prepare_checked(plan))
+    device = process_group.open_device(environment, resolved.recipe.tf32)
+    with process_group.process_group(plan, environment, device, meeting):
+        parts = assembly.assemble(plan, process_group.open_mesh(plan.layout, device), data, adapt)
+        try:
+            yield parts
+        finally:
+            parts.close()
+
+
+def _is_rank() -> bool:
+    from trainer.ranks.environment import detect
+
+    return detect().has_ranks
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """A registered task: its keys in a recipe and its builder."""
+
+    keys: type[TextKeys] | type[ImageKeys]
+    build: Callable[[Any], TextTask | ImageTask] | str
+    pipeline_tag: str | None
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """A registered metric: its function and the tasks that may name it."""
+
+    compute: Callable[[Any, Any], float] | str
+    tasks: tuple[str, ...]
+    greater_is_better: bool
+
+
+def register_task(
+    keys: type[TextKeys] | type[ImageKeys],
+    build: Callable[[Any], TextTask | ImageTask] | str,
+    pipeline_tag: str | None = None,
+) -> None:
+    """Register a task. Recipes name it in `task.type`.
+
+    Args:
+        keys: The keys of `task`: a class below `TextKeys` or `ImageKeys` with `type: Literal["NAME"]` and `metrics`.
+        build: A function from these keys to the task, or the text "module:function", which is imported when needed.
+        pipeline_tag: The name of the task on the hub, such as "text-classification".
+
+    Raises:
+        UsageError: The keys are not those of a task, or the name is taken.
+    """
+    extensions.register("task", task_name(keys), TaskRow(keys, build, pipeline_tag), _calling_module())
+
+
+def register_metric(
+    name: str,
+    compute: Callable[[Any, Any], float] | str,
+    *,
+    tasks: Sequence[str] = (),
+    greater_is_better: bool = True,
+) -> None:
+    """Register a metric. Recipes name it in `task.metrics`.
+
+    Args:
+        name: The name.
+        compute: A function of predictions and labels, arrays `[rows]`, or the text "module:function".
+        tasks: The types of the tasks that may name it.
+        greater_is_better: Whether larger values are better.
+
+    Raises:
+        UsageError: The name is taken, or a task is unknown.
+    """
+    extensions.register("metric", name, MetricRow(compute, tuple(tasks), greater_is_better), _calling_module())
+
+
+def register_family(model_type: str, family: ModelFamily | str) -> None:
+    """Register a model family, for strategies that need its layers.
+
+    Args:
+        model_type: The model type of transformers.
+        family: The family, or the text "module:NAME", which is imported when needed.
+
+    Raises:
+        UsageError: The model type is taken.
+    """
+    extensions.register("family", model_type, family, _calling_module())
+
+
+def register_recipes(folder: str | Path) -> None:
+    """Register a folder of recipes, which then have names as the shipped ones do.
+
+    Raises:
+        UsageError: There is no such folder, or a recipe has the name of a shipped one.
+    """
+    from trainer.recipe.reading.shipped import shipped_folder
+
+    place = Path(folder).resolve()
+    if not place.is_dir():
+        raise UsageError(f"the folder of recipes must exist, but {place} does not; name another")
+    taken = {path.stem for path in place.glob("*.json")} & {path.stem for path in shipped_folder().glob("*.json")}
+    if taken:
+        raise UsageError(f"{place} holds {', '.join(sorted(taken))}, which ship with trainer; rename these recipes")
+    extensions.register("recipes", str(place), place, _calling_module())
+
+
+def _calling_module() -> str:
+    """Return the name of the module that called the function which calls this."""
+    return str(sys._getframe(2).f_globals.get("__name__", "__main__"))

@@ -1,0 +1,444 @@
+"""The files of one checkpoint: names, contents and verification. Nothing is pickled.
+
+- `state-00001-of-00004.safetensors`: the boxes of rank 1 of 4, each named by its tensor and its first element in it.
+- `state.json`: everything but tensors.
+- `model/`: the configuration and the tokenizer.
+- `SHA256SUMS`: the checksums of all files, in the format of `sha256sum --check`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trainer.base.digests import file_digest
+from trainer.base.disk import save_tensors, sync
+from trainer.base.text import is_shallow
+from trainer.checkpoint.counters import Count, Progress
+from trainer.parallel.shards.boxes import Box, TensorPart, own_share
+
+FORMAT = 2
+FACTS, SUMS, MODEL_FOLDER = "state.json", "SHA256SUMS", "model"
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
+_SHARE_NAME = re.compile(r"state-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+_MODEL_FILE_NAME = re.compile(rf"{MODEL_FOLDER}(/[A-Za-z0-9_-][A-Za-z0-9_.-]*){{1,2}}")
+_LARGEST_FACTS_BYTES = 1 << 30
+_LONGEST_REASON = 200
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A written and synced file of a checkpoint; `name` is relative to the checkpoint's folder."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The contents of a checkpoint except its tensors.
+
+    `identity` defines the training: a run resumes only from a checkpoint with its own identity. `shapes` are the
+    shapes of the whole tensors. `origin` has the recipe, layout and versions of the run that saved it, for information.
+    """
+
+    progress: Progress
+    identity: Mapping[str, Any]
+    origin: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    scalars: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "progress": self.progress.to_json(),
+            "identity": dict(self.identity),
+            "origin": dict(self.origin),
+            "scalars": dict(self.scalars),
+            "tensors": {name: list(shape) for name, shape in sorted(self.shapes.items())},
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Facts:
+        """Return the facts of the values that `to_json` gave, which may come from anyone.
+
+        Raises:
+            ValueError: a value is missing, or has another type than a checkpoint's.
+        """
+        read = {name: kind.validate_python(values.get(name)) for name, kind in _KINDS.items()}
+        progress = Progress.from_json(read["progress"])
+        return cls(progress, read["identity"], read["origin"], read["tensors"], read["scalars"])
+
+
+_OBJECT = TypeAdapter(dict[str, Any])
+_KINDS: Mapping[str, TypeAdapter[Any]] = {
+    "progress": _OBJECT,
+    "identity": _OBJECT,
+    "origin": _OBJECT,
+    "scalars": TypeAdapter(dict[str, float]),
+    "tensors": TypeAdapter(dict[str, tuple[Count, ...]]),
+}
+
+
+def share_name(rank: int, world_size: int) -> str:
+    """Return the name of the file that one rank writes."""
+    return f"state-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def snapshot(parts: Sequence[TensorPart]) -> dict[str, Tensor]:
+    """Return CPU copies of the boxes that this rank saves, by the keys of its file."""
+    return {
+        _key(part.name, box.start): box.view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for part, box in own_share(parts)
+    }
+
+
+def write_share(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> WrittenFile:
+    """Write and sync the file of one rank.
+
+    Raises:
+        OSError, SafetensorError: the file cannot be written.
+    """
+    save_tensors(tensors, folder / name)
+    return written(folder, name)
+
+
+def write_bytes(folder: Path, name: str, content: bytes) -> WrittenFile:
+    """Write and sync a small file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return written(folder, name)
+
+
+def written(folder: Path, name: str) -> WrittenFile:
+    """Sync a file and read it again, so its checksum is that of the bytes on the disk."""
+    sync(folder / name)
+    return WrittenFile(name, (folder / name).stat().st_size, file_digest(folder / name))
+
+
+def seal(folder: Path, facts: Facts, files: Iterable[WrittenFile]) -> None:
+    """Write `state.json`, with the sizes of all files, and `SHA256SUMS`, which complete a checkpoint.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    files = sorted(files, key=lambda file: file.name)
+    described = {**facts.to_json(), "files": {file.name: file.num_bytes for file in files}}
+    files.append(write_bytes(folder, FACTS, json.dumps(described, indent=1).encode()))
+    (folder / SUMS).write_text("".join(f"{file.sha256}  {file.name}\n" for file in files), encoding="ascii")
+    for place in {folder / SUMS, *((folder / file.name).parent for file in files)}:
+        sync(place)
+
+
+def read_sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each file that `state.json` and `SHA256SUMS` name, without these two.
+
+    Raises:
+        OSError: one of the two is missing or cannot be read.
+        ValueError: the checkpoint is damaged, or has another format.
+    """
+    sizes = _read_json(folder).get("files")
+    if not isinstance(sizes, dict) or _read_sums(folder).keys() != {*sizes, FACTS}:
+        raise ValueError(f"it is damaged: {FACTS} and {SUMS} name other files")
+    if not all(type(size) is int and size >= 0 for size in sizes.values()):
+        raise ValueError(f"it is damaged: {FACTS} holds a wrong size of a file")
+    return sizes
+
+
+def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
+    """Verify sizes and checksums; the ranks share the large files, so every rank must succeed.
+
+    Args:
+        folder: the checkpoint's folder.
+        turn: the index of this rank; it reads every `num_turns`-th file.
+        num_turns: the number of ranks.
+
+    Returns:
+        The names of the files, without `state.json` and `SHA256SUMS`.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: the checkpoint is damaged, or has another format.
+    """
+    sums, sizes = _read_sums(folder), read_sizes(folder)
+    for name, size in sizes.items():
+        found = _regular(folder / name).st_size
+        if found != size:
+            raise ValueError(f"it is damaged: {name} has {found} bytes and should have {size}")
+    names = sorted(sizes)
+    for name in (FACTS, *names[turn::num_turns]):
+        if file_digest(folder / name) != sums[name]:
+            raise ValueError(f"it is damaged: {name} does not match its sum in {SUMS}")
+    return names
+
+
+@dataclass(frozen=True)
+class SavedBox:
+    """A block of a whole tensor in a file, named by `key` there."""
+
+    file: Path
+    key: str
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of_key(cls, file: Path, key: str, shape: tuple[int, ...]) -> SavedBox:
+        """Return the block that a key describes.
+
+        Raises:
+            ValueError: the key describes none.
+        """
+        name, _, corner = key.rpartition("@")
+        start = tuple(int(number) for number in corner.split(",") if number)
+        if len(start) != len(shape) or any(number < 0 for number in start):
+            raise ValueError(f"it is damaged: {key} is no part of a tensor")
+        return cls(file, key, name, start, shape)
+
+
+class SavedBoxes:
+    """A `StateSource` of saved blocks of tensors.
+
+    Args:
+        folder: the place of the checkpoint, for messages.
+        facts: everything but tensors.
+        boxes: the blocks; together they are the whole tensors, each element once.
+
+    Raises:
+        ValueError: elements are missing or saved twice.
+    """
+
+    def __init__(self, folder: Path, facts: Facts, boxes: Iterable[SavedBox]) -> None:
+        self.folder = folder
+        self.facts = facts
+        self._boxes: dict[str, list[SavedBox]] = {}
+        for box in boxes:
+            self._boxes.setdefault(box.name, []).append(box)
+        self._refuse_incomplete()
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See `StateSource`."""
+        return self.facts.shapes
+
+    @property
+    def scalars(self) -> Mapping[str, float]:
+        """See `StateSource`."""
+        return self.facts.scalars
+
+    def fill(self, parts: Iterable[TensorPart]) -> None:
+        """See `StateSource`. One file is open at a time; only the elements of `parts` are read.
+
+        Raises:
+            OSError, SafetensorError: a file cannot be read.
+            ValueError: a tensor is missing.
+        """
+        wanted: dict[Path, list[tuple[SavedBox, Box]]] = {}
+        for part in parts:
+            for box in part.boxes:
+                found = 0
+                for saved in self._boxes.get(part.name, ()):
+                    if number := prod(stop - start for start, stop in _overlap(saved, box)):
+                        wanted.setdefault(saved.file, []).append((saved, box))
+                        found += number
+                if found != box.view.numel():
+                    raise ValueError(f"{self.folder} lacks elements of {part.name}")
+        for file in sorted(wanted):
+            with self.open_file(file) as opened:
+                for saved, box in wanted[file]:
+                    _copy(opened, saved, box)
+
+    def read(self, name: str) -> Tensor:
+        """Return one whole tensor in its saved type.
+
+        Raises:
+            OSError, SafetensorError: a file cannot be read.
+        """
+        shape = self.shapes[name]
+        whole = torch.empty(shape, dtype=self._dtype(name))
+        self.fill([TensorPart(name, shape, (Box((0,) * len(shape), whole),))])
+        return whole
+
+    def open_file(self, file: Path) -> AbstractContextManager[Any]:
+        """Open a file of tensors for reading, with the methods of safetensors' `safe_open`."""
+        opened: AbstractContextManager[Any] = safe_open(file, framework="pt")
+        return opened
+
+    def _dtype(self, name: str) -> torch.dtype:
+        first = self._boxes[name][0]
+        with self.open_file(first.file) as opened:
+            none = opened.get_slice(first.key)[:0] if first.shape else opened.get_tensor(first.key)
+            dtype: torch.dtype = none.dtype
+            return dtype
+
+    def _refuse_incomplete(self) -> None:
+        for name, shape in self.facts.shapes.items():
+            boxes = self._boxes.get(name, [])
+            for box in boxes:
+                ends = [start + size for start, size in zip(box.start, box.shape, strict=False)]
+                if len(box.start) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
+                    raise ValueError(f"it is damaged: {box.key} lies outside of {name}")
+            if sum(prod(box.shape) for box in boxes) != prod(shape):
+                raise ValueError(f"it is damaged: the parts of {name} are not the whole of it")
+
+
+class SavedState(SavedBoxes):
+    """A `StateSource` that reads any part of a checkpoint from the disk.
+
+    Args:
+        folder: the folder of a verified checkpoint.
+        step: its step; None: any.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: the files do not match `state.json`.
+    """
+
+    def __init__(self, folder: Path, step: int | None = None) -> None:
+        described = _read_json(folder)
+        self.file_names = sorted(described["files"])  # without `state.json` and `SHA256SUMS`
+        super().__init__(folder, _facts_of(described, step), saved_boxes(folder, self.file_names))
+
+
+def read_facts(folder: Path, step: int) -> Facts:
+    """Return everything but the tensors of a verified checkpoint of a step.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: `state.json` is damaged.
+    """
+    return _facts_of(_read_json(folder), step)
+
+
+def _facts_of(described: Mapping[str, Any], step: int | None) -> Facts:
+    try:
+        facts = Facts.from_json(described)
+    except ValueError as error:
+        raise ValueError(f"it is damaged: {FACTS} holds a wrong value: {_why(error)}") from error
+    if step not in (None, facts.progress.step):
+        raise ValueError(f"it is damaged: {FACTS} is that of step {facts.progress.step}")
+    return facts
+
+
+def _why(error: ValueError) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'a group'}: {first['msg']}"[:_LONGEST_REASON]
+    return str(error)
+
+
+def saved_boxes(folder: Path, file_names: Iterable[str]) -> Iterator[SavedBox]:
+    """Yield the blocks in the files of ranks in a folder.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: a file is damaged.
+    """
+    for file in filter(_SHARE_NAME.fullmatch, file_names):
+        try:
+            yield from _boxes_of(folder / file)
+        except SafetensorError as error:
+            raise ValueError(f"it is damaged: {file}: {error}") from error
+
+
+def open_verified(folder: Path, turn: int = 0, num_turns: int = 1, step: int | None = None) -> SavedState:
+    """Return a checkpoint of a step after `verify`, with its arguments and errors; step None: of any step."""
+    verify(folder, turn, num_turns)
+    return SavedState(folder, step)
+
+
+def _key(name: str, start: tuple[int, ...]) -> str:
+    return f"{name}@{','.join(map(str, start))}"
+
+
+def _boxes_of(file: Path) -> Iterator[SavedBox]:
+    with safe_open(file, framework="pt") as opened:
+        for key in opened.keys():  # noqa: SIM118  # not a mapping
+            yield SavedBox.of_key(file, key, tuple(opened.get_slice(key).get_shape()))
+
+
+def _overlap(saved: SavedBox, box: Box) -> list[tuple[int, int]]:
+    """Return start and stop of the overlap of two boxes along each dimension; equal if they do not overlap."""
+    bounds = []
+    for first, size, other_first, other_size in zip(saved.start, saved.shape, box.start, box.shape, strict=True):
+        start = max(first, other_first)
+        bounds.append((start, max(start, min(first + size, other_first + other_size))))
+    return bounds
+
+
+def _copy(opened: Any, saved: SavedBox, box: Box) -> None:
+    bounds = _overlap(saved, box)
+    target = box.view
+    for dim, ((start, stop), first) in enumerate(zip(bounds, box.start, strict=True)):
+        target = target.narrow(dim, start - first, stop - start)
+    places = [[start - first, stop - first] for (start, stop), first in zip(bounds, saved.start, strict=True)]
+    target.copy_(read_block(opened, saved.key, places))
+
+
+def read_block(opened: Any, key: str, bounds: Sequence[Sequence[int]]) -> Tensor:
+    """Return the elements between two bounds along each dimension of a tensor in an open file."""
+    if not bounds:
+        whole: Tensor = opened.get_tensor(key)
+        return whole
+    block: Tensor = opened.get_slice(key)[tuple(slice(start, stop) for start, stop in bounds)]
+    return block
+
+
+def _regular(path: Path) -> os.stat_result:
+    """Return the status of a regular file; a pipe or a link in its place is damage, and a read could block."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"it is damaged: {path.name} is no file")
+    return status
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    if _regular(folder / FACTS).st_size > _LARGEST_FACTS_BYTES:
+        raise ValueError(f"it is damaged: {FACTS} is too long")
+    try:
+        described = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is damaged: {FACTS} is no JSON ({error})") from error
+    if not is_shallow(described):
+        raise ValueError(f"it is damaged: {FACTS} is nested too deeply")
+    if not isinstance(described, dict) or "format" not in described:
+        raise ValueError(f"it is damaged: {FACTS} says no format")
+    if described["format"] != FORMAT:
+        raise ValueError(f"its format is {described['format']}, this version reads {FORMAT}")
+    return described
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    """Return the checksums by file name; a name outside of the checkpoint is damage."""
+    _regular(folder / SUMS)
+    sums = {}
+    for line in (folder / SUMS).read_bytes().decode("ascii", "replace").splitlines(keepends=True):
+        match = _SUM_LINE.fullmatch(line.removesuffix("\n"))
+        name = match[2] if match else ""
+        if not match or not line.endswith("\n") or not _is_summed(name) or name in sums:
+            raise ValueError(f"it is damaged: {SUMS} holds a line that is no sum")
+        sums[name] = match[1]
+    return sums
+
+
+def _is_summed(name: str) -> bool:
+    return name == FACTS or bool(_SHARE_NAME.fullmatch(name) or _MODEL_FILE_NAME.fullmatch(name))

@@ -1,0 +1,1 @@
+"""Optimizers: their updates under every layout, and their states."""

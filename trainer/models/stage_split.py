@@ -1,0 +1,442 @@
+"""Cut of an unmodified Hugging Face model into pipeline stages, between its layers, by its family's plan.
+
+A stage is the whole model with stand-ins for the modules of other stages (`parallel/pipeline/stand_ins.py`). Its
+parameters keep their names. The model's own code runs on each stage and computes masks, position embeddings and other
+functions of the inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from trainer.base.errors import UsageError
+from trainer.models.families.family import LayerStack, StagePlan, matches, relative_name
+from trainer.models.families.table import FAMILIES, family_of, layers_of
+from trainer.models.names import tied_names
+from trainer.models.sequence_split import change_inputs
+from trainer.models.shapes import Crossing, CrossingShapes, multiplications
+from trainer.models.statistics import persistent_buffers
+from trainer.parallel.pipeline.stand_ins import (
+    Absent,
+    Later,
+    Passing,
+    Received,
+    StageLeft,
+    StageTraffic,
+    on_meta,
+)
+from trainer.recipe.schedules import SCHEDULES
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StageSplit:
+    """The assignment of layers to stages: stage `s` has the layers from `starts[s]` up to `starts[s + 1]`, exclusive.
+
+    `layers` are the names of all layers, in the order of execution.
+    """
+
+    layers: Names
+    starts: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.starts)
+
+    def stage_of(self, layer: int) -> int:
+        """Return the stage of the layer with this number."""
+        return max(stage for stage, start in enumerate(self.starts) if start <= layer)
+
+    def layers_of(self, stage: int) -> Names:
+        """Return the names of a stage's layers."""
+        end = self.starts[stage + 1] if stage + 1 < self.num_stages else len(self.layers)
+        return self.layers[self.starts[stage] : end]
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """The part of a model that `cut_stage` leaves.
+
+    `layers` are the names of its layers. `origins` maps names of its parameters to their names in the whole model, if
+    they differ. These are tied parameters, and copies of parameters of the first layer. `holders` are the stages with
+    such a parameter, by its name in the whole model. `shapes` are the shapes of the tensors that all stages send.
+    """
+
+    layers: Names
+    traffic: StageTraffic
+    origins: dict[str, str]
+    holders: dict[str, tuple[int, ...]]
+    receives: Crossing
+    sends: Crossing
+    shapes: CrossingShapes
+    result_as: str | None  # the model's argument for the result of an earlier stack
+
+    def run(self, forward: Callable[..., Any], received: Sequence[Tensor], inputs: Mapping[str, Any]) -> Any:
+        """Run this stage's part of the model's forward pass.
+
+        Args:
+            forward: the model's forward function.
+            received: the tensors of the previous stage, each `[batch, positions, hidden]`, or
+                `[batch, channels, height, width]` if layers change the shape of images.
+            inputs: the model's keyword arguments, equal on all stages.
+
+        Returns:
+            The tensors for the next stage, or the output of the model on the last stage.
+        """
+        waiting = list(received)
+        self.traffic.hidden = waiting.pop(0) if self.receives.hidden else None
+        self.traffic.result = waiting.pop(0) if self.receives.result else None
+        if self.result_as is not None:
+            inputs = {**inputs, self.result_as: BaseModelOutput(self.traffic.result)}
+        try:
+            return forward(**inputs)
+        except StageLeft as left:
+            sent = [left.hidden] * self.sends.hidden + [self.traffic.result] * self.sends.result
+        finally:
+            self.traffic.hidden = self.traffic.result = None  # frees them before the next microbatch
+        assert all(tensor is not None for tensor in sent), "the model was left too early"
+        # Torch detaches a sent tensor in place, so it must be neither a view nor a received tensor.
+        return tuple(t.clone() if t._is_view() or t.is_leaf else t for t in sent if t is not None)
+
+
+def plan_of(model: nn.Module) -> StagePlan:
+    """Return the stage plan of a model's family.
+
+    Raises:
+        UsageError: the family has no stage plan.
+    """
+    family = family_of(model)
+    if family.stages is None:
+        able = ", ".join(sorted(name for name, row in FAMILIES.items() if row.stages))
+        raise UsageError(
+            f"`parallel.pipeline.stages` is above 1, but the family {family.model_type} cannot be cut between its"
+            f" layers; the families that can are {able}"
+        )
+    return family.stages
+
+
+def split_stages(
+    model: nn.Module, num_stages: int, starts: Sequence[str] | None = None, schedule: str = "1f1b"
+) -> StageSplit:
+    """Assign layers to stages, by `starts` or with balanced costs.
+
+    Args:
+        model: the whole model, on any device including meta.
+        num_stages: the number of stages of the pipeline.
+        starts: the names of the first layers of all stages but the first; None balances the costs.
+        schedule: the name of the pipeline's schedule.
+
+    Raises:
+        UsageError: there are fewer layers than stages, `starts` does not name layers in order, or the family does not
+            support the schedule.
+    """
+    plan = plan_of(model)
+    # Layers share the first layer's position bias or the encoder's output. Torch's split backward would go through it
+    # twice.
+    if SCHEDULES[schedule].splits_backward and any(stack.first_layer or stack.result for stack in plan.stacks):
+        able = ", ".join(name for name, row in SCHEDULES.items() if not row.splits_backward)
+        raise UsageError(
+            f"`parallel.pipeline.schedule` is {schedule}, which the family {family_of(model).model_type} does not"
+            f" support: its layers share a position bias or the output of an encoder, where the backward pass cannot be"
+            f" split; use {able}"
+        )
+    layers = tuple(layers_of(model))
+    if len(layers) < num_stages:
+        raise UsageError(
+            f"`parallel.pipeline` asks for {num_stages} stages, but the model has {len(layers)} layers and every stage"
+            f" needs one; use at most {len(layers)}"
+        )
+    if starts is None:
+        return StageSplit(layers, _balanced(_costs(model, layers), num_stages))
+    if len(starts) != num_stages - 1:
+        raise UsageError(
+            f"`parallel.pipeline.split` must name the first layer of each of the {num_stages} stages but the first,"
+            f" {num_stages - 1} in all, but names {len(starts)}"
+        )
+    if unknown := next((name for name in starts if name not in layers), None):
+        raise UsageError(
+            f"`parallel.pipeline.split` must name layers of the model, from {layers[0]} to {layers[-1]}, but names"
+            f" {unknown!r}"
+        )
+    numbers = tuple(layers.index(name) for name in starts)
+    if numbers != tuple(sorted(set(numbers))) or 0 in numbers:
+        raise UsageError(
+            "`parallel.pipeline.split` must name layers in their order, each once and not the first of all, since every"
+            f" stage needs a layer, but is {', '.join(starts)}"
+        )
+    return StageSplit(layers, (0, *numbers))
+
+
+def _balanced(costs: tuple[float, list[float], float], num_stages: int) -> tuple[int, ...]:
+    """Return the first layer of each stage; minimise the highest cost of a stage, then the sum of squared costs.
+
+    Args:
+        costs: the cost before the layers, of each layer, and after the layers.
+        num_stages: the number of stages; each gets at least one layer.
+    """
+    before, layers, after = costs
+    sums = [0.0]
+    for cost in layers:
+        sums.append(sums[-1] + cost)
+
+    def total(first: int, last: int) -> float:
+        return sums[last] - sums[first] + before * (first == 0) + after * (last == len(layers))
+
+    # best[s][n]: for s stages over the first n layers, the highest cost, the sum of squared costs, and the starts
+    best: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
+    for stage in range(num_stages):
+        row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for first, (most, squares, starts) in best[-1].items():
+            for last in range(first + 1, len(layers) - (num_stages - stage - 1) + 1):
+                here = total(first, last)
+                candidate = (max(most, here), squares + here * here, (*starts, first))
+                if candidate < row.get(last, (inf, inf, ())):
+                    row[last] = candidate
+        best.append(row)
+    return best[num_stages][len(layers)][2]
+
+
+def _costs(model: nn.Module, layers: Names) -> tuple[float, list[float], float]:
+    """Return the multiplications of a forward pass before the layers, in each layer, and after the layers."""
+    costs = dict.fromkeys(layers, 0.0)
+    before = after = 0.0
+    plan = plan_of(model)
+    for name, cost in _module_costs(model, plan):
+        relative = relative_name(model, name)
+        layer = next((layer for layer in layers if _within(relative, layer)), None)
+        if layer is not None:
+            costs[layer] += cost
+        elif any(_stands_before(stack, relative) for stack in plan.stacks):
+            before += cost
+        else:
+            after += cost
+    return before, [costs[layer] for layer in layers], after
+
+
+def _module_costs(model: nn.Module, plan: StagePlan) -> Iterator[tuple[str, int]]:
+    """Yield each module with direct parameters, and its cost for one token or for one image."""
+    # A convolution uses its parameters once per position, and deeper layers have fewer positions.
+    counted = multiplications(model) if plan.changes_shape else None
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not own:
+            continue
+        if counted is not None:
+            yield name, counted.get(name, 0)
+        elif isinstance(module, nn.Embedding):
+            yield name, own[0].shape[1]  # the lookup reads one row, independent of the table's size
+        else:
+            yield name, sum(parameter.numel() for parameter in own)
+
+
+def _within(name: str, outer: str) -> bool:
+    return name == outer or name.startswith(f"{outer}.")
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def _stands_before(stack: LayerStack, name: str) -> bool:
+    return any(matches(pattern, prefix) for pattern in stack.before for prefix in _prefixes(name))
+
+
+def _stands_after(stack: LayerStack, name: str) -> bool:
+    return any(matches(pattern, prefix) for pattern in stack.after for prefix in _prefixes(name))
+
+
+def _is_group(stack: LayerStack, name: str) -> bool:
+    """Return whether a module only calls some layers of its stack in order."""
+    parts = stack.layers.split(".")
+    first = next((number for number, part in enumerate(parts, 1) if "*" in part), len(parts))
+    return any(matches(".".join(parts[:length]), name) for length in range(first, len(parts)))
+
+
+class _Owners:
+    """The stage of each module with parameters."""
+
+    def __init__(self, model: nn.Module, plan: StagePlan, split: StageSplit) -> None:
+        self._model = model
+        self._plan = plan
+        self._split = split
+        self._numbers = [
+            [number for number, layer in enumerate(split.layers) if matches(stack.layers, layer)]
+            for stack in plan.stacks
+        ]
+
+    def stage(self, name: str) -> int:
+        """Return the stage of the module with this name in the model."""
+        relative = relative_name(self._model, name)
+        for number, layer in enumerate(self._split.layers):
+            if _within(relative, layer):
+                return self._split.stage_of(number)
+        for stack, numbers in zip(self._plan.stacks, self._numbers, strict=True):
+            if numbers and _stands_before(stack, relative):
+                return self._split.stage_of(numbers[0])
+            if numbers and _stands_after(stack, relative):
+                return self._split.stage_of(numbers[-1])
+        return self._split.num_stages - 1
+
+    def stages(self, name: str, module: nn.Module) -> set[int]:
+        """Return the stages of all modules with direct parameters in `module`, including itself."""
+        return {
+            self.stage(f"{name}.{inner}" if inner else name)
+            for inner, part in module.named_modules()
+            if next(part.parameters(recurse=False), None) is not None
+        }
+
+
+def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
+    """Cut a transformers model in place to one stage, with stand-ins for the modules of other stages.
+
+    Args:
+        model: the whole model, on any device including meta; it is changed in place.
+        split: the assignment of its layers to stages.
+        stage: the number of the stage, from 0.
+    """
+    plan = plan_of(model)
+    owners = _Owners(model, plan, split)
+    traffic = StageTraffic()
+    stack_of = [next(stack for stack in plan.stacks if matches(stack.layers, layer)) for layer in split.layers]
+    first = split.starts[stage]
+    following = first + len(split.layers_of(stage))
+    shapes = CrossingShapes(
+        model,
+        [split.layers[start] for start in split.starts[1:]],
+        [_crossing(plan, stack_of, start) for start in split.starts[1:]],
+        plan.changes_shape,
+    )
+    origins = {name: names[0] for names in tied_names(model) for name in names}
+    holders: dict[str, set[int]] = {}
+    for name, origin in origins.items():
+        holders.setdefault(origin, set()).add(owners.stage(name.rpartition(".")[0]))
+    for name, origin, holder in _copy_first_layers(model, split, stack_of, stage):
+        origins[name] = origin
+        holders.setdefault(origin, {split.stage_of(stack_of.index(stack_of[split.starts[holder]]))}).add(holder)
+
+    def stand_in(name: str, module: nn.Module, stages: set[int]) -> nn.Module:
+        relative = relative_name(model, name)
+        original = on_meta(module)
+        if min(stages) > stage:
+            # A layer's input is hidden states; modules before a later stack run before there are hidden states.
+            return Later(original, takes_hidden=relative in split.layers)
+        if relative in split.layers:
+            return Passing(original, stack_of[split.layers.index(relative)].num_results)
+        if any(_stands_before(stack, relative) for stack in plan.stacks):
+            return Received(original, traffic)
+        return Absent(original)
+
+    def prune(owner: nn.Module, path: str) -> None:
+        for attribute, child in list(owner.named_children()):
+            name = f"{path}.{attribute}" if path else attribute
+            stages = owners.stages(name, child)
+            # A module that only calls layers stays, because the stand-ins of its layers must be called.
+            is_group = any(_is_group(stack, relative_name(model, name)) for stack in plan.stacks)
+            if stage in stages or is_group:
+                prune(child, name)
+            elif stages:
+                setattr(owner, attribute, stand_in(name, child, stages))
+
+    prune(model, "")
+    if stage < split.num_stages - 1:  # like a head, such a buffer belongs to the last stage
+        for name in [name for name in persistent_buffers(model) if "." not in name]:
+            model._buffers[name] = None
+    receives, sends = _crossing(plan, stack_of, first), _crossing(plan, stack_of, following)
+    base: Any = model.base_model
+    if receives.hidden:
+        _give_hidden(base.get_submodule(split.layers[first]), traffic)
+    for stack in plan.stacks:
+        if stack.result is not None and sends.result and not receives.result:
+            _keep_result(base.get_submodule(stack.result), traffic)
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return StagePart(
+        split.layers_of(stage),
+        traffic,
+        {name: origin for name, origin in origins.items() if name in own and name != origin},
+        {origin: tuple(sorted(stages)) for origin, stages in holders.items() if len(stages) > 1},
+        receives,
+        sends,
+        shapes,
+        next((stack.result_as for stack in plan.stacks if stack.result_as), None) if receives.result else None,
+    )
+
+
+def trainable_stages(model: nn.Module, split: StageSplit) -> set[int]:
+    """Return the stages with a parameter that is not frozen; `model` is whole."""
+    owners = _Owners(model, plan_of(model), split)
+    names = (name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
+    return {owners.stage(name.rpartition(".")[0]) for name in names}
+
+
+def stage_sizes(model: nn.Module, split: StageSplit) -> list[int]:
+    """Return the number of parameters of each stage; a parameter with copies on several stages counts in each.
+
+    Args:
+        model: the whole model on the meta device; it is not changed.
+        split: the assignment of its layers to stages.
+    """
+    sizes = []
+    for stage in range(split.num_stages):
+        part = copy.deepcopy(model)
+        cut_stage(part, split, stage)
+        sizes.append(sum(parameter.numel() for parameter in part.parameters()))
+    return sizes
+
+
+def _crossing(plan: StagePlan, stack_of: Sequence[LayerStack], layer: int) -> Crossing:
+    """Return the crossing from the stage that ends before this layer to the stage that begins with it."""
+    if not 0 < layer < len(stack_of):
+        return Crossing(hidden=False, result=False)
+    stack = stack_of[layer]
+    return Crossing(hidden=stack is stack_of[layer - 1], result=stack is not stack_of[0])
+
+
+def _copy_first_layers(
+    model: nn.Module, split: StageSplit, stack_of: Sequence[LayerStack], stage: int
+) -> Iterator[tuple[str, str, int]]:
+    """Copy modules that only the first layer of a stack has into the first layer of this stage.
+
+    Yields:
+        The names of each copied parameter and of its original, and the stage with the copy, for all stages.
+    """
+    base: Any = model.base_model
+    prefix = next(name for name, module in model.named_modules() if module is base)
+    for holder, start in enumerate(split.starts):
+        stack = stack_of[start]
+        original = split.layers[stack_of.index(stack)]
+        if stack.first_layer is None or split.layers[start] == original:
+            continue
+        inner, flag = stack.first_layer
+        source, target = f"{original}.{inner}", f"{split.layers[start]}.{inner}"
+        owner, _, attribute = target.rpartition(".")
+        module = base.get_submodule(source)
+        if holder == stage:
+            setattr(base.get_submodule(owner), attribute, copy.deepcopy(module))
+            setattr(base.get_submodule(owner), flag, True)
+        at = f"{prefix}." if prefix else ""
+        for name, _ in module.named_parameters():
+            yield f"{at}{target}.{name}", f"{at}{source}.{name}", holder
+
+
+def _give_hidden(layer: nn.Module, traffic: StageTraffic) -> None:
+    def received(name: str, _: Tensor) -> Tensor:
+        assert traffic.hidden is not None, "nothing was received"
+        return traffic.hidden
+
+    change_inputs(layer, received)
+
+
+def _keep_result(module: nn.Module, traffic: StageTraffic) -> None:
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        traffic.result = output[0]
+
+    module.register_forward_hook(keep)

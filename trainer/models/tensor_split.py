@@ -1,0 +1,384 @@
+"""Cut of an unmodified Hugging Face model over the tensor axis, by its family's plan; matching is strict.
+
+The axis has the ranks of `parallel.tensor`, or those of `parallel.context`. The latter cut the sequence instead of the
+matrices of layers; embeddings and heads are cut over the vocabulary under both.
+
+`parallel/` has the sharded modules; `models/families/` lists the replaced and the replicated modules as data. Every
+parameter keeps its name in the unsharded model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from trainer.base.errors import Problems, UsageError
+from trainer.models.attention import RING_ATTENTION, share_heads
+from trainer.models.dropout import move_site
+from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
+from trainer.models.families.table import FAMILIES, family_of, layers_of
+from trainer.models.forward_context import run_within
+from trainer.models.names import tied_names
+from trainer.models.sequence_split import HIDDEN_STATES, Stacks, change_inputs, cut_rotations
+from trainer.parallel.communication import Group, copy_to_group, group_size, in_product_type, index_in_group
+from trainer.parallel.dropout import DropoutSite, KeyedDropout
+from trainer.parallel.pipeline.stand_ins import Absent
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
+from trainer.parallel.sharded_sequence import SEQUENCE_DIM, ContextCut, ContextSplit, SequenceCut
+from trainer.parallel.shards.slices import part_of
+from trainer.parallel.tensor.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
+from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from trainer.parallel.tensor.low_rank import LowRank
+
+_INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # named arguments that are inputs
+_HEADS_DIM = 1  # in attention probabilities `[batch, heads, queries, keys]`
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A module and its position in the model."""
+
+    owner: nn.Module
+    attribute: str
+    name: str  # relative to the model
+    relative: str  # as in patterns
+    module: nn.Module
+
+
+def check_split(model: nn.Module, degree: int, sequence: bool = False, context: bool = False) -> None:
+    """Refuse a model that cannot be cut over the ranks of the tensor axis.
+
+    Args:
+        model: the whole model or one pipeline stage, on any device including meta.
+        degree: the number of these ranks.
+        sequence: whether `parallel.sequence` is true.
+        context: whether the degree is that of `parallel.context`.
+
+    Raises:
+        UsageError: the model is in no family, or its family has not this parallelism. A tensor degree does not divide
+            heads or features. A pattern matches nothing, or the family does not name a matrix.
+        RecipeError: several of these hold.
+    """
+    family = family_of(model)
+    plan = _plan_of(family, context)
+    places = list(_places(model))
+    problems = Problems()
+    if sequence:
+        with problems.collect():
+            _check_sequence(model, family)
+    if context:
+        problems.raise_all()
+        return
+    with problems.collect():
+        _check_patterns(model, family, places)
+    with problems.collect():
+        _check_divides(degree, [*_heads(model.config, plan), *_features(plan, places)])
+    problems.raise_all()
+
+
+def context_split(config: Any, degree: int) -> ContextSplit | None:
+    """Return the split of attention over the context ranks; None if the family has no context parallelism."""
+    family = FAMILIES.get(config.model_type)
+    if family is None or family.tensor is None or not family.tensor.context_parallel:
+        return None
+    return ContextSplit.of(degree, [getattr(config, name) for name in family.tensor.heads])
+
+
+def context_notes(config: Any, degree: int) -> list[str]:
+    """Return a note on the split of attention over the context ranks; none for one rank."""
+    split = context_split(config, degree) if degree > 1 else None
+    return [] if split is None else [f"context {degree}: {split}"]
+
+
+def _heads(config: Any, plan: TensorPlan) -> Iterator[tuple[int, str]]:
+    """Yield the counts of heads that a degree must divide, with their names."""
+    for key in plan.heads:
+        heads = getattr(config, key)
+        kind = "attention head" if key != "num_key_value_heads" else "key and value head"
+        yield heads, f"model's {heads} {kind}{'s' * (heads > 1)}"
+
+
+def _features(plan: TensorPlan, places: Iterable[_Place]) -> Iterator[tuple[int, str]]:
+    """Yield the counts of features that a degree must divide, with their names."""
+    columns = [(pattern, 0, blocks) for pattern, blocks in plan.columns.items()]
+    for pattern, dim, blocks in [*columns, *((pattern, 1, 1) for pattern in plan.rows)]:
+        for place in places:
+            if matches(pattern, place.relative):
+                stored_dim = 1 - dim if isinstance(place.module, Conv1D) else dim
+                features = place.module.get_parameter("weight").shape[stored_dim] // blocks
+                yield features, f"{features} features of {place.name}"
+
+
+def _check_divides(degree: int, counts: Sequence[tuple[int, str]]) -> None:
+    """Refuse a degree that does not divide all counts, with the degrees that do; only the first count is named."""
+    common = gcd(*(count for count, _ in counts))
+    name = next((name for count, name in counts if count % degree), None)
+    if name is not None:
+        *fitting, last = [str(number) for number in range(1, common + 1) if common % number == 0]
+        use = f"{', '.join(fitting)} or {last}" if fitting else last
+        raise UsageError(f"`parallel.tensor` must divide the {name}, but is {degree}; use {use}")
+
+
+def _check_sequence(model: nn.Module, family: ModelFamily) -> None:
+    if not _plan_of(family).sequence_parallel:
+        raise UsageError(
+            f"`parallel.sequence` is true, but the family {family.model_type} has no sequence parallelism; set it to"
+            " false"
+        )
+    if chunk := getattr(model.config, "chunk_size_feed_forward", 0):
+        raise UsageError(
+            f"`parallel.sequence` is true, but the model computes its feed-forward in chunks of {chunk} positions"
+            " (`chunk_size_feed_forward`), which a tensor rank does not have whole; set one of them to false or 0"
+        )
+
+
+def split_model(model: nn.Module, group: Group, sequence: bool = False, context: bool = False) -> Placements:
+    """Replace every large matrix of a transformers model by this rank's part of it.
+
+    With `context`, matrices of layers stay whole, and layers work on this rank's positions.
+
+    Args:
+        model: the whole model, equal on every rank of the group, or on the meta device.
+        group: the group of the tensor axis.
+        sequence: whether the hidden states between the matrices of a layer are sharded by position.
+        context: whether all hidden states in layers are; attention then shares the heads.
+
+    Returns:
+        The placement of every parameter.
+
+    Raises:
+        UsageError: `check_split` refuses the model.
+    """
+    parts = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding
+    assert not any(isinstance(module, parts) for module in model.modules()), "the model is cut already"
+    check_split(model, group_size(group), sequence, context)
+    family = family_of(model)
+    plan = _of_context(_plan_of(family, context)) if context else _plan_of(family)
+    tied = tied_names(model)
+    places = list(_places(model))
+    shared = [place.name for place in places if _any(plan.shared_inputs, place)]
+    kind: Callable[[Group], SequenceCut] = SequenceCut
+    if context:
+        split = context_split(model.config, group_size(group))
+        assert split is not None, "the check refuses other families"
+        kind = partial(ContextCut, split=split)
+        if split.ring > 1:
+            cast(Any, model.config)._attn_implementation = RING_ATTENTION
+    stacks = _stacks(model, group, kind) if sequence or context else None
+    placements: Placements = {}
+    replaced: set[str] = set()
+    for place in places:
+        if place.name.rpartition(".")[0] in replaced:  # a product for LoRA, which its layer has cut
+            replaced.add(place.name)
+            continue
+        cut = stacks.cut_of(place.name) if stacks else None
+        part = _part(place, plan, group, shared, cut)
+        if part is not None:
+            setattr(place.owner, place.attribute, part)
+            replaced.add(place.name)
+            placements |= part.placements(f"{place.name}.")
+        elif _any(plan.shared_inputs, place):
+            _sum_input_gradients(place.module, group, cut)
+        for pattern, attributes in plan.divided.items():
+            if matches(pattern, place.relative):
+                for attribute in attributes:
+                    setattr(place.module, attribute, getattr(place.module, attribute) // group_size(group))
+        _cut_dropout(place, plan, group, cut)
+        if isinstance(cut, ContextCut) and _any(plan.attention, place):
+            share_heads(place.module, cut)
+            cut_rotations(place.module, cut)
+        if _any(plan.partial, place) or (cut and part is None):
+            placements |= _partial(place)
+    if stacks:
+        stacks.cut_ends()
+    if buffers := [name for name in plan.vocabulary_buffers if model._buffers.get(name) is not None]:
+        run_within(model, lambda model: _own_columns(model, buffers, group))
+    _tie_again(model, tied)
+    for names in tied:  # a tied parameter has one placement, under its first name
+        placed = next((placements[name] for name in names if name in placements), None)
+        placements |= {names[0]: replace(placed, name=names[0])} if placed else {}
+    return {name: placements.get(name) or _whole(model, name) for name, _ in model.named_parameters()}
+
+
+def _of_context(plan: TensorPlan) -> TensorPlan:
+    """Return a plan that cuts no matrix of layers."""
+    return replace(plan, columns={}, rows=(), shared_inputs=(), divided={}, split_dropouts=(), partial=())
+
+
+def _plan_of(family: ModelFamily, context: bool = False) -> TensorPlan:
+    if context and not (family.tensor and family.tensor.context_parallel):
+        raise UsageError(
+            f"`parallel.context` must be 1: the family {family.model_type} has no context parallelism; use"
+            " `activation_checkpointing` full for long sequences"
+        )
+    if family.tensor is None:
+        raise UsageError(
+            f"`parallel.tensor` must be 1: tensor parallelism does not support the family {family.model_type}; use"
+            " `parallel.strategy` fsdp to shard its parameters"
+        )
+    return family.tensor
+
+
+def _stacks(model: nn.Module, group: Group, kind: Callable[[Group], SequenceCut]) -> Stacks:
+    layers = {id(layer) for layer in layers_of(model).values()}
+    return Stacks({name: module for name, module in model.named_modules() if id(module) in layers}, group, kind)
+
+
+def _places(model: nn.Module) -> Iterable[_Place]:
+    """Yield all modules but the model itself and the stand-ins for modules of other stages."""
+    for name, module in model.named_modules():
+        if name and not isinstance(module, Absent):
+            parent, _, attribute = name.rpartition(".")
+            yield _Place(model.get_submodule(parent), attribute, name, relative_name(model, name), module)
+
+
+def _any(patterns: Iterable[str], place: _Place) -> bool:
+    return any(matches(pattern, place.relative) for pattern in patterns)
+
+
+def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place]) -> None:
+    plan, model_type = _plan_of(family), family.model_type
+    called = {name for names in family.called_dropouts.values() for name in names}
+    if not any(place.attribute in called for place in places):
+        plan = _without(plan, called)  # the dropout is not keyed yet, as in a check without weights
+    for pattern in (
+        *plan.columns, *plan.rows, *plan.shared_inputs, *plan.attention, *plan.divided, *plan.partial,
+        *plan.split_dropouts, *plan.head_dropouts,
+    ):  # fmt: skip
+        if not any(matches(pattern, place.relative) for place in places):
+            raise UsageError(
+                f"the family {model_type} cuts `{pattern}`, but nothing in this {type(model).__name__} is called so;"
+                " mend `trainer/models/families/`, or use `parallel.tensor` 1"
+            )
+    known = (
+        *plan.columns, *plan.rows, *plan.embeddings, *plan.head_embeddings, *plan.vocabulary_heads, *plan.whole,
+        *plan.partial,
+    )  # fmt: skip
+    for place in places:
+        matrices = [name for name, p in place.module.named_parameters(recurse=False) if p.dim() > 1]
+        if matrices and not _any(known, place) and not isinstance(place.module, LowRank):
+            raise UsageError(
+                f"{place.name}.{matrices[0]} of this {type(model).__name__} is neither cut nor said to be whole by the"
+                f" family {model_type}; add it in `trainer/models/families/`, or use `parallel.tensor` 1"
+            )
+
+
+def _without(plan: TensorPlan, dropouts: Collection[str]) -> TensorPlan:
+    kept = tuple(pattern for pattern in plan.split_dropouts if pattern.rpartition(".")[2] not in dropouts)
+    return replace(plan, split_dropouts=kept)
+
+
+def _part(
+    place: _Place, plan: TensorPlan, group: Group, shared: list[str], cut: SequenceCut | None
+) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding | None:
+    """Return the replacement of a module, or None if it stays."""
+    module, transposed = place.module, isinstance(place.module, Conv1D)
+    for pattern, blocks in plan.columns.items():
+        if matches(pattern, place.relative):
+            has_sharer = any(place.name.startswith(f"{name}.") for name in shared)
+            part = ColumnParallelLinear.from_whole(
+                module, group, blocks=blocks, transposed=transposed, copies_input=not has_sharer and cut is None
+            )
+            if cut and not has_sharer:
+                change_inputs(part, lambda _, hidden: cut.gather(hidden))
+            return part
+    if _any(plan.rows, place):
+        return RowParallelLinear.from_whole(
+            module, group, transposed=transposed, sequence_parallel=cut is not None, sequence_dim=SEQUENCE_DIM
+        )
+    if _any(plan.embeddings, place):
+        assert isinstance(module, nn.Embedding)
+        return VocabParallelEmbedding.from_whole(module, group, scale=_scale(module))
+    if _any(plan.head_embeddings, place):
+        assert isinstance(module, nn.Embedding)
+        return FeatureParallelEmbedding.from_whole(module, group)
+    if _any(plan.vocabulary_heads, place):
+        return ColumnParallelLinear.from_whole(module, group, copies_input=True, pads=True)
+    return None
+
+
+def _scale(embedding: nn.Embedding) -> float | None:
+    """Return the factor of an embedding that multiplies its vectors; transformers has such a class for each model."""
+    scale = getattr(embedding, "embed_scale", None)
+    return (
+        scale if type(embedding).__name__.endswith("ScaledWordEmbedding") and isinstance(scale, int | float) else None
+    )
+
+
+def _sum_input_gradients(module: nn.Module, group: Group, cut: SequenceCut | None) -> None:
+    """Insert `f` before a module: it keeps the inputs, and sums their gradients over the group.
+
+    Hidden states that are sharded by position are gathered instead. A decoder's input from the encoder is whole on
+    every rank.
+    """
+
+    def copy(name: str, tensor: Tensor) -> Tensor:
+        return cut.gather(tensor) if cut and name == HIDDEN_STATES else copy_to_group(in_product_type(tensor), group)
+
+    change_inputs(module, copy, _INPUTS)
+
+
+def _cut_dropout(place: _Place, plan: TensorPlan, group: Group, cut: SequenceCut | None) -> None:
+    """Set the part of a dropout that works on this rank's heads, features or positions."""
+    part = cut.head_part if isinstance(cut, ContextCut) else index_in_group(group)
+
+    def on_heads(site: DropoutSite) -> DropoutSite:
+        return replace(site, cut_dim=_HEADS_DIM, part=part)
+
+    if _any(plan.attention, place):
+        move_site(place.module, on_heads)
+    if not isinstance(place.module, KeyedDropout):
+        return
+    site = place.module.site
+    if _any(plan.split_dropouts, place):
+        place.module.site = replace(site, cut_dim=-1, part=index_in_group(group))
+    elif _any(plan.head_dropouts, place):
+        place.module.site = on_heads(site)
+    elif cut:
+        place.module.site = replace(site, cut_dim=SEQUENCE_DIM, sequence=cut)
+
+
+@contextmanager
+def _own_columns(model: nn.Module, names: Iterable[str], group: Group) -> Iterator[None]:
+    """Show the model this rank's columns of buffers `[1, vocabulary]`, which stay whole for checkpoints and exports."""
+    whole = {name: model._buffers[name] for name in names}
+    for name, buffer in whole.items():
+        assert buffer is not None, "the buffer was listed"
+        model._buffers[name] = part_of(buffer, Split(1, TENSOR_AXIS), index_in_group(group), group_size(group))
+    try:
+        yield
+    finally:
+        model._buffers.update(whole)
+
+
+def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
+    """Tie the parts of tied parameters again, such as those of an embedding and a head."""
+    for group in tied:
+        parts = [model.get_parameter(name) for name in group]
+        # A parameter outside the replaced modules is still whole; the part is the smaller one.
+        part = min(parts, key=lambda parameter: parameter.numel())
+        for name in group:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, part)
+
+
+def _whole(model: nn.Module, name: str) -> ParameterPlacement:
+    parameter = model.get_parameter(name)
+    return ParameterPlacement(name, tuple(parameter.shape), trainable=parameter.requires_grad)
+
+
+def _partial(place: _Place) -> Placements:
+    """Return the placements of replicated parameters that are applied to this rank's part only."""
+    return {
+        name: ParameterPlacement(
+            name, tuple(parameter.shape), partial_over=("dp", TENSOR_AXIS), trainable=parameter.requires_grad
+        )
+        for name, parameter in place.module.named_parameters(place.name, recurse=False)
+    }

@@ -1,0 +1,1 @@
+"""Context parallelism: attention around a ring of ranks that share each sequence."""

@@ -1,0 +1,428 @@
+"""Attention with layout-invariant dropout as one operation of torch, computed by Triton kernels.
+
+The mask is that of `trainer.parallel.random`. Forward and backward passes draw it again from one key for each row, so
+nothing of size queries x keys is kept. Beside the output, two numbers in fp32 are kept for each query and head.
+
+This module imports Triton at the first call: see `trainer.parallel.kernels.kernel_support`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import infer_schema
+
+from trainer.parallel.kernels import attention_blocks, kernel_support
+from trainer.parallel.random import LANE_LEVELS, LANES, dropped_levels
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+_ALIGNED = 16  # elements: Triton reads several at once
+_LISTED_KEYS = 256  # from which on it pays to list the visible tiles
+
+
+def _kernels() -> Any:
+    from trainer.parallel.kernels import attention_kernels
+
+    return attention_kernels
+
+
+def _operation(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Register a function as an operation of torch.
+
+    `torch.library.custom_op` and `register_autograd` would take the host 188 microseconds for a call; this and an
+    `autograd.Function` take 31.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        torch.library.define(name, infer_schema(function, mutates_args=()))
+        torch.library.impl(name, ("cpu", "cuda"), function)
+        return getattr(torch.ops.trainer, name.partition("::")[2]).default
+
+    return register
+
+
+def visible_tiles(
+    mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, other_keys: bool = False
+) -> tuple[Tensor, Tensor] | None:
+    """Return the lists of the tiles that a boolean mask leaves visible, for `fused_attention`; None for all tiles.
+
+    Args:
+        mask: the mask `[1 or batch, 1 or heads, queries, keys]`, or None.
+        query: the queries `[batch, heads, queries, head_dim]`.
+        key: the keys `[batch, key_value_heads, keys, head_dim]`.
+        value: the values `[batch, key_value_heads, keys, value_dim]`.
+        other_keys: whether the queries see keys of other calls too. A query that sees no key of this call then needs no
+            tile; otherwise it sees all keys alike, as in the eager function.
+    """
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    if key.shape[2] < _LISTED_KEYS:
+        return None
+    key_tiles, query_tiles = _list_tiles(mask, *attention_blocks.tile(), other_keys)
+    return key_tiles, query_tiles
+
+
+@_operation("trainer::visible_tiles")
+def _list_tiles(mask: Tensor, tile_queries: int, tile_keys: int, other_keys: bool) -> tuple[Tensor, Tensor]:
+    key_tiles, query_tiles = _empty_lists(mask, tile_queries, tile_keys, other_keys)
+    batch, heads, num_queries, num_keys = mask.shape
+    rows, columns = key_tiles.shape[2], query_tiles.shape[2]
+    kinds = mask.new_empty((batch, heads, rows, columns), dtype=torch.int32)
+    strides, unit = _in_units(mask.stride())
+    kernels = _kernels()
+    kernels.key_tiles_kernel[(batch * heads * rows,)](
+        mask, kinds, key_tiles, *strides, heads, num_queries, num_keys, rows, columns, tile_queries, tile_keys,
+        int(other_keys), unit,
+    )  # fmt: skip
+    kernels.query_tiles_kernel[(batch * heads * columns,)](kinds, query_tiles, rows, columns)
+    return key_tiles, query_tiles
+
+
+@torch.library.register_fake("trainer::visible_tiles")  # type: ignore[untyped-decorator]
+def _empty_lists(mask: Tensor, tile_queries: int, tile_keys: int, other_keys: bool) -> tuple[Tensor, Tensor]:
+    batch, heads, num_queries, num_keys = mask.shape
+    rows, columns = -(-num_queries // tile_queries), -(-num_keys // tile_keys)
+    return (
+        mask.new_empty((batch, heads, rows, 2 + columns), dtype=torch.int32),
+        mask.new_empty((batch, heads, columns, 2 + rows), dtype=torch.int32),
+    )
+
+
+@_operation("trainer::keyed_attention")
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row_keys: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_tiles: Tensor | None,
+    query_tiles: Tensor | None,
+    scale: float,
+    probability: float,
+    is_causal: bool,
+    offsets: Sequence[int],
+    starts: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the outputs of `fused_attention` without a graph."""
+    query, key, value = map(_with_rows, (query, key, value))
+    output, sums = _empty_results(query, key, value)
+    if output.numel() == 0:
+        return output, sums
+    call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, lengths, window)
+    block = call.blocks.forward
+    by_head = output.transpose(1, 2)
+    num_blocks = -(-call.queries // block.queries)
+    _kernels().forward_kernel[(num_blocks * call.rows * query.shape[1],)](
+        query, key, value, by_head, sums, row_keys, *call.added, key_tiles, starts, *call.factors,
+        call.strides(query), call.strides(key), call.strides(value), call.strides(by_head), *call.strides(sums)[:3],
+        *call.added_strides, *call.strides(key_tiles)[:3],
+        query.shape[1], call.group, call.queries, call.keys, num_blocks, *offsets,
+        **call.options(block, key_tiles is not None),
+    )  # fmt: skip
+    return output, sums
+
+
+@torch.library.register_fake("trainer::keyed_attention")  # type: ignore[untyped-decorator]
+def _empty_results(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, queries = query.shape[:3]
+    output = query.new_empty((batch, queries, heads, value.shape[-1]))
+    return output, query.new_empty((2, batch, heads, queries), dtype=torch.float32)
+
+
+@_operation("trainer::keyed_attention_backward")
+def backward_of(
+    output_gradient: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row_keys: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_tiles: Tensor | None,
+    query_tiles: Tensor | None,
+    scale: float,
+    probability: float,
+    is_causal: bool,
+    offsets: Sequence[int],
+    with_bias: bool,
+    starts: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    window: int | None = None,
+) -> list[Tensor]:
+    """Return the gradients of query, key and value, and that of the bias `with_bias`.
+
+    `output` and `sums` are the results of `fused_attention`, for these keys or for more keys, these among them. In the
+    second case, the gradients are those of these keys. The other arguments are those of `fused_attention`.
+    """
+    query, key, value, output_gradient = map(_with_rows, (query, key, value, output_gradient))
+    gradients: list[Tensor] = _empty_gradients(
+        output_gradient, output, sums, query, key, value, row_keys, mask, bias, key_tiles, query_tiles, scale,
+        probability, is_causal, offsets, with_bias,
+    )  # fmt: skip
+    if output.numel() == 0:
+        return [gradient.zero_() for gradient in gradients]
+    query_gradient, key_gradient, value_gradient = gradients[:3]
+    call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, lengths, window)
+    by_head, gradient = output.transpose(1, 2), output_gradient.transpose(1, 2)
+    deltas = torch.empty_like(sums[0])
+    batch, heads, num_queries = call.rows, query.shape[1], call.queries
+    key_heads, num_keys = key.shape[1], call.keys
+    kernels, strides = _kernels(), call.strides
+    inputs = (strides(query), strides(key), strides(value))
+
+    block = call.blocks.of_queries
+    num_blocks = -(-num_queries // block.queries)
+    kernels.query_gradient_kernel[(num_blocks * batch * heads,)](
+        query, key, value, by_head, gradient, query_gradient, sums, deltas, row_keys, *call.added, key_tiles, starts,
+        *call.factors, *inputs, strides(by_head), strides(gradient), strides(query_gradient),
+        *strides(sums)[:3], *call.added_strides, *strides(key_tiles)[:3],
+        heads, call.group, num_queries, num_keys, num_blocks, *offsets, **call.options(block, key_tiles is not None),
+    )  # fmt: skip
+
+    block = call.blocks.of_keys
+    num_blocks = -(-num_keys // block.keys)
+    kernels.key_gradient_kernel[(num_blocks * batch * key_heads,)](
+        query, key, value, gradient, key_gradient, value_gradient, sums, deltas, row_keys, *call.added, query_tiles,
+        starts, *call.factors, *inputs, strides(gradient), strides(key_gradient), strides(value_gradient),
+        *strides(sums)[:3], *call.added_strides, *strides(query_tiles)[:3],
+        key_heads, call.group, num_queries, num_keys, num_blocks, *offsets,
+        **call.options(block, query_tiles is not None),
+    )  # fmt: skip
+
+    if with_bias:
+        assert bias is not None
+        block = call.blocks.of_queries
+        blocks = (-(-num_queries // block.queries), -(-num_keys // block.keys))
+        options = call.options(block, False)
+        for name in ("UNIT_M", "UNIT_N", "BIAS", "TILES", "JOINED"):
+            del options[name]
+        kernels.bias_gradient_kernel[(blocks[0] * blocks[1] * bias.shape[0] * bias.shape[1],)](
+            query, key, value, gradient, gradients[3], sums, deltas, row_keys, *call.added, *call.factors,
+            *inputs, strides(gradient), *strides(gradients[3])[:3], *strides(sums)[:3],
+            *call.added_strides,
+            batch, heads, *bias.shape[:2], call.group, num_queries, num_keys, *blocks, *offsets, **options,
+        )  # fmt: skip
+    return gradients
+
+
+@torch.library.register_fake("trainer::keyed_attention_backward")  # type: ignore[untyped-decorator]
+def _empty_gradients(
+    output_gradient: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row_keys: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_tiles: Tensor | None,
+    query_tiles: Tensor | None,
+    scale: float,
+    probability: float,
+    is_causal: bool,
+    offsets: Sequence[int],
+    with_bias: bool,
+    starts: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    window: int | None = None,
+) -> list[Tensor]:
+    # As projections make them, `[batch, positions, heads, head_dim]`, so that their gradients need no copy.
+    gradients = [
+        x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (query, key, value)
+    ]
+    if with_bias:
+        assert bias is not None
+        gradients.append(bias.new_empty(bias.shape))
+    return gradients
+
+
+class _KeyedAttention(torch.autograd.Function):
+    """The operation with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *tensors, scale, probability, is_causal, offsets, starts, lengths, window = inputs
+        output: tuple[Tensor, Tensor] = _attend(*inputs)
+        ctx.save_for_backward(starts, *output, *tensors)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # else torch makes zeros for the second output
+        ctx.numbers = (scale, probability, is_causal, offsets)
+        ctx.of_rows = (lengths, window)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        with_bias = ctx.needs_input_grad[5]
+        starts, *tensors = ctx.saved_tensors
+        found = backward_of(gradients[0], *tensors, *ctx.numbers, with_bias, starts, *ctx.of_rows)
+        return *found[:3], None, None, found[3] if with_bias else None, *[None] * 9
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row_keys: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_tiles: Tensor | None,
+    query_tiles: Tensor | None,
+    scale: float,
+    probability: float,
+    is_causal: bool,
+    offsets: Sequence[int],
+    starts: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute scaled dot-product attention with a keyed dropout mask.
+
+    Rows of tokens may be joined without padding: tensors then have a batch of 1 and the positions of all rows, one row
+    after the other, and each query sees the keys of its row. Such a call has no mask, no bias, and one index that is
+    not 0 in `offsets`: that of the head.
+
+    Args:
+        query: the queries `[batch, heads, queries, head_dim]`, of a type in `DTYPES`.
+        key: the keys `[batch, key_value_heads, keys, head_dim]`.
+        value: the values `[batch, key_value_heads, keys, value_dim]`.
+        row_keys: the keys of the rows for this call of the site, int64 `[batch]`.
+        mask: a boolean mask (True: visible) or a mask that is added to the scores, `[1 or batch, 1 or heads, queries,
+            keys]`; it has no gradient. Strides may be 0.
+        bias: is added to the scores; `[1 or batch, 1 or heads, queries, keys]`; it may have a gradient.
+        key_tiles: the first list of `visible_tiles`.
+        query_tiles: the second one.
+        scale: the factor of the products of queries and keys.
+        probability: the share of the probabilities to drop, in [0, 1).
+        is_causal: whether a query sees no key at a later position; it excludes `mask`.
+        offsets: the indices of the first head, query and key of these tensors in those of one process. The key's is a
+            multiple of 4.
+        starts: the place of the first token of each row that is joined, and the number of all tokens, int32
+            `[rows + 1]`; `row_keys` are then `[rows]`.
+        lengths: the tokens of each row, as `starts` has them.
+        window: the largest distance of a query and a key that it sees; it excludes `mask`.
+
+    Returns:
+        The output `[batch, queries, heads, value_dim]`, and the maximum and the binary logarithm of the sum of each
+        query's exponentials, fp32 `[2, batch, heads, queries]`.
+    """
+    arguments = (
+        query, key, value, row_keys, mask, bias, key_tiles, query_tiles, scale, probability, is_causal, offsets, starts,
+        lengths, window,
+    )  # fmt: skip
+    found: tuple[Tensor, Tensor] = _KeyedAttention.apply(*arguments)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _precision() -> str:
+    """Return the precision of products of fp32, as torch's own products have it."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """Return `tensor` with neighbouring elements in its last dimension, as the kernels read it."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _in_units(*strides: Sequence[int]) -> tuple[list[int], int]:
+    """Return the strides of masks, those of keys last, and the unit of all but the latter.
+
+    Kernels are compiled for aligned strides and for others, but not for each combination.
+    """
+    unit = 1 if any(stride % _ALIGNED for of_mask in strides for stride in of_mask[:-1]) else _ALIGNED
+    return [
+        number for of_mask in strides for number in (*(stride // unit for stride in of_mask[:-1]), of_mask[-1])
+    ], unit
+
+
+class _Call:
+    """The arguments that the kernels share."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        row_keys: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        scale: float,
+        probability: float,
+        is_causal: bool,
+        offsets: Sequence[int],
+        lengths: Sequence[int] | None,
+        window: int | None,
+    ) -> None:
+        joined = lengths is not None
+        self.rows, self.queries, self.keys = query.shape[0], query.shape[2], key.shape[2]
+        if lengths is not None:
+            assert self.rows == 1, "rows are joined in a batch of 1"
+            assert mask is bias is None, "joined rows have a window only"
+            assert not any(offsets[1:]), "joined rows are whole"
+            assert sum(lengths) == self.queries == self.keys, "each token has a row"
+            self.rows, self.queries = len(lengths), max(lengths)
+            self.keys = self.queries
+        assert query.dtype == key.dtype == value.dtype, "the kernels compute products of equal types"
+        assert row_keys.shape == (self.rows,), "one key for each row"
+        assert offsets[2] % LANES == 0, "a word of the dropout mask begins at the first key"
+        assert mask is None or not (is_causal or window is not None), "a mask takes the place of others"
+        self._dims = (query.shape[-1], value.shape[-1])
+        has_floats = bias is not None or (mask is not None and mask.dtype != torch.bool)
+        self.blocks = attention_blocks.blocks(query.device, query.dtype, max(self._dims), has_floats)
+        self.group = query.shape[1] // key.shape[1]
+        levels = dropped_levels(probability)
+        # the lowest 16 bits that keep an element, as signed numbers in the upper half of a word
+        threshold = (levels - LANE_LEVELS // 2) << 16
+        self.factors = (scale, threshold, LANE_LEVELS / (LANE_LEVELS - levels))
+        self.added = (mask if window is None else window, bias)
+        self.added_strides, unit = _in_units(self.strides(mask), self.strides(bias))
+        kernels = _kernels()
+        kind = kernels.NO_MASK if window is None else kernels.WINDOW
+        tile_queries, tile_keys = attention_blocks.tile()
+        if mask is not None:
+            kind = kernels.BOOLEAN if mask.dtype == torch.bool else kernels.ADDITIVE
+        self._options = {
+            "HEAD_DIM": self._dims[0],
+            "VALUE_DIM": self._dims[1],
+            "BLOCK_D": attention_blocks.padded(self._dims[0]),
+            "BLOCK_V": attention_blocks.padded(self._dims[1]),
+            "UNIT_M": tile_queries,
+            "UNIT_N": tile_keys,
+            "MASK": kind,
+            "BIAS": bias is not None,
+            "CAUSAL": is_causal,
+            "DROPOUT": levels > 0,
+            "JOINED": joined,
+            "UNIT": unit,
+            "PRECISION": kernels.INTERPRETED if kernel_support.is_interpreted() else _precision(),
+        }
+
+    def options(self, block: attention_blocks.Block, with_tiles: bool) -> dict[str, Any]:
+        """Return the constants of a kernel."""
+        return {
+            **self._options,
+            "BLOCK_M": block.queries,
+            "BLOCK_N": block.keys,
+            "TILES": with_tiles,
+            **(
+                {}
+                if kernel_support.is_interpreted()
+                else {"num_warps": block.warps, "num_stages": block.stages, "enable_fp_fusion": True}
+            ),
+        }
+
+    @staticmethod
+    def strides(tensor: Tensor | None) -> tuple[int, ...]:
+        """Return the strides of a tensor, with 0 for dimensions of size 1, which broadcast."""
+        if tensor is None:
+            return (0, 0, 0, 0)
+        return tuple(stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -1,0 +1,119 @@
+"""Layout-invariant dropout as one operation of torch, computed by a Triton kernel in one pass over memory.
+
+The mask is that of `trainer.parallel.random`. The backward pass draws it again, so none is kept.
+
+This module imports Triton at the first call: see `trainer.parallel.kernels.kernel_support`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.parallel.kernels import kernel_support
+from trainer.parallel.random import LANE_LEVELS, LANES, MAX_INDEX_DIMS, dropped_levels
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_WORDS = 256  # of one program
+
+
+def takes(x: Tensor, residual: Tensor | None) -> bool:
+    """Return whether the operation takes activations and a residual."""
+    return x.dtype in _DTYPES and (residual is None or (residual.dtype in _DTYPES and residual.shape == x.shape))
+
+
+# `torch.library.custom_op` would take the host several times as long.
+torch.library.define(
+    "trainer::keyed_dropout",
+    "(Tensor x, Tensor row_keys, Tensor? token_rows, Tensor? token_positions, SymInt[] offsets, float probability,"
+    " ScalarType dtype, Tensor? residual) -> Tensor",
+)
+
+
+@torch.library.impl("trainer::keyed_dropout", ("cpu", "cuda"))
+def _dropped(
+    x: Tensor, row_keys: Tensor, token_rows: Tensor | None, token_positions: Tensor | None, offsets: Sequence[int],
+    probability: float, dtype: torch.dtype, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Drop elements of `x`, scale the kept ones by 1 / (share kept), and add a residual.
+
+    Args:
+        x: the activations `[batch, ..., features]` or their gradient, with at most four dimensions. A batch of one may
+            be missing.
+        row_keys: the keys of the rows for this call of the site, int64 `[batch]`.
+        token_rows: the row of each token of rows that are joined, int64 `[tokens]`. `x` is then `[1, tokens,
+            features]`, and `row_keys` are those of the rows. Tokens from the end of these on are dropped by the key 0.
+        token_positions: the position of each token in its row, int64 `[tokens]`.
+        offsets: the start of `x` in each dimension of the activations of one process.
+        probability: the share to drop, in [0, 1).
+        dtype: the type in which elements are dropped; that of `x` with a residual.
+        residual: is added, of the shape of `x`.
+
+    Returns:
+        The result, contiguous, of the type of the sum.
+    """
+    output: Tensor = _empty_result(x, row_keys, token_rows, token_positions, offsets, probability, dtype, residual)
+    if output.numel() == 0:
+        return output
+    num_columns = x.shape[-1]
+    between, first = _of_two(x.shape[1 - len(offsets) : -1], 1), _of_two(offsets[1:-1], 0)
+    num_words = (offsets[-1] % LANES + num_columns + LANES - 1) // LANES
+    words = min(_MOST_WORDS, 1 << (num_words - 1).bit_length())
+    levels = dropped_levels(probability)
+    _kernels().dropout_kernel[(x.numel() // num_columns, -(-num_words // words))](
+        x.contiguous(), output, None if residual is None else residual.contiguous(), row_keys.contiguous(),
+        token_rows, token_positions, 0 if token_rows is None else len(token_rows), *between, *first,
+        num_columns, offsets[-1] // LANES, levels - LANE_LEVELS // 2, LANE_LEVELS / (LANE_LEVELS - levels),
+        START=offsets[-1] % LANES, WORDS=words, **_options(words),
+    )  # fmt: skip
+    return output
+
+
+@torch.library.register_fake("trainer::keyed_dropout")  # type: ignore[untyped-decorator]
+def _empty_result(
+    x: Tensor, row_keys: Tensor, token_rows: Tensor | None, token_positions: Tensor | None, offsets: Sequence[int],
+    probability: float, dtype: torch.dtype, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape, dtype=dtype if residual is None else torch.promote_types(dtype, residual.dtype))
+
+
+class KeyedDropout(torch.autograd.Function):
+    """The operation with its gradient, which is the operation on the gradient; only keys are saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, row_keys: Tensor, token_rows: Tensor | None, token_positions: Tensor | None,
+        offsets: Sequence[int], probability: float, dtype: torch.dtype, residual: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(row_keys, token_rows, token_positions)
+        ctx.numbers = (offsets, probability, x.dtype, None)
+        ctx.of_residual = None if residual is None else residual.dtype
+        output: Tensor = torch.ops.trainer.keyed_dropout.default(
+            x, row_keys, token_rows, token_positions, offsets, probability, dtype, residual
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        own: Tensor = KeyedDropout.apply(gradient, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[no-untyped-call]
+        return own, *[None] * 6, None if ctx.of_residual is None else gradient.to(ctx.of_residual)
+
+
+def _kernels() -> Any:
+    from trainer.parallel.kernels import dropout_kernels
+
+    return dropout_kernels
+
+
+def _of_two(numbers: Sequence[int], default: int) -> tuple[int, ...]:
+    return (*numbers, *[default] * (MAX_INDEX_DIMS - len(numbers)))
+
+
+def _options(words: int) -> dict[str, Any]:
+    # A fused product and sum would round once, where torch's operations round twice.
+    warps = max(1, min(4, words // 32))
+    return {} if kernel_support.is_interpreted() else {"num_warps": warps, "enable_fp_fusion": False}

@@ -1,0 +1,96 @@
+"""Keys of formats that `trainer convert` does not read: it names the format and the counterpart of each key.
+
+The keys of a format are those that decide what it trains, and that no table of a read format has.
+"""
+
+from __future__ import annotations
+
+from trainer.recipe.foreign import remarks as say
+from trainer.recipe.foreign.counterpart import Counterpart, alike, mapped, none, renamed
+
+_NO_QUANTIZED = none("trained and frozen weights are fp32 or bf16, not quantized")
+_TEMPLATE = none("the chat template of the tokenizer applies; set it in its folder, and name that by model.tokenizer")
+_NO_PREFERENCES = none("preference tuning and reinforcement learning are not supported")
+_ADAPTER = mapped("model.adapter", note='{"type": "lora"}; without it, all weights are trained')
+_TARGETS = mapped("model.adapter.targets", note="names or patterns of modules")
+_PACKING = mapped("task.packing", note='"documents" or "joined", with task.type "causal_lm"')
+_ROWS = mapped("data.train", note=say.FILES)
+_HELD_OUT = mapped("data.validation", note="a share, such as 0.05")
+_ONE_KIND = none("only plain LoRA is supported")
+
+_LORA: dict[str, Counterpart] = {
+    "lora_alpha": renamed("model.adapter.alpha"),
+    "lora_dropout": renamed("model.adapter.dropout"),
+}
+_LORA_OF_PEFT: dict[str, Counterpart] = {
+    **_LORA,
+    "lora_r": renamed("model.adapter.rank"),
+    "lora_target_modules": _TARGETS,
+    **alike(_NO_QUANTIZED, "load_in_4bit", "load_in_8bit"),
+}
+
+_LLAMA_FACTORY: dict[str, Counterpart] = {
+    "stage": mapped("task.type", note='"causal_lm" for pt and sft; the others are not supported'),
+    "finetuning_type": _ADAPTER,
+    **_LORA,
+    "lora_rank": renamed("model.adapter.rank"),
+    "lora_target": _TARGETS,
+    "additional_target": mapped("model.adapter.modules_to_save"),
+    **alike(_ONE_KIND, "use_dora", "use_rslora", "pissa_init", "loraplus_lr_ratio"),
+    **alike(
+        mapped("model.freeze", note="names or patterns of what is not trained"),
+        "freeze_trainable_layers",
+        "freeze_trainable_modules",
+        "freeze_extra_modules",
+    ),
+    **alike(_NO_QUANTIZED, "quantization_bit", "quantization_method"),
+    "adapter_name_or_path": none("training goes on from whole models only"),
+    **alike(_TEMPLATE, "template", "default_system"),
+    **alike(_ROWS, "dataset", "dataset_dir"),
+    "cutoff_len": renamed("data.max_length"),
+    "val_size": _HELD_OUT,
+    **alike(_PACKING, "packing", "neat_packing"),
+    "mask_history": mapped("task.train_on", note='"last"'),
+    "train_on_prompt": none("prompts are not trained"),
+    **alike(_NO_PREFERENCES, "pref_beta", "pref_loss", "pref_ftx"),
+    **alike(none("the optimizers are those of optimizer.name"), "use_galore", "use_apollo", "use_badam"),
+}
+
+_AXOLOTL: dict[str, Counterpart] = {
+    "base_model": mapped("model.name_or_path"),
+    "tokenizer_config": mapped("model.tokenizer"),
+    "special_tokens": none("the tokenizer's folder has its special tokens; name it by model.tokenizer"),
+    "adapter": _ADAPTER,
+    **_LORA_OF_PEFT,
+    "lora_target_linear": _TARGETS,
+    "unfrozen_parameters": mapped("model.freeze", note="names or patterns of what is not trained"),
+    "datasets": _ROWS,
+    "val_set_size": _HELD_OUT,
+    "sequence_len": renamed("data.max_length"),
+    "dataset_prepared_path": mapped("data.cache"),
+    **alike(_TEMPLATE, "chat_template", "chat_template_jinja"),
+    "sample_packing": _PACKING,
+    "train_on_inputs": none("prompts are not trained"),
+    "micro_batch_size": renamed("training.micro_batch_size", note=say.STEP_TOTAL),
+    "lr_scheduler": mapped("schedule.name"),
+    "rl": _NO_PREFERENCES,
+    "wandb_project": renamed("logging.project"),
+}
+
+_TRL: dict[str, Counterpart] = {
+    "use_peft": _ADAPTER,
+    **_LORA_OF_PEFT,
+    "use_dora": _ONE_KIND,
+    "use_rslora": _ONE_KIND,
+    "packing": _PACKING,
+    "max_length": renamed("data.max_length"),
+    "dataset_text_field": mapped("task.text"),
+    "assistant_only_loss": mapped("task.messages", note="only the assistant's turns are trained"),
+    "completion_only_loss": mapped("task.completion", note="prompts are not trained"),
+    "chat_template_path": _TEMPLATE,
+    "dataset_num_proc": renamed("data.preparation_processes"),
+    **alike(_NO_PREFERENCES, "beta", "loss_type", "num_generations", "reward_funcs"),
+}
+
+FORMATS: dict[str, dict[str, Counterpart]] = {"LLaMA-Factory": _LLAMA_FACTORY, "axolotl": _AXOLOTL, "TRL": _TRL}
+"""The tables by the name of the tool."""

@@ -1,0 +1,219 @@
+"""Messages for validation errors of pydantic: the key path, the rule, the value, the fix.
+
+The rule derives from the JSON Schema of the key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from trainer.base.extensions import consume
+from trainer.recipe.reading.keys import kinds, nearest_node, section_models
+from trainer.recipe.reading.parser import KeyPath, Node, Problem, dotted, shown_value
+from trainer.recipe.reading.suggesting import unknown_key
+from trainer.recipe.schema import Recipe, Section
+
+Schema = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An error of pydantic, with its place in the schema and in the recipe."""
+
+    error: str  # pydantic's error type
+    path: KeyPath  # of the key or list item, without pydantic's steps for unions
+    section: type[Section]  # the section of the key
+    field: FieldInfo | None  # None for an unknown key
+
+
+def findings(error: ValidationError) -> list[Finding]:
+    """Return one finding for each key or item; pydantic reports one for each branch of a union."""
+    found: dict[KeyPath, Finding] = {}
+    for details in error.errors(include_url=False, include_context=False, include_input=False):
+        finding = _placed(details["type"], details["loc"])
+        found.setdefault(finding.path, finding)
+    inner = {path[:-1] for path in found if path and isinstance(path[-1], int)}
+    return [
+        finding for path, finding in found.items() if path not in inner
+    ]  # an invalid item is more precise than an invalid list
+
+
+def _placed(error: str, location: KeyPath) -> Finding:
+    """Follow pydantic's location, which includes kinds and branches of unions, through the schema."""
+    section: type[Section] = Recipe
+    path: KeyPath = ()
+    parts = list(location)
+    while True:
+        name = str(parts.pop(0))
+        path += (name,)
+        field = section.model_fields.get(name)
+        if field is None or not parts:
+            return Finding(error, path, section, field)
+        inner = section_models(field.annotation)
+        if not inner:  # a plain value; of the rest, only list indices are part of the path
+            return Finding(error, path + tuple(part for part in parts if isinstance(part, int)), section, field)
+        section = kinds(field)[str(parts.pop(0))] if field.discriminator else inner[0]
+
+
+def explain(finding: Finding, root: Node) -> list[Problem]:
+    """Return the problems of a finding; none if the parser already reported the value."""
+    node = nearest_node(root, finding.path)
+    if finding.field is None:
+        return unknown_key(finding.path, finding.section, node)
+    if finding.error.startswith("union_tag"):
+        return [_wrong_kind(finding.path, finding.field, node)]
+    rule = _schema_at(finding)
+    if finding.error == "missing":
+        return [_missing(finding.path, finding.field, rule, node)]
+    if isinstance(node.value, float) and not math.isfinite(node.value):
+        return []
+    return [_must_be(finding.path, rule, node)]
+
+
+def _must_be(path: KeyPath, rule: Schema, node: Node) -> Problem:
+    value = node.plain()
+    text = f"`{dotted(path)}` must be {rule_in_words(rule)}, but is {shown_value(value)}{_remedy(value, rule)}"
+    return Problem(node.origin, text)
+
+
+def _missing(path: KeyPath, field: FieldInfo, rule: Schema, node: Node) -> Problem:
+    words = rule_in_words(rule)
+    if field.discriminator:
+        words = f"an object with `{field.discriminator}` {rule_in_words(_tag_rule(field))}"
+    description = rule.get("description", "").rstrip(".")
+    meaning = f" ({description[:1].lower()}{description[1:]})" if description else ""
+    return Problem(node.origin, f"`{dotted(path)}` is missing; it must be {words}{meaning}")
+
+
+def _wrong_kind(path: KeyPath, field: FieldInfo, node: Node) -> Problem:
+    path = (*path, str(field.discriminator))
+    tag = node.members.get(str(field.discriminator))
+    if tag is None:
+        return Problem(node.origin, f"`{dotted(path)}` is missing; it must be {rule_in_words(_tag_rule(field))}")
+    return _must_be(path, _tag_rule(field), tag)
+
+
+def _tag_rule(field: FieldInfo) -> Schema:
+    return {"enum": list(kinds(field))}
+
+
+def rule_in_words(schema: Schema) -> str:
+    """Return the rule of a JSON Schema in words that follow "must be"."""
+    branches = schema.get("anyOf") or schema.get("oneOf")
+    if branches:
+        return ", or ".join(dict.fromkeys(rule_in_words(branch) for branch in branches))
+    if "const" in schema:
+        return shown_value(schema["const"])
+    if "enum" in schema:
+        values = [shown_value(value) for value in schema["enum"]]
+        return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+    if "patternErrorMessage" in schema:
+        return str(schema["patternErrorMessage"])
+    match schema.get("type"):
+        case "integer":
+            return "an integer" + _bounds(schema)
+        case "number":
+            return "a number" + _bounds(schema)
+        case "string":
+            return "non-empty text" if schema.get("minLength") else "text"
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case "array":
+            return f"a list of {_item_count(schema)}, each {rule_in_words(schema['items'])}"
+    return "an object"
+
+
+def _bounds(schema: Schema) -> str:
+    words = {
+        "minimum": "of at least",
+        "exclusiveMinimum": "above",
+        "maximum": "of at most",
+        "exclusiveMaximum": "below",
+    }
+    bounds = [f"{word} {shown_value(schema[key])}" for key, word in words.items() if key in schema]
+    return f" {' and '.join(bounds)}".replace(" and of ", " and ") if bounds else ""
+
+
+def _item_count(schema: Schema) -> str:
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    if least == most:
+        return f"{least} items"
+    if most is not None:
+        return f"{least} to {most} items"
+    return f"at least {least} item{'s' if least != 1 else ''}" if least else "items"
+
+
+@cache
+def _schema_of(section: type[Section]) -> Schema:
+    return section.model_json_schema()
+
+
+consume("metric", lambda _: _schema_of.cache_clear())
+
+
+def _schema_at(finding: Finding) -> Schema:
+    items = [part for part in finding.path if isinstance(part, int)]
+    schema: Schema = _schema_of(finding.section)["properties"][finding.path[-1 - len(items)]]
+    for _ in items:
+        schema = next(branch["items"] for branch in _branches(schema) if "items" in branch)
+    return schema
+
+
+def _branches(schema: Schema) -> list[Schema]:
+    return [inner for branch in schema.get("anyOf", ()) for inner in _branches(branch)] or [schema]
+
+
+def _remedy(value: object, schema: Schema) -> str:
+    """Return the fix of a value that is close to a valid one; empty if there is none."""
+    branches = _branches(schema)
+    if isinstance(value, str):
+        return _remedy_for_text(value, branches)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return ""
+    types = {branch.get("type") for branch in branches}
+    if isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types:
+        return f"; write {int(value)}"
+    for text in (str(value), f"{value} steps"):
+        if any(branch.get("type") == "string" and re.search(branch.get("pattern", ""), text) for branch in branches):
+            return f'; write "{text}"'
+    return ""
+
+
+def _remedy_for_text(value: str, branches: list[Schema]) -> str:
+    types = {branch.get("type") for branch in branches}
+    near = get_close_matches(value.lower(), _choices(branches), n=1, cutoff=0.8)
+    if near:
+        return f"; did you mean {shown_value(near[0])}?"
+    literal = {"true": "true", "false": "false", "null": "null", "none": "null", "never": "null"}.get(value.lower())
+    if literal and ("null" if literal == "null" else "boolean") in types:
+        return f"; write {literal} without quotes"
+    if (_is_number(value, int) and "integer" in types) or (_is_number(value, float) and "number" in types):
+        return f"; write {value} without quotes"
+    if any(branch.get("type") == "array" and branch.get("minItems", 0) <= 1 for branch in branches):
+        return f"; write [{shown_value(value)}]"
+    return ""
+
+
+def _choices(branches: list[Schema]) -> list[str]:
+    values = [value for branch in branches for value in (*branch.get("enum", ()), branch.get("const"))]
+    return [value for value in values if isinstance(value, str)]
+
+
+def _is_number(text: str, type_: type[int] | type[float]) -> bool:
+    try:
+        number = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(number, (int, type_)) and not isinstance(number, bool)

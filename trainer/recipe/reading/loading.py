@@ -1,0 +1,270 @@
+"""Loading of a recipe from its file and the command line, with the origin of every value.
+
+The layers, in increasing precedence: the defaults of the schema, the recipes that a recipe `extends`, the recipe, the
+command line (see `merging.py`). A `RecipeError` has all problems of a recipe, sorted by place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+import trainer.recipe.registered  # noqa: F401  # puts registered tasks into the schema
+from trainer.base import extensions
+from trainer.base.errors import RecipeError
+from trainer.base.text import leaves, without_secrets
+from trainer.recipe.foreign.deepspeed import DEEPSPEED
+from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
+from trainer.recipe.reading.explaining import Finding, explain, findings
+from trainer.recipe.reading.keys import find_node, nearest_node, place_of, section_model
+from trainer.recipe.reading.merging import merged, with_default_kinds
+from trainer.recipe.reading.overrides import override_layer
+from trainer.recipe.reading.parser import (
+    DEFAULT,
+    KeyPath,
+    Node,
+    Origin,
+    Problem,
+    dotted,
+    read_file,
+    read_text,
+    shown_path,
+    shown_value,
+)
+from trainer.recipe.reading.rules import contradictions, message
+from trainer.recipe.reading.shipped import shipped_recipes
+from trainer.recipe.schema import Place, Recipe, Section
+
+MAX_EXTENDS = 16
+MAX_PROBLEMS = 50
+FILE_KEYS = ("$schema", "extends")
+"""Keys of a recipe file that are not keys of the recipe."""
+
+
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A valid recipe, and the origin of each value.
+
+    In `recipe`, every path is absolute; `model.name_or_path`, `model.tokenizer` and `data.name` are hub names if they
+    are not absolute.
+    """
+
+    recipe: Recipe
+    origins: Mapping[str, Origin]  # by dotted key path; a list is one value
+    values: Mapping[str, Any]  # JSON values by dotted key path
+    file: Path
+
+
+def load_recipe(source: str, overrides: Sequence[str] = ()) -> ResolvedRecipe:
+    """Load a recipe from a file, or a shipped recipe by name (`bert_sample`), and apply `key=value` overrides.
+
+    The extensions of installed packages are loaded first.
+
+    Raises:
+        RecipeError: All problems of the recipe.
+        UsageError: An extension cannot be loaded.
+    """
+    extensions.load()
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise RecipeError(f"the current folder cannot be used: {error.strerror}; change to another one") from error
+    file = find_recipe(source, Path())
+    root, problems = _read_layers(file)
+    layer, override_problems = override_layer(overrides)
+    return _resolved(file, with_default_kinds(merged(root, layer)), problems + override_problems)
+
+
+def find_recipe(source: str, folder: Path) -> Path:
+    """Return the file at a path relative to `folder`, or else of the shipped recipe of this name.
+
+    Raises:
+        RecipeError: there is neither.
+    """
+    path = folder / os.path.expanduser(source)
+    if os.path.isfile(path):
+        return path
+    shipped = shipped_recipes()
+    if source.removesuffix(".json") in shipped:
+        return shipped[source.removesuffix(".json")]
+    if os.path.exists(path):
+        raise RecipeError(f"{shown_path(path)}: is not a recipe file; `trainer recipes` lists the shipped recipes")
+    raise RecipeError(
+        f"{shown_path(path)}: no such file, and no shipped recipe has this name; they are {', '.join(shipped)}"
+    )
+
+
+# Layers
+
+
+def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[Problem]]:
+    """Return the recipe in `file` merged over those that it extends, and the problems of the parser."""
+    chain = (*chain, Path(os.path.realpath(file)))
+    if file.suffix.lower() in (".yaml", ".yml"):
+        raise RecipeError(_yaml(file))
+    if len(chain) > 1 and read_text(file).lstrip()[:1] not in ("{", "/"):
+        raise RecipeError(f"{shown_path(file)}: is not a recipe, which is an object {{...}}; name another file")
+    node, problems = read_file(file)
+    if not isinstance(node.value, dict):
+        raise RecipeError(f"{node.origin}: a recipe must be an object {{...}}, but is {shown_value(node.plain())}")
+    if tool := _other_tool(node):
+        raise RecipeError(f"{shown_path(file)}: is a file of {tool}, not a recipe; convert it with: {_convert(file)}")
+    own = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
+    extends = node.members.get("extends")
+    if extends is None or extends.value is None:
+        return own, problems
+    try:
+        base, base_problems = _read_layers(_base_file(extends, chain), chain)
+    except RecipeError as error:
+        raise RecipeError(*map(str, problems), *error.problems) from error
+    return merged(base, own), problems + base_problems
+
+
+def _other_tool(node: Node) -> str | None:
+    """Return the tool that most keys of a file belong to, if it has none of the sections that every recipe needs."""
+    if {"task", "model", "data", "extends"} & node.members.keys():
+        return None
+    own = set(node.members) - Recipe.model_fields.keys()
+    tables = {"TrainingArguments": TRAINING_ARGUMENTS, "DeepSpeed": DEEPSPEED}
+    known = {tool: len(own & {key.partition(".")[0] for key in table}) for tool, table in tables.items()}
+    best = max(known, key=known.__getitem__)
+    return best if 2 * known[best] > len(own) else None
+
+
+def _convert(file: Path) -> str:
+    return f"trainer convert {shlex.quote(shown_path(file))} --output recipe.json"
+
+
+def _yaml(file: Path) -> str:
+    """Return the error of a YAML file, with its remedy."""
+    text = f"{shown_path(file)}: recipes are JSON, but this is a YAML file"
+    if re.search(r"^(compute_environment|distributed_type)\s*:", read_text(file), re.MULTILINE):
+        return f"{text} of accelerate; convert it with: {_convert(file)}"
+    name = shlex.quote(shown_path(file))
+    command = "import json, sys, yaml; print(json.dumps(yaml.safe_load(open(sys.argv[1])), indent=2))"
+    return f"{text}; convert it with: python -c '{command}' {name} > recipe.json"
+
+
+def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:
+    if not isinstance(extends.value, str) or not extends.value:
+        raise RecipeError(
+            f"{extends.origin}: `extends` must be a path or a shipped name, but is {shown_value(extends.plain())}"
+        )
+    try:
+        base = find_recipe(extends.value, extends.origin.folder)
+    except RecipeError as error:
+        raise RecipeError(f"{extends.origin}: `extends` {shown_value(extends.value)}: {error}") from error
+    if Path(os.path.realpath(base)) in chain:
+        circle = " -> ".join(shown_path(path) for path in (*chain, base))
+        raise RecipeError(f"{extends.origin}: `extends` is circular: {circle}")
+    if len(chain) >= MAX_EXTENDS:
+        raise RecipeError(f"{extends.origin}: `extends` is nested deeper than the limit of {MAX_EXTENDS} recipes")
+    return base
+
+
+# Validation
+
+
+def _resolved(file: Path, root: Node, problems: list[Problem]) -> ResolvedRecipe:
+    recipe, found = _validated(root)
+    sections = dict(recipe) if recipe else _sound_sections(root, found)
+    sections = {name: _with_places(value, (name,), root) for name, value in sections.items()}
+    problems = problems + [problem for finding in found[:MAX_PROBLEMS] for problem in explain(finding, root)]
+    broken = {finding.path[:2] for finding in found}
+    for contradiction in contradictions(sections):
+        if broken.isdisjoint(key[:2] for key in contradiction.keys):  # else it may follow from another problem
+            problems.append(Problem(nearest_node(root, contradiction.keys[0]).origin, message(contradiction)))
+    if recipe is None or problems:
+        raise RecipeError(*_report(problems, shown_path(file), len(found)))
+    recipe = _completed(recipe.model_copy(update=sections))
+    values = dict(leaves(recipe.model_dump(mode="json")))
+    written = {path: find_node(root, path) for path in values}
+    origins = {dotted(path): node.origin if node else DEFAULT for path, node in written.items()}
+    return ResolvedRecipe(recipe, origins, {dotted(path): value for path, value in values.items()}, file)
+
+
+def _validated(root: Node) -> tuple[Recipe | None, list[Finding]]:
+    try:
+        return Recipe.model_validate(root.plain()), []
+    except ValidationError as error:
+        return None, findings(error)
+
+
+def _sound_sections(root: Node, found: Sequence[Finding]) -> dict[str, Any]:
+    """Return the sections of an invalid recipe without the invalid keys, to check them for contradictions."""
+    data = root.plain()
+    for name, *inner in (finding.path for finding in found):
+        if inner and isinstance(data.get(name), dict):
+            data[name].pop(inner[0], None)
+        else:
+            data[name] = None
+    sections = {}
+    for name, field in Recipe.model_fields.items():
+        model = section_model(field, root.members.get(name, Node({}, DEFAULT)))
+        try:
+            if model is not None:
+                sections[name] = model.model_validate(data.get(name, {}))
+        except ValidationError:  # the section or a required key is missing or invalid
+            continue
+    return sections
+
+
+def _report(problems: Sequence[Problem], file: str, num_findings: int) -> list[str]:
+    """Sort problems by place: the recipe's file, the files that it extends, the command line."""
+
+    def place(problem: Problem) -> tuple[bool, bool, str, int, int]:
+        origin = problem.origin
+        return origin.line == 0, origin.source != file, origin.source, origin.line, origin.column
+
+    lines = list(dict.fromkeys(without_secrets(str(problem)) for problem in sorted(problems, key=place)))
+    hidden = max(0, len(lines) - MAX_PROBLEMS) + max(0, num_findings - MAX_PROBLEMS)
+    return lines[:MAX_PROBLEMS] + ([f"and {hidden} more"] if hidden else [])
+
+
+# Completion
+
+
+def _with_places(value: Any, path: KeyPath, root: Node) -> Any:
+    """Make the paths of a section absolute; return other values unchanged."""
+    if not isinstance(value, Section):
+        return value
+    updates = {}
+    for name, field in type(value).model_fields.items():
+        before = getattr(value, name)
+        folder = nearest_node(root, (*path, name)).origin.folder
+        after = _with_places(before, (*path, name), root)
+        if place_of(field) is Place.RECIPE:
+            several = isinstance(before, list)
+            after = [_absolute(item, folder) for item in before] if several else _absolute(before, folder)
+        elif place_of(field) is Place.RECIPE_OR_HUB:
+            after = _absolute_unless_hub(before, folder)
+        if after != before:
+            updates[name] = after
+    return value.model_copy(update=updates) if updates else value
+
+
+def _absolute(place: Any, folder: Path) -> Any:
+    """Return a path as absolute; other values, such as a share of rows, stay."""
+    return place if not isinstance(place, str) else os.path.normpath(os.path.join(folder, os.path.expanduser(place)))
+
+
+def _absolute_unless_hub(place: str | None, folder: Path) -> str | None:
+    path = _absolute(place, folder)
+    looks_like_path = place is not None and (place in (".", "..") or place.startswith(("./", "../", "/", "~")))
+    return path if looks_like_path or (path is not None and os.path.isdir(path)) else place
+
+
+def _completed(recipe: Recipe) -> Recipe:
+    """Fill in the values that depend on other values."""
+    folder = os.path.abspath(os.path.expanduser(recipe.checkpoint.folder.replace("{name}", recipe.name)))
+    updates: dict[str, Section] = {"checkpoint": recipe.checkpoint.model_copy(update={"folder": folder})}
+    if recipe.data.validation is None:
+        updates["evaluation"] = recipe.evaluation.model_copy(update={"every": None})
+    return recipe.model_copy(update=updates)

@@ -1,0 +1,41 @@
+"""The recipes and launchers that are installed with the trainer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import trainer
+from trainer.base.extensions import registered
+from trainer.recipe.reading.parser import read_file
+
+_PACKAGE = Path(trainer.__file__).resolve().parent
+
+
+def shipped_folder(name: str = "recipes") -> Path:
+    """Return the folder `recipes` or `launchers`: beside the package in a checkout, inside it in a wheel."""
+    installed = _PACKAGE / f"shipped_{name}"
+    return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return the files by name (`bert_sample`), including bases that other recipes extend, and registered folders.
+
+    A shipped recipe takes precedence over a registered one.
+    """
+    folders = [*(Path(row.value) for row in reversed(registered("recipes"))), shipped_folder()]
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.json"))}
+
+
+def is_base(path: Path) -> bool:
+    """Return whether a recipe has no name, so that it can only be extended."""
+    return "name" not in read_file(path)[0].members
+
+
+def summary(path: Path) -> str:
+    """Return the first sentence of the comment at the top of a recipe; empty without a comment."""
+    comment = re.match(r"(?:\s*//[^\n]*\n)+", path.read_text(encoding="utf-8"))
+    if comment is None:
+        return ""
+    text = " ".join(line.strip().lstrip("/").strip() for line in comment.group().splitlines() if line.strip())
+    return re.split(r"(?<=[.?!])\s(?=[A-Z])", text, maxsplit=1)[0]

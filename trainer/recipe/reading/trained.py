@@ -1,0 +1,129 @@
+"""The recipe of a trained model, for `trainer evaluate` and `trainer predict`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.base.errors import UsageError
+from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
+from trainer.recipe.strategies import STRATEGIES
+
+RECIPE_FILE = "trainer_recipe.json"
+"""The name of the recipe in an exported folder."""
+
+_CONFIG = "config.json"
+_ADAPTER = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model folder, its recipe with the model of the folder, and notes for the user."""
+
+    folder: Path
+    resolved: ResolvedRecipe
+    notes: tuple[str, ...]
+
+
+def load_trained(
+    source: Path, recipe: str | None, overrides: Sequence[str], num_ranks: int, evaluates: bool
+) -> Trained:
+    """Return a trained model with its recipe.
+
+    Args:
+        source: an exported model folder, or the folder of a run: then its best model, or else its last one.
+        recipe: a recipe for a folder of another origin; None: the recipe in the folder.
+        overrides: the `key=value` overrides of the command line.
+        num_ranks: the number of ranks.
+        evaluates: whether the validation split is needed; no other split needs to exist.
+
+    Raises:
+        UsageError: there is no model or no recipe.
+        RecipeError: the recipe or an override is wrong.
+    """
+    folder = _model_folder(source)
+    if recipe is not None:
+        values = load_recipe(recipe).recipe.model_dump(mode="json")
+    elif (folder / RECIPE_FILE).is_file():
+        values = _read(folder / RECIPE_FILE)
+    else:
+        raise UsageError(f"`FOLDER` must hold {RECIPE_FILE}, but {folder} has none; name its recipe with --recipe")
+    values["model"] = {"name_or_path": str(folder)}
+    values["distillation"] = None  # a teacher is for training only
+    overrides = [*overrides, *_set_data(values, folder, overrides, evaluates)]
+    # A forward pass needs no global batch; this size divides among any ranks.
+    training = values.get("training", {})
+    training["global_batch_size"] = (training.get("micro_batch_size") or 8) * num_ranks
+    values["evaluation"] = {"batch_size": values.get("evaluation", {}).get("batch_size", 32)}
+    notes = [f"model: {folder}"]
+    chosen = any(override.startswith("parallel.") for override in overrides)
+    strategy = values.get("parallel", {}).get("strategy", "ddp")
+    if not chosen and values.get("parallel") and (num_ranks == 1 or STRATEGIES[strategy].zero_stage):
+        if strategy != "ddp":
+            reason = "one process" if num_ranks == 1 else "no optimizer"
+            notes.append(f"`parallel.strategy` is ddp here, since there is {reason}; the training used {strategy}")
+        joining = {key: values["parallel"][key] for key in ("join_timeout", "stall_timeout")}
+        values["parallel"] = {"strategy": "ddp", **joining}
+    with tempfile.TemporaryDirectory(prefix="trainer-") as name:
+        file = Path(name) / RECIPE_FILE
+        file.write_text(json.dumps(values), encoding="utf-8")
+        return Trained(folder, load_recipe(str(file), overrides), tuple(notes))
+
+
+def _set_data(values: dict[str, Any], folder: Path, overrides: Sequence[str], evaluates: bool) -> list[str]:
+    """Replace the training split, which may be gone, and return further overrides for that.
+
+    A share of the training split that is held out for validation needs that split.
+    """
+    data = values["data"]
+    if not evaluates:
+        lengths = {"max_length": data["max_length"]} if "max_length" in data else {}
+        values["data"] = {"source": "files", "train": str(folder / _CONFIG), **lengths}  # any file: it is not read
+        return []
+    key = "data.validation="
+    chosen = [override.removeprefix(key) for override in overrides if override.startswith(key)]
+    if any(override.startswith(("data.train=", "data.source=")) for override in overrides):
+        return []
+    if chosen and not _is_share(chosen[0]):
+        return [f"data.train={chosen[0]}"]
+    if not chosen and isinstance(data.get("validation"), str | list):
+        data["train"] = data["validation"]
+    return []
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), float | None)
+    except ValueError:
+        return False
+
+
+def _model_folder(source: Path) -> Path:
+    if (source / _ADAPTER).is_file():
+        raise UsageError(
+            f"`RUN` must hold merged weights, but {source} is an adapter in the format of PEFT; name the run's folder,"
+            " or a folder that `trainer export` wrote without --adapter"
+        )
+    for folder in (source, source / "best", source / "model"):
+        if (folder / _CONFIG).is_file():
+            return folder.resolve()
+    if not source.is_dir():
+        raise UsageError(f"`RUN` must be the folder of a run or of a model, but {source} does not exist; name another")
+    raise UsageError(
+        f"`RUN` must hold a model, but {source} has neither best/ nor model/; train it to its end, or write the"
+        f" model of a checkpoint: trainer export {source} FOLDER"
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} must be a recipe, but cannot be read: {error}; name one with --recipe") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{file} must be a recipe, but is no object; name one with --recipe")
+    return values

@@ -1,0 +1,173 @@
+"""The table of metrics over a whole split, computed by numpy, scikit-learn and scipy."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.base.errors import UsageError
+from trainer.base.extensions import Registration, consume, resolved
+from trainer.tasks.metrics import squad
+from trainer.tasks.metrics.generated_text import TEXT_METRICS
+
+Values: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric: `compute(predictions, labels)`, both of shape `[rows]`, and its direction.
+
+    With several labels for each row, both are 0 or 1, of shape `[rows, num_labels]`.
+    For tasks that label tokens, the arguments are sums over the labelled tokens of each row, and the numbers of these
+    tokens. For retrieval, they are the rank of each right candidate, from 1, and the number of its query, from 0.
+    For tasks that generate texts, they are generated texts and targets. For question answering, they are texts, and the
+    lists of accepted answers.
+    """
+
+    compute: Callable[[Values, Values], float]
+    greater_is_better: bool = True
+
+
+# scikit-learn and scipy each take half a second to import, so the first evaluation imports them, not the start.
+
+
+def _accuracy(predictions: Values, labels: Values) -> float:
+    equal = predictions == labels
+    return float(np.mean(equal.all(axis=1) if equal.ndim == 2 else equal))
+
+
+def _f1(predictions: Values, labels: Values) -> float:
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, predictions, average="binary", pos_label=1, zero_division=0))
+
+
+def _f1_macro(predictions: Values, labels: Values) -> float:
+    """Return the mean F1 of the classes in the labels or the predictions; F1 is undefined for other classes."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, predictions, average="macro", zero_division=0))
+
+
+def _f1_micro(predictions: Values, labels: Values) -> float:
+    """Return the F1 of all decisions together; for one class per row, it equals the accuracy."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, predictions, average="micro", zero_division=0))
+
+
+def _matthews(predictions: Values, labels: Values) -> float:
+    from sklearn.metrics import matthews_corrcoef
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scikit-learn warns where all rows have one class; the value is 0
+        return float(matthews_corrcoef(labels, predictions))
+
+
+def _pearson(predictions: Values, labels: Values) -> float:
+    from scipy import stats
+
+    return _correlation(stats.pearsonr, predictions, labels)
+
+
+def _spearman(predictions: Values, labels: Values) -> float:
+    from scipy import stats
+
+    return _correlation(stats.spearmanr, predictions, labels)
+
+
+def _correlation(function: Callable[..., Any], predictions: Values, labels: Values) -> float:
+    """Return the correlation; 0 if one side is constant and it is undefined, as for the Matthews correlation."""
+    if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
+        return 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scipy warns of nearly constant predictions; the value is valid
+        return float(function(predictions.astype(np.float64), labels.astype(np.float64)).statistic)
+
+
+def _mse(predictions: Values, labels: Values) -> float:
+    return float(np.mean(np.square(predictions.astype(np.float64) - labels.astype(np.float64))))
+
+
+def _share(num_right: Values, num_all: Values) -> float:
+    return float(num_right.sum() / max(1, num_all.sum()))
+
+
+def _perplexity(losses: Values, num_tokens: Values) -> float:
+    """Return the exponential of the mean loss of a token; infinite on overflow, as after a divergence."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(losses.sum() / max(1, num_tokens.sum())))
+
+
+def _recall_at(num_candidates: int) -> Callable[[Values, Values], float]:
+    """Return the mean over queries of the share of right candidates among the first `num_candidates`."""
+
+    def recall(ranks: Values, queries: Values) -> float:
+        found = np.bincount(queries, weights=ranks <= num_candidates)
+        return float(np.mean(found / np.bincount(queries)))
+
+    return recall
+
+
+def _mrr(ranks: Values, queries: Values) -> float:
+    """Return the mean over queries of 1 / rank of the first right candidate."""
+    inverse = np.zeros(queries.max() + 1)
+    np.maximum.at(inverse, queries, 1.0 / ranks)
+    return float(np.mean(inverse))
+
+
+METRICS: dict[str, Metric] = {
+    "accuracy": Metric(_accuracy),
+    "f1": Metric(_f1),
+    "f1_macro": Metric(_f1_macro),
+    "f1_micro": Metric(_f1_micro),
+    "precision": Metric(_share),
+    "recall": Metric(_share),
+    "matthews": Metric(_matthews),
+    "pearson": Metric(_pearson),
+    "spearman": Metric(_spearman),
+    "mse": Metric(_mse, greater_is_better=False),
+    "token_accuracy": Metric(_share),
+    "perplexity": Metric(_perplexity, greater_is_better=False),
+    "recall_at_1": Metric(_recall_at(1)),
+    "recall_at_5": Metric(_recall_at(5)),
+    "recall_at_10": Metric(_recall_at(10)),
+    "mrr": Metric(_mrr),
+    **{name: Metric(compute) for name, compute in TEXT_METRICS.items()},
+    "exact_match": Metric(squad.exact_match),
+    "token_f1": Metric(squad.token_f1),
+    "has_answer_exact_match": Metric(squad.has_answer_exact_match),
+    "has_answer_f1": Metric(squad.has_answer_f1),
+    "no_answer_f1": Metric(squad.no_answer_f1),
+}
+
+
+def _add(row: Registration) -> None:
+    if row.name in _SHIPPED:
+        raise UsageError(f"the metric {row.name!r} ships with trainer; register yours under another name")
+    METRICS[row.name] = Metric(resolved(row.value.compute), row.value.greater_is_better)
+
+
+_SHIPPED = frozenset(METRICS)
+consume("metric", _add)
+
+
+def greater_is_better(metric: str) -> bool:
+    """Return whether a larger value of `metric` (a name of the table, or "loss") is better."""
+    return metric != "loss" and METRICS[metric].greater_is_better
+
+
+def merit(metric: str, metrics: Mapping[str, float]) -> tuple[float, float]:
+    """Return the order of evaluations by `metric`: the larger is the better one.
+
+    Of equal values, the one with the lower loss is better. NaN is worse than all numbers.
+    """
+    values = (metrics[metric] if greater_is_better(metric) else -metrics[metric], -metrics.get("loss", math.inf))
+    first, second = (-math.inf if math.isnan(value) else value for value in values)
+    return first, second

@@ -1,0 +1,120 @@
+"""Functions of tasks on text columns: column checks, tokenisation, and names of cells in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.base.errors import DataError, UsageError
+from trainer.base.text import listed
+from trainer.tasks.types import Dataset, Tokenizer
+
+NAMES_SHOWN = 10
+"""The names of classes in a message."""
+
+STRING_TYPES = ("string", "large_string")
+SEVERAL_TYPES = "values of several types"
+
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+
+
+def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str, where: str) -> None:
+    """Require that a split has the columns `names`, which the recipe's `key` selects.
+
+    Raises:
+        DataError: a column is missing; the message lists the columns of the split.
+    """
+    for name in names:
+        if name not in features:
+            raise DataError(
+                f"`{key}` names the column `{name}`, but {where} has none of that name; its columns are"
+                f" {', '.join(f'`{column}`' for column in features)}"
+            )
+
+
+def require_text(features: Mapping[str, Any], names: Sequence[str], where: str, key: str = "task.text") -> None:
+    """Require that a split has the columns `names`, which the recipe's `key` selects, and that they hold strings.
+
+    Raises:
+        DataError: a column is missing or does not hold strings.
+    """
+    require_columns(features, names, key, where)
+    for name in names:
+        if getattr(features[name], "dtype", None) not in STRING_TYPES:
+            raise DataError(
+                f"`{key}` must name {'columns' if key == 'task.text' else 'a column'} of strings, but column `{name}`"
+                f" of {where} holds {type_name(features[name])}"
+            )
+
+
+def type_name(feature: Any) -> str:
+    """Return the type of a column for a message: `int64`, `string`, `List(...)`."""
+    kind = type(feature).__name__
+    return SEVERAL_TYPES if kind == "Json" else str(feature.dtype if kind == "Value" else feature)
+
+
+def cell(column: str, row: int, where: str) -> str:
+    """Return the name of one cell for a message; `row` counts from 0, the message from 1."""
+    return f"column `{column}`, row {row + 1} of {where}"
+
+
+def tokenise(
+    rows: Dataset,
+    columns: Sequence[str],
+    tokenizer: Tokenizer,
+    max_length: int,
+    where: str,
+    first_row: int,
+    prefix: str = "",
+) -> dict[str, list[Any]]:
+    """Tokenise one text column, or two as pairs, and truncate rows to `max_length` tokens.
+
+    `prefix` comes before each text of the first column.
+
+    Returns:
+        The tokenizer's columns without the attention mask, which is 1 for every token of an unpadded row. The column
+        `cut` is True for rows that were longer than `max_length`.
+
+    Raises:
+        DataError: a text is null or has no token.
+        UsageError: `max_length` allows only the special tokens.
+    """
+    num_special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
+    if max_length <= num_special:  # the tokenizer would not truncate at all
+        raise UsageError(f"`data.max_length` must be more than the {num_special} special tokens, but is {max_length}")
+    texts = [list(rows[column]) for column in columns]
+    for column, values in zip(columns, texts, strict=True):
+        if None in values:
+            raise DataError(f"{cell(column, first_row + values.index(None), where)} is null; every row needs a text")
+    if prefix:
+        texts[0] = [prefix + text for text in texts[0]]
+    features = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
+    if [] in features["input_ids"]:
+        row = first_row + features["input_ids"].index([])
+        raise DataError(f"{cell(columns[0], row, where)} is a text without a token; leave the row out")
+    at_limit = [row for row, ids in enumerate(features["input_ids"]) if len(ids) == max_length]
+    cut = [False] * len(rows)
+    if at_limit:  # a row of exactly `max_length` tokens may be truncated or complete
+        whole = tokenizer(*[[values[row] for row in at_limit] for values in texts], verbose=False)
+        for row, ids in zip(at_limit, whole["input_ids"], strict=True):
+            cut[row] = len(ids) > max_length
+    return {**features, "cut": cut}
+
+
+def finite_number(value: Any) -> float | None:
+    """Return `value` as a float, or None if it is not a finite float32 (strings and booleans are not numbers)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_FLOAT32:
+        return None
+    return float(value)
+
+
+def dtype_in_list(feature: Any) -> str | None:
+    """Return the type in a column of lists; None for other columns."""
+    if type(feature).__name__ not in ("List", "LargeList"):
+        return None
+    return str(getattr(feature.feature, "dtype", ""))
+
+
+def shown(values: Sequence[Any]) -> str:
+    """Return the first of the values as a list in a message."""
+    return listed(values, NAMES_SHOWN)

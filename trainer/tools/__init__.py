@@ -1,0 +1,1 @@
+"""Tools around a run: plans, comparisons, reports, checks, conversions, scripts. The core imports none of them."""

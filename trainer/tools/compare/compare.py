@@ -1,0 +1,107 @@
+"""The comparison from its command to its results."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from trainer.base.errors import INTERRUPTED, ExitCode, UsageError
+from trainer.base.text import for_terminal
+from trainer.launch.local import number_of_ranks
+from trainer.ranks.environment import detect
+from trainer.recipe.reading.loading import load_recipe
+from trainer.tools.compare.comparison_page import write_page
+from trainer.tools.compare.contestants import Contestant, contestants
+from trainer.tools.compare.peers import PEERS
+from trainer.tools.compare.result_table import table, write
+from trainer.tools.compare.results import Result, results, with_plan
+from trainer.tools.compare.turns import TURNS, Comparison
+
+_WIDE = 1000  # characters of a line where the output is no terminal
+
+
+def compare(
+    recipe: str,
+    words: Sequence[str],
+    layouts: Path | None,
+    processes: int | None,
+    steps: int,
+    output: Path | None,
+    hardware: str | None,
+    peers: Sequence[str],
+    tell: Callable[[str], None],
+) -> int:
+    """Compare layouts or recipes, write the results, and return the exit code.
+
+    Args:
+        recipe: the name or path of the recipe.
+        words: overrides, perhaps with several values.
+        layouts: a file of layouts; None: `words` or the layouts that make sense here.
+        processes: the number of ranks; None: one for each GPU, or one.
+        steps: the steps of each turn.
+        output: the folder of the results; None: `runs/NAME-compare`.
+        hardware: a device as in `trainer plan --gpus`, for planned times.
+        peers: other trainings of the recipe, by the names of `trainer.tools.compare.peers.PEERS`.
+        tell: shows a line.
+
+    Raises:
+        TrainerError: no layout can start, or the results cannot be written.
+    """
+    import torch
+
+    from trainer.training.versions import versions
+
+    if detect().has_ranks:
+        raise UsageError("`trainer compare` starts its own ranks; run it without a launcher")
+    if hardware is not None:
+        from trainer.tools.plan.hardware import parse_devices
+
+        parse_devices(f"1x{hardware}")
+    gpus, ranks = torch.cuda.device_count(), number_of_ranks(processes)
+    common, found = contestants(recipe, words, layouts, ranks, gpus)
+    for peer in peers:
+        if peer not in PEERS:
+            raise UsageError(f"`--with` is {peer!r}; use {', '.join(PEERS)}")
+    found += [Contestant((), ranks, peer) for peer in dict.fromkeys(peers)]
+    folder = output or Path("runs") / f"{load_recipe(recipe, common).recipe.name}-compare"
+    comparison = Comparison(recipe, common, found, steps, folder)
+    tell(f"{len(found)} layouts, {TURNS} turns of {steps} steps each on {ranks} processes, in {folder}")
+    is_interrupted = False
+
+    def show(line: str) -> None:
+        tell(for_terminal(line))
+
+    try:
+        comparison.run(show)
+    except KeyboardInterrupt:
+        is_interrupted = True
+        show("interrupted; these are the complete turns, and the same command goes on")
+    made = results(comparison.trials)
+    if not is_interrupted:
+        show("planning the layouts")
+        with suppress(KeyboardInterrupt):
+            made = [with_plan(result, trial, hardware) for result, trial in zip(made, comparison.trials, strict=True)]
+    facts = {"recipe": recipe, "overrides": common, "processes": ranks, "steps": steps, "device": _device(gpus)}
+    facts |= {"versions": versions(), "written": datetime.now().astimezone().isoformat(" ", "minutes")}
+    write(made, folder, facts)
+    write_page(made, folder, facts, is_cpu=gpus == 0)
+    show("")
+    for line in table(made, gpus == 0, shutil.get_terminal_size((_WIDE, 0)).columns):
+        show(line)
+    show(f"wrote     {folder / 'compare.html'}, compare.json and compare.csv")
+    return INTERRUPTED if is_interrupted else _code(made)
+
+
+def _device(gpus: int) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if gpus else f"cpu, {platform.machine()}, {os.cpu_count()} cores"
+
+
+def _code(made: Sequence[Result]) -> int:
+    return ExitCode.DONE if any(result.is_complete for result in made) else ExitCode.FAILED

@@ -1,0 +1,112 @@
+"""The HTML page of a comparison: its table, and figures of time, memory and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from trainer.base.disk import replace_text
+from trainer.tools.compare.probe import PARTS
+from trainer.tools.compare.result_table import HEADER, cells, remarks
+from trainer.tools.compare.results import Result, difference
+from trainer.tools.report.figures import Curve, bars, curves, ranges
+from trainer.tools.report.page import Section, Table, render
+
+EQUAL = 1e-9
+"""The place of equal values on a logarithmic axis."""
+
+
+def write_page(results: Sequence[Result], folder: Path, facts: Mapping[str, Any], is_cpu: bool) -> None:
+    """Write `compare.html` into a folder.
+
+    Args:
+        results: the results.
+        folder: an existing folder.
+        facts: the command's inputs, by name.
+        is_cpu: whether the ranks ran on a CPU, where memory is that of the whole process.
+    """
+    trained = [result for result in results if result.records]
+    rows = [cells(result) for result in trained]
+    sections = [Section("Layouts", [*([Table(HEADER, rows)] if rows else []), *remarks(results, is_cpu)])]
+    if trained:
+        sections.append(Section("Costs", list(_costs(trained, is_cpu))))
+        sections.append(Section("Learning", list(_learning(trained))))
+    shown = [(name, _text(value)) for name, value in facts.items() if value]
+    sections.append(Section("Facts", [Table(("", ""), shown)]))
+    replace_text(folder / "compare.html", render(f"Comparison of {facts['recipe']}", sections))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    return " ".join(value) if isinstance(value, list) else str(value)
+
+
+def _costs(trained: Sequence[Result], is_cpu: bool) -> Iterator[go.Figure]:
+    times = [
+        (result.name, (1e3 * low, 1e3 * middle, 1e3 * high))
+        for result in trained
+        if result.step_seconds is not None
+        for low, middle, high in (result.step_seconds,)
+    ]
+    yield ranges("time of a step, median and quartiles", times, "ms")
+    names = [result.name for result in trained]
+    if any(result.shares for result in trained):
+        found = [
+            (title, [0 if one.shares is None else 100 * getattr(one.shares, name) for one in trained])
+            for title, name in zip(("compute", "communication, waiting for ranks", "rest"), PARTS, strict=True)
+        ]
+        yield bars("shares of a step, mean of the ranks", names, found, "%", is_stacked=True)
+    if planned := _planned(trained, "peak_bytes"):
+        yield bars("planned peak of tensors of the heaviest rank", names, planned, "MiB")
+    by_rank = zip_longest(*(result.rank_memory_bytes for result in trained), fillvalue=0)
+    memory = [(f"rank {rank}", [count / 2**20 for count in counts]) for rank, counts in enumerate(by_rank)]
+    if memory:
+        what = "process" if is_cpu else "device"
+        yield bars(f"peak memory of the {what} of each rank", names, memory, "MiB")
+    if any(result.shares for result in trained):
+        sent = [0 if one.shares is None else one.shares.sent_bytes / 2**20 for one in trained]
+        yield bars(
+            "bytes sent in a step by the heaviest rank; planned at data.max_length",
+            names,
+            [("measured", sent), *_planned(trained, "sent_bytes")],
+            "MiB",
+        )
+
+
+def _planned(trained: Sequence[Result], name: str) -> list[tuple[str, list[float]]]:
+    """Return the planned MiB of each result, zero without a plan; nothing if none has one."""
+    values = [0 if one.plan is None else getattr(one.plan, name) / 2**20 for one in trained]
+    return [("planned", values)] if any(values) else []
+
+
+def _learning(trained: Sequence[Result]) -> Iterator[go.Figure]:
+    for title, name in (("loss", "loss"), ("gradient norm before clipping", "grad_norm")):
+        found = [
+            Curve(one.name, [record.step for record in one.records], [getattr(record, name) for record in one.records])
+            for one in trained
+        ]
+        yield curves(title, found)
+    first = next((one for one in trained if one.is_reference), trained[0])
+    expected = {record.step: record for record in first.records}
+    for title, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
+        apart = [
+            Curve(
+                one.name,
+                [record.step for record in one.records],
+                [
+                    max(EQUAL, difference(getattr(record, name), getattr(expected[record.step], name)))
+                    for record in one.records
+                ],
+            )
+            for one in trained
+            if one.likeness is not None
+        ]
+        if apart:
+            yield curves(
+                f"relative difference of the {title} from the reference; {EQUAL:g} if equal", apart, is_log=True
+            )

@@ -1,0 +1,152 @@
+"""The recipes of a comparison: the layouts that make sense on this machine, a file of them, or a grid of overrides."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trainer.base.errors import TrainerError, UsageError
+from trainer.base.text import dotted_leaves
+from trainer.checkpoint.saving import identity
+from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.schema import Recipe
+from trainer.recipe.strategies import STRATEGIES, Strategy
+from trainer.tools.compare.peers import NAMES
+from trainer.tools.plan.searching import changes, layouts
+
+Kind = Literal["layout", "precision", "training"]
+"""The keys in which two recipes differ: of the layout alone; of layout, precision and weights; of the training."""
+
+_OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.DOTALL)
+_UNREAD_DATA = {"cache", "num_workers"}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Overrides of the recipe, the number of ranks that train it, and the peer that does, or None for the trainer."""
+
+    overrides: tuple[str, ...]
+    processes: int
+    peer: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the peer; or the overrides without their sections, or `recipe`."""
+        if self.peer is not None:
+            return NAMES[self.peer]
+        return " ".join(
+            word.partition("=")[0].rpartition(".")[2] + word[word.index("=") :] for word in self.overrides
+        ) or ("recipe")
+
+
+def contestants(
+    recipe: str, words: Sequence[str], file: Path | None, processes: int, gpus: int
+) -> tuple[list[str], list[Contestant]]:
+    """Return the overrides of all contestants, and the contestants; the first is the reference.
+
+    Args:
+        recipe: the name or path of the recipe.
+        words: overrides; one with several values, `key=a,b`, is an axis of a grid.
+        file: a layout a line, as overrides; None: no file.
+        processes: the number of ranks.
+        gpus: the GPUs of this machine.
+
+    Raises:
+        UsageError: the file cannot be read, or a line of it is not of overrides.
+        RecipeError: the recipe is wrong with its common overrides.
+    """
+    split = [(word, *_values(word)) for word in words]
+    common = [word for word, _, values in split if len(values) < 2]
+    axes = [[f"{key}={value}" for value in values] for _, key, values in split if len(values) > 1]
+    own = load_recipe(recipe, common).recipe
+    if axes or file is not None:
+        lines = [()] if file is None else list(_lines(file))
+        found = [(*line, *point) for line in lines for point in itertools.product(*axes)]
+    else:
+        given = {word.partition("=")[0] for word in common}
+        values = own.model_dump(mode="json")
+        found = [changes(layout, values, given) for layout in _sensible(processes, gpus)]
+    return common, [Contestant(layout, _ranks(recipe, common, layout, processes)) for layout in dict.fromkeys(found)]
+
+
+def _ranks(recipe: str, common: Sequence[str], layout: tuple[str, ...], processes: int) -> int:
+    """Return the ranks of a contestant; a recipe that cannot be read fails in its turn."""
+    try:
+        strategy = load_recipe(recipe, [*common, *layout]).recipe.parallel.strategy
+    except TrainerError:
+        return processes
+    return 1 if STRATEGIES[strategy].single_process else processes
+
+
+def _values(word: str) -> tuple[str, list[str]]:
+    """Return the key and the values of `key=a,b`; commas inside of JSON strings, lists and objects separate nothing."""
+    key, _, text = word.partition("=")
+    depth, values = 0, [""]
+    for token in _OUTSIDE_STRINGS.findall(text):
+        depth += (token in ("[", "{")) - (token in ("]", "}"))
+        if token == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += token
+    return key, values
+
+
+def _lines(file: Path) -> Iterator[tuple[str, ...]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"`--layouts` is {file}, which cannot be read ({error}); name a text file") from error
+    found = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            words = tuple(shlex.split(line, comments=True))
+        except ValueError as error:
+            raise UsageError(f"line {number} of {file} is {line!r} ({error}); close the quotation mark") from error
+        if wrong := [word for word in words if "=" not in word and word != "recipe"]:
+            raise UsageError(
+                f"line {number} of {file} holds {wrong[0]!r}; write overrides, such as parallel.strategy=fsdp, or"
+                " `recipe` for none"
+            )
+        if words:
+            found = True
+            yield tuple(word for word in words if word != "recipe")
+    if not found:
+        raise UsageError(f"`--layouts` is {file}, which names no layout; write overrides, a layout a line")
+
+
+def _sensible(processes: int, gpus: int) -> Iterator[tuple[str, ...]]:
+    """Yield layouts: the recipe's, each strategy, two tensor or context ranks or stages, recomputation, precisions."""
+    yield ()
+    for row, tensor, stages, words in layouts(processes, processes):
+        if _is_tried(row, processes, tensor * stages):
+            yield words
+    if processes % 2 == 0:
+        yield ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline.stages=1", "parallel.context=2")
+    if gpus > 1:
+        yield ("parallel.strategy=dp",)
+    yield ("activation_checkpointing=full",)
+    for precision in ("fp32", "bf16", "fp16"):
+        yield (f"precision={precision}",)
+
+
+def _is_tried(row: Strategy, processes: int, cut: int) -> bool:
+    """Return whether a strategy is compared with a model that is cut over `cut` ranks; hsdp is fsdp on one machine."""
+    if row.single_process or row.groups or cut > 2:
+        return False
+    return row.name == "ddp" or (processes > cut and (cut == 1 or row.name == "fsdp"))
+
+
+def kind_of(recipe: Recipe, first: Recipe) -> Kind:
+    """Return in which keys two recipes differ."""
+    own, other = (
+        dotted_leaves(identity(one, json.dumps(one.data.model_dump(mode="json", exclude=_UNREAD_DATA))))
+        for one in (recipe, first)
+    )
+    differing = {key for key in own.keys() | other.keys() if own.get(key) != other.get(key)}
+    return "layout" if not differing else "precision" if differing <= {"precision", "weights"} else "training"

@@ -1,0 +1,498 @@
+"""Peers: other loops that train the recipe's model on the same batches, for a comparison.
+
+All have the recipe's task, optimizer, learning rates, clipping and precision, and torch's dropout. They neither check
+nor save.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.base.errors import ExitCode, UsageError
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.reading.loading import ResolvedRecipe
+from trainer.recipe.schema import Embedding, Recipe
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import FullyShardedDataParallelPlugin
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from trainer.parallel.mesh import ParallelMesh
+    from trainer.parallel.microbatch import Microbatch, RankBatch
+    from trainer.tasks.task import Task
+    from trainer.training.run_data import PreparedData
+
+    Told = Callable[["RankBatch", float, float], None]
+    """A function that gets each batch after its step, with the loss of the global batch and the gradient norm."""
+
+NAMES = {
+    "pytorch": "plain PyTorch",
+    "transformers": "transformers' Trainer",
+    "accelerate": "a loop of accelerate",
+    "accelerate_fsdp2": "a loop of accelerate, FSDP2",
+    "deepspeed": "plain DeepSpeed, ZeRO-1",
+}
+"""The names of the peers in a table."""
+
+
+@dataclass(frozen=True)
+class PeerTraining:
+    """The parts of a training that the loops share.
+
+    Args:
+        recipe: the recipe.
+        plan: its plan, with data-parallel ranks only.
+        task: its task, which computes the loss.
+        model: a new model on the device of this rank, the same on all ranks.
+        num_steps: the steps to take.
+        total_steps: the steps of the schedule.
+    """
+
+    recipe: Recipe
+    plan: RunPlan
+    task: Task
+    model: nn.Module
+    num_steps: int
+    total_steps: int
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return next(self.model.parameters()).device
+
+    @cached_property
+    def _constants(self) -> dict[str, bool]:
+        from trainer.engine.forward import without_cache
+
+        return without_cache(self.model)
+
+    def num_labels(self, batch: RankBatch) -> Tensor:
+        """Return the number of valid labels in the global batch, by which its sum of losses is divided."""
+        import torch.distributed as dist
+
+        from trainer.engine.forward import denominator_of
+
+        def sum_(local: Tensor) -> Tensor:
+            if self.plan.layout.world_size > 1:
+                dist.all_reduce(local)
+            return local
+
+        return denominator_of(self.task, batch, self.device, sum_)
+
+    def inputs(self, rows: Microbatch) -> dict[str, Any]:
+        """Return the model's keyword arguments for rows."""
+        return {**self.task.model_inputs(rows.inputs), **self._constants}
+
+    def loss_sum(self, output: Any, rows: Microbatch) -> Tensor:
+        """Return the loss of rows, summed over their valid labels, from the output of the model."""
+        loss = self.task.loss_sum(self.task.scores(output, rows.inputs), rows.labels)
+        return loss * 0.0 if rows.filler else loss
+
+    def optimizer(self) -> tuple[Optimizer, LRScheduler]:
+        """Return the recipe's optimizer and its learning rates."""
+        from torch.optim.lr_scheduler import LambdaLR
+
+        from trainer.engine.optimizers.build import build_optimizer, learning_rate_factor, no_decay_names
+        from trainer.engine.optimizers.whole_matrices import matrix_names
+
+        matrices = matrix_names(self.model) if self.recipe.optimizer.name == "muon" else set()
+        named = self.model.named_parameters()
+        made = build_optimizer(self.recipe.optimizer, named, no_decay_names(self.model), matrices)
+        for group in made.param_groups:
+            group["lr"] = self.recipe.optimizer.learning_rate
+        return made, LambdaLR(made, lambda step: learning_rate_factor(self.recipe.schedule, step, self.total_steps))
+
+
+def plain_pytorch(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
+    """Train with the shortest loop of PyTorch and DistributedDataParallel that takes the same steps."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.utils import clip_grad_norm_
+
+    recipe, ranks, model = training.recipe, training.plan.layout.world_size, training.model.train()
+    device = training.device
+    optimizer, schedule = training.optimizer()
+    ddp: Any = model
+    if ranks > 1:
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    for batch in islice(batches, training.num_steps):
+        total, labels = torch.zeros((), device=device), training.num_labels(batch)
+        for microbatch in batch.microbatches:
+            if ranks > 1:
+                ddp.require_backward_grad_sync = microbatch is batch.microbatches[-1]
+            rows = microbatch.to(device)
+            with torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext():
+                output = ddp(**training.inputs(rows))
+            loss = training.loss_sum(output, rows) / labels
+            (loss * ranks).backward()  # type: ignore[no-untyped-call]  # DDP averages over the ranks
+            total += loss.detach()
+        norm = clip_grad_norm_(model.parameters(), recipe.training.max_grad_norm or math.inf)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if tell is not None:
+            if ranks > 1:
+                dist.all_reduce(total)
+            tell(batch, total.item(), norm.item())
+
+
+def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
+    """Train with transformers' Trainer. It neither evaluates nor saves, and logs each step if `tell` is given."""
+    import torch
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    from trainer.parallel.microbatch import Microbatch
+
+    taken: list[tuple[RankBatch, Tensor]] = []
+
+    class OnOurBatches(Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return _Flat(batches, taken, training)
+
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
+            labels = inputs.pop("labels")
+            rows = Microbatch(inputs, labels, torch.empty(0))
+            num_labels = taken[-1][1]
+            # Trainer divides by the microbatches, and DistributedDataParallel by the ranks.
+            factor = self.current_gradient_accumulation_steps * training.plan.layout.world_size
+            loss = training.loss_sum(model(**training.inputs(rows)), rows)
+            return torch.mul(loss, factor / num_labels)
+
+    class Tell(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if tell is not None and "loss" in logs:
+                of_step = taken[state.global_step - 1][0]
+                tell(of_step, logs["loss"], logs["grad_norm"])
+
+    recipe, batch = training.recipe, training.plan.batch
+    on_cpu = training.device.type == "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=training.num_steps,
+            per_device_train_batch_size=batch.micro_batch_size,
+            gradient_accumulation_steps=batch.num_microbatches,
+            max_grad_norm=recipe.training.max_grad_norm or math.inf,
+            bf16=recipe.precision == "bf16",
+            logging_strategy="no" if tell is None else "steps",
+            logging_steps=1,
+            save_strategy="no",
+            eval_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=on_cpu,
+            ddp_backend="gloo" if on_cpu else "nccl",
+            ddp_find_unused_parameters=False,
+            ddp_broadcast_buffers=False,
+        )
+        trainer = OnOurBatches(training.model, arguments, optimizers=training.optimizer(), callbacks=[Tell()])
+        trainer.model_accepts_loss_kwargs = False  # Trainer need not count labels, because `taken` has their number
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+def accelerate_loop(
+    training: PeerTraining,
+    batches: Iterable[RankBatch],
+    tell: Told | None = None,
+    plugin: FullyShardedDataParallelPlugin | None = None,
+) -> None:
+    """Train with the loop that accelerate's documentation shows, and DistributedDataParallel.
+
+    Args:
+        training: the training.
+        batches: its batches.
+        tell: gets each batch after its step.
+        plugin: the settings of FSDP2, in place of DistributedDataParallel.
+    """
+    import torch
+    from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
+    from torch.distributed.fsdp import FSDPModule
+
+    recipe, ranks, device = training.recipe, training.plan.layout.world_size, training.device
+    accelerator = Accelerator(
+        cpu=device.type == "cpu",
+        mixed_precision="bf16" if recipe.precision == "bf16" else "no",
+        fsdp_plugin=plugin,
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    )
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # the plugin set it, for all later trainings in this process
+    if plugin is not None and not accelerator.is_fsdp2:  # accelerate shards on CPUs too, but asks for GPUs here
+        # Objects of this type share their attributes; those of a copy leave other trainings alone.
+        accelerator.state = copy.copy(accelerator.state)
+        vars(accelerator.state).update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    made, schedule = training.optimizer()
+    model, optimizer = accelerator.prepare(training.model.train(), made)
+    assert (plugin is None) != isinstance(model, FSDPModule), "accelerate ignored the plugin"
+    for batch in islice(batches, training.num_steps):
+        total, labels = torch.zeros((), device=device), training.num_labels(batch)
+        for microbatch in batch.microbatches:
+            is_last = microbatch is batch.microbatches[-1]
+            with nullcontext() if is_last else accelerator.no_sync(model):
+                rows = microbatch.to(device)
+                loss = training.loss_sum(model(**training.inputs(rows)), rows) / labels
+                accelerator.backward(loss * ranks)  # DistributedDataParallel averages over the ranks
+                total += loss.detach()
+        norm = accelerator.clip_grad_norm_(model.parameters(), recipe.training.max_grad_norm or math.inf)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if tell is not None:
+            tell(batch, accelerator.reduce(total).item(), norm.item())
+
+
+def accelerate_fsdp2(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
+    """Train with the loop of accelerate, and FSDP2 of each layer."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    from trainer.models.families.table import layers_of
+
+    # By default it also takes BERT's embeddings as a layer, and then fails because it shards their table twice.
+    layers = {type(layer).__name__ for layer in layers_of(training.model).values()}
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=sorted(layers)
+    )
+    if training.recipe.precision == "bf16":
+        plugin.set_mixed_precision("bf16")
+    accelerate_loop(training, batches, tell, plugin)
+
+
+def plain_deepspeed(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
+    """Train with the loop that DeepSpeed's documentation shows, under ZeRO-1."""
+    import torch
+    import torch.distributed as dist
+
+    from trainer.engine.zero import load_deepspeed
+
+    recipe, ranks, device = training.recipe, training.plan.layout.world_size, training.device
+    made, schedule = training.optimizer()
+    engine, *_ = load_deepspeed(device).initialize(
+        model=training.model.train(),
+        optimizer=made,
+        dist_init_required=False,
+        config={
+            "train_micro_batch_size_per_gpu": training.plan.batch.micro_batch_size,
+            "gradient_accumulation_steps": 1,  # the loop marks the last microbatch
+            "gradient_clipping": recipe.training.max_grad_norm or 0.0,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        },
+    )
+    for batch in islice(batches, training.num_steps):
+        total, labels = torch.zeros((), device=device), training.num_labels(batch)
+        for microbatch in batch.microbatches:
+            rows = microbatch.to(device)
+            engine.set_gradient_accumulation_boundary(microbatch is batch.microbatches[-1])
+            with torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext():
+                output = engine(**training.inputs(rows))
+            loss = training.loss_sum(output, rows) / labels
+            engine.backward(loss * ranks)  # DeepSpeed averages over the ranks
+            engine.step()
+            total += loss.detach()
+        schedule.step()
+        if tell is not None:
+            dist.all_reduce(total)
+            tell(batch, total.item(), float(engine.get_global_grad_norm()))
+
+
+PEERS: dict[str, Callable[[PeerTraining, Iterable[RankBatch], Told | None], None]] = {
+    "pytorch": plain_pytorch,
+    "transformers": transformers_trainer,
+    "accelerate": accelerate_loop,
+    "accelerate_fsdp2": accelerate_fsdp2,
+    "deepspeed": plain_deepspeed,
+}
+
+
+class _Flat:
+    """The microbatches of rank batches as dictionaries for transformers' Trainer, without a length.
+
+    `taken` gets each batch with its number of labels.
+
+    Raises:
+        UsageError: a batch has fewer microbatches than others, or a filler; Trainer would add those of the next batch.
+    """
+
+    def __init__(
+        self, batches: Iterable[RankBatch], taken: list[tuple[RankBatch, Tensor]], training: PeerTraining
+    ) -> None:
+        self._batches, self._taken, self._training = batches, taken, training
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        number = self._training.plan.batch.num_microbatches
+        for batch in self._batches:
+            if len(batch.microbatches) != number or any(rows.filler for rows in batch.microbatches):
+                raise UsageError(
+                    f"`--with transformers` needs {number} full microbatches on each rank, but step"
+                    f" {len(self._taken) + 1} has the last rows of an epoch, which are too few; use"
+                    f" `--steps {len(self._taken)}` or fewer"
+                )
+            self._taken.append((batch, self._training.num_labels(batch)))
+            for microbatch in batch.microbatches:
+                yield {**microbatch.inputs, "labels": microbatch.labels}
+
+
+def name_ranks(environment: LaunchEnvironment) -> None:
+    """Set the variables by which accelerate, which transformers' Trainer uses, finds the existing process group."""
+    if environment.world_size > 1:
+        names = ("rank", "local_rank", "world_size", "local_world_size")
+        os.environ |= {name.upper(): str(getattr(environment, name)) for name in names}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def require_able(peer: str, recipe: Recipe, processes: int) -> None:
+    """Refuse a recipe that a peer cannot train.
+
+    Raises:
+        UsageError: a key has no counterpart in the loops of the peers.
+    """
+    task, parallel = recipe.task, recipe.parallel
+    wrong = {
+        "task.loss": isinstance(task, Embedding) and task.loss != "cosine",
+        "task.loss_chunk_tokens": getattr(task, "loss_chunk_tokens", None) is not None,
+        "parallel.strategy": parallel.strategy != "ddp",
+        "parallel.tensor": parallel.tensor > 1,
+        "parallel.context": parallel.context > 1,
+        "parallel.pipeline.stages": parallel.pipeline.stages > 1,
+        "activation_checkpointing": recipe.activation_checkpointing != "none",
+        "precision": recipe.precision == "fp16",
+        "weights": recipe.weights != "fp32",
+        "model.adapter and freeze": recipe.model.is_partly_frozen,
+        "distillation": recipe.distillation is not None,
+        "training.micro_batch_tokens": recipe.training.micro_batch_tokens is not None,
+        "training.global_batch_size": recipe.training.global_batch_size
+        % (processes * plan_run(recipe, processes).batch.micro_batch_size)
+        != 0,
+    }
+    shards = peer in ("deepspeed", "accelerate_fsdp2")
+    if shards:
+        wrong |= {
+            "processes": processes == 1,
+            "optimizer.name": recipe.optimizer.name not in ("adamw", "sgd"),
+        }
+    if found := [key for key, is_wrong in wrong.items() if is_wrong]:
+        raise UsageError(
+            f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it needs `parallel.strategy` ddp"
+            " without tensor ranks, context ranks and stages, fp32 or bf16 with fp32 weights, and equal microbatches."
+            " It takes no recomputation, adapters, distillation, `task.loss_chunk_tokens` or loss over the whole batch."
+            + (" It needs several processes, and AdamW or SGD." if shards else "")
+            + f" Change these keys, or leave out `--with {peer}`"
+        )
+
+
+def redirect_output(place: Path) -> None:
+    """Append all output of this process to a file, that of libraries too."""
+    file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    sys.stdout.flush()
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)
+
+
+@dataclass(frozen=True)
+class PeerMeasurement:
+    """The work of a rank: the steps of a peer, with its output in a file and its records in `metrics.jsonl`."""
+
+    peer: str
+    output: Path
+
+    def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+        from trainer.engine.deepspeed_package import ready_deepspeed
+        from trainer.training.checking import prepare_checked
+        from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
+
+        redirect_output(self.output)
+        require_able(self.peer, resolved.recipe, environment.world_size)
+        plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
+        meeting = meet_ranks(resolved, plan, environment)
+        data = together(meeting, resolved.recipe, lambda: prepare_checked(plan))
+        device = open_device(environment, resolved.recipe.tf32)
+        if self.peer == "deepspeed":
+            together(meeting, resolved.recipe, lambda: ready_deepspeed(environment.local_rank, device.type == "cpu"))
+        with process_group(plan, environment, device, meeting):
+            name_ranks(environment)
+            _train(self.peer, plan, data, open_mesh(plan.layout, device), environment)
+        return ExitCode.DONE
+
+
+def build_peer_model(recipe: Recipe, data: PreparedData) -> nn.Module:
+    """Build the recipe's model with torch's dropout, with the same weights at each call and on each rank."""
+    from trainer.models.building import build_model
+
+    task = data.task
+    return build_model(
+        recipe.model,
+        recipe.training.model_copy(update={"layout_invariant_dropout": False}),
+        task.auto_class_name,
+        task.model_options(),
+        pad_token_id=data.preparation.padding_token,
+        unused=task.unused_modules,
+        packed=task.packs_documents,
+    ).model
+
+
+def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, environment: LaunchEnvironment) -> None:
+    from trainer.engine.optimizers.build import learning_rate
+    from trainer.observe.metrics_file import MetricsFile
+    from trainer.observe.peak_memory import peak_memory_bytes
+    from trainer.observe.records import StepRecord
+    from trainer.parallel.placement import whole
+    from trainer.training.assembly import train_batches
+    from trainer.training.run_info import run_info
+
+    recipe, task = plan.recipe, data.task
+    model = build_peer_model(recipe, data).to(mesh.device)
+    total = plan.total_steps(len(data.train))
+    training = PeerTraining(recipe, plan, task, model, min(total, recipe.training.stop_at_step or total), total)
+    records: list[StepRecord] = []
+    last = time.perf_counter()
+
+    def tell(batch: RankBatch, loss: float, norm: float) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        seconds, last = now - last, now
+        before = records[-1] if records else None
+        tokens = (before.tokens or 0 if before else 0) + batch.num_tokens
+        records.append(
+            StepRecord(
+                step=len(records) + 1,
+                epoch=(len(records) + 1) / plan.steps_per_epoch(len(data.train)),
+                loss=loss,
+                grad_norm=norm,
+                learning_rate=learning_rate(recipe.optimizer, recipe.schedule, len(records), total),
+                samples=(before.samples if before else 0) + batch.num_rows,
+                tokens=tokens or None,
+                step_seconds=seconds,
+                samples_per_second=batch.num_rows / seconds,
+                tokens_per_second=batch.num_tokens / seconds if batch.num_tokens else None,
+                peak_memory_bytes=0,
+            )
+        )
+
+    PEERS[peer](training, train_batches(plan, mesh, data), tell)
+    memory = mesh.agree_each(peak_memory_bytes(mesh.device))
+    info = run_info(plan, environment, task, data.train, None, [model], whole(model), mesh, None)
+    if mesh.rank == 0:
+        file = MetricsFile()
+        file.start(info)
+        for record in records:
+            file.step(replace(record, peak_memory_bytes=max(memory), rank_memory_bytes=memory))
+        file.close()

@@ -1,0 +1,212 @@
+"""The results of a comparison as a table in the terminal, as JSON and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.base.disk import replace_text
+from trainer.observe.run_files import encode_number
+from trainer.observe.summary import format_bytes
+from trainer.tools.compare.probe import PARTS
+from trainer.tools.compare.results import Result
+from trainer.tools.compare.turns import first_line
+
+HEADER = (
+    "",
+    "step",
+    "quartiles",
+    "samples/s",
+    "tokens/s",
+    "compute/comm/rest",
+    "sent",
+    "memory of each rank",
+    "planned",
+    "loss and norm",
+)
+_COLUMNS = (
+    "name",
+    "overrides",
+    "processes",
+    "layout",
+    "kind",
+    "reason",
+    "step_seconds",
+    "step_seconds_low",
+    "step_seconds_high",
+    "samples_per_second",
+    "tokens_per_second",
+    "compute_share",
+    "communication_share",
+    "rest_share",
+    "sent_bytes",
+    "peak_memory_bytes",
+    "loss_difference",
+    "grad_norm_difference",
+    "leaves_tolerance_at_step",
+    "last_loss",
+    "planned_peak_bytes",
+    "planned_sent_bytes",
+    "planned_seconds",
+)
+
+
+def table(results: Sequence[Result], is_cpu: bool, width: int) -> Iterator[str]:
+    """Yield the lines of a table, in parts if it is too wide, then the remarks.
+
+    Args:
+        results: the results.
+        is_cpu: whether the ranks ran on a CPU, where memory is that of the whole process.
+        width: the width of the terminal in characters.
+    """
+    rows = [HEADER, *(cells(result) for result in results if result.records)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for columns in _fitting(widths, width) if len(rows) > 1 else ():
+        for row in rows:
+            name, *others = (row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in columns))
+            if columns[-1] == len(HEADER) - 1:
+                others[-1] = row[-1]
+            yield "  ".join([name, *others]).rstrip()
+        yield ""
+    yield from remarks(results, is_cpu)
+
+
+def _fitting(widths: Sequence[int], width: int) -> Iterator[list[int]]:
+    """Yield the columns of each part of a table that is too wide; each part also has the first column."""
+    part: list[int] = []
+    for column in range(1, len(widths)):
+        taken = [0, *part, column]
+        if part and sum(widths[one] for one in taken) + 2 * (len(taken) - 1) > width:
+            yield part
+            part = []
+        part.append(column)
+    yield part
+
+
+def remarks(results: Sequence[Result], is_cpu: bool) -> Iterator[str]:
+    """Yield the reasons of failures, the layouts that cost least, and a note on the columns of memory."""
+    for result in results:
+        if result.reason is not None:
+            yield f"failed    {result.name}: {first_line(result.reason)}"
+        elif not result.records:
+            yield f"not run   {result.name}"
+    reference = next((result for result in results if result.is_reference), None)
+    for result in results:
+        if result.peer is not None and result.samples_per_second and reference and reference.samples_per_second:
+            ratio = result.samples_per_second / reference.samples_per_second
+            yield f"{result.name} trains {ratio:.2f} times as many samples/s as {reference.name}, with torch's dropout"
+    trained = [result for result in results if result.peer is None and result.step_seconds and result.rank_memory_bytes]
+    if len(trained) > 1:
+        fastest = min(trained, key=lambda one: one.step_seconds[1] if one.step_seconds else math.inf)
+        smallest = min(trained, key=lambda one: max(one.rank_memory_bytes))
+        yield f"{fastest.name} is the fastest, with {cells(fastest)[1]} a step"
+        least = format_bytes(max(smallest.rank_memory_bytes))
+        yield f"{smallest.name} needs the least memory, {least} on its fullest rank"
+    if compared := [result.likeness for result in results if result.likeness is not None]:
+        alike = sum(likeness.leaves is None for likeness in compared)
+        yield f"{alike} of {len(compared)} learn the same as the reference, within the tolerances"
+    if any(result.records for result in results):
+        of_process = " of the whole process" if is_cpu else ""
+        yield f"memory is the peak{of_process}; planned is that of the tensors of the heaviest rank, at data.max_length"
+
+
+def cells(result: Result) -> tuple[str, ...]:
+    """Return the row of a result that trained."""
+    assert result.step_seconds is not None
+    assert result.samples_per_second is not None
+    low, middle, high = result.step_seconds
+    shares = result.shares
+    tokens = "" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}"
+    planned = ""
+    if result.plan is not None:
+        seconds = "" if result.plan.seconds is None else f", {1e3 * result.plan.seconds:,.0f} ms"
+        planned = format_bytes(result.plan.peak_bytes) + seconds
+    return (
+        result.name,
+        f"{1e3 * middle:,.0f} ms",
+        f"{1e3 * low:,.0f}-{1e3 * high:,.0f}",
+        f"{result.samples_per_second:,.1f}",
+        tokens,
+        ""
+        if shares is None
+        else "/".join(f"{100 * part:.0f}" for part in (getattr(shares, name) for name in PARTS)) + " %",
+        "" if shares is None else format_bytes(shares.sent_bytes),
+        " ".join(map(format_bytes, result.rank_memory_bytes)),
+        planned,
+        verdict(result),
+    )
+
+
+def verdict(result: Result) -> str:
+    """Return whether a result learns as the reference; for another training, its first and last loss."""
+    if result.is_reference:
+        return "the reference"
+    if result.likeness is None:
+        if not result.records:
+            return ""
+        return f"loss {result.records[0].loss:.4g} to {result.records[-1].loss:.4g}"
+    largest = f"{_power(result.likeness.loss)}, {_power(result.likeness.grad_norm)}"
+    if result.likeness.leaves is None:
+        return "equal" if result.likeness.loss == result.likeness.grad_norm == 0 else f"equal within {largest}"
+    return f"beyond the tolerance from step {result.likeness.leaves}: {largest}"
+
+
+def _power(value: float) -> str:
+    return "0" if value == 0 else f"{value:.0e}" if math.isfinite(value) else "not finite"
+
+
+def write(results: Sequence[Result], folder: Path, facts: dict[str, Any]) -> None:
+    """Write `compare.json` and `compare.csv` into a folder.
+
+    Args:
+        results: the results.
+        folder: an existing folder.
+        facts: further values of the JSON object.
+    """
+    content = _finite({**facts, "results": [result.as_object() for result in results]})
+    replace_text(folder / "compare.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(_row, results))
+    replace_text(folder / "compare.csv", text.getvalue())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return encode_number(value) if isinstance(value, float) else value
+
+
+def _row(result: Result) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": result.name,
+        "overrides": " ".join(result.overrides),
+        "processes": result.processes,
+        "layout": result.layout,
+        "kind": result.kind,
+        "reason": result.reason and first_line(result.reason),
+        "samples_per_second": result.samples_per_second,
+        "tokens_per_second": result.tokens_per_second,
+        "peak_memory_bytes": " ".join(map(str, result.rank_memory_bytes)),
+    }
+    if result.step_seconds is not None:
+        row["step_seconds_low"], row["step_seconds"], row["step_seconds_high"] = result.step_seconds
+        row["last_loss"] = result.records[-1].loss
+    if result.shares is not None:
+        row |= {f"{name}_share": getattr(result.shares, name) for name in PARTS}
+        row["sent_bytes"] = result.shares.sent_bytes
+    if result.likeness is not None:
+        row["loss_difference"], row["grad_norm_difference"] = result.likeness.loss, result.likeness.grad_norm
+        row["leaves_tolerance_at_step"] = result.likeness.leaves
+    if result.plan is not None:
+        row["planned_peak_bytes"], row["planned_sent_bytes"] = result.plan.peak_bytes, result.plan.sent_bytes
+        row["planned_seconds"] = result.plan.seconds
+    return row

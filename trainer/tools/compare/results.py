@@ -1,0 +1,227 @@
+"""The result of each trial: times, memory, and the differences of its losses from those of the first trial."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from trainer.base.errors import TrainerError
+from trainer.observe.metrics_file import Metrics
+from trainer.observe.records import StepRecord
+from trainer.recipe.plan import plan_run
+from trainer.recipe.schema import Recipe
+from trainer.tools.compare.contestants import Kind, kind_of
+from trainer.tools.compare.probe import Shares
+from trainer.tools.compare.turns import Trial
+
+TOLERANCES: Mapping[str, tuple[float, float]] = {
+    "fp32": (1e-5, 1e-4),
+    "muon": (1e-4, 1e-3),  # in fp32; its iterations are in bf16
+    "fp16": (2**-10 / 8, 2**-10),
+    "bf16": (2**-7 / 8, 2**-7),
+}
+"""Relative tolerances of the loss and the gradient norm of a step (docs/numerics.md), the tightest first."""
+
+_MOST_WARM_UP = 5
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """The differences of a trial from the reference, relative to it.
+
+    Args:
+        loss: the largest difference of the loss of a step.
+        grad_norm: that of the gradient norm.
+        leaves: the first step beyond the tolerance; None: all steps are within it.
+    """
+
+    loss: float
+    grad_norm: float
+    leaves: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a step: the peak bytes of tensors and the bytes sent by the heaviest rank; the likely seconds."""
+
+    peak_bytes: int
+    sent_bytes: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The numbers of a trial; times are of the steps after the warm-up, over all turns.
+
+    Args:
+        name: of the contestant.
+        overrides: its overrides.
+        processes: its ranks.
+        kind: the keys in which it differs from the reference.
+        peer: the peer that trained it; None: the trainer.
+        is_reference: whether it is the first one that trained.
+        layout: its mesh; None if it did not start.
+        reason: the cause of its failure; None if it trained.
+        step_seconds: the quartiles of the seconds of a step; the second one is the median.
+        turn_seconds: the median of each turn.
+        samples_per_second: of all ranks, the median of the steps.
+        tokens_per_second: the same, without padding; None: rows have no tokens.
+        rank_memory_bytes: the peak of each rank.
+        records: the steps of the first turn.
+        shares: the parts of a step; None if none was probed.
+        likeness: None for the reference, or another training.
+        plan: None if the step cannot be planned.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    processes: int
+    kind: Kind
+    peer: str | None = None
+    is_reference: bool = False
+    layout: str | None = None
+    reason: str | None = None
+    step_seconds: tuple[float, float, float] | None = None
+    turn_seconds: tuple[float, ...] = ()
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    rank_memory_bytes: tuple[int, ...] = ()
+    records: tuple[StepRecord, ...] = ()
+    shares: Shares | None = None
+    likeness: Likeness | None = None
+    plan: Plan | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.reason is None and bool(self.records)
+
+    def as_object(self) -> dict[str, Any]:
+        """Return JSON values; `records` has the loss and the gradient norm of each step."""
+        values = asdict(self)
+        values["records"] = [
+            {"step": record.step, "loss": record.loss, "grad_norm": record.grad_norm} for record in self.records
+        ]
+        return values
+
+
+def results(trials: Sequence[Trial]) -> list[Result]:
+    """Return the results of trials; the first one that trained is the reference."""
+    first = next((trial for trial in trials if trial.turns), trials[0])
+    return [_result(trial, first) for trial in trials]
+
+
+def _result(trial: Trial, first: Trial) -> Result:
+    contestant, resolved = trial.contestant, trial.resolved
+    kind: Kind = "layout"
+    if resolved is not None and first.resolved is not None:
+        kind = kind_of(resolved.recipe, first.resolved.recipe)
+    made = Result(
+        contestant.name, contestant.overrides, contestant.processes, kind, contestant.peer, reason=trial.reason
+    )
+    if not trial.turns:
+        return made
+    turns = [turn.steps[warm_up(len(turn.steps)) :] for turn in trial.turns]
+    steps = [step for turn in turns for step in turn]
+    tokens = [step.tokens_per_second for step in steps if step.tokens_per_second is not None]
+    memory = [turn.steps[-1].rank_memory_bytes for turn in trial.turns]
+    likeness = None
+    if (
+        resolved is not None
+        and first.resolved is not None
+        and first.turns
+        and trial is not first
+        and kind != "training"
+    ):
+        likeness = _likeness(trial.turns, first.turns[0], resolved.recipe, first.resolved.recipe)
+    return replace(
+        made,
+        is_reference=trial is first,
+        layout=trial.turns[0].runs[-1]["layout"],
+        step_seconds=_quartiles([step.step_seconds for step in steps]),
+        turn_seconds=tuple(statistics.median(step.step_seconds for step in turn) for turn in turns),
+        samples_per_second=statistics.median(step.samples_per_second for step in steps),
+        tokens_per_second=statistics.median(tokens) if tokens else None,
+        rank_memory_bytes=tuple(map(max, zip(*memory, strict=True))),
+        records=tuple(trial.turns[0].steps),
+        shares=trial.shares,
+        likeness=likeness,
+    )
+
+
+def warm_up(steps: int) -> int:
+    """Return the first steps of a turn that are not timed: a fifth, at most five."""
+    return min(_MOST_WARM_UP, steps // 5 or int(steps > 1))
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return low, middle, high
+
+
+def _tolerance(recipe: Recipe) -> tuple[float, float]:
+    names = [recipe.precision, recipe.parallel.communication.gradients, recipe.optimizer.name]
+    return max(TOLERANCES[name] for name in names if name in TOLERANCES)
+
+
+def _likeness(turns: Sequence[Metrics], first: Metrics, recipe: Recipe, other: Recipe) -> Likeness:
+    tolerance = max(map(_tolerance, (recipe, other)))
+    expected = {record.step: record for record in first.steps}
+    largest = [0.0, 0.0]
+    leaves: int | None = None
+    for record in (record for turn in turns for record in turn.steps if record.step in expected):
+        reference = expected[record.step]
+        found = (
+            difference(record.loss, reference.loss),
+            difference(record.grad_norm, reference.grad_norm),
+        )
+        largest = [max(pair) for pair in zip(largest, found, strict=True)]
+        if any(value > limit for value, limit in zip(found, tolerance, strict=True)):
+            leaves = min(record.step, leaves or record.step)
+    return Likeness(largest[0], largest[1], leaves)
+
+
+def difference(value: float, reference: float) -> float:
+    """Return the difference of two values relative to the reference; infinite where only one of them is finite."""
+    if value == reference or (math.isnan(value) and math.isnan(reference)):
+        return 0.0
+    difference = abs(value - reference) / abs(reference) if reference else math.inf
+    return difference if math.isfinite(difference) else math.inf
+
+
+def with_plan(result: Result, trial: Trial, hardware: str | None) -> Result:
+    """Return a result with its plan, or unchanged if the step cannot be planned.
+
+    Args:
+        result: of the trial.
+        trial: the trial.
+        hardware: a device or a hardware file as `trainer plan --gpus` takes it, for the time; None: memory alone.
+    """
+    import torch
+
+    from trainer.parallel.kernels.kernel_support import obstacle
+    from trainer.tools.plan.hardware import parse_devices
+    from trainer.tools.plan.pipeline_plan import plan_steps
+    from trainer.tools.plan.recipe_plan import plan_recipe, traffic_by_axis
+
+    if trial.resolved is None or result.peer is not None:
+        return result
+    recipe = trial.resolved.recipe
+    seconds: float | None = None
+    try:
+        if hardware is None:
+            length = getattr(recipe.data, "max_length", None) or 1
+            cuda = torch.cuda.is_available()
+            fused = cuda and obstacle(torch.device("cuda")) is None
+            steps = plan_steps(plan_run(recipe, result.processes), length, cuda, fused)
+        else:
+            made = plan_recipe(trial.resolved, parse_devices(f"{result.processes}x{hardware}"))
+            steps = made.steps
+            seconds = None if made.time is None else made.time.likely
+    except TrainerError:
+        return result
+    peak = max(step.peak.num_bytes for step in steps)
+    sent = max(sum(count for _, count in traffic_by_axis(step).values()) for step in steps)
+    return replace(result, plan=Plan(peak, sent, seconds))

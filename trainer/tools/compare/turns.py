@@ -1,0 +1,203 @@
+"""The turns of a comparison: each contestant trains in fresh ranks, once in the given order and once in reverse.
+
+Load on the machine that changes slowly so affects all contestants alike. A turn that is complete has a mark in its
+folder, and the next start of the same comparison passes it over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trainer.base.digests import digest_of, source_digest
+from trainer.base.disk import replace_text
+from trainer.base.errors import ExitCode, TrainerError, UsageError, storage_error
+from trainer.launch.local import RankError, run_on_fresh_ranks
+from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
+from trainer.tools.compare.contestants import Contestant
+from trainer.tools.compare.peers import PeerMeasurement, redirect_output, require_able
+from trainer.tools.compare.probe import STEPS, Probe, Shares, read_shares
+from trainer.training.versions import versions
+
+TURNS = 2
+_UNUSED = ("checkpoint.every", "evaluation.every", "evaluation.best", "evaluation.patience", "logging.project")
+_OUTPUT, _COMPLETE = "output.txt", "complete.json"
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """The work of a rank: the training without checkpoints, with its output in a file.
+
+    Args:
+        output: the file.
+        probed: the number of steps before those of the probe; None: no probe.
+    """
+
+    output: Path
+    probed: int | None
+
+    def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+        from trainer.training.run import train
+
+        redirect_output(self.output)
+        probe = None if self.probed is None else Probe(self.probed, environment.rank, self.output.parent)
+        return train(resolved, environment, saves=False, observer=probe).exit_code
+
+
+@dataclass
+class Trial:
+    """A contestant, its recipe, and the records of its turns; `reason` if it failed."""
+
+    contestant: Contestant
+    resolved: ResolvedRecipe | None = None
+    turns: list[Metrics] = field(default_factory=list)
+    shares: Shares | None = None
+    reason: str | None = None
+
+
+class Comparison:
+    """All trials of a comparison.
+
+    Args:
+        recipe: the name or path of the recipe.
+        common: overrides of all contestants.
+        contestants: the first is the reference.
+        steps: the steps of each turn.
+        folder: the folder of the comparison; each turn has a folder in it.
+
+    Raises:
+        UsageError: the folder cannot be made.
+    """
+
+    def __init__(
+        self, recipe: str, common: Sequence[str], contestants: Sequence[Contestant], steps: int, folder: Path
+    ) -> None:
+        self._recipe, self._common, self._steps, self.folder = recipe, tuple(common), steps, folder
+        self.trials = [Trial(contestant) for contestant in contestants]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error(
+                f"`--output` is {folder}, where no folder can be made ({error.strerror}); name another", error
+            ) from error
+        for trial in self.trials:
+            try:
+                resolved = load_recipe(recipe, [*common, *trial.contestant.overrides])
+                if trial.contestant.peer is not None:
+                    require_able(trial.contestant.peer, resolved.recipe, trial.contestant.processes)
+                trial.resolved = resolved
+            except TrainerError as error:
+                trial.reason = str(error)
+        if all(trial.resolved is None for trial in self.trials):
+            raise UsageError(self.trials[0].reason or "")
+
+    def run(self, tell: Callable[[str], None]) -> None:
+        """Train all turns that are not complete.
+
+        Args:
+            tell: shows a line of progress.
+
+        Raises:
+            KeyboardInterrupt: a signal; complete turns are kept.
+        """
+        left = [(turn, trial) for turn in range(TURNS) for trial in self.trials[:: 1 - 2 * (turn % 2)]]
+        started, trained = time.monotonic(), 0
+        for index, (turn, trial) in enumerate(left):
+            if trial.reason is not None or trial.resolved is None:
+                continue
+            complete = self._read(trial, turn)
+            if complete is None:
+                complete = self._train(trial, turn)
+                trained += 1
+            if complete is None:
+                tell(f"{index + 1}/{len(left)} {trial.contestant.name}: {first_line(trial.reason)}")
+                continue
+            trial.turns.append(complete)
+            trial.shares = read_shares(self._place(trial, turn)) or trial.shares
+            seconds = (time.monotonic() - started) / max(1, trained) * (len(left) - index - 1)
+            rest = f"; about {seconds / 60:.0f} min left" if trained and seconds > 60 else ""
+            tell(f"{index + 1}/{len(left)} {trial.contestant.name}: {complete.steps[-1].step} steps{rest}")
+
+    def _train(self, trial: Trial, turn: int) -> Metrics | None:
+        """Train one turn, and return its records, or None if it failed.
+
+        Raises:
+            KeyboardInterrupt: a signal arrived.
+        """
+        folder = self._place(trial, turn)
+        shutil.rmtree(folder, ignore_errors=True)  # of a turn that was interrupted
+        try:
+            folder.mkdir(parents=True)
+            probed = self._last_step(trial) if turn == TURNS - 1 and self._may_probe(trial) else None
+            measured = dict(word.split("=", 1) for word in self._measured(trial, folder, probed))
+            kept = [word for word in self._words(trial) if word.partition("=")[0] not in measured]
+            resolved = load_recipe(self._recipe, [*kept, *(f"{key}={text}" for key, text in measured.items())])
+            peer, output = trial.contestant.peer, folder / _OUTPUT
+            job = _Measurement(output, probed) if peer is None else PeerMeasurement(peer, output)
+            code = run_on_fresh_ranks(resolved, trial.contestant.processes, job)
+        except TrainerError as error:
+            if isinstance(error, RankError) and error.exit_code == ExitCode.STOPPED:
+                raise KeyboardInterrupt from error
+            trial.reason = str(error)
+            return None
+        except OSError as error:
+            raise storage_error(f"`--output` is {self.folder}, which cannot be written: {error}", error) from error
+        written = read_metrics(folder / METRICS_FILE_NAME).steps
+        if code == ExitCode.STOPPED and (written[-1].step if written else 0) < self._last_step(trial) + (
+            0 if probed is None else STEPS
+        ):
+            raise KeyboardInterrupt
+        metrics = self._metrics(trial, folder)
+        replace_text(folder / _COMPLETE, json.dumps({"overrides": self._words(trial)}) + "\n")
+        return metrics
+
+    def _read(self, trial: Trial, turn: int) -> Metrics | None:
+        folder = self._place(trial, turn)
+        return self._metrics(trial, folder) if (folder / _COMPLETE).exists() else None
+
+    def _metrics(self, trial: Trial, folder: Path) -> Metrics:
+        """Return the records of a turn, without the steps of the probe."""
+        metrics = read_metrics(folder / METRICS_FILE_NAME)
+        return replace(metrics, steps=[step for step in metrics.steps if step.step <= self._last_step(trial)])
+
+    def _words(self, trial: Trial) -> list[str]:
+        return [*self._common, *trial.contestant.overrides]
+
+    def _last_step(self, trial: Trial) -> int:
+        assert trial.resolved is not None
+        return min(self._steps, trial.resolved.recipe.training.max_steps or self._steps)
+
+    def _may_probe(self, trial: Trial) -> bool:
+        assert trial.resolved is not None
+        most = trial.resolved.recipe.training.max_steps or math.inf
+        return trial.contestant.peer is None and most >= self._steps + STEPS
+
+    def _measured(self, trial: Trial, folder: Path, probed: int | None) -> Iterator[str]:
+        """Yield overrides that end a turn after its steps, log each step, and leave out all else."""
+        yield f"training.stop_at_step={self._last_step(trial) if probed is None else probed + STEPS}"
+        yield f"checkpoint.folder={folder.resolve()}"
+        yield from (f"{key}=null" for key in _UNUSED)
+        yield from ("logging.every=1 steps", 'logging.to=["jsonl"]')
+
+    def _place(self, trial: Trial, turn: int) -> Path:
+        """Return the folder of a turn; other recipes, steps, numbers of ranks and versions have other folders."""
+        assert trial.resolved is not None
+        recipe = trial.resolved.recipe.model_dump(mode="json", exclude={"checkpoint", "logging"})
+        one = trial.contestant
+        facts = digest_of([recipe, one.peer, one.processes, self._steps, versions(), source_digest()])
+        name = re.sub(r"[^\w.=-]+", "_", trial.contestant.name)[:60]
+        return self.folder / "turns" / f"{name}-{facts[:8]}" / str(turn + 1)
+
+
+def first_line(text: str | None) -> str:
+    """Return the last line of a traceback, or the first line of another message."""
+    lines = (text or "").strip().splitlines() or [""]
+    return lines[-1] if any(line.startswith("Traceback ") for line in lines) else lines[0]

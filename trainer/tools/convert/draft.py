@@ -1,0 +1,288 @@
+"""A draft of the recipe: the values proposed for each of its keys, and the outcome of each key of the files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from trainer.base.errors import RecipeError
+from trainer.recipe.foreign.counterpart import Kind
+from trainer.recipe.reading.parser import shown_value
+from trainer.tools.convert.sources import Item, Sources, Tool
+
+LEFT_OUT = "was not converted because of the other keys"
+
+
+class Outcome(Enum):
+    """Outcome of a key; the values are the headings of the report, in its order."""
+
+    TODO = "to decide"
+    DIFFERS = "different behaviour"
+    CONVERTED = "converted"
+    NONE = "no counterpart"
+    UNKNOWN = "unknown key"
+    SAME = "same behaviour"
+    LAUNCHER = "set by the launcher"
+    UNREAD = "not read"  # by the tool because of other keys; or another file has precedence
+    DEFAULT = "default without effect"
+
+
+@dataclass(frozen=True)
+class Todo:
+    """A value that the files do not have; in the recipe, a text that validation refuses."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return f"TODO: {self.text}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """The outcome of one key."""
+
+    item: Item
+    outcome: Outcome
+    text: str
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    value: Any
+    items: tuple[Item, ...]
+    note: str
+    differs: bool
+
+    @property
+    def is_weak(self) -> bool:
+        """Whether it comes only from defaults of the tool."""
+        return all(item.is_default for item in self.items)
+
+
+@dataclass
+class Draft:
+    """Proposed values for keys of the recipe, and outcomes of keys of the files."""
+
+    sources: Sources
+    processes: int | None
+    problems: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)  # sections that no file has, and the text of their TODO
+    _proposals: dict[str, list[_Proposal]] = field(default_factory=dict)
+    _lines: dict[tuple[Tool, str], Line] = field(default_factory=dict)
+
+    # Called by the topics
+
+    def take(self, path: str, value: object, *items: Item, note: str = "", differs: bool = False) -> None:
+        """Propose a value for a key of the recipe.
+
+        Args:
+            path: The key of the recipe; with a leading `#`, an intermediate number.
+            value: A JSON value or a `Todo`.
+            items: The keys that it comes from.
+            note: A remark for the report.
+            differs: Whether `note` describes different behaviour.
+        """
+        self._proposals.setdefault(path, []).append(_Proposal(value, items, note, differs))
+
+    def refuse(self, path: str, text: str, *items: Item) -> None:
+        """Leave a key of the recipe to the user, because the value in the files has no counterpart."""
+        self.take(path, Todo(text), *items)
+
+    def say(self, item: Item | None, outcome: Outcome, text: str) -> None:
+        """Set the outcome of a key without a value in the recipe; for an unwritten key only if it differs."""
+        if item is not None and (item.origin is not None or outcome is Outcome.DIFFERS):
+            self._lines[item.tool, item.key] = Line(item, outcome, text)
+
+    def unread(self, why: str, *items: Item | None) -> None:
+        """Report keys that the tool ignores because of other keys."""
+        for item in items:
+            self.say(item, Outcome.UNREAD, why)
+
+    def switch(self, path: str, item: Item | None, on: str, off: str = "none") -> None:
+        """Propose `on` or `off` for a key of the recipe, if the switch is written."""
+        if item is not None:
+            self.take(path, on if self.flag(item) else off, item)
+
+    def override(self, path: str, value: object, *items: Item, note: str) -> None:
+        """Propose a value instead of all earlier proposals."""
+        self._proposals[path] = []
+        self.take(path, value, *items, note=note)
+
+    def combine(self, path: str, values: set[Any], result: Any) -> None:
+        """Replace proposals that do not contradict each other by their common result."""
+        proposals = self._proposals.get(path, [])
+        if values <= {proposal.value for proposal in proposals if not isinstance(proposal.value, Todo)}:
+            self._proposals[path] = [
+                replace(proposal, value=result) if proposal.value in values else proposal for proposal in proposals
+            ]
+
+    # Values of the right type
+
+    def number(self, item: Item, fallback: float = 0.0) -> float:
+        if _is_number(item.value):
+            return item.value  # type: ignore[no-any-return]
+        self._wrong(item, "a number")
+        return fallback
+
+    def whole(self, item: Item, fallback: int = 0, least: int | None = None) -> int:
+        value = item.value
+        is_whole = _is_number(value) and value == int(value)
+        if is_whole and (least is None or value >= least):
+            return int(value)
+        self._wrong(item, "an integer" + (f" of at least {least}" if least is not None else ""))
+        return fallback
+
+    def flag(self, item: Item | None) -> bool:
+        if item is None or item.value is None:
+            return False
+        if isinstance(item.value, bool):
+            return item.value
+        if isinstance(item.value, str) and item.value.lower() in ("true", "false"):  # as `accelerate config` writes
+            return item.value.lower() == "true"
+        self._wrong(item, "true or false")
+        return False
+
+    def text(self, item: Item, fallback: str = "") -> str:
+        if isinstance(item.value, str):
+            return item.value
+        self._wrong(item, "text")
+        return fallback
+
+    def refuse_file(self, item: Item, why: str) -> None:
+        """Refuse the file because of a key that decides what is learned."""
+        rule = f"decides what is learned, and has no counterpart: {why}; remove it to train without it"
+        self._problem(item, rule)
+
+    def _wrong(self, item: Item, rule: str) -> None:
+        self._problem(item, f"must be {rule}, but is {shown_value(item.value)}")
+
+    def _problem(self, item: Item, rule: str) -> None:
+        where = f"{item.origin}: " if item.origin else ""
+        self.problems.append(f"{where}`{item.key}` {rule}")
+        self.say(item, Outcome.TODO, "invalid")
+
+    # Results
+
+    def value(self, path: str, default: Any = None) -> Any:
+        """Return the value of a key, a `Todo` if its proposals conflict, or `default` if there are none."""
+        proposals = self._proposals.get(path, [])
+        strong = [proposal for proposal in proposals if not proposal.is_weak] or proposals
+        if not strong:
+            return default
+        first = strong[0]
+        if all(proposal.value == first.value for proposal in strong):
+            return first.value
+        claims = dict.fromkeys(
+            f"{_shown(proposal.value)} from {' x '.join(map(str, proposal.items))}" for proposal in strong
+        )
+        return Todo(f"conflict: {', or '.join(claims)}")
+
+    def values(self) -> Iterator[tuple[str, Any, bool]]:
+        """Yield each key of the recipe, its value, and whether a file requests it explicitly."""
+        for path, proposals in self._proposals.items():
+            if not path.startswith("#"):
+                yield path, self.value(path), any(not proposal.is_weak for proposal in proposals)
+
+    def unwritten(self) -> Iterator[tuple[str, Line]]:
+        """Yield the keys of the recipe that follow from defaults of the tools."""
+        for path, proposals in self._proposals.items():
+            items = [item for proposal in proposals for item in proposal.items]
+            if not any(item.origin for item in items) and not isinstance(self.value(path), Todo):
+                for item in items:
+                    yield path, Line(item, Outcome.CONVERTED, f"`{path}` {_shown(self.value(path))}")
+
+    def lines(self) -> list[Line]:
+        """Return the outcome of each key of the files.
+
+        Raises:
+            RecipeError: all invalid values.
+        """
+        for item in self.sources.all():
+            self._rest(item)
+        if self.problems:
+            raise RecipeError(*self.problems)
+        lines = self._proposed_lines() | self._lines
+        for item in self.sources.all():
+            assert (item.tool, item.key) in lines, f"{item} has no outcome"
+        return sorted(lines.values(), key=_place)
+
+    def _rest(self, item: Item) -> None:
+        """Set the outcome of a key that no topic converted, from its row."""
+        place = (item.tool, item.key)
+        if place in self._lines or any(
+            item is used for proposals in self._proposals.values() for proposal in proposals for used in proposal.items
+        ):
+            return
+        row = item.row
+        if row is None:
+            self.say(item, Outcome.UNKNOWN, "ignored")
+        elif item.is_auto:
+            self.say(item, *self._auto())
+        elif row.kind is Kind.RENAMED and row.key is not None and not (item.value is None and item.is_default):
+            self.take(row.key, item.value, item, note=row.note)
+        elif row.kind is Kind.LAUNCHER:
+            self.say(item, Outcome.LAUNCHER, row.note)
+        elif row.kind is Kind.SAME and (item.is_default or not row.defaults):
+            self.say(item, Outcome.SAME, row.note)
+        elif item.is_default or (row.kind is Kind.REFUSED and not item.value):
+            self.say(item, Outcome.DEFAULT, row.note or f"see `{row.key}`")
+        elif row.kind is Kind.REFUSED:
+            self.refuse_file(item, row.note)
+        elif row.kind in (Kind.NONE, Kind.SAME):
+            self.say(item, Outcome.NONE, row.note)
+        elif not item.value:
+            self.say(item, Outcome.DEFAULT, f"is not set; see `{row.key}`")
+        elif any(key.startswith(f"{item.key}.") for key in item.tool.table):
+            self._wrong(item, "an object with keys")
+        else:  # other keys decided against it
+            self.say(item, Outcome.TODO, f"{LEFT_OUT}: it is `{row.key}` here")
+
+    def _auto(self) -> tuple[Outcome, str]:
+        if self.sources.has(Tool.TRAINING_ARGUMENTS):
+            return Outcome.SAME, "TrainingArguments or the model determine it"
+        return Outcome.TODO, "TrainingArguments determine it; give that file too"
+
+    def _proposed_lines(self) -> dict[tuple[Tool, str], Line]:
+        lines: dict[tuple[Tool, str], Line] = {}
+        for path, proposals in self._proposals.items():
+            result = self.value(path)
+            for proposal in proposals:
+                outcome, text = self._outcome(path, proposal, result)
+                for item in proposal.items:
+                    if item.origin is None:
+                        continue
+                    before = lines.get((item.tool, item.key))
+                    if before is not None:
+                        order = list(Outcome)
+                        outcome = min(outcome, before.outcome, key=order.index)
+                        text = f"{before.text}; {text}" if text not in before.text else before.text
+                    lines[item.tool, item.key] = Line(item, outcome, text)
+        return lines
+
+    @staticmethod
+    def _outcome(path: str, proposal: _Proposal, result: Any) -> tuple[Outcome, str]:
+        note = f" ({proposal.note})" if proposal.note else ""
+        key = path.removeprefix("#")
+        if isinstance(result, Todo):
+            return Outcome.TODO, f"`{key}`: {result.text}"
+        if result != proposal.value:
+            return Outcome.UNREAD, f"`{key}` {_shown(result)} overrides the default {_shown(proposal.value)}"
+        text = "counted in `training.global_batch_size`" if path.startswith("#") else f"`{key}` {_shown(result)}"
+        return (Outcome.DIFFERS if proposal.differs else Outcome.CONVERTED), text + note
+
+
+def _place(line: Line) -> tuple[str, int, int]:
+    origin = line.item.origin
+    return (origin.source, origin.line, origin.column) if origin else ("", 0, 0)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _shown(value: object) -> str:
+    return str(value) if isinstance(value, Todo) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,312 @@
+"""Conversion of batch, steps, optimizer, schedule and seed."""
+
+from __future__ import annotations
+
+import math
+
+from trainer.tools.convert.draft import Draft, Outcome, Todo
+from trainer.tools.convert.layout import model_ranks
+from trainer.tools.convert.sources import Item, Tool
+
+_TA, _DS, _AC = Tool.TRAINING_ARGUMENTS, Tool.DEEPSPEED, Tool.ACCELERATE
+_GLOBAL, _MICRO, _STEPS, _ACCUMULATION = (
+    "training.global_batch_size",
+    "training.micro_batch_size",
+    "training.max_steps",
+    "#accumulation",
+)
+_RANKS = "the number of processes; give --processes N"
+
+_SCHEDULE_FREE = "schedule_free_adamw"
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw", "adam"), "adamw"),
+    "sgd": "sgd",
+    "muon": "muon",
+    "adafactor": "adafactor",
+    _SCHEDULE_FREE: _SCHEDULE_FREE,
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
+}
+_NAMES = "adamw, adamw_8bit, sgd, muon, adafactor or schedule_free_adamw"
+_DIFFERENCES = {
+    "adafactor": "steps are relative to the weights; those of transformers are absolute",
+    "adamw_8bit": "blocks are those of whole weights, embeddings have 8 bits too, and no second moment is rounded to 0",
+}
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+_DEEPSPEED_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_MEAN = "the loss of a step is the mean over all its valid labels, not the mean over the means of microbatches"
+_DRAWS = "the same seed gives another sample order, dropout and initialisation"
+_LATE = "the warmup is linear and starts above 0; that of DeepSpeed starts at 0, one step later"
+_WARMUP = "step s of W warmup steps has the factor (s + 1) / (W + 1) instead of s / W; later steps are the same"
+
+
+# Batch
+
+
+def batch(draft: Draft) -> None:
+    """Propose the global batch size: micro batch size x accumulation x data-parallel ranks."""
+    micro = _micro(draft)
+    accumulation = _accumulation(draft)
+    total = draft.sources.written(_DS, "train_batch_size")
+    if total is not None and not total.is_auto:
+        draft.take(_GLOBAL, draft.whole(total, 1, least=1), total)
+    ranks = _ranks(draft)
+    rows, times = draft.value(_MICRO), draft.value(_ACCUMULATION, 1)
+    if not micro:
+        if total is None or total.is_auto:
+            draft.missing["training"] = '"global_batch_size", which these files do not have'
+    elif isinstance(rows, Todo) or isinstance(times, Todo):
+        draft.refuse(_GLOBAL, "micro batch size x accumulation x ranks; the files conflict", *micro)
+    elif ranks is not None:
+        of_all = draft.flag(draft.sources.get(_TA, "accelerator_config.split_batches"))
+        size = rows * times * (1 if of_all else ranks)
+        arithmetic = f"{rows} rows x {times} accumulated" + ("" if of_all else f" x {ranks} data-parallel ranks")
+        used = (*micro, *accumulation)
+        if all(item.is_default for item in used) and total is not None and not total.is_auto:
+            return  # only defaults, and DeepSpeed's file has the total
+        draft.take(_GLOBAL, size, *used, note=arithmetic)
+        if of_all:
+            _split(draft, rows, ranks, *micro)
+    elif total is None or total.is_auto:
+        draft.refuse(_GLOBAL, f"{rows} rows x {times} accumulated x {_RANKS}", *micro, *accumulation)
+
+
+def _micro(draft: Draft) -> list[Item]:
+    items = [draft.sources.get(_TA, "per_device_train_batch_size")]
+    items += [draft.sources.written(_TA, "per_gpu_train_batch_size")]
+    items += [draft.sources.written(_DS, "train_micro_batch_size_per_gpu")]
+    used = [item for item in items if item and not item.is_auto and item.value is not None]
+    for item in used:
+        draft.take(_MICRO, draft.whole(item, 1, least=1), item)
+    return used
+
+
+def _accumulation(draft: Draft) -> list[Item]:
+    sources = draft.sources
+    items = [sources.get(_TA, "gradient_accumulation_steps"), sources.written(_DS, "gradient_accumulation_steps")]
+    items.append(sources.written(_AC, "deepspeed_config.gradient_accumulation_steps"))
+    if draft.value("parallel.pipeline.microbatches") is not None:
+        items.append(sources.written(_AC, "megatron_lm_config.megatron_lm_num_micro_batches"))
+    used = [item for item in items if item and not item.is_auto and item.value is not None]
+    for item in used:
+        count = draft.whole(item, 1, least=1)
+        draft.take(_ACCUMULATION, count, item, note=_MEAN if count > 1 else "", differs=count > 1)
+    return used
+
+
+def _ranks(draft: Draft) -> int | None:
+    """Return the number of data-parallel ranks; None if the number of processes is unknown."""
+    item = draft.sources.written(_AC, "num_processes")
+    count = draft.processes
+    if item is not None and draft.processes is not None and item.value != draft.processes:
+        draft.say(item, Outcome.DIFFERS, f"--processes {draft.processes} has precedence")
+    if count is None and item is not None and item.value is not None and draft.whole(item) > 0:
+        count = draft.whole(item)
+        if draft.value(_MICRO) is not None:
+            draft.say(item, Outcome.LAUNCHER, f"{count} processes are part of `training.global_batch_size`")
+    size = model_ranks(draft)
+    if count is None or size is None:
+        return None
+    if count % size:
+        draft.problems.append(
+            f"the number of processes must be a multiple of the {size} ranks of one model, but is {count};"
+            " change --processes"
+        )
+        return None
+    return count // size
+
+
+def _split(draft: Draft, rows: int, ranks: int, *items: Item) -> None:
+    """Divide a batch of all ranks."""
+    split = draft.sources.get(_TA, "accelerator_config.split_batches")
+    used = [item for item in (split, *items) if item]
+    draft.override(_MICRO, max(1, rows // ranks), *used, note="split_batches: the batch of all ranks")
+
+
+# Amount
+
+
+def amount(draft: Draft) -> None:
+    sources = draft.sources
+    steps, epochs = sources.get(_TA, "max_steps"), sources.get(_TA, "num_train_epochs")
+    other = sources.written(_TA, "num_epochs")
+    if other is not None:
+        draft.unread("num_epochs has precedence", epochs)
+        epochs = other
+    total = sources.written(_DS, "scheduler.params.total_num_steps")
+    if total is not None and not total.is_auto:
+        draft.take(_STEPS, draft.whole(total, 1, least=1), total, note="the end of DeepSpeed's schedule")
+    if steps is not None and draft.whole(steps) > 0:
+        draft.take(_STEPS, draft.whole(steps), steps)
+        draft.unread("max_steps has precedence", epochs)
+    elif epochs is not None:
+        draft.say(steps, Outcome.SAME, "the number of epochs applies")
+        number = draft.number(epochs, 3.0)
+        if number == int(number) and number > 0:
+            draft.take("training.epochs", int(number), epochs)
+        else:
+            text = f"{number:g} epochs end inside an epoch; write ceil({number:g} x the steps of an epoch)"
+            draft.refuse(_STEPS, text, epochs)
+
+
+# Optimizer
+
+
+def optimizer(draft: Draft) -> None:
+    sources = draft.sources
+    theirs = sources.written(_DS, "optimizer.type")
+    item = sources.get(_TA, "optim")
+    if theirs is not None:
+        draft.unread("DeepSpeed's `optimizer` has precedence", item)
+        _named(draft, theirs, draft.text(theirs).lower())
+        decay = sources.written(_DS, "optimizer.params.adam_w_mode")
+        if decay is not None and not draft.flag(decay):
+            draft.refuse(
+                "optimizer.name",
+                "Adam with weight decay in the gradient has no counterpart; set weight_decay to 0",
+                decay,
+            )
+    elif item is not None:
+        _named(draft, item, draft.text(item))
+    name = draft.value("optimizer.name")
+    betas = [found for key in ("adam_beta1", "adam_beta2") if (found := sources.get(_TA, key))]
+    epsilon = sources.get(_TA, "adam_epsilon")
+    if name in ("sgd", "adafactor"):
+        draft.unread(f"the optimizer is {name}", *betas, epsilon)
+    else:
+        if betas:
+            draft.take("optimizer.betas", [draft.number(found, 0.9) for found in betas], *betas)
+        if epsilon is not None:
+            draft.take("optimizer.epsilon", draft.number(epsilon, 1e-8), epsilon)
+    rate = sources.get(_TA, "learning_rate")
+    if rate is not None:
+        draft.take("optimizer.learning_rate", draft.number(rate, 5e-5), rate)
+    elif not sources.written(_DS, "optimizer.params.lr"):
+        draft.missing["optimizer"] = '"learning_rate", which these files do not have'
+    if not sources.has(_TA) and (decay := sources.written(_DS, "optimizer.params.weight_decay")) is not None:
+        draft.take(
+            "optimizer.weight_decay",
+            draft.number(decay) if not decay.is_auto else Todo("TrainingArguments determine it; give that file too"),
+            decay,
+            note="excludes biases and norm weights; in DeepSpeed, the program groups the parameters",
+            differs=bool(decay.value),
+        )
+    _clipping(draft)
+
+
+def _named(draft: Draft, item: Item, name: str) -> None:
+    if name in _OPTIMIZERS:
+        found = _OPTIMIZERS[name]
+        note = _DIFFERENCES.get(found, "") + "; nothing is paged" * name.startswith("paged_")
+        draft.take("optimizer.name", found, item, note=note, differs=bool(note))
+    else:
+        draft.refuse("optimizer.name", f"{name} has no counterpart: {_NAMES}", item)
+
+
+def _clipping(draft: Draft) -> None:
+    for item in (
+        draft.sources.get(_TA, "max_grad_norm"),
+        draft.sources.written(_DS, "gradient_clipping"),
+        draft.sources.written(_AC, "deepspeed_config.gradient_clipping"),
+        draft.sources.written(_AC, "megatron_lm_config.megatron_lm_gradient_clipping"),
+    ):
+        if item is None or item.is_auto:
+            continue
+        norm = 0 if item.value is None else draft.number(item, 1.0)
+        draft.take("training.max_grad_norm", norm if norm > 0 else None, item)
+
+
+# Schedule
+
+
+def schedule(draft: Draft) -> None:
+    theirs = draft.sources.written(_DS, "scheduler.type")
+    if theirs is not None:
+        _deepspeeds_schedule(draft, theirs)
+        return
+    params = [draft.sources.written(_DS, f"scheduler.params.{key}") for key in ("warmup_num_steps", "warmup_max_lr")]
+    draft.unread("scheduler.type is missing", *params)
+    item = draft.sources.get(_TA, "lr_scheduler_type")
+    if item is None:
+        return
+    name = draft.text(item)
+    if draft.value("optimizer.name") == _SCHEDULE_FREE:
+        name = _schedule_of_averages(draft, item, name)
+    elif name in _SCHEDULES:
+        draft.take("schedule.name", _SCHEDULES[name], item)
+    else:
+        draft.refuse("schedule.name", f"{name} has no counterpart: linear, cosine or constant", item)
+    ratio, steps = draft.sources.written(_TA, "warmup_ratio"), draft.sources.get(_TA, "warmup_steps")
+    if name == "constant":
+        draft.unread("the schedule constant has no warmup", ratio, steps)
+    elif steps is not None and draft.number(steps) > 0:
+        draft.unread("warmup_steps has precedence", ratio)
+        _warmup(draft, draft.number(steps), steps)
+    elif ratio is not None and not ratio.is_default:
+        _warmup(draft, draft.number(ratio), ratio)
+        draft.unread("warmup_ratio has precedence", steps)
+    else:
+        draft.unread("it sets no warmup", steps)
+
+
+def _schedule_of_averages(draft: Draft, item: Item, name: str) -> str:
+    """Propose the one schedule of schedule-free AdamW, and return it; there, the optimizer itself warms up."""
+    decays = not name.startswith("constant")
+    note = f"the average of the weights replaces the schedule; transformers multiplies the rate by {name} too"
+    draft.take("schedule.name", "constant", item, note=note if decays else "", differs=decays)
+    return "constant_with_warmup"
+
+
+def _warmup(draft: Draft, amount: float, item: Item, shape: str = _WARMUP) -> None:
+    total = draft.value(_STEPS)
+    value: float = amount
+    if amount >= 1:
+        value, note = int(amount), shape
+    elif isinstance(total, int):
+        value, note = math.ceil(total * amount), f"{amount:g} of {total} steps, rounded up; {shape}"
+    else:
+        note = f"the fraction of the steps is rounded to the nearest step, not up; {shape}"
+    draft.take("schedule.warmup", value, item, note=note, differs=True)
+
+
+def _deepspeeds_schedule(draft: Draft, kind: Item) -> None:
+    sources = draft.sources
+    replaced = [sources.written(_TA, key) for key in ("lr_scheduler_type", "lr_scheduler_kwargs")]
+    draft.unread("DeepSpeed's `scheduler` has precedence", *replaced)
+    name = draft.text(kind)
+    if name in _DEEPSPEED_SCHEDULES:
+        draft.take("schedule.name", _DEEPSPEED_SCHEDULES[name], kind)
+    else:
+        draft.refuse("schedule.name", f"{name} has no counterpart: linear, cosine or constant", kind)
+    steps = sources.written(_DS, "scheduler.params.warmup_num_steps")
+    arguments = [sources.written(_TA, "warmup_ratio"), sources.get(_TA, "warmup_steps")]
+    if steps is not None and steps.is_auto:
+        asked = [item for item in arguments if item and draft.number(item) > 0]
+        if asked:
+            _warmup(draft, draft.number(asked[-1]), asked[-1], _LATE)
+    else:
+        draft.unread("DeepSpeed's `scheduler` has precedence", *arguments)
+        count = draft.whole(steps, 1000) if steps else 1000
+        item = steps or Item(_DS, "scheduler.params.warmup_num_steps", count, None)
+        draft.take("schedule.warmup", count, item, note=_LATE, differs=True)
+    warmup_type = sources.written(_DS, "scheduler.params.warmup_type")
+    if warmup_type is None:
+        text = "the warmup is linear; DeepSpeed's is logarithmic by default (`warmup_type`)"
+        draft.say(kind, Outcome.DIFFERS, f"`schedule.name` {draft.value('schedule.name')}; {text}")
+    rate = sources.written(_DS, "scheduler.params.warmup_max_lr")
+    if rate is not None and not rate.is_auto:
+        draft.take("optimizer.learning_rate", draft.number(rate, 5e-5), rate)
+
+
+# Seed
+
+
+def seed(draft: Draft) -> None:
+    first, data = draft.sources.get(_TA, "seed"), draft.sources.written(_TA, "data_seed")
+    if first is not None:
+        draft.take("training.seed", draft.whole(first, 42), first, note=_DRAWS, differs=not first.is_default)
+    if data is None or data.value is None:
+        return
+    if first is not None and data.value == first.value:
+        draft.say(data, Outcome.SAME, "one seed for all random numbers")
+    else:
+        draft.say(data, Outcome.NONE, "`training.seed` is also the seed of the sample order")

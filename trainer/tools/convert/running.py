@@ -1,0 +1,220 @@
+"""Conversion of name, folder, evaluation, checkpoints and logs."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import PurePath
+from typing import get_args
+
+from trainer.recipe.schema import Duration, Interval, Logging, Recipe
+from trainer.tools.convert.draft import Draft, Outcome, Todo
+from trainer.tools.convert.sources import Item, Tool
+
+_TA, _DS, _AC = Tool.TRAINING_ARGUMENTS, Tool.DEEPSPEED, Tool.ACCELERATE
+_LOGGERS: tuple[str, ...] = get_args(get_args(Logging.model_fields["to"].annotation)[0])
+_METRICS = {"matthews_correlation": "matthews", "spearmanr": "spearman", "pearsonr": "pearson", "eval_loss": "loss"}
+
+
+def running(draft: Draft) -> None:
+    _name(draft)
+    _folder(draft)
+    _evaluation(draft)
+    _checkpoints(draft)
+    _logging(draft)
+    _timeout(draft)
+
+
+def _name(draft: Draft) -> None:
+    run, folder = draft.sources.written(_TA, "run_name"), draft.sources.written(_TA, "output_dir")
+    item = run if run is not None and run.value else folder
+    if item is None or not item.value:
+        draft.refuse("name", "the name of the run")
+        return
+    text = draft.text(item, "run")
+    wanted = PurePath(text).name if item is folder else text
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", wanted).strip("-._")[:100]
+    if re.fullmatch(str(Recipe.model_fields["name"].metadata[0].pattern), name):
+        draft.take("name", name, item, note="" if name == text else f"from {text}")
+    else:
+        draft.refuse("name", "the name of the run", item)
+
+
+def _folder(draft: Draft) -> None:
+    if item := draft.sources.given(_TA, "output_dir"):
+        draft.take("checkpoint.folder", draft.text(item), item)
+    if item := draft.sources.given(_TA, "resume_from_checkpoint"):
+        if item.value in (True, "True", "true"):
+            draft.take("checkpoint.resume", "auto", item)
+        else:
+            draft.say(
+                item,
+                Outcome.NONE,
+                "the trainer cannot resume a checkpoint of the Trainer; to start from its weights, set"
+                " `model.name_or_path`",
+            )
+    item = draft.sources.written(_TA, "overwrite_output_dir")
+    if item is not None and draft.flag(item):
+        draft.say(item, Outcome.DIFFERS, "nothing is overwritten; with `checkpoint.resume` auto the run resumes")
+
+
+# When
+
+
+def _interval(draft: Draft, strategy: Item, steps: Item | None, path: str) -> None:
+    """Propose the interval of a strategy and a number of steps."""
+    kind = draft.text(strategy, "no")
+    if kind == "no":
+        draft.unread(f"{strategy.key} is no", steps)
+        draft.take(path, None, strategy)
+    elif kind == "epoch":
+        draft.unread(f"{strategy.key} is epoch", steps)
+        draft.take(path, "1 epoch", strategy)
+    elif kind == "steps" and steps is not None:
+        _every_steps(draft, strategy, steps, path)
+    else:
+        draft.refuse(path, f"{strategy.key} {kind} has no counterpart; write an interval, or null", strategy)
+
+
+def _every_steps(draft: Draft, strategy: Item, steps: Item, path: str) -> None:
+    number = draft.number(steps, 500)
+    total = draft.value("training.max_steps")
+    if number >= 1:
+        count = math.ceil(number)
+    elif number > 0 and isinstance(total, int):
+        count = math.ceil(total * number)
+    else:
+        draft.refuse(
+            path, f"{steps.key} is a fraction {number:g} of the steps; write the number of steps", strategy, steps
+        )
+        return
+    draft.take(path, str(Interval(count, "steps")), strategy, steps)
+
+
+def _evaluation(draft: Draft) -> None:
+    sources, path = draft.sources, "evaluation.every"
+    old = sources.written(_TA, "evaluation_strategy")
+    strategy = sources.get(_TA, "eval_strategy")
+    if old is not None and (strategy is None or strategy.origin is None):
+        strategy = old
+    elif old is not None:
+        draft.unread("eval_strategy has precedence", old)
+    if strategy is None:
+        return
+    rows = sources.get(_TA, "per_device_eval_batch_size")
+    if rows is not None:
+        draft.take("evaluation.batch_size", draft.whole(rows, 8, least=1), rows)
+    steps, wanted = sources.written(_TA, "eval_steps"), sources.written(_TA, "do_eval")
+    if strategy.value == "steps" and (steps is None or not steps.value):
+        draft.unread("logging_steps applies", steps)
+        steps = sources.get(_TA, "logging_steps")
+    if strategy.value == "no" and wanted is not None and draft.flag(wanted):
+        draft.unread("eval_strategy is no", steps)
+        end = _end(draft)
+        note = "the example scripts evaluate once after training"
+        if isinstance(end, Todo):
+            draft.refuse(path, end.text, strategy, wanted)
+        else:
+            draft.take(path, end, strategy, wanted, note=note)
+    else:
+        draft.say(wanted, Outcome.SAME, "the interval determines it")
+        _interval(draft, strategy, steps, path)
+    _best(draft, strategy)
+
+
+def _end(draft: Draft) -> str | Todo:
+    steps, epochs = draft.value("training.max_steps"), draft.value("training.epochs")
+    if isinstance(steps, int):
+        return f"{steps} steps"
+    if isinstance(epochs, int):
+        return str(Interval(epochs, "epochs"))
+    return Todo("once after training; write the length of the training")
+
+
+def _best(draft: Draft, strategy: Item) -> None:
+    written = draft.sources.written
+    load, metric = written(_TA, "load_best_model_at_end"), written(_TA, "metric_for_best_model")
+    wanted = draft.flag(load)
+    if strategy.value == "no":
+        draft.unread("there are no evaluations", load, metric)
+        return
+    if metric is not None and metric.value:
+        name = draft.text(metric).removeprefix("eval_")
+        draft.take("evaluation.best", _METRICS.get(name, name), metric)
+        direction = written(_TA, "greater_is_better")
+        given = direction is not None and direction.value is not None
+        agrees = not given or draft.flag(direction) != name.endswith("loss")
+        draft.say(direction, Outcome.SAME if agrees else Outcome.NONE, "each metric defines its better direction")
+    elif wanted and load is not None:
+        draft.take("evaluation.best", "loss", load, note="the default metric of the Trainer")
+    if load is not None and wanted:
+        draft.say(load, Outcome.DIFFERS, "the best model is in `best/` of the run, the last in `model/`")
+
+
+def _checkpoints(draft: Draft) -> None:
+    strategy, path = draft.sources.get(_TA, "save_strategy"), "checkpoint.every"
+    if strategy is None:
+        return
+    steps = draft.sources.get(_TA, "save_steps")
+    if strategy.value == "best":
+        draft.unread("save_strategy is best", steps)
+        draft.take(path, None, strategy, note="the best model is always exported to `best/`", differs=True)
+    else:
+        _interval(draft, strategy, steps, path)
+    keep = draft.sources.get(_TA, "save_total_limit")
+    if keep is not None and keep.value is not None and draft.whole(keep) > 0:
+        draft.take("checkpoint.keep", draft.whole(keep), keep)
+    elif keep is not None and strategy.value != "no":
+        draft.say(keep, Outcome.DIFFERS, "the Trainer keeps every checkpoint; a run keeps `checkpoint.keep`")
+
+
+# Logs
+
+
+def _logging(draft: Draft) -> None:
+    strategy, path = draft.sources.get(_TA, "logging_strategy"), "logging.every"
+    printed = draft.sources.written(_DS, "steps_per_print")
+    if strategy is not None:
+        draft.unread("logging_steps has precedence", printed)
+        if strategy.value == "no":
+            draft.unread("logging_strategy is no", draft.sources.written(_TA, "logging_steps"))
+            draft.say(strategy, Outcome.NONE, "metrics are always written; see `logging.every`")
+        else:
+            _interval(draft, strategy, draft.sources.get(_TA, "logging_steps"), path)
+    elif printed is not None and not printed.is_auto and not printed.is_default:
+        count = draft.whole(printed, 10, least=1)
+        draft.take(path, str(Interval(count, "steps")), printed)
+    _loggers(draft)
+
+
+def _loggers(draft: Draft) -> None:
+    named: dict[str, Item] = {}
+    item = draft.sources.written(_TA, "report_to")
+    if item is not None and not item.is_default:
+        names = item.value if isinstance(item.value, list) else [item.value]
+        named |= {str(name): item for name in names if name != "none"}
+    for section, name in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("csv_monitor", "csv")):
+        switch = draft.sources.written(_DS, f"{section}.enabled")
+        if switch is not None and draft.flag(switch):
+            named[name] = switch
+    known = {name: item for name, item in named.items() if name in _LOGGERS}
+    unknown = {name: item for name, item in named.items() if name not in _LOGGERS}
+    if known:
+        to = [name for name in _LOGGERS if name in (*Logging().to, *known)]
+        draft.take("logging.to", to, *{item.key: item for item in known.values()}.values())
+    project = draft.sources.written(_DS, "wandb.project")
+    if project is not None and "wandb" in known:
+        draft.take("logging.project", project.value, project)
+    else:
+        draft.unread("nothing is logged to W&B", project)
+    for name, item in unknown.items():
+        others = [other for other, its in named.items() if its is item and other in known]
+        words = f"{name} is not supported: {', '.join(_LOGGERS)}"
+        draft.say(item, Outcome.NONE, words + (f"; `logging.to` has {', '.join(others)}" if others else ""))
+
+
+def _timeout(draft: Draft) -> None:
+    item = draft.sources.written(_TA, "ddp_timeout")
+    if item is not None and not item.is_default:
+        seconds = draft.whole(item, 600)
+        draft.take("parallel.stall_timeout", str(Duration(seconds, "second")), item)

@@ -1,0 +1,71 @@
+"""The inputs of a check: environment variables, system files, the recipe and the probe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.base.cgroup import read_file
+from trainer.recipe.strategies import STRATEGIES, Strategy
+from trainer.tools.doctor.facts import Gpu, GpuFacts, TorchFacts
+from trainer.tools.doctor.probe import Probe
+
+if TYPE_CHECKING:
+    from trainer.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine, as this process sees it.
+
+    Args:
+        environ: environment variables.
+        probe: answers from another process.
+        root: folder of `/proc`, `/sys` and `/dev`.
+        recipe: recipe to run, if any.
+        processes: number of ranks; None means the default of `trainer run`.
+    """
+
+    environ: Mapping[str, str]
+    probe: Probe
+    root: Path = Path("/")
+    recipe: Recipe | None = None
+    processes: int | None = None
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The strategy of the recipe."""
+        return STRATEGIES[self.recipe.parallel.strategy] if self.recipe else None
+
+    @property
+    def needs_deepspeed(self) -> bool:
+        """Whether the recipe needs DeepSpeed."""
+        return self.strategy is not None and self.strategy.zero_stage > 0
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs that torch can use."""
+        return () if self.probe.facts(TorchFacts).is_cpu_build else self.probe.facts(GpuFacts).gpus
+
+    def path(self, absolute: str) -> Path:
+        """Return the path of a system file."""
+        return self.root / absolute.lstrip("/")
+
+    def read(self, absolute: str) -> str | None:
+        """Return the text of a system file; None if it cannot be read."""
+        return read_file(str(self.path(absolute)))
+
+    @property
+    def container(self) -> str | None:
+        """The kind of container, or None."""
+        if "KUBERNETES_SERVICE_HOST" in self.environ:
+            return "Kubernetes"
+        if self.path("/.dockerenv").exists():
+            return "Docker"
+        if self.path("/run/.containerenv").exists():
+            return "Podman"
+        if "APPTAINER_CONTAINER" in self.environ or "SINGULARITY_CONTAINER" in self.environ:
+            return "Apptainer"
+        return None

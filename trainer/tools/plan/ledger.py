@@ -1,0 +1,445 @@
+"""The ledger of a training step: bytes alive by component, collectives by axis, and operations.
+
+It sees every operation below autograd. Tensors may be real or fake (`torch._subclasses.FakeTensorMode`): it reads
+shapes and types only. Memory inside of a kernel, such as a workspace, is not visible to it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_leaves
+
+from trainer.tools.plan.work import (
+    BACKWARD,
+    FORWARD,
+    NOTHING,
+    OPTIMIZER_STEP,
+    RECOMPUTED,
+    Amount,
+    Kind,
+    sum_of,
+    work_of,
+)
+
+PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER = "parameters", "buffers", "gradients", "optimizer state"
+MASTER, GATHERED, CASTS = "master copies", "gathered layers", "weights in low precision"
+COMMUNICATION, TEACHER = "communication buffers", "teacher"
+ACTIVATIONS, LOSS, TEMPORARY, BATCH = "activations", "logits and loss", "temporary", "batch"
+POINT_TO_POINT = frozenset(("send", "recv_", "recv_any_source_"))
+_MODULE = "planned_module"
+_ON_HOST = " on the host"
+COMPONENTS = (
+    PARAMETERS, TEACHER, MASTER, BUFFERS, GRADIENTS, OPTIMIZER, GATHERED, CASTS, COMMUNICATION, ACTIVATIONS, LOSS,
+    TEMPORARY, BATCH,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective: its operation, its group, and the module in which it runs.
+
+    Args:
+        operation: the name of torch's operation, such as `allreduce_`.
+        group: the name of the process group.
+        module: the name of the innermost module; empty outside of the model.
+        phase: the phase of the step, one of `trainer.tools.plan.work.PHASES`.
+    """
+
+    operation: str
+    group: str
+    module: str
+    phase: str
+
+
+@dataclass
+class Traffic:
+    """The calls of a collective and the bytes of their largest tensors: one rank's input or output, whole."""
+
+    calls: int = 0
+    num_bytes: int = 0
+
+
+class Place(NamedTuple):
+    """A part of a step.
+
+    Args:
+        module: the name of the innermost module; empty outside of the model.
+        backward: whether it is in a backward pass.
+        update: whether it is outside of the model, and after a backward pass or without recording for one.
+    """
+
+    module: str
+    backward: bool
+    update: bool = False
+
+
+class Peak(NamedTuple):
+    """The moment with the most bytes alive at a place: their number, and their number by component."""
+
+    num_bytes: int
+    by_component: Mapping[str, int]
+    place: Place
+
+
+@dataclass
+class Totals:
+    """The collectives and the work of one period, and the bytes that move between host and device."""
+
+    traffic: dict[Collective, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
+    work: dict[Kind, Amount] = field(default_factory=dict)
+    moved: int = 0
+
+    @property
+    def flops(self) -> Counter[torch.dtype]:
+        """The floating-point operations of matrix products and attention, by type."""
+        found: Counter[torch.dtype] = Counter()
+        for kind, amount in self.work.items():
+            if kind.dtype is not None and amount.flops:
+                found[kind.dtype] += amount.flops
+        return found
+
+    def of_microbatches(self, axes: Mapping[str, str]) -> Totals:
+        """Return the part that each microbatch repeats: all work but the optimizer's, and traffic of the model.
+
+        Args:
+            axes: the axis of each process group. Sums over data ranks are those of gradients, once in a step.
+        """
+
+        def sums_gradients(key: Collective) -> bool:
+            return key.operation == "allreduce_" and axes.get(key.group, "").startswith("dp")
+
+        traffic = {
+            key: replace(traffic)
+            for key, traffic in self.traffic.items()
+            if key.operation in POINT_TO_POINT
+            or (key.module and key.phase != OPTIMIZER_STEP and not sums_gradients(key))
+        }
+        work = {kind: amount for kind, amount in self.work.items() if kind.phase != OPTIMIZER_STEP}
+        return Totals(defaultdict(Traffic, traffic), work, self.moved)
+
+    def plus(self, other: Totals, times: int = 1) -> Totals:
+        """Return the sum of these totals and `times` the others, which may be negative."""
+        total = Totals(
+            defaultdict(Traffic, {key: replace(traffic) for key, traffic in self.traffic.items()}),
+            sum_of(self.work, other.work, times),
+            self.moved + times * other.moved,
+        )
+        for key, traffic in other.traffic.items():
+            total.traffic[key].calls += times * traffic.calls
+            total.traffic[key].num_bytes += times * traffic.num_bytes
+        return total
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts every tensor while it is the active mode.
+
+    A tensor of several views counts once, by its storage. A subclass that wraps tensors, such as a `DTensor`, counts
+    by what it wraps.
+
+    Args:
+        answers: whether to answer operations that read values, for tensors that have none.
+        splits: whether results of operations on the host's tensors are on the host too.
+    """
+
+    def __init__(self, answers: bool = False, splits: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._answers = answers
+        self._splits = splits
+        self._component: dict[int, str] = {}  # by storage
+        self._bytes: dict[int, int] = {}
+        self._lock = threading.RLock()  # threads of gloo end tensors too
+        self._alive: Counter[str] = Counter()
+        self._names: dict[nn.Module, str] = {}
+        self._inside: list[str] = []  # the modules in a forward pass, innermost last
+        self._behind = ""  # the module in a backward pass
+        self._has_passed = False  # whether the last pass was a backward pass
+        self._hooks = ExitStack()
+        self._now = 0
+        self._now_on_host = 0
+        self._default: str | None = None
+        self.totals = Totals()
+        self.peaks: dict[Place, Peak] = {}
+        self.most_gradients = 0
+        self.held: Mapping[str, int] = {}  # alive at the begin of the first backward pass
+        self.most_on_host: Mapping[str, int] = {}
+
+    def __enter__(self) -> Ledger:
+        self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
+        self._hooks.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
+        self._resize = torch.UntypedStorage.resize_
+        ledger = self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees gathered layers like this
+            result = ledger._resize(storage, size)
+            ledger._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        super().__exit__(*reason)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._hooks.close()
+
+    @property
+    def alive(self) -> Mapping[str, int]:
+        """The bytes alive on the device, by component."""
+        return {name: count for name, count in self._alive.items() if count and not name.endswith(_ON_HOST)}
+
+    @property
+    def alive_on_host(self) -> Mapping[str, int]:
+        """The bytes alive on the host, by component."""
+        return {
+            name.removesuffix(_ON_HOST): count
+            for name, count in self._alive.items()
+            if count and name.endswith(_ON_HOST)
+        }
+
+    @property
+    def peak(self) -> Peak:
+        """The moment of this period with the most bytes alive."""
+        return max(self.peaks.values(), key=lambda peak: peak.num_bytes)
+
+    def restart(self) -> None:
+        """Begin a new period: forget its peaks, and count collectives and operations from zero."""
+        self.restart_totals()
+        self.held, self.most_gradients, self._has_passed = {}, 0, False
+        self.peaks.clear()
+        self._note_peak()
+        self.most_on_host = self.alive_on_host
+
+    def restart_totals(self) -> Totals:
+        """Count collectives and operations from zero, and return the totals so far."""
+        before, self.totals = self.totals, Totals()
+        return before
+
+    @contextmanager
+    def creating(self, component: str) -> Iterator[None]:
+        """Count tensors that are made in this context to `component`."""
+        before, self._default = self._default, component
+        try:
+            yield
+        finally:
+            self._default = before
+
+    def assign(self, tensors: Iterable[Tensor], component: str) -> None:
+        """Count existing tensors to `component`."""
+        for tensor in tensors:
+            for storage in _storages(tensor):
+                self._assign(storage, component)
+
+    def _assign(self, storage: torch.UntypedStorage, component: str) -> None:
+        key = storage._cdata
+        self._add(storage, component)
+        if self._component[key] != component:
+            size = self._bytes[key]
+            self._set_size(key, 0)
+            self._component[key] = component
+            self._set_size(key, size)
+
+    def _add(self, storage: torch.UntypedStorage, component: str) -> None:
+        key = storage._cdata
+        if key in self._bytes:
+            return
+        self._bytes[key], self._component[key] = 0, component
+        weakref.finalize(storage, self._forget, key)
+        self._set_size(key, storage.nbytes())
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._bytes:
+            self._set_size(storage._cdata, storage.nbytes())
+        else:
+            self._add(storage, GATHERED)
+
+    def _set_size(self, key: int, size: int) -> None:
+        with self._lock:
+            self._change_size(key, size)
+
+    def _change_size(self, key: int, size: int) -> None:
+        change = size - self._bytes[key]
+        self._bytes[key] = size
+        component = self._component[key]
+        self._alive[component] += change
+        if component.endswith(_ON_HOST):
+            self._now_on_host += change
+            if self._now_on_host > sum(self.most_on_host.values()):
+                self.most_on_host = self.alive_on_host
+            return
+        if component == GRADIENTS:
+            self.most_gradients = max(self.most_gradients, self._alive[GRADIENTS])
+        self._now += change
+        if change > 0:
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        backward = _in_backward()
+        is_after = self._has_passed or self._phase() == OPTIMIZER_STEP
+        place = Place(self._module(backward), backward, is_after and not backward)
+        before = self.peaks.get(place)
+        if before is None or self._now > before.num_bytes:
+            self.peaks[place] = Peak(self._now, self.alive, place)
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            self._change_size(key, 0)
+            del self._bytes[key], self._component[key]
+
+    def name_modules(self, names: Mapping[nn.Module, str]) -> None:
+        """Give modules their names in peaks and collectives."""
+        self._names |= names
+
+    def follow_gradients(self, model: nn.Module) -> None:
+        """Count the gradients of a model's parameters from the moment when they are summed."""
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda summed: self.assign([summed.grad] if summed.grad is not None else [], GRADIENTS)
+                )
+
+    def _module(self, backward: bool) -> str:
+        return self._inside[-1] if self._inside else self._behind if backward else ""
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        self._has_passed = False
+        self._inside.append(self._names.get(module, self._inside[-1] if self._inside else ""))
+
+    def _leave_module(self, module: nn.Module, _: Any, output: Any) -> None:
+        name = self._inside.pop()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                cast(dict[str, str], tensor.grad_fn.metadata)[_MODULE] = name  # its backward pass begins here
+
+    def _follow_backward(self) -> None:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            self._behind = cast(dict[str, str], node.metadata).get(_MODULE, self._behind)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.prim.device.default:  # autocast asks for it several times for each operation
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else function(*args, **kwargs)
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # it comes back with the tensors that it wraps
+        if self._answers and function in _ANSWERS:
+            return _ANSWERS[function](*args)
+        if _in_backward():
+            self._follow_backward()
+            self._has_passed = True
+            self.held = self.held or self.alive
+        else:
+            self._behind = ""  # the next backward pass begins in no module
+        result = function(*args, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        component = self._component_of(function, inputs, outputs)
+        if self._splits and self._default is None and any(map(self.is_on_host, inputs)):
+            component = on_host(TEMPORARY)
+        for tensor in outputs:
+            self._add(tensor.untyped_storage(), component)
+        self._count(function, args, kwargs, inputs, outputs, result)
+        return result
+
+    def _component_of(self, function: Any, inputs: list[Tensor], outputs: list[Tensor]) -> str:
+        if self._default is not None:
+            return self._default
+        if function.namespace == "fsdp":
+            return GATHERED if "all_gather" in function.__name__ or "split" in function.__name__ else COMMUNICATION
+        is_smaller = function in _CASTING and outputs[0].dtype.itemsize < inputs[0].dtype.itemsize
+        if is_smaller and self._holds(inputs[0]) in (PARAMETERS, GATHERED):
+            return CASTS
+        if not self._inside:
+            return TEMPORARY if _in_backward() else LOSS
+        return TEMPORARY if _in_backward() and not torch.is_grad_enabled() else ACTIVATIONS
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return any((self._component.get(s._cdata) or "").endswith(_ON_HOST) for s in _storages(tensor))
+
+    def _holds(self, tensor: Tensor) -> str | None:
+        return self._component.get(tensor.untyped_storage()._cdata)
+
+    def _count(
+        self, function: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor], result: Any
+    ) -> None:
+        if function.namespace == "c10d":
+            self._count_collective(function, args, inputs)
+            return
+        kind, amount = work_of(self._phase(), function, args, kwargs, inputs, outputs, result)
+        before = self.totals.work.get(kind, NOTHING)
+        self.totals.work[kind] = before.plus(amount)
+
+    def _phase(self) -> str:
+        if _in_backward():
+            return RECOMPUTED if self._inside else BACKWARD
+        return FORWARD if self._inside or torch.is_grad_enabled() else OPTIMIZER_STEP
+
+    def _count_collective(self, function: Any, args: Any, inputs: list[Tensor]) -> None:
+        group = next(
+            (dist.ProcessGroup.unbox(arg).group_name for arg in args if isinstance(arg, torch.ScriptObject)
+             and "ProcessGroup" in str(arg._type())), "",
+        )  # fmt: skip
+        name = function._overloadpacket.__name__
+        collective = Collective(name, group, self._module(_in_backward()), self._phase())
+        traffic = self.totals.traffic[collective]
+        traffic.calls += 1
+        traffic.num_bytes += max((_num_bytes(tensor) for tensor in inputs), default=0)
+        if "reduce_scatter" in name:  # of sharded gradients; the input is a buffer
+            for tensor in inputs:
+                self._assign(tensor.untyped_storage(), COMMUNICATION)
+            self._assign(min(inputs, key=_num_bytes).untyped_storage(), GRADIENTS)
+
+
+def on_host(component: str) -> str:
+    """Return the component of the same tensors on the host."""
+    return component + _ON_HOST
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of a tensor, and of the tensors that it wraps."""
+    if not isinstance(tensor, Tensor):
+        return  # such as the mesh of a `DTensor`
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages(getattr(tensor, name))
+    else:
+        yield tensor.untyped_storage()
+
+
+def _number(tensor: Tensor) -> float | int | bool:
+    """Return the number that stands for the value of a fake tensor of one element: finite, and not zero."""
+    return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+
+_CASTING = frozenset((torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default))
+_ANSWERS = {
+    torch.ops.aten._local_scalar_dense.default: _number,
+    torch.ops.aten.equal.default: lambda *_: True,
+    torch.ops.aten.is_nonzero.default: lambda *_: True,
+}
+"""The answers of operations that read values, which a fake tensor does not have."""

@@ -1,0 +1,129 @@
+"""Plans of the ranks of a pipeline, from one microbatch in one stage of each kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from trainer.models.building import build_on_meta
+from trainer.models.stage_split import split_stages
+from trainer.recipe.plan import PipelinePlan, RunPlan
+from trainer.recipe.schedules import SCHEDULES
+from trainer.tasks.task import Task
+from trainer.tools.plan.ledger import ACTIVATIONS, BATCH, GRADIENTS, LOSS, TEMPORARY, Peak
+from trainer.tools.plan.shortening import Found
+from trainer.tools.plan.simulated_step import StepPlan, planned_task, simulate, step_plan
+
+_ONE_BY_ONE = "gpipe"  # the schedule in which a single microbatch runs
+_REPEATED = ("gpipe", "1f1b")
+
+
+def plan_steps(plan: RunPlan, length: int, cuda: bool = True, fused: bool = True) -> tuple[StepPlan, ...]:
+    """Plan one rank of each pipeline stage; the others are like one of them.
+
+    A stage is planned with one microbatch, and stages with equally many layers between the first and the last one are
+    planned once. All microbatches are alike, and the schedule knows how many of them wait for their backward pass.
+    Schedules with several stages on a rank or with split backward passes, and sharded parameters, run whole.
+
+    Args:
+        plan: the recipe and its layout.
+        length: the tokens of each text.
+        cuda: whether the device is a GPU.
+        fused: whether that GPU runs the project's kernels.
+
+    Raises:
+        UsageError: see `plan_step`.
+    """
+    size = plan.layout.world_size // plan.layout.pp  # pipeline ranks are outermost
+    ranks = [stage * size for stage in range(plan.layout.pp)]
+    pipeline = plan.pipeline
+    if pipeline is None or not _repeats(plan, pipeline):
+        return tuple(plan_rank(plan, rank, length, cuda, fused) for rank in ranks)
+    single = _with_one_microbatch(plan, pipeline)
+    known: dict[tuple[bool, bool, int], Found] = {}
+    steps: list[StepPlan] = []
+    for rank, kind in zip(ranks, _kinds(plan, planned_task(plan)), strict=True):
+        if kind not in known:
+            known[kind] = simulate(single, rank, length, cuda, fused)
+        steps.append(step_plan(plan, rank, _repeated(known[kind], plan, pipeline, len(steps))))
+    return tuple(steps)
+
+
+def plan_rank(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True) -> StepPlan:
+    """Plan one rank; see `plan_steps`."""
+    pipeline = plan.pipeline
+    if pipeline is None or not _repeats(plan, pipeline):
+        return step_plan(plan, rank, simulate(plan, rank, length, cuda, fused))
+    found = simulate(_with_one_microbatch(plan, pipeline), rank, length, cuda, fused)
+    stage = rank * plan.layout.pp // plan.layout.world_size
+    return step_plan(plan, rank, _repeated(found, plan, pipeline, stage))
+
+
+def _repeats(plan: RunPlan, pipeline: PipelinePlan) -> bool:
+    return pipeline.schedule.name in _REPEATED and not plan.strategy.cuts_parameters
+
+
+def _kinds(plan: RunPlan, task: Task) -> list[tuple[bool, bool, int]]:
+    """Return the kind of each stage: whether it is the first and the last one, and the number of its layers."""
+    recipe, keys, last = plan.recipe, plan.recipe.parallel.pipeline, plan.layout.pp - 1
+    model = build_on_meta(recipe.model, recipe.training, task.auto_class_name, task.model_options())
+    split = split_stages(model, plan.layout.pp, keys.split, keys.schedule)
+    return [(stage == 0, stage == last, len(split.layers_of(stage))) for stage in range(plan.layout.pp)]
+
+
+def _with_one_microbatch(plan: RunPlan, pipeline: PipelinePlan) -> RunPlan:
+    rows = plan.batch.micro_batch_size * plan.batch.data_parallel_size
+    return replace(
+        plan,
+        pipeline=replace(pipeline, schedule=SCHEDULES[_ONE_BY_ONE], num_microbatches=1),
+        batch=replace(plan.batch, global_batch_size=rows, num_microbatches=1, num_passes=1),
+    )
+
+
+def _repeated(found: Found, plan: RunPlan, pipeline: PipelinePlan, stage: int) -> Found:
+    """Return the result for all microbatches of a step from that for one.
+
+    The buffers of received tensors and the rows of the batch stay for each microbatch of a pass. Activations stay for
+    each microbatch in flight.
+    """
+    number = pipeline.num_microbatches
+    flight = number if pipeline.schedule.name == "gpipe" else min(number, pipeline.num_ranks - stage)
+    more = Counter({LOSS: found.resident.get(LOSS, 0), BATCH: found.resident.get(BATCH, 0)})
+    resident = Counter(found.resident) + _times(more, number - 1)
+    held = Counter({ACTIVATIONS: found.held.get(ACTIVATIONS, 0)})
+    held[LOSS] = max(0, found.held.get(LOSS, 0) - more[LOSS])
+    waiting = _times(more, number - 1)
+    peaks = {}
+    for place, peak in found.peaks.items():
+        own = Counter(peak.by_component) + waiting
+        later = Counter({**own, GRADIENTS: found.gradients}) if place.module or place.backward else own
+        if stage > 0 and place.backward:
+            later = later + Counter({TEMPORARY: _received_bytes(found)})
+        # The first backward passes begin with all that is in flight. Gradients are whole in those after it.
+        moments = [own if place.update else own + _times(held, flight - 1)]
+        if number > flight and not place.update:
+            moments.append(later + _times(held, flight - 1))
+        elif number > 1 and place.backward:
+            moments.append(later + _times(held, flight - 2))
+        most = max(moments, key=Counter.total)
+        peaks[place] = Peak(most.total(), dict(most), place)
+    passes = found.totals.of_microbatches(found.axes)
+    totals = found.totals.plus(passes, plan.batch.num_passes * number - 1)
+    return replace(found, resident=dict(resident), peaks=peaks, totals=totals)
+
+
+def _times(counts: Mapping[str, int], factor: int) -> Counter[str]:
+    return Counter({key: factor * count for key, count in counts.items()})
+
+
+def _received_bytes(found: Found) -> int:
+    """Return the bytes of the tensors that a stage gets for one microbatch from the stage before it."""
+    return max(
+        (
+            t.num_bytes // t.calls
+            for c, t in found.totals.traffic.items()
+            if "recv" in c.operation and t.calls and found.axes.get(c.group) != "tp"  # that is a ring
+        ),
+        default=0,
+    )

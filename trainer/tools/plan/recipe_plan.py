@@ -1,0 +1,334 @@
+"""The plan of a recipe on given devices: does it fit, and which changes make it fit."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from trainer.base.errors import TrainerError, UsageError
+from trainer.checkpoint.host_memory import KEPT
+from trainer.models.writing import LARGEST_FILE_BYTES
+from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
+from trainer.tools.plan.hardware import Devices
+from trainer.tools.plan.pipeline_plan import plan_steps
+from trainer.tools.plan.simulated_step import StepPlan
+from trainer.tools.plan.timing import StepTime, link_of, step_time
+
+RESERVED = 2**30
+"""Bytes of a GPU that tensors cannot have: the context of CUDA, its kernels, NCCL. An allowance, not a measurement."""
+
+HOST_RESERVED = 2 * 2**30
+"""Bytes of the host that each rank needs beside tensors: Python, PyTorch, data. An allowance, not a measurement."""
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """The plan of a recipe.
+
+    Args:
+        plan: the recipe and its layout.
+        devices: the devices of each machine.
+        length: the tokens of each text.
+        steps: the plan of one rank of each pipeline stage; the other ranks are like one of them.
+    """
+
+    plan: RunPlan
+    devices: Devices
+    length: int
+    steps: tuple[StepPlan, ...]
+
+    @property
+    def heaviest(self) -> StepPlan:
+        """The plan of the rank that needs the most memory."""
+        return max(self.steps, key=lambda step: step.peak.num_bytes)
+
+    @property
+    def needed(self) -> int:
+        """The bytes that the device of the heaviest rank needs; a CPU keeps nothing for itself."""
+        return self.heaviest.peak.num_bytes + self.reserved
+
+    @property
+    def reserved(self) -> int:
+        """The bytes of the device that tensors cannot have."""
+        machine = self.devices.machine
+        return 0 if machine is not None and machine.is_cpu else RESERVED
+
+    @cached_property
+    def host_needed(self) -> int:
+        """The bytes that the host of the fullest machine needs: at the start, in a step, or to export the model.
+
+        At the start, each rank builds its weights; in a step, it holds its offloaded state. To export the model, a rank
+        collects the weights of one file. A rank copies its share of a checkpoint before it writes it to the disk, and
+        another time before it writes it to memory. Checkpoints in memory stay there.
+        """
+        copies = 2 if self.plan.recipe.checkpoint.memory else 1
+        most = 0
+        for index, own in enumerate(self._hosts):
+            stepping = sum(sum(step.host.values()) for step in own) + self._kept(index)
+            exported = min(sum(step.saved for step in self.steps), len(own) * LARGEST_FILE_BYTES)
+            saving = stepping + max(exported, copies * sum(step.share for step in own))
+            most = max(most, max(saving, sum(step.loaded for step in own)) + HOST_RESERVED * len(own))
+        return most
+
+    @cached_property
+    def in_memory(self) -> int:
+        """The bytes of checkpoints in memory on the fullest machine, with copies of another machine's shares."""
+        return max(map(self._kept, range(len(self._hosts))))
+
+    @cached_property
+    def _hosts(self) -> list[list[StepPlan]]:
+        """The plans of the ranks of each machine."""
+        layout, local = self.plan.layout, self.devices.number
+        ranks = [self.steps[rank * layout.pp // layout.world_size] for rank in range(layout.world_size)]
+        return [ranks[first : first + local] for first in range(0, len(ranks), local)]
+
+    def _kept(self, host: int) -> int:
+        if self.plan.recipe.checkpoint.memory is None:
+            return 0
+        before = self._hosts[host - 1] if len(self._hosts) > 1 else []  # each machine keeps copies of the one before
+        return KEPT * sum(step.share for step in (*self._hosts[host], *before))
+
+    @property
+    def export_bytes(self) -> int:
+        """Bytes of weights that a rank collects on its host for one file of the exported model, at most."""
+        return min(sum(step.saved for step in self.steps), LARGEST_FILE_BYTES)
+
+    @cached_property
+    def time(self) -> StepTime | None:
+        """The time of a step; None if the devices have a memory but no speed."""
+        machine = self.devices.machine
+        return None if machine is None else step_time(self.plan, self.steps, machine, self.length)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits the devices and, if its memory is known, the host."""
+        return self.needed <= self.devices.memory_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        return self.devices.host_bytes is None or self.host_needed <= self.devices.host_bytes
+
+
+@dataclass(frozen=True)
+class Change:
+    """Overrides, and the bytes that a rank needs with them."""
+
+    overrides: tuple[str, ...]
+    needed: int
+
+
+def plan_recipe(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, length: int | None = None) -> RecipePlan:
+    """Plan one training step of a recipe.
+
+    Args:
+        resolved: the recipe.
+        devices: the devices of each machine.
+        nodes: the number of machines.
+        length: the tokens of each text; None: `data.max_length`.
+
+    Raises:
+        TrainerError: the recipe cannot be laid out over the devices, or its step cannot be planned.
+    """
+    plan = plan_run(resolved.recipe, devices.number * nodes, devices.number)
+    tokens: int = length or getattr(resolved.recipe.data, "max_length", None) or 1
+    cuda = devices.machine is None or not devices.machine.is_cpu
+    fused = devices.machine is None or devices.machine.runs_kernels
+    steps = plan_steps(plan, tokens, cuda, fused)
+    return RecipePlan(plan, devices, tokens, steps)
+
+
+def changes_that_fit(
+    recipe: str, overrides: tuple[str, ...], made: RecipePlan, nodes: int, most: int = 3
+) -> list[Change]:
+    """Return changes with which the recipe fits, the cheapest ones first; each of them was planned.
+
+    A change replaces the user's override of the same key.
+    """
+    found: list[Change] = []
+    for change in _candidates(made.plan) if most else ():
+        changed = {word.partition("=")[0] for word in change}
+        kept = [word for word in overrides if word.partition("=")[0] not in changed]
+        try:
+            resolved = load_recipe(recipe, [*kept, *change])
+            other = plan_recipe(resolved, made.devices, nodes, made.length)
+        except TrainerError:
+            continue  # this recipe cannot be changed like this
+        if other.fits:
+            found.append(Change(change, other.needed))
+        if len(found) == most:
+            break
+    return found
+
+
+def _candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
+    """Yield overrides that save memory, those first that cost the least time."""
+    recipe, ranks = plan.recipe, plan.layout.data_parallel_size
+    single: list[tuple[str, ...]] = []
+    if recipe.precision == "fp32":
+        single.append(("precision=bf16",))
+    micro = plan.batch.micro_batch_size
+    tokens = plan.batch.micro_batch_tokens
+    key, largest = ("micro_batch_size", micro) if tokens is None else ("micro_batch_tokens", tokens)
+    smaller = [f"training.{key}={largest * size // micro}" for size in _halves(micro)]
+    single += [(text,) for text in smaller[:2]]
+    recomputed = [
+        f"activation_checkpointing={how}" for how in ("selective", "full") if recipe.activation_checkpointing != how
+    ] if recipe.activation_checkpointing != "full" else []  # fmt: skip
+    single += [(text,) for text in recomputed]
+    if ranks > 1 and not plan.strategy.cuts_anything:
+        single.append(("parallel.strategy=fsdp",))
+    yield from single
+    full = (*recomputed[-1:], *smaller[-1:])
+    if len(full) > 1:
+        yield full
+    if ranks > 1 and not plan.strategy.cuts_anything:
+        yield ("parallel.strategy=fsdp", *full)
+        yield ("parallel.strategy=fsdp", "precision=bf16", *full)
+    for offload in plan.strategy.offloads[1:]:
+        if recipe.parallel.offload == "none":
+            yield (f"parallel.offload={offload}", *full)
+    if ranks > 1 and not plan.strategy.cuts_anything:
+        yield ("parallel.strategy=fsdp", "parallel.offload=parameters", *full)
+    world = plan.layout.world_size
+    for degree in (2, 4, 8):
+        if world % degree == 0 and recipe.parallel.tensor == 1:
+            yield (f"parallel.tensor={degree}", *full)
+
+
+def _halves(size: int) -> list[int]:
+    sizes = []
+    while size > 1:
+        size = -(-size // 2)
+        sizes.append(size)
+    return sizes
+
+
+def traffic_by_axis(step: StepPlan) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the calls and bytes of the collectives of a step, by operation and axis."""
+    sums: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for collective, traffic in step.totals.traffic.items():
+        key = (collective.operation.strip("_"), step.axes.get(collective.group, "all"))
+        calls, count = sums[key]
+        sums[key] = (calls + traffic.calls, count + traffic.num_bytes)
+    return dict(sums)
+
+
+def traffic_by_module(step: StepPlan, operation: str, axis: str) -> dict[str, int]:
+    """Return the bytes of one operation over one axis by module, most first; `*` stands for any layer."""
+    sums: Counter[str] = Counter()
+    for collective, traffic in step.totals.traffic.items():
+        if (collective.operation.strip("_"), step.axes.get(collective.group, "all")) == (operation, axis):
+            sums[re.sub(r"<\w+>|\b\d+\b", "*", collective.module)] += traffic.num_bytes
+    return dict(sums.most_common())
+
+
+def is_between_machines(made: RecipePlan, axis: str) -> bool:
+    """Return whether the ranks along an axis are on several machines."""
+    return link_of(made.plan.layout, axis, made.devices.number).across
+
+
+def bytes_by_link(made: RecipePlan, step: StepPlan) -> dict[str, int]:
+    """Return the bytes of the collectives of a step inside of a machine and between machines."""
+    sums = {"inside": 0, "between": 0}
+    for (_, axis), (_, count) in traffic_by_axis(step).items():
+        sums["between" if is_between_machines(made, axis) else "inside"] += count
+    return sums
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """The steps of a training, its likely hours, those of all GPUs, and their price if that of an hour is known."""
+
+    steps: int
+    hours: float
+    gpu_hours: float
+    price: float | None
+
+
+def cost_of(made: RecipePlan, rows: int | None, price_of_hour: float | None) -> TrainingCost | None:
+    """Return the cost of the whole training; None if its steps or the time of a step are unknown.
+
+    Args:
+        made: the plan.
+        rows: the rows of an epoch; None if they are unknown.
+        price_of_hour: the price of a GPU for an hour.
+
+    Raises:
+        UsageError: there is a price, but no time.
+    """
+    steps = made.plan.recipe.training.max_steps if rows is None else made.plan.total_steps(rows)
+    if made.time is None or steps is None:
+        if price_of_hour is None:
+            return None
+        fix = "name the GPUs, as in --gpus 8xA100-80" if made.time is None else "add --rows N or training.max_steps=N"
+        raise UsageError(f"`--price-per-gpu-hour` is {price_of_hour:g}, but the hours are unknown; {fix}")
+    hours = steps * made.time.likely / 3600
+    gpu_hours = hours * made.plan.layout.world_size
+    return TrainingCost(steps, hours, gpu_hours, None if price_of_hour is None else gpu_hours * price_of_hour)
+
+
+def as_object(made: RecipePlan, changes: list[Change]) -> Mapping[str, Any]:
+    """Return the plan as JSON values; sizes are bytes."""
+    return {
+        "layout": str(made.plan.layout),
+        "length": made.length,
+        "fits": made.fits,
+        "needed_bytes": made.needed,
+        "memory_bytes": made.devices.memory_bytes,
+        "host_needed_bytes": made.host_needed,
+        "host_memory_bytes": made.devices.host_bytes,
+        "host_bytes_to_export": made.export_bytes,
+        "host_bytes_of_checkpoints_in_memory": made.in_memory,
+        "time": _time_as_object(made.time),
+        "ranks": [rank_as_object(made, step) for step in made.steps],
+        "changes": [{"overrides": list(change.overrides), "needed_bytes": change.needed} for change in changes],
+    }
+
+
+def rank_as_object(made: RecipePlan, step: StepPlan) -> Mapping[str, Any]:
+    """Return the plan of one rank as JSON values."""
+    return {
+        "rank": step.rank,
+        "peak_bytes": step.peak.num_bytes,
+        "peak": dict(step.peak.by_component),
+        "peak_module": step.peak.place.module,
+        "peak_in_backward": step.peak.place.backward,
+        "resident": dict(step.resident),
+        "host": dict(step.host),
+        "host_bytes_at_start": step.loaded,
+        "communication": [
+            {
+                "operation": operation,
+                "axis": axis,
+                "calls": calls,
+                "bytes": count,
+                "link": "between" if is_between_machines(made, axis) else "inside",
+                "modules": traffic_by_module(step, operation, axis),
+            }
+            for (operation, axis), (calls, count) in traffic_by_axis(step).items()
+        ],
+        "bytes_by_link": bytes_by_link(made, step),
+        "flops": {str(kind).removeprefix("torch."): count for kind, count in step.totals.flops.items()},
+    }
+
+
+def _time_as_object(time: StepTime | None) -> Mapping[str, Any] | None:
+    if time is None:
+        return None
+    return {
+        "seconds": {"least": time.least, "likely": time.likely, "most": time.most},
+        "parts": dict(time.parts),
+        "samples_per_second": time.samples_per_second,
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.mfu,
+        "pipeline": time.timeline
+        and [
+            {"idle_share": time.timeline.idle_share(rank), "most_microbatches_alive": time.timeline.most_alive(rank)}
+            for rank in range(len(time.timeline.ranks))
+        ],
+    }

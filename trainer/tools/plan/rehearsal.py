@@ -1,0 +1,306 @@
+"""One rank of a large run, rehearsed on fake tensors: the rows, files and messages that its training step needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainer.base.errors import UsageError
+from trainer.checkpoint.format import WrittenFile, share_name
+from trainer.checkpoint.host_memory import KEPT
+from trainer.data.order import GlobalOrder
+from trainer.data.rank_rows import RowChunk, partition
+from trainer.engine.builders import planned_cuts
+from trainer.engine.optimizers.bf16_weights import written_dtype
+from trainer.models.building import build_shapes, count_weight_reads
+from trainer.models.saving import files_of_weights, writer_of
+from trainer.parallel.mesh import AXES, ParallelMesh
+from trainer.parallel.shards.boxes import own_share
+from trainer.ranks.messages import encode
+from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.reading.loading import ResolvedRecipe
+from trainer.tools.plan.hardware import Devices
+from trainer.tools.plan.pipeline_plan import plan_rank
+from trainer.tools.plan.plan_lines import rank_lines, size
+from trainer.tools.plan.recipe_plan import HOST_RESERVED, RecipePlan, rank_as_object
+from trainer.tools.plan.simulated_rank import simulated_mesh
+from trainer.tools.plan.simulated_step import StepPlan, planned_task, updated_engine
+
+_USUAL_RANKS = 8  # of a machine
+_MOST_SHOWN = 8  # rows or files on a line
+
+
+@dataclass(frozen=True)
+class StateFiles:
+    """The share of a rank in a checkpoint.
+
+    Args:
+        name: the name of its file.
+        written: the bytes of the tensors that it writes, and copies to the host before.
+        tensors: the number of these tensors or parts of them.
+        read: the bytes of the tensors that it reads to resume.
+        report: the bytes of its message to rank 0, which names its file.
+        shapes: the bytes of its tensors' names and shapes, which one of the ranks with the same tensors sends.
+    """
+
+    name: str
+    written: int
+    tensors: int
+    read: int
+    report: int
+    shapes: int
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One rank of a run.
+
+    Args:
+        plan: the recipe and its layout.
+        local_ranks: the number of ranks of each machine.
+        length: the tokens of each text.
+        position: the index of the rank along each axis.
+        step: the memory, communication and arithmetic of its step.
+        microbatches: the places of its rows in the global batch of the first step; None if they depend on the data.
+        rows: the row ids at these places; None if the number of rows is unknown.
+        weights_read: the bytes that it reads of each file of pretrained weights, at most; None if these are not on this
+            machine.
+        state: its share of a checkpoint.
+        model_files: the bytes of each file of the final model that it writes.
+        num_model_files: the number of files of the final model.
+    """
+
+    plan: RunPlan
+    local_ranks: int
+    length: int
+    position: Mapping[str, int]
+    step: StepPlan
+    microbatches: list[list[int]] | None
+    rows: list[list[int]] | None
+    weights_read: Mapping[str, int] | None
+    state: StateFiles
+    model_files: Mapping[str, int]
+    num_model_files: int
+
+    @cached_property
+    def planned(self) -> RecipePlan:
+        """The plan of the rank's step, on devices without a verdict."""
+        return RecipePlan(self.plan, Devices(self.local_ranks, "", 0), self.length, (self.step,))
+
+    @property
+    def in_memory(self) -> int:
+        """The bytes of `checkpoint.memory` on its host: its share of two checkpoints, and the copy of another rank's.
+
+        One host keeps no copies.
+        """
+        if self.plan.recipe.checkpoint.memory is None:
+            return 0
+        return KEPT * self.state.written * (2 if self.plan.layout.world_size > self.local_ranks else 1)
+
+    @property
+    def host(self) -> Mapping[str, int]:
+        """The bytes that the rank needs on its host: at the start, to write a checkpoint, and to write the model.
+
+        Checkpoints in memory stay there from the first one on. One may be written while the disk still gets another.
+        """
+        stepping = sum(self.step.host.values()) + self.in_memory
+        return {
+            "start": self.step.loaded + HOST_RESERVED,
+            "checkpoint": stepping + self.state.written * (2 if self.in_memory else 1) + HOST_RESERVED,
+            "model": stepping + max(self.model_files.values(), default=0) + HOST_RESERVED,
+        }
+
+
+def rehearse(
+    resolved: ResolvedRecipe,
+    ranks: int,
+    rank: int = 0,
+    local_ranks: int | None = None,
+    length: int | None = None,
+    rows: int | None = None,
+) -> Rehearsal:
+    """Build one rank of a run and take a step with it, without the other ranks, a GPU, data or weights.
+
+    Args:
+        resolved: the recipe.
+        ranks: the number of ranks of the run.
+        rank: the rank to build.
+        local_ranks: the number of ranks of each machine; None: the most up to 8 that divide `ranks`.
+        length: the tokens of each text; None: `data.max_length`.
+        rows: the rows of an epoch, for the order of the data; None: it is not shown.
+
+    Raises:
+        TrainerError: there is no such rank, the recipe cannot be laid out, or its step cannot be planned.
+    """
+    if not 0 <= rank < ranks:
+        raise UsageError(f"`--rank` must be from 0 to {ranks - 1} for `--ranks` {ranks}, but is {rank}")
+    local = local_ranks or max(number for number in range(1, _USUAL_RANKS + 1) if ranks % number == 0)
+    if ranks % local:
+        raise UsageError(f"`--local-ranks` must divide the {ranks} ranks of `--ranks`, but is {local}")
+    plan = plan_run(resolved.recipe, ranks, local)
+    tokens: int = length or getattr(plan.recipe.data, "max_length", None) or 1
+    with simulated_mesh(plan.layout, rank) as mesh:
+        position = {axis: mesh.index(axis) for axis in AXES if mesh.size(axis) > 1}
+        data_rank = mesh.index("dp")
+        weights_read = _weights_read(plan, mesh, is_reader=rank % local == 0)
+    places = _places(plan, data_rank, min(rows or plan.batch.global_batch_size, plan.batch.global_batch_size))
+    order = None if rows is None or places is None else _first_rows(plan, rows)
+    files = _model_files(plan)
+    return Rehearsal(
+        plan,
+        local,
+        tokens,
+        position,
+        plan_rank(plan, rank, tokens),
+        None if places is None else [chunk.places.tolist() for chunk in places],
+        None if places is None or order is None else [order[chunk.places].tolist() for chunk in places],
+        weights_read,
+        _state_files(plan, rank, tokens),
+        {name: count for number, (name, count) in enumerate(files.items()) if writer_of(number, ranks) == rank},
+        len(files),
+    )
+
+
+def _places(plan: RunPlan, data_rank: int, num_rows: int) -> list[RowChunk] | None:
+    """Return the rank's part of a global batch; None if it depends on the lengths of the rows."""
+    batch = plan.batch
+    if batch.micro_batch_tokens is not None:
+        return None
+    chunks = partition(num_rows, data_rank, batch.data_parallel_size, batch.micro_batch_size)
+    return [chunk for chunk in chunks if not chunk.filler]
+
+
+def _first_rows(plan: RunPlan, rows: int) -> Any:
+    data = plan.recipe.data
+    if data.group_by_length or data.source_weights:  # the rows depend on the files
+        return None
+    return GlobalOrder(rows, None, plan.batch.global_batch_size, plan.recipe.training.seed).batch(0, 0)
+
+
+def _weights_read(plan: RunPlan, mesh: ParallelMesh, is_reader: bool) -> Mapping[str, int] | None:
+    """Return the bytes of each file; a rank that reads for its whole machine needs all of them at most."""
+    model, task = plan.recipe.model, planned_task(plan)
+    if model.is_random:
+        return {}
+    if not any(Path(str(model.name_or_path)).glob("*.safetensors")):
+        return None
+    is_shared = plan.recipe.parallel.load == "broadcast" and mesh.world_size > 1
+    if is_shared and not is_reader:
+        return {}
+    sums: dict[str, int] = {}
+    for cut in [None] if is_shared else planned_cuts(plan, mesh):
+        read = count_weight_reads(model, plan.recipe.training, task.auto_class_name, task.model_options(), cut)
+        for name, count in read.items():
+            sums[name] = sums.get(name, 0) + count
+    return sums
+
+
+def _state_files(plan: RunPlan, rank: int, length: int) -> StateFiles:
+    with updated_engine(plan, rank, length) as (engine, mesh):
+        state = engine.state()
+        own = list(own_share(state.parts))
+        name = share_name(rank, mesh.world_size)
+        written = sum(box.view.nbytes for _, box in own)
+        report = encode([asdict(WrittenFile(name, written, "0" * 64))])
+        shapes = encode({part.name: part.shape for part in state.parts})
+        read = sum(box.view.nbytes for part in state.parts for box in part.boxes)
+        return StateFiles(name, written, len(own), read, len(report), len(shapes))
+
+
+def _model_files(plan: RunPlan) -> dict[str, int]:
+    recipe, task = plan.recipe, planned_task(plan)
+    whole = build_shapes(recipe.model, recipe.training, task.auto_class_name, task.model_options())
+    files = files_of_weights(whole.model, recipe.model.adapter, written_dtype(recipe)).files
+    return {file.name: file.num_bytes for file in files}
+
+
+def lines(found: Rehearsal) -> Iterator[str]:
+    """Yield the lines of a rehearsal."""
+    plan, step, state = found.plan, found.step, found.state
+    position = ", ".join(f"{axis} {index}" for axis, index in found.position.items()) or "the only one"
+    yield f"layout    {plan.layout}; {found.local_ranks} ranks on each machine"
+    yield f"batch     {plan.batch}, {found.length:,} tokens a text"
+    if plan.pipeline is not None:
+        yield f"pipeline  {plan.pipeline}"
+    yield f"rank      {step.rank} of {plan.layout.world_size:,}: {position}"
+    yield ""
+    yield from rank_lines(found.planned, step)
+    yield ""
+    yield f"data      {_rows_text(found)}"
+    yield f"load      {_load_text(found)}"
+    yield (
+        f"save      {state.name} with {size(state.written)} in {state.tensors:,} tensors, for each checkpoint; one of"
+        f" {plan.layout.world_size:,} such files"
+    )
+    yield (
+        f"          a message of {state.report:,} bytes to rank 0, as from each rank; the names and shapes of its"
+        f" tensors ({state.shapes / 2**10:,.1f} KiB) come from one of the ranks with the same"
+    )
+    if found.in_memory:
+        copy = ", with the copy of a rank of another host" if found.in_memory > KEPT * state.written else ""
+        yield f"          {size(found.in_memory)} on the host for {KEPT} checkpoints in memory{copy}"
+    yield f"resume    reads {size(state.read)} of tensors from a checkpoint of this layout"
+    written = _some([f"{name} ({size(count)})" for name, count in found.model_files.items()])
+    files = f"{found.num_model_files:,} file{'s' * (found.num_model_files > 1)}"
+    yield f"model     writes {written or 'none'} of the {files} of weights of the final model"
+    needed = ", ".join(f"{size(count)} {when}" for when, count in zip(_HOST, found.host.values(), strict=True))
+    yield f"host      {needed}; {size(HOST_RESERVED)} of each for Python"
+
+
+_HOST = ("at the start", "to write a checkpoint", "to write the model")
+
+
+def _rows_text(found: Rehearsal) -> str:
+    if found.microbatches is None:
+        return "the rows of a microbatch depend on their tokens; at most " + str(found.plan.batch)
+    number, batches = sum(map(len, found.microbatches)), len(found.microbatches)
+    places = _some([str(place) for chunk in found.microbatches for place in chunk])
+    counted = f"{number} row{'s' * (number != 1)} in {batches} microbatch{'es' * (batches != 1)} a step"
+    text = f"{counted}, at the places {places or '(none)'} of a global batch"
+    if found.rows is not None:
+        return f"{text}; first the rows {_some([str(row) for chunk in found.rows for row in chunk])}"
+    why = "`data.group_by_length` orders them by length" if found.plan.recipe.data.group_by_length else "add --rows N"
+    return f"{text}; which rows is unknown: {why}"
+
+
+def _load_text(found: Rehearsal) -> str:
+    built = f"{size(found.step.loaded)} of fp32 weights on the host"
+    if found.weights_read is None:
+        return f"{built}; the files of weights are not in a folder of this machine, so their bytes are unknown"
+    if found.plan.recipe.model.is_random:
+        return f"{built}, drawn from the seed"
+    if not found.weights_read:
+        is_shared = found.plan.recipe.parallel.load == "broadcast"
+        return f"{built}, from the first rank of its machine" if is_shared else f"{built}, from no file"
+    names = _some([f"{name} ({size(count)})" for name, count in found.weights_read.items()])
+    return f"{built}, from {size(sum(found.weights_read.values()))} of {names}"
+
+
+def _some(texts: list[str]) -> str:
+    more = f" and {len(texts) - _MOST_SHOWN:,} more" if len(texts) > _MOST_SHOWN else ""
+    return ", ".join(texts[:_MOST_SHOWN]) + more
+
+
+def as_json(found: Rehearsal) -> str:
+    """Return a rehearsal as a JSON object; sizes are bytes."""
+    values = {
+        "layout": str(found.plan.layout),
+        "ranks": found.plan.layout.world_size,
+        "local_ranks": found.local_ranks,
+        "length": found.length,
+        "position": found.position,
+        **rank_as_object(found.planned, found.step),
+        "microbatch_places": found.microbatches,
+        "microbatch_rows": found.rows,
+        "weights_read": found.weights_read,
+        "checkpoint": asdict(found.state),
+        "checkpoints_in_memory": found.in_memory,
+        "model_files": found.model_files,
+        "num_model_files": found.num_model_files,
+        "host_needed": found.host,
+    }
+    return json.dumps(values, indent=2)

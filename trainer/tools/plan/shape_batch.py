@@ -1,0 +1,132 @@
+"""A batch without data: the shapes of one rank's rows in one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from trainer.base.errors import UsageError
+from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.recipe.plan import BatchPlan, texts_of_a_row
+from trainer.recipe.schema import (
+    CausalLM,
+    Embedding,
+    ImageClassification,
+    MultipleChoice,
+    QuestionAnswering,
+    Recipe,
+    Seq2SeqLM,
+)
+from trainer.tasks.task import Task
+from trainer.tools.plan.ledger import BATCH, Ledger
+
+
+def blank_batch(recipe: Recipe, task: Task, config: Any, batch: BatchPlan, length: int) -> RankBatch:
+    """Return the batch of a rank on which every row has `length` tokens.
+
+    Args:
+        recipe: the recipe.
+        task: its task.
+        config: the configuration of its model.
+        batch: the split of the global batch over ranks and microbatches.
+        length: the tokens of each text; of a target, at most `task.max_target_length`.
+
+    Raises:
+        UsageError: the inputs of the task are unknown, because it is registered by an extension.
+    """
+    length = ceil(length / recipe.data.pad_to) * recipe.data.pad_to
+    sizes = [batch.micro_batch_size] * batch.num_microbatches
+    sizes[-1] -= sum(sizes) - batch.rank_batch_size
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    microbatches = [
+        _blank(recipe, task, config, size, length, start) for size, start in zip(sizes, starts, strict=True) if size > 0
+    ]
+    rows = batch.global_batch_size
+    return RankBatch(microbatches, rows, rows * length)
+
+
+def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, start: int) -> Microbatch:
+    section = recipe.task
+    inputs: dict[str, Tensor] = {}
+    if isinstance(section, ImageClassification):
+        size = getattr(config, "image_size", None) or 224
+        height, width = (size, size) if isinstance(size, int) else size
+        inputs["pixel_values"] = torch.zeros(rows, config.num_channels, height, width)
+    else:
+        texts = texts_of_a_row(section)
+        shape = (rows, texts, length) if texts else (rows, length)
+        inputs["input_ids"] = torch.zeros(shape, dtype=torch.long)
+        inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
+        if isinstance(section, MultipleChoice):
+            inputs["num_choices"] = torch.full((rows,), shape[1])
+        if isinstance(section, CausalLM) and section.packing == "documents":
+            inputs["position_ids"] = (torch.arange(length) % ceil(length / 2)).repeat(rows, 1)  # two documents a row
+        else:
+            inputs["attention_mask"][..., :1, -1] = 0  # some models need no mask, and less memory, without padding
+        if (getattr(config, "type_vocab_size", None) or 0) > 1:
+            inputs["token_type_ids"] = torch.zeros(shape, dtype=torch.long)
+    labels: Tensor
+    match section:
+        case Seq2SeqLM():
+            target = (rows, min(length, section.max_target_length))
+            inputs["decoder_input_ids"] = torch.zeros(target, dtype=torch.long)
+            labels = torch.zeros(target, dtype=torch.long)
+        case Embedding():
+            labels = torch.zeros(rows) if section.score else torch.zeros(rows, 0)
+        case QuestionAnswering():
+            labels = torch.zeros(rows, 2, dtype=torch.long)
+        case _:
+            labels = _labels(section, task, rows, length)
+    packed = None
+    if recipe.data.packing:  # the padding of a blank mask cannot be read
+        packed = PackedTokens.of([length] * (inputs["input_ids"].numel() // length), length, torch.device("cpu"))
+    return Microbatch(inputs, labels, torch.arange(start, start + rows), packed=packed)
+
+
+def _labels(section: Any, task: Task, rows: int, length: int) -> Tensor:
+    match section.type:
+        case "masked_lm" | "causal_lm" | "token_classification":
+            return torch.zeros(rows, length, dtype=torch.long)
+        case "sequence_regression":
+            return torch.zeros(rows)
+        case "sequence_classification" | "image_classification" | "multiple_choice":
+            if getattr(section, "multi_label", False):
+                return torch.zeros(rows, task.model_options()["num_labels"])
+            return torch.zeros(rows, dtype=torch.long)
+    raise UsageError(f"`task.type` is {section.type}, which no plan covers yet: the shapes of its inputs are unknown")
+
+
+@contextmanager
+def counted_ahead(batch: RankBatch, ledger: Ledger) -> Iterator[None]:
+    """Count two microbatches on a GPU: that of the present passes, and the next one, which a run copies ahead.
+
+    The copy of the first one begins in the step before.
+    """
+    batches = batch.microbatches
+    following = {_identity(one): other for one, other in zip(batches, [*batches[1:], batches[0]], strict=True)}
+    ahead: dict[int, Microbatch] = {}
+
+    def to(microbatch: Microbatch, _: torch.device) -> Microbatch:
+        after = following.get(_identity(microbatch))
+        if after is None:  # the tensors of a CUDA graph are on the GPU
+            return microbatch
+        present = ahead.pop(_identity(microbatch), None)
+        ahead.clear()
+        with ledger.creating(BATCH):
+            ahead[_identity(after)] = after.map(torch.empty_like)
+            return present or microbatch.map(torch.empty_like)
+
+    with mock.patch.object(Microbatch, "to", to):
+        yield
+
+
+def _identity(microbatch: Microbatch) -> int:
+    """Return a number of the tensors on the host; a graph takes them in another `Microbatch`."""
+    return id(microbatch.tensors[0])

@@ -1,0 +1,157 @@
+"""DeepSpeed on one simulated rank: its process group, its device, and the components of its tensors.
+
+DeepSpeed keeps its process groups and its device in modules. A simulated rank has its own, and leaves none behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from trainer.engine.deepspeed_package import linear_restored, ready_deepspeed
+from trainer.engine.zero import ZeroEngine
+from trainer.recipe.plan import RunPlan
+from trainer.recipe.strategies import Offload
+from trainer.tools.plan.ledger import COMMUNICATION, GATHERED, GRADIENTS, MASTER, Ledger, on_host
+
+_STAGES_1_2 = "deepspeed.runtime.zero.stage_1_and_2"
+_STAGE_3 = "deepspeed.runtime.zero.stage3"
+_PARTITIONING = "deepspeed.runtime.zero.partition_parameters"
+_FETCHING = "deepspeed.runtime.zero.partitioned_param_coordinator"
+
+_STATE: dict[str, dict[str, Any]] = {
+    "deepspeed.comm.comm": {"cdb": None},
+    "deepspeed.utils.groups": {
+        "mpu": None, "mesh_device": None, "_WORLD_GROUP": None, "_ZERO_PARAM_INTRA_PARALLEL_GROUP": None,
+    },
+    f"{_PARTITIONING}.Init": {"num_persisted_parameters": 0, "num_persisted_elements": 0},
+    # Ranks compare numbers that fake tensors do not have.
+    _FETCHING: {"assert_ints_same_as_other_ranks": lambda _: None},
+    "deepspeed.comm.torch": {"build_shm_op": lambda: None},
+}  # fmt: skip
+"""The state of DeepSpeed's modules before its first engine."""
+
+_ANSWERS = {
+    f"{_STAGES_1_2}.DeepSpeedZeroOptimizer": {"has_overflow": False},
+    f"{_STAGE_3}.DeepSpeedZeroOptimizer_Stage3": {"has_overflow": False},
+    _STAGES_1_2: {"is_invalid_grad_norm": False},
+    _STAGE_3: {"is_invalid_grad_norm": False},
+}
+"""The answers of functions that read the values of gradients."""
+
+
+@contextmanager
+def simulated_deepspeed(plan: RunPlan) -> Iterator[None]:
+    """Give DeepSpeed the process group and the device of a simulated rank, for strategies that use it.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    if not plan.strategy.zero_stage:
+        yield
+        return
+    with ExitStack() as stack, mock.patch.dict("os.environ"), warnings.catch_warnings(), linear_restored():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which it checks to be aligned
+        ready_deepspeed(0, on_cpu=False)  # without real collectives, it need not compile its operation for CPUs
+        from deepspeed.accelerator import real_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        stack.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", CPU_Accelerator()))
+        for path, values in _STATE.items():
+            stack.enter_context(mock.patch.multiple(path, **values))
+        for path, values in _ANSWERS.items():
+            for name, answer in values.items():
+                method = _answering(getattr(pkgutil.resolve_name(path), name), answer)
+                stack.enter_context(mock.patch.multiple(path, **{name: method}))
+        yield
+
+
+def _answering(method: Any, answer: Any) -> Any:
+    """Return a function that does the work of `method`, its collectives too, and returns `answer`."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        method(*args, **kwargs)
+        return answer
+
+    return call
+
+
+_CREATORS = {
+    f"{_STAGES_1_2}.DeepSpeedZeroOptimizer": {
+        "setup_buckets": COMMUNICATION,
+        "_build_compact_grad_partition_buffer": GRADIENTS,
+        "get_flat_partition": GRADIENTS,
+        "copy_grads_in_partition": GRADIENTS,
+    },
+    f"{_STAGE_3}.DeepSpeedZeroOptimizer_Stage3": {
+        "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads": COMMUNICATION,
+    },
+    f"{_FETCHING}.PartitionedParameterCoordinator": {
+        "_PartitionedParameterCoordinator__all_gather_params": GATHERED,
+    },
+}
+"""The component of tensors that methods of DeepSpeed make."""
+
+
+@contextmanager
+def labelled_deepspeed(ledger: Ledger, plan: RunPlan) -> Iterator[None]:
+    """Count buffers that DeepSpeed makes during a step to their components, from their creation."""
+    if not plan.strategy.zero_stage:
+        yield
+        return
+    with ExitStack() as stack:
+        for path, methods in _CREATORS.items():
+            kind = pkgutil.resolve_name(path)
+            for method, component in methods.items():
+                made = _creating(ledger, getattr(kind, method), component)
+                stack.enter_context(mock.patch.object(kind, method, made))
+        yield
+
+
+def _creating(ledger: Ledger, method: Any, component: str) -> Any:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with ledger.creating(component):
+            return method(*args, **kwargs)
+
+    return call
+
+
+def label_zero(ledger: Ledger, engine: ZeroEngine, offload: Offload) -> None:
+    """Count tensors of DeepSpeed that stay between two steps to their components; `offload` is on the host."""
+    zero = engine._engine.optimizer
+    place = on_host if offload != "none" else str
+    masters = [*_tensors(zero, "single_partition_of_fp32_groups"), *_tensors(zero, "fp32_partitioned_groups_flat")]
+    ledger.assign(masters, place(MASTER))
+    ledger.assign((flat.grad for flat in masters if flat.grad is not None), place(GRADIENTS))
+    ledger.assign(_tensors(zero, "grad_partitions_flat_buffer"), place(GRADIENTS))
+    ledger.assign(_tensors(zero, "accumulated_grads_in_cpu"), place(GRADIENTS))
+    ledger.assign(_tensors(zero, "temp_grad_buffer_for_cpu_offload"), place(COMMUNICATION))
+    ledger.assign(_tensors(zero, "param_buffer_of_bit16_for_cpu_offload_groups"), place(COMMUNICATION))
+    ledger.assign(_tensors(zero, "temp_grad_buffer_for_gpu_offload"), COMMUNICATION)
+    buffers = (bucket.buffer for bucket in zero.ipg_buckets.values())
+    ledger.assign((tensor for found in buffers for tensor in _listed(found)), COMMUNICATION)
+
+
+def group_of(engine: ZeroEngine) -> str:
+    """Return the name of the group of DeepSpeed's data ranks, which may be its own copy of all ranks."""
+    return str(engine._engine.optimizer.dp_process_group.group_name)
+
+
+def _tensors(owner: Any, name: str) -> Iterable[Tensor]:
+    return _listed(getattr(owner, name, None))
+
+
+def _listed(found: Any) -> Iterable[Tensor]:
+    """Return a tensor, or the tensors of a list or dictionary, or none."""
+    if isinstance(found, dict):
+        found = found.values()
+    return [found] if isinstance(found, Tensor) else [t for t in found or () if isinstance(t, Tensor)]

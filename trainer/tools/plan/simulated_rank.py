@@ -1,0 +1,168 @@
+"""One simulated rank of a mesh: collectives return at once, and tensors have shapes but no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.nn.parallel.distributed as data_parallel
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+
+from trainer.base.errors import UsageError
+from trainer.engine.optimizers import batches
+from trainer.parallel import norms
+from trainer.parallel.kernels import kernel_support
+from trainer.parallel.mesh import ParallelMesh
+from trainer.recipe.plan import Layout
+
+
+@contextmanager
+def simulated_mesh(layout: Layout, rank: int) -> Iterator[ParallelMesh]:
+    """Open the mesh of one rank of `layout` without the other ranks; this process must not be a rank of its own."""
+    assert not dist.is_initialized(), "a simulated rank needs a process without a process group"
+    if layout.world_size > 1:
+        dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+    try:
+        yield ParallelMesh(torch.device("cpu"), **layout.sizes)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_FP32_ON_CUDA = frozenset(
+    {
+        *(getattr(F, name) for name in ("softmax", "log_softmax", "layer_norm", "group_norm", "cross_entropy")),
+        *(getattr(F, name) for name in ("nll_loss", "mse_loss", "softplus", "normalize")),
+        *(getattr(torch, name) for name in ("softmax", "log_softmax", "exp", "pow", "rsqrt", "sum", "cumsum", "norm")),
+        *(getattr(Tensor, name) for name in ("softmax", "log_softmax", "exp", "pow", "rsqrt", "sum", "cumsum", "norm")),
+        Tensor.__pow__,
+    }
+)
+"""The operations that autocast computes in fp32 on CUDA, and not on a CPU: those of torch's list that models call."""
+
+
+class _AutocastOfCuda(TorchFunctionMode):
+    """Autocast on a CPU with the list of CUDA."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _FP32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, _to_fp32, (args, kwargs))
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _autocast_of_recomputation() -> Iterator[None]:
+    """Enter the mode around modules that a backward pass runs again; autograd leaves it."""
+    entered: list[ExitStack] = []
+
+    def enter(*_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            entered.append(ExitStack())
+            if len(entered) == 1:
+                entered[-1].enter_context(_AutocastOfCuda())
+
+    def leave(*_: Any) -> None:
+        if entered:
+            entered.pop().close()
+
+    with ExitStack() as hooks:
+        hooks.callback(register_module_forward_pre_hook(enter).remove)
+        hooks.callback(register_module_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+def _to_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+@contextmanager
+def shapes_only(cuda: bool, fused: bool = True) -> Iterator[None]:
+    """Make every new tensor a fake one.
+
+    Args:
+        cuda: whether to choose the types that autocast has on CUDA.
+        fused: whether the project's kernels run, as on newer GPUs; ignored without `cuda`.
+
+    Raises:
+        UsageError: an operation needs the values of a tensor, or has no rule for shapes.
+    """
+    with ExitStack() as stack:
+        # DDP compares shapes and sends weights between ranks at its start, below the operations that can be faked.
+        for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
+            stack.enter_context(mock.patch.object(data_parallel, name, return_value=True))
+        stack.enter_context(mock.patch.object(data_parallel.DistributedDataParallel, "_pre_forward", _pre_forward))
+        # FSDP lists the shards of all ranks to take one; a thousand fake tensors for each parameter take minutes.
+        stack.enter_context(mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks))
+        # All tensors are on one device; and torch refuses to move the parameters of a module if they are fake.
+        for kind in (nn.Module, PreTrainedModel):
+            stack.enter_context(mock.patch.object(kind, "to", lambda module, *_, **__: module))
+        # The ranks of a part of a mesh are tensors with values.
+        stack.enter_context(mock.patch.object(DeviceMesh, "__getitem__", _part_of_mesh(DeviceMesh.__getitem__)))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if cuda:
+            # On a GPU, the norm of a tensor is one operation.
+            stack.enter_context(mock.patch.object(norms, "_PIECE", torch.iinfo(torch.int64).max))
+            stack.enter_context(mock.patch.object(batches, "MOST_ON_CPU", batches.MOST))
+            if fused:
+                stack.enter_context(mock.patch.object(kernel_support, "obstacle", return_value=None))
+            stack.enter_context(_AutocastOfCuda())
+            stack.enter_context(_autocast_of_recomputation())
+        try:
+            yield
+        except _NEEDS_VALUES as error:
+            raise UsageError(
+                f"the recipe cannot be planned: its operation {error.func} needs the values of tensors, but a plan has"
+                " only their shapes; measure some steps with `trainer run`"
+            ) from error
+
+
+class _Chunks:
+    """The chunks of `torch.chunk`, then empty ones, each made when it is taken."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor = tensor
+        self._dim = dim
+        self._length = -(-tensor.shape[dim] // num_chunks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start, end = index * self._length, self._tensor.shape[self._dim]
+        if index and start >= end:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._length, end - start))
+
+
+def _part_of_mesh(part: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
+    def outside(mesh: DeviceMesh, names: Any) -> DeviceMesh:
+        with _disable_current_modes():
+            return part(mesh, names)
+
+    return outside
+
+
+def _pre_forward(wrapped: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Replace the method of DDP that sends the new order of its buckets between ranks."""
+    if torch.is_grad_enabled() and wrapped.require_backward_grad_sync:
+        wrapped.reducer.prepare_for_forward()
+    return inputs, kwargs

@@ -1,0 +1,398 @@
+"""One training step of one rank, without data, weights or other ranks: the engine itself runs on fake tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import chain
+from typing import cast
+from unittest import mock
+
+import torch
+from torch import nn
+
+from trainer.base.collector import without_collector
+from trainer.engine import native
+from trainer.engine.builders import build_engine, planned_cuts
+from trainer.engine.graphs import Capture
+from trainer.engine.native import NativeEngine
+from trainer.engine.optimizers.bf16_weights import store_in_bf16
+from trainer.engine.optimizers.build import updates_in_batches
+from trainer.engine.zero import ZeroEngine
+from trainer.models.building import BuiltModel, build_shapes, freeze
+from trainer.models.teacher import Teacher
+from trainer.parallel.mesh import AXES, ParallelMesh
+from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.recipe.plan import RunPlan
+from trainer.recipe.strategies import Offload
+from trainer.tasks.classes import NamedClasses
+from trainer.tasks.registry import build_task
+from trainer.tasks.task import Task
+from trainer.tools.plan.ledger import (
+    BATCH,
+    BUFFERS,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEACHER,
+    Ledger,
+    Peak,
+    Totals,
+    on_host,
+)
+from trainer.tools.plan.shape_batch import blank_batch, counted_ahead
+from trainer.tools.plan.shortening import Found, Stack, lengthen, shorten, stacks_of
+from trainer.tools.plan.simulated_deepspeed import group_of, label_zero, labelled_deepspeed, simulated_deepspeed
+from trainer.tools.plan.simulated_offload import copies_between_host_and_device
+from trainer.tools.plan.simulated_rank import shapes_only, simulated_mesh
+from trainer.training.teaching import described_teacher, has_teacher, place_teacher, teacher_classes, teacher_cut
+
+_MICROBATCHES = 3
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The memory, communication and arithmetic of one step of one rank.
+
+    Args:
+        rank: the rank.
+        stage: its index along the pipeline axis.
+        resident: the bytes alive between two steps, by component.
+        peak: the moment of the step with the most bytes alive.
+        totals: collectives and operations of the step.
+        axes: the axis of each process group, by the group's name.
+        host: the bytes of the host's peak in the step, by component; empty without `parallel.offload`.
+        share: the bytes of the rank's share of a checkpoint.
+        loaded: the bytes of the fp32 weights that the rank builds on the host at the start.
+        saved: the bytes of the fp32 weights of its stage in an exported model.
+    """
+
+    rank: int
+    stage: int
+    resident: Mapping[str, int]
+    peak: Peak
+    totals: Totals
+    axes: Mapping[str, str]
+    host: Mapping[str, int] = field(default_factory=dict)
+    share: int = 0
+    loaded: int = 0
+    saved: int = 0
+
+
+def planned_task(plan: RunPlan) -> Task:
+    """Return the task of a recipe; the teacher's classes, or else two, stand for those that only the data knows."""
+    task = build_task(plan.recipe.task)
+    if isinstance(task, NamedClasses) and task.class_names is None:
+        names = ("0", "1") if plan.recipe.distillation is None else teacher_classes(plan.recipe)
+        return task.with_classes(names, None)
+    return task
+
+
+def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True) -> StepPlan:
+    """Run two steps of `rank` on fake tensors, and return the plan of the second.
+
+    The first step makes the state of the optimizer. No weights are read: the configuration of the model is enough.
+
+    Args:
+        plan: the recipe and its layout.
+        rank: the rank to simulate.
+        length: the tokens of each text.
+        cuda: whether the device is a GPU; autocast has other types there than on a CPU.
+        fused: whether that GPU runs the project's kernels.
+
+    Raises:
+        UsageError: the model's configuration cannot be read, the model cannot be cut like this, or the recipe has a
+            part that cannot be simulated.
+    """
+    return step_plan(plan, rank, simulate(plan, rank, length, cuda, fused))
+
+
+def step_plan(plan: RunPlan, rank: int, found: Found) -> StepPlan:
+    """Return the plan of a rank from the result of its simulation."""
+    peak = max(found.peaks.values(), key=lambda peak: peak.num_bytes)
+    stage = rank * plan.layout.pp // plan.layout.world_size  # pipeline ranks are outermost
+    kept = found.share, found.loaded, found.saved
+    return StepPlan(rank, stage, found.resident, peak, found.totals, found.axes, found.host, *kept)
+
+
+def simulate(plan: RunPlan, rank: int, length: int, cuda: bool, fused: bool = True) -> Found:
+    """Run two steps of a rank, and return the result of the second; see `plan_step`."""
+    with without_collector(), simulated_mesh(plan.layout, rank) as mesh, simulated_deepspeed(plan):
+        whole = _Simulation(plan, planned_task(plan), mesh, length, cuda, fused)
+        built = whole.build()
+        # DeepSpeed fills buckets of a fixed size, so that its memory is not linear in the number of layers.
+        stacks = [[] if plan.strategy.zero_stage else stacks_of(part.model) for part in built]
+        numbers = {stack.number for part in stacks for stack in part}
+        # Batches of equal tensors grow with the number of layers, up to a limit.
+        is_apart = bool(numbers) and whole.offload == "none" and updates_in_batches(plan.recipe)
+        short = replace(whole, stacks=stacks, updates=not is_apart)
+        loaded, saved = _loaded(plan, built), sum(map(_saved, built))
+        found = short.run(built)
+        if numbers:
+            longer = {number: short.run(short.build(), number) for number in numbers}
+            found = lengthen(found, longer, [stack for part in stacks for stack in part])
+        if is_apart:
+            found = found.followed_by(*whole.update())
+        return replace(found, loaded=loaded, saved=saved)
+
+
+@dataclass(frozen=True)
+class _Simulation:
+    """The simulation of one rank.
+
+    Args:
+        plan: the recipe and its layout.
+        task: its task.
+        mesh: the simulated mesh.
+        length: the tokens of each text.
+        cuda: whether the device is a GPU.
+        fused: whether that GPU runs the project's kernels.
+        stacks: the stacks to shorten of each part of the model; None: all layers run.
+        updates: whether `run` steps the optimizer.
+    """
+
+    plan: RunPlan
+    task: Task
+    mesh: ParallelMesh
+    length: int
+    cuda: bool
+    fused: bool
+    stacks: Sequence[Sequence[Stack]] | None = None
+    updates: bool = True
+
+    @property
+    def offload(self) -> Offload:
+        return self.plan.recipe.parallel.offload if self.cuda else "none"  # on a CPU, the device is the host
+
+    def build(self) -> list[BuiltModel]:
+        """Return the parts of the model on this rank, without memory."""
+        recipe, task = self.plan.recipe, self.task
+        return [
+            build_shapes(recipe.model, recipe.training, task.auto_class_name, task.model_options(), cut)
+            for cut in planned_cuts(self.plan, self.mesh)
+        ]
+
+    def run(self, built: Sequence[BuiltModel], longer: int | None = None) -> Found:
+        """Run two steps, and return the result of the second; see `shorten` for `longer`."""
+        with self.opened(built, longer) as (engine, ledger, batch):
+            engine.train_step(_smallest(batch, self.plan))  # makes the state of the optimizer
+            label_model(ledger, engine, built, self.offload)
+            gc.collect()  # cycles of the first step
+            ledger.restart()
+            resident = dict(ledger.alive)
+            with nullcontext() if self.updates else mock.patch.object(engine.optimizer, "step"):
+                totals = _run(engine, batch, ledger, self.plan)
+            return Found(
+                resident,
+                dict(ledger.peaks),
+                ledger.held,
+                ledger.most_gradients,
+                ledger.most_on_host,
+                totals,
+                group_axes(self.mesh, engine),
+                _share(engine),
+            )
+
+    def update(self) -> tuple[Peak, Totals]:
+        """Run the update alone, with all layers, and return its peak and its totals."""
+        built = self.build()
+        with self.opened(built) as (engine, ledger, _):
+            assert isinstance(engine, NativeEngine)
+            in_buckets = ledger.alive.get(GRADIENTS, 0)  # of DDP, which `_fill_gradients` makes again
+            _fill_gradients(engine, ledger)
+            _step(engine)  # makes the state of the optimizer
+            label_model(ledger, engine, built, self.offload)
+            _fill_gradients(engine, ledger)
+            with torch.no_grad():
+                ledger.restart()
+                _step(engine)
+            peak = ledger.peak
+            alive = {**peak.by_component, GRADIENTS: peak.by_component.get(GRADIENTS, 0) - in_buckets}
+            return Peak(sum(alive.values()), alive, peak.place), ledger.totals
+
+    @contextmanager
+    def opened(
+        self, built: Sequence[BuiltModel], longer: int | None = None
+    ) -> Iterator[tuple[NativeEngine | ZeroEngine, Ledger, RankBatch]]:
+        """Open the engine, with its ledger and its batch."""
+        plan, task = self.plan, self.task
+        splits = self.offload != "none"
+        stacks = self.stacks or [[] for _ in built]
+        copies_ahead = self.cuda and plan.copies_ahead
+        with (
+            shapes_only(self.cuda, self.fused),
+            nullcontext(blank_batch(plan.recipe, task, built[0].model.config, plan.batch, self.length)) as batch,
+            Ledger(answers=True, splits=splits) as ledger,
+            counted_ahead(batch, ledger) if copies_ahead else nullcontext(),
+            labelled_deepspeed(ledger, plan),
+            copies_between_host_and_device(ledger, plan) if splits else nullcontext(),
+            mock.patch.object(native, "CudaCapture", _replayed),
+        ):
+            for part, own in zip(built, stacks, strict=True):
+                ledger.name_modules(shorten(part.model, own, longer))
+                _allocate(part.model)
+                freeze(part.model, task.unused_modules)
+                if plan.recipe.weights != "fp32":  # before hooks fix the type of the gradients
+                    store_in_bf16(part)
+                ledger.follow_gradients(part.model)
+            with ledger.creating(GRADIENTS):  # the buckets of DDP
+                # Kernels that a compiler would fuse are counted one by one.
+                uncompiled = replace(plan, recipe=plan.recipe.model_copy(update={"compile": False}))
+                teacher = _teacher(plan, task, self.mesh, ledger)
+                engine = build_engine(built, task, self.mesh, uncompiled, 2, teacher)
+            assert isinstance(engine, (NativeEngine, ZeroEngine))
+            label_model(ledger, engine, built, self.offload)
+            if not copies_ahead:
+                ledger.assign(chain.from_iterable(m.tensors for m in batch.microbatches), BATCH)
+            yield engine, ledger, batch
+
+
+def _teacher(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> Teacher | None:
+    """Return the teacher of the recipe with its memory; None if this rank needs none."""
+    recipe = plan.recipe
+    if recipe.distillation is None or not has_teacher(plan, mesh):
+        return None
+    cut = teacher_cut(plan, mesh)
+    built = build_shapes(described_teacher(recipe), recipe.training, task.auto_class_name, {}, cut)
+    with ledger.creating(TEACHER):
+        _allocate(built.model)
+        teacher, _ = place_teacher(built, plan, mesh, task)
+    ledger.assign([*teacher.model.parameters(), *teacher.model.buffers()], TEACHER)
+    return teacher
+
+
+def _loaded(plan: RunPlan, built: Sequence[BuiltModel]) -> int:
+    """Return the bytes of the weights that a rank builds on the host: its shard, but not if ZeRO-3 has tensor ranks."""
+    whole = sum(parameter.numel() for part in built for parameter in part.model.parameters()) * _FP32_BYTES
+    if not plan.strategy.cuts_parameters or (plan.strategy.zero_stage and plan.layout.tp > 1):
+        return whole
+    return -(-whole // plan.layout.dp_shard)
+
+
+def _share(engine: NativeEngine | ZeroEngine) -> int:
+    """Return the bytes of a rank's share of a checkpoint, on average over the ranks that divide the same state."""
+    parts = engine.state().parts
+    return sum(box.view.nbytes // part.num_replicas for part in parts for box in part.boxes)
+
+
+def _saved(built: BuiltModel) -> int:
+    shapes = [p.shape for p in built.model.parameters()]
+    if built.placements is not None:
+        shapes = [torch.Size(p.shape) for p in built.placements.values() if not p.is_copy]
+    return sum(shape.numel() for shape in shapes) * _FP32_BYTES
+
+
+@contextmanager
+def updated_engine(
+    plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True
+) -> Iterator[tuple[NativeEngine | ZeroEngine, ParallelMesh]]:
+    """Open the engine of a rank with all its layers and the state of its optimizer, and its mesh; see `plan_step`."""
+    with without_collector(), simulated_mesh(plan.layout, rank) as mesh, simulated_deepspeed(plan):
+        simulation = _Simulation(plan, planned_task(plan), mesh, length, cuda, fused)
+        with simulation.opened(simulation.build()) as (engine, ledger, batch):
+            if isinstance(engine, ZeroEngine):
+                engine.train_step(_smallest(batch, plan))
+            else:  # the update alone makes the state, whatever the gradients
+                _fill_gradients(engine, ledger)
+                _step(engine)
+            yield engine, mesh
+
+
+def _replayed(device: torch.device) -> Capture:
+    """Return a capture of graphs that runs the operations of a pass in each replay, so that a ledger sees them."""
+    return lambda function: function
+
+
+def _fill_gradients(engine: NativeEngine, ledger: Ledger) -> None:
+    """Make the inputs of an update: gradients, and the flag of a bad step."""
+    for parameter in engine.parameters.values():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            ledger.assign([parameter.grad], GRADIENTS)
+    engine.optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+
+
+def _step(engine: NativeEngine) -> None:
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, plan: RunPlan) -> Totals:
+    """Run a step, and return its totals.
+
+    Of many microbatches without a pipeline, three run: the first, the last, and one that stands for all others.
+    """
+    number = len(batch.microbatches)
+    if plan.pipeline is not None or plan.recipe.task.type == "embedding" or number <= _MICROBATCHES:
+        engine.train_step(batch)
+        return ledger.totals
+    few = _Divided([*batch.microbatches[: _MICROBATCHES - 1], batch.microbatches[-1]], ledger)
+    engine.train_step(replace(batch, microbatches=few))
+    repeated = few.parts[-1]
+    return reduce(Totals.plus, few.parts, ledger.totals).plus(repeated, number - _MICROBATCHES)
+
+
+class _Divided(list[Microbatch]):
+    """Microbatches that divide the totals of a step: `parts` gets those before each of them.
+
+    Args:
+        microbatches: the microbatches.
+        ledger: the ledger of the step.
+    """
+
+    def __init__(self, microbatches: Iterable[Microbatch], ledger: Ledger) -> None:
+        super().__init__(microbatches)
+        self._ledger = ledger
+        self.parts: list[Totals] = []
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        for microbatch in super().__iter__():
+            self.parts.append(self._ledger.restart_totals())
+            yield microbatch
+
+
+def _smallest(batch: RankBatch, plan: RunPlan) -> RankBatch:
+    """Return the batch with the fewest microbatches that make all that stays.
+
+    A schedule of stages needs all; DeepSpeed's offload makes buffers in the second one.
+    """
+    few = 2 if plan.strategy.zero_stage else 1
+    return batch if plan.pipeline is not None else replace(batch, microbatches=batch.microbatches[-few:])
+
+
+def _allocate(model: nn.Module) -> None:
+    """Give the tensors of a model on the meta device memory; tied ones stay tied, unlike under `to_empty`."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                module._parameters[name] = cast(nn.Parameter, made[parameter])
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device="cpu"))
+
+
+def label_model(
+    ledger: Ledger, engine: NativeEngine | ZeroEngine, built: Sequence[BuiltModel], offload: Offload
+) -> None:
+    """Count the tensors of an engine that stay between two steps to their components; `offload` is on the host."""
+    parameters = on_host(PARAMETERS) if offload == "parameters" else PARAMETERS
+    optimizer = on_host(OPTIMIZER) if offload != "none" else OPTIMIZER
+    ledger.assign((buffer for part in built for buffer in part.model.buffers()), BUFFERS)
+    ledger.assign(engine.held().values(), parameters)
+    values = (value for state in engine.optimizer.state.values() for value in state.values())
+    ledger.assign((value for value in values if isinstance(value, torch.Tensor)), optimizer)
+    if isinstance(engine, ZeroEngine):
+        label_zero(ledger, engine, offload)
+
+
+def group_axes(mesh: ParallelMesh, engine: NativeEngine | ZeroEngine) -> dict[str, str]:
+    """Return the axis of each process group, by its name."""
+    axes = {str(mesh.process_group(axis).group_name): axis for axis in (*AXES, "dp") if mesh.size(axis) > 1}
+    return axes | {group_of(engine): "dp"} if isinstance(engine, ZeroEngine) else axes

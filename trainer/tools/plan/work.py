@@ -1,0 +1,183 @@
+"""The arithmetic of a step as sums that know no hardware: a roofline gives their time on any device.
+
+Source: Williams et al. 2009, "Roofline: an insightful visual performance model for multicore architectures".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from trainer.engine.optimizers import fused_eight_bits  # noqa: F401  # registers its operations
+from trainer.parallel.kernels import fused_attention  # noqa: F401  # registers its operations
+
+FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP = "forward", "backward", "recomputed", "optimizer"
+PHASES = (FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP)
+MATMUL, ATTENTION, SPECIAL, REDUCTION, INTEGER, OTHER, VIEW = (
+    "matrix products", "attention", "special functions", "reductions", "integers", "other", "views",
+)  # fmt: skip
+
+
+def _product_flops(call: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the FLOPs of products of all queries and keys over the head's size, and over that of the values.
+
+    Joined rows have the pairs of their rows and their window. A causal mask saves none, as in torch's formulas.
+    """
+    query, lengths, window = call["query"], call.get("lengths"), call.get("window")
+    pairs = query[0] * query[2] * call["key"][2]
+    if lengths is not None:
+        hidden = [0 if window is None else max(0, length - 1 - window) for length in lengths]
+        # The window hides two triangles of pairs, one after and one before each query.
+        pairs = sum(length * length - rows * (rows + 1) for length, rows in zip(lengths, hidden, strict=True))
+    products = 2 * query[1] * pairs
+    return products * query[3], products * call["value"][3]
+
+
+def _forward_flops(call: Mapping[str, Any]) -> int:
+    return sum(_product_flops(call))
+
+
+def _backward_flops(call: Mapping[str, Any]) -> int:
+    """Return the FLOPs of the products that the kernels compute; each of them computes the scores again."""
+    over_head, over_value = _product_flops(call)
+    of_bias = int(call["with_bias"])
+    return (4 + of_bias) * over_head + (3 + of_bias) * over_value
+
+
+def _register(operation: Any, formula: Callable[[Mapping[str, Any]], int]) -> None:
+    """Register a formula that gets the arguments of a call by their names, tensors as their shapes.
+
+    Arguments with the value of their default may be missing.
+    """
+    names = [argument.name for argument in operation.default._schema.arguments]
+
+    @register_flop_formula(operation)
+    def count(*arguments: Any, out_shape: Any = None, **named: Any) -> int:
+        return formula({**dict(zip(names, arguments, strict=False)), **named})
+
+
+_register(torch.ops.trainer.keyed_attention, _forward_flops)
+_register(torch.ops.trainer.keyed_attention_backward, _backward_flops)
+
+_aten = torch.ops.aten
+FLOPS = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+"""Formulas of the floating-point operations of matrix products and attention, by operation."""
+_LOOKUPS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))  # read only the rows they return
+_IN_8_BITS = frozenset((torch.ops.trainer.adamw_8bit, torch.ops.trainer.raise_maxima_8bit))
+_EMPTY = frozenset(
+    (
+        *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
+        *(_aten.detach, _aten._unsafe_view),
+    )
+)  # write nothing
+_SPECIAL = frozenset(
+    (
+        *(
+            _aten.gelu,
+            _aten.gelu_backward,
+            _aten.silu,
+            _aten.silu_backward,
+            _aten.tanh,
+            _aten.exp,
+            _aten.erf,
+            _aten.pow,
+        ),
+        *(_aten._softmax, _aten._softmax_backward_data, _aten._log_softmax, _aten._log_softmax_backward_data),
+    )
+)  # a CPU computes exponentials for each element
+
+
+_REDUCTIONS = frozenset(
+    (
+        *(_aten.sum, _aten.mean, _aten.native_layer_norm, _aten.native_layer_norm_backward),
+        *(_aten.native_group_norm, _aten.native_group_norm_backward),
+    )
+)  # read much of what they read twice, or across rows
+
+
+class Kind(NamedTuple):
+    """Operations that take about the same time: of one phase, class and type, with sizes within a factor of two.
+
+    Args:
+        phase: one of `PHASES`.
+        operation: `MATMUL`, `ATTENTION`, `SPECIAL` for exponentials, `REDUCTION` for sums and norms, `INTEGER` for
+            those of 64 bits, `OTHER`, or `VIEW` for operations without work on the device.
+        name: the name of torch's operation; empty for views.
+        dtype: the type of the operands.
+        flops_size: the bits of the floating-point operations of one operation.
+        bytes_size: the bits of the bytes that one operation reads and writes.
+    """
+
+    phase: str
+    operation: str
+    name: str
+    dtype: torch.dtype | None
+    flops_size: int
+    bytes_size: int
+
+
+class Amount(NamedTuple):
+    """Sums over operations of one kind: their number, floating-point operations, and bytes read and written."""
+
+    number: int
+    flops: int
+    num_bytes: int
+
+    def plus(self, other: Amount, times: int = 1) -> Amount:
+        """Return the sum of this amount and `times` the other, which may be negative."""
+        return Amount(
+            self.number + times * other.number,
+            self.flops + times * other.flops,
+            self.num_bytes + times * other.num_bytes,
+        )
+
+
+NOTHING = Amount(0, 0, 0)
+Work = Mapping[Kind, Amount]
+
+
+def sum_of(first: Work, second: Work, times: int = 1) -> dict[Kind, Amount]:
+    """Return the sum of two amounts of work, the second one taken `times` times, which may be negative."""
+    total = dict(first)
+    for kind, amount in second.items():
+        total[kind] = total.get(kind, NOTHING).plus(amount, times)
+    return total
+
+
+def work_of(
+    phase: str, function: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor], result: Any
+) -> tuple[Kind, Amount]:
+    """Return the kind and amount of one operation below autograd."""
+    packet = function._overloadpacket
+    if function.is_view or packet in _EMPTY or not (inputs or outputs):
+        return Kind(phase, VIEW, "", None, 0, 0), Amount(1, 0, 0)
+    read = outputs if packet in _LOOKUPS else inputs
+    if packet in _IN_8_BITS:
+        weight, gradient, *state = inputs[:5]  # or maxima; the tables stay in the cache
+        read = [weight, weight, gradient, *state, *(state if packet is torch.ops.trainer.adamw_8bit else ())]
+    moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
+    # The size of an operation on all parameters depends on the number of layers; its sums must be linear in it.
+    several = packet.__name__.startswith(("_fused_adam", "_fused_sgd", "_foreach_"))
+    if several and not outputs and packet is not _aten._foreach_copy_:  # which reads one list and writes the other
+        moved = moved * 7 // 4 if "_fused" in packet.__name__ else moved * 2  # all but the gradients is written too
+    formula = FLOPS.get(packet)
+    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    dtype = (outputs or inputs)[0].dtype
+    if formula is not None:
+        operation = ATTENTION if "attention" in packet.__name__ else MATMUL
+    elif packet in _REDUCTIONS:
+        operation = REDUCTION
+    else:
+        operation = SPECIAL if packet in _SPECIAL else INTEGER if dtype == torch.int64 else OTHER
+    size = 0 if several else moved.bit_length()
+    return Kind(phase, operation, packet.__name__, dtype, flops.bit_length(), size), Amount(1, flops, moved)

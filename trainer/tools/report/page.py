@@ -1,0 +1,108 @@
+"""An HTML page without requests: sections of texts, tables and figures.
+
+The figures are Plotly's: hovering, zooming and logarithmic axes need no code of ours, and a page opens from a disk
+because the library is part of it, which makes each page 4.8 MB large. A content security policy forbids every request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import jinja2
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+MISSING = "-"
+"""The cell of a value that a run has not."""
+
+_NUMBER = re.compile(r"[\d.,+-]+(e-?\d+)?( ?[a-zA-Z%]+)?")
+_SHORT = 36  # characters of a cell that stays on one line
+_NARROW = 4  # columns of a table beside others
+
+
+def is_short(cell: str) -> bool:
+    """Return whether a cell of a table stays on one line."""
+    return len(cell) <= _SHORT
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; its first column names the rows."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+    @property
+    def are_numbers(self) -> list[bool]:
+        """Whether each column holds numbers only, perhaps with units."""
+        return [
+            any(column) and all(not cell or cell == MISSING or _NUMBER.fullmatch(cell) for cell in column)
+            for column in zip(*self.rows, strict=True)
+        ]
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the table needs the width of the page."""
+        return len(self.header) > _NARROW or any(not is_short(cell) for row in self.rows for cell in row)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Preformatted text, folded under its title."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page."""
+
+    title: str
+    blocks: Sequence[Table | Text | go.Figure | str]  # a plain string is a paragraph
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """Whether two figures in a line look better than three: the last line is full."""
+        return sum(_kind(block) == "figure" for block in self.blocks) in (2, 4)
+
+
+def label(text: str) -> str:
+    """Return a text for a figure: Plotly reads some HTML elements in names."""
+    return escape(text, quote=False)
+
+
+def render(title: str, sections: Sequence[Section]) -> str:
+    """Return a page; texts of all blocks stay texts."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("trainer.tools.report", ""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    number = 0
+
+    def drawn(figure: go.Figure) -> str:
+        nonlocal number
+        number += 1
+        # Plotly's own bar of buttons has one that uploads the figure to its company, unless it is switched off.
+        config = {"responsive": True, "displaylogo": False, "showSendToCloud": False, "plotlyServerURL": ""}
+        # Plotly writes this configuration into the script as it is, so no text of the user may be in it.
+        image = {"filename": re.sub(r"\W+", "_", figure.layout.meta["title"]), "scale": 2}
+        div = f"figure-{number}"
+        config |= {"displayModeBar": "hover", "toImageButtonOptions": image}
+        return str(figure.to_html(config=config, include_plotlyjs=False, full_html=False, div_id=div))
+
+    return environment.get_template("page.html.jinja").render(
+        title=title, sections=sections, plotly=get_plotlyjs(), drawn=drawn, kind=_kind, is_short=is_short
+    )
+
+
+def _kind(block: Any) -> str:
+    return {Table: "table", Text: "text", str: "paragraph"}.get(type(block), "figure")

@@ -1,0 +1,57 @@
+"""The curves of runs as text, for terminals and logs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import plotext
+
+from trainer.base.text import for_terminal
+from trainer.tools.report.report import Run, best_metric, best_text
+
+_HEIGHT = 15
+_TICKS = 4
+
+
+def plain_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
+    """Yield the state of each run, then the curves of the loss and of the deciding metric.
+
+    Args:
+        runs: the runs.
+        width: the width of the curves in characters.
+    """
+    for run in runs:
+        step = f"step {run.last_step} of {run.info.get('total_steps', '?')}"
+        yield for_terminal(f"{run.name}: {run.state}, {step}, best {best_text(run)}")
+        if run.message:
+            yield for_terminal(f"  {run.message.strip().splitlines()[0]}")
+    losses = [(run.name, [(one.step, one.loss) for one in run.metrics.steps]) for run in runs]
+    yield from _curves("loss", losses, width)
+    names = dict.fromkeys(best_metric(run) for run in runs if run.metrics.evaluations)
+    for name in names:
+        found = [
+            (run.name, [(one.step, one.metrics[name]) for one in run.metrics.evaluations if name in one.metrics])
+            for run in runs
+        ]
+        yield from _curves(f"validation {name}", found, width)
+
+
+def _curves(title: str, found: Sequence[tuple[str, Sequence[tuple[int, float]]]], width: int) -> Iterator[str]:
+    finite = [(name, [point for point in points if math.isfinite(point[1])]) for name, points in found]
+    drawn = [(name, points) for name, points in finite if points]
+    if not drawn:
+        return
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plotsize(width, _HEIGHT)
+    plotext.title(for_terminal(title))
+    plotext.xlabel("step")
+    first, last = min(points[0][0] for _, points in drawn), max(points[-1][0] for _, points in drawn)
+    plotext.xticks(sorted({round(first + (last - first) * part / _TICKS) for part in range(_TICKS + 1)}))
+    for name, points in drawn:
+        steps, values = zip(*points, strict=True)
+        label = for_terminal(name) if len(drawn) > 1 else None
+        plotext.plot(steps, values, label=label, marker="braille" if len(points) > 1 else "dot")
+    yield ""
+    yield from plotext.uncolorize(plotext.build()).splitlines()

@@ -1,0 +1,379 @@
+"""The report of one or several runs: their curves, the differences of their recipes, and the facts of each.
+
+Its source is `metrics.jsonl`, so that a run can be reported while it trains, after a kill, and years later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from trainer.base.disk import replace_text
+from trainer.base.errors import UsageError, storage_error
+from trainer.base.owned_lock import OwnedLock
+from trainer.checkpoint.owner import OWNER_FILE
+from trainer.checkpoint.store import CheckpointStore
+from trainer.engine.timeline import BACKWARD, order_of, simulate
+from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
+from trainer.observe.records import StepRecord
+from trainer.observe.summary import format_bytes, format_decimal, format_rate, format_seconds
+from trainer.recipe.plan import plan_run
+from trainer.recipe.schema import Recipe
+from trainer.tasks import merit
+from trainer.tools.report.figures import Curve, Mark, bars, confusion, curves, ranks, timeline
+from trainer.tools.report.page import MISSING, Section, Table, Text, render
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, with the content of its `metrics.jsonl`."""
+
+    name: str
+    folder: Path
+    metrics: Metrics
+    state: str  # `running`, the outcome `finished`, `stopped` or `failed`, or `killed`
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """The facts of its last start; empty if it has none."""
+        return self.metrics.runs[-1] if self.metrics.runs else {}
+
+    @property
+    def last_step(self) -> int:
+        """The last logged step, or 0."""
+        return self.metrics.steps[-1].step if self.metrics.steps else 0
+
+    @property
+    def message(self) -> str | None:
+        """The reason of the last end; None if it needs none."""
+        message = (self.metrics.end or {}).get("message")
+        return None if message is None or self.state == "running" else str(message)
+
+
+def read_run(folder: Path, name: str | None = None, state: str | None = None) -> Run:
+    """Read a run folder, even while it is written.
+
+    Args:
+        folder: the run folder.
+        name: its name on a page; None: that of the folder.
+        state: its state; None: look at the lock of the folder, which must not be that of this process.
+
+    Raises:
+        UsageError: it holds no metrics, or damaged ones.
+    """
+    try:
+        metrics = read_metrics(folder / METRICS_FILE_NAME)
+    except OSError as error:
+        raise UsageError(
+            f"{str(folder)!r} must be the folder of a run with a {METRICS_FILE_NAME} ({error.strerror}); name a folder"
+            " that holds one"
+        ) from error
+    return Run(name or folder.resolve().name, folder, metrics, state or _state(folder, metrics))
+
+
+def _state(folder: Path, metrics: Metrics) -> str:
+    with suppress(OSError):  # a file system without locks, or the run of another user
+        if OwnedLock(folder / OWNER_FILE).is_held():
+            return "running"
+    if metrics.end is not None:
+        return str(metrics.end["outcome"])
+    # An earlier version wrote no end.
+    total = metrics.runs[-1].get("total_steps") if metrics.runs else None
+    return "finished" if metrics.steps and metrics.steps[-1].step == total else "killed"
+
+
+def read_runs(folders: Sequence[Path], state: str | None = None) -> list[Run]:
+    """Read run folders; the shortest ends of their paths that differ name them."""
+    parts = [folder.resolve().parts for folder in folders]
+    if len(set(parts)) < len(parts):
+        raise UsageError("each run must be named once, but one is named twice; remove it")
+    length = next(n for n in range(1, max(map(len, parts)) + 1) if len({p[-n:] for p in parts}) == len(parts))
+    return [read_run(folder, "/".join(part[-length:]), state) for folder, part in zip(folders, parts, strict=True)]
+
+
+def write_report(folders: Sequence[Path], output: Path | None, state: str | None = None) -> Path:
+    """Write the HTML page of the runs, and return its path: `report.html` in the first folder if none is given.
+
+    Args:
+        folders: the run folders.
+        output: the file of the page.
+        state: as in `read_run`.
+
+    Raises:
+        UsageError: a folder is no run, or the page cannot be written.
+    """
+    runs = read_runs(folders, state)
+    path = output or folders[0] / "report.html"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, page_of(runs))
+    except OSError as error:
+        raise storage_error(
+            f"the report cannot be written to {str(path)!r} ({error.strerror}); use -o", error
+        ) from error
+    return path
+
+
+def page_of(runs: Sequence[Run]) -> str:
+    """Return the HTML page of the runs."""
+    messages = [f"{run.name} {run.state}: {run.message}" for run in runs if run.message]
+    sections = [Section("Runs", [_overview(runs), *messages])]
+    if len(runs) > 1:
+        sections.append(Section("Differences of the recipes", [_differences(runs)]))
+    sections += [section for section in (_training(runs), _evaluation(runs), _costs(runs)) if section.blocks]
+    sections += [_facts(run, run.name if len(runs) > 1 else "Facts") for run in runs if run.info]
+    return render(" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs", sections)
+
+
+def _overview(runs: Sequence[Run]) -> Table:
+    header = (
+        "",
+        "state",
+        "step",
+        "epoch",
+        "loss",
+        "best",
+        "step time",
+        "samples/s",
+        "peak memory",
+        "ranks",
+        "layout",
+        "precision",
+    )
+    return Table(header, [(run.name, *_cells(run)) for run in runs])
+
+
+def _cells(run: Run) -> Iterator[str]:
+    info, steps = run.info, run.metrics.steps
+    last = steps[-1] if steps else None
+    yield run.state
+    yield f"{run.last_step} of {info.get('total_steps', '?')}"
+    yield f"{last.epoch:.2f}" if last else MISSING
+    yield format_decimal(last.loss) if last else MISSING
+    yield best_text(run)
+    yield f"{_median([one.step_seconds for one in steps]):.3g} s" if last else MISSING
+    yield format_rate(_median([one.samples_per_second for one in steps])) if last else MISSING
+    yield format_bytes(max(one.peak_memory_bytes for one in steps)) if last else MISSING
+    for name in ("world_size", "layout", "precision"):
+        yield str(info.get(name, MISSING))
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _best(run: Run, metric: str) -> tuple[int, float] | None:
+    """Return step and value of the best evaluation, or None."""
+    found = [one for one in run.metrics.evaluations if metric in one.metrics]
+    if not found:
+        return None
+    best = max(found, key=lambda one: _merit(metric, one.metrics))
+    return best.step, best.metrics[metric]
+
+
+def _merit(metric: str, metrics: Mapping[str, float]) -> tuple[float, ...]:
+    with suppress(KeyError):  # a metric of the user's own package, which is not loaded
+        return merit(metric, metrics)
+    return (metrics[metric],)
+
+
+def best_metric(run: Run) -> str:
+    """Return the name of the metric of `evaluation.best`, of the first metric, or `loss`."""
+    named = str((run.info.get("recipe", {}).get("evaluation") or {}).get("best"))
+    metrics = run.metrics.evaluations[0].metrics if run.metrics.evaluations else {}
+    return named if named in metrics else next((one for one in metrics if one != "loss"), "loss")
+
+
+def best_text(run: Run) -> str:
+    """Return the best evaluation by `best_metric`."""
+    name = best_metric(run)
+    found = _best(run, name)
+    return f"{name} {format_decimal(found[1])} at step {found[0]}" if found else MISSING
+
+
+def _differences(runs: Sequence[Run]) -> Table | str:
+    flat = [dict(_flat(run.info.get("recipe", {}))) for run in runs]
+    names = sorted({name for values in flat for name in values})
+    rows = [
+        (name, *cells)
+        for name in names
+        if len(set(cells := [values.get(name, MISSING) for values in flat])) > 1 and name != "checkpoint.folder"
+    ]
+    return Table(("key", *(run.name for run in runs)), rows) if rows else "The recipes are equal."
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted keys and values as text, without keys that are null: an earlier version may not have had them."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield prefix + name, value if isinstance(value, str) else json.dumps(value)
+
+
+def _training(runs: Sequence[Run]) -> Section:
+    def of(value: Callable[[StepRecord], float | None], marks: bool = False) -> list[Curve]:
+        return [_curve(run, value, _marks(run) if marks else ()) for run in runs]
+
+    blocks = [
+        curves("loss", of(lambda one: one.loss, True), smooths=True),
+        curves("gradient norm before clipping", of(lambda one: one.grad_norm), smooths=True),
+        curves("learning rate", of(lambda one: one.learning_rate)),
+        curves("loss scale", of(lambda one: one.loss_scale), from_zero=True),
+    ]
+    return Section("Training", [figure for figure in blocks if _has_points(figure)])
+
+
+def _evaluation(runs: Sequence[Run]) -> Section:
+    names = dict.fromkeys(name for run in runs for one in run.metrics.evaluations for name in one.metrics)
+    blocks: list[Any] = []
+    if max((len(run.metrics.evaluations) for run in runs), default=0) < 2:
+        rows = [(name, *(_last(run, name) for run in runs)) for name in names]
+        blocks += [Table(("metric", *(run.name for run in runs)), rows)] if rows else []
+    else:
+        blocks += [_metric(runs, name) for name in names]
+    return Section("Evaluation", [*blocks, *(block for run in runs for block in _pictures(run, len(runs) > 1))])
+
+
+def _last(run: Run, name: str) -> str:
+    values = [one.metrics[name] for one in run.metrics.evaluations if name in one.metrics]
+    return format_decimal(values[-1]) if values else MISSING
+
+
+def _metric(runs: Sequence[Run], name: str) -> go.Figure:
+    found = []
+    for run in runs:
+        points = [(one.step, one.metrics[name]) for one in run.metrics.evaluations if name in one.metrics]
+        best = _best(run, name)
+        marks = [Mark("best", [best[0]], "star")] if best else []
+        found.append(Curve(run.name, [step for step, _ in points], [value for _, value in points], marks))
+    return curves(f"validation {name}", found)
+
+
+def _pictures(run: Run, is_named: bool) -> Iterator[Table | go.Figure]:
+    """Yield the task's own picture of the last evaluation."""
+    last = run.metrics.evaluations[-1] if run.metrics.evaluations else None
+    picture = (last and last.picture) or {}
+    of_run = f" of {run.name}" if is_named else ""
+    if last is not None and "confusion" in picture:
+        title = f"validation rows{of_run} at step {last.step}"
+        yield confusion(title, picture["classes"], picture["confusion"])
+    if last is not None and (texts := picture.get("texts")):
+        rows = [[str(number), *map(str, row.values())] for number, row in enumerate(texts, start=1)]
+        yield Table(("row", *texts[0]), rows, f"Texts{of_run} at step {last.step}")
+
+
+def _costs(runs: Sequence[Run]) -> Section:
+    blocks = [
+        curves(title, [_curve(run, value) for run in runs], unit, smooths, from_zero=True)
+        for title, value, unit, smooths in (
+            ("throughput", lambda one: one.samples_per_second, "samples/s", True),
+            ("throughput in tokens", lambda one: one.tokens_per_second, "tokens/s", True),
+            ("peak memory of the fullest rank", lambda one: one.peak_memory_bytes / 2**20, "MiB", False),
+        )
+    ]
+    by_rank = [
+        (run.name, [max(rank) / 2**20 for rank in zip(*rows, strict=True)])
+        for run in runs
+        if (rows := [one.rank_memory_bytes for one in run.metrics.steps if one.rank_memory_bytes])
+    ]
+    if by_rank:
+        blocks.append(_rank_bars("peak memory by rank", by_rank, "MiB"))
+    if idle := [
+        (run.name, [100 * share for share in shares]) for run in runs if (shares := (run.metrics.end or {}).get("idle"))
+    ]:
+        blocks.append(_rank_bars("idle time of the ranks of the pipeline axis", idle, "% of a step"))
+    blocks += [figure for run in runs if (figure := _timeline(run))]
+    return Section("Costs", [figure for figure in blocks if _has_points(figure)])
+
+
+def _timeline(run: Run) -> go.Figure | None:
+    """Return the order of work in the pipeline of a run; None without stages, and for recipes of other versions."""
+    recipe = run.info.get("recipe", {})
+    if recipe.get("parallel", {}).get("pipeline", {}).get("stages", 1) == 1:
+        return None
+    with suppress(ValueError, UsageError):
+        pipeline = plan_run(Recipe.model_validate(recipe), run.info["world_size"]).pipeline
+        assert pipeline is not None
+        weights = {BACKWARD: 2.0}  # its two halves, and a forward pass, have the weight 1
+        found = simulate(order_of(pipeline), lambda action: weights.get(action.kind, 1.0), send=0.0)
+        name = f"{run.name}: {pipeline.schedule.name}, with backward passes that take twice as long"
+        return timeline(name, found)
+    return None
+
+
+def _rank_bars(title: str, found: Sequence[tuple[str, Sequence[float]]], unit: str) -> go.Figure:
+    ranks = [f"rank {rank}" for rank in range(max(len(values) for _, values in found))]
+    return bars(title, ranks, found, unit)
+
+
+def _curve(run: Run, value: Callable[[StepRecord], float | None], marks: Sequence[Mark] = ()) -> Curve:
+    points = [(one.step, found) for one in run.metrics.steps if (found := value(one)) is not None]
+    return Curve(run.name, [step for step, _ in points], [found for _, found in points], marks)
+
+
+def _marks(run: Run) -> list[Mark]:
+    metrics = run.metrics
+    scaled = [one for one in metrics.steps if one.skipped_steps is not None]
+    skipped = [b.step for a, b in pairwise(scaled) if (b.skipped_steps or 0) > (a.skipped_steps or 0)]
+    resumed = [start["resumed_from"] for start in metrics.runs if start.get("resumed_from")]
+    return [
+        Mark("bad step", [one.step for one in metrics.bad_steps], "x"),
+        Mark("skipped for overflow", skipped, "triangle-down-open"),
+        Mark("started again", resumed, "triangle-right"),
+        Mark("checkpoint that is kept", CheckpointStore(run.folder, keep=1).steps(), "circle-open"),
+    ]
+
+
+def _has_points(figure: go.Figure) -> bool:
+    return any(len(trace.x) for trace in figure.data)
+
+
+def _facts(run: Run, title: str) -> Section:
+    info = run.info
+    known = {
+        "launcher": "launcher",
+        "device": "device",
+        "ranks": "world_size",
+        "strategy": "strategy",
+        "layout": "layout",
+        "batch": "batch",
+        "training rows": "num_train_rows",
+        "validation rows": "num_validation_rows",
+    }
+    facts = [
+        ("folder", str(run.folder)),
+        *((name, str(info.get(key) or MISSING)) for name, key in known.items()),
+        *(("" if number else "pipeline", line) for number, line in enumerate(info.get("stages", ()))),
+        ("starts", str(len(run.metrics.runs))),
+        ("time of the logged steps", format_seconds(seconds_of(run))),
+        ("versions", ", ".join(f"{name} {version}" for name, version in info.get("versions", {}).items())),
+    ]
+    blocks: list[Any] = [Table(("", ""), facts)]
+    if mesh := info.get("ranks"):
+        shown = [row for row in mesh[1:] if row[0] != "..."]
+        blocks.append(ranks("ranks: equal colours hold the same parameters", mesh[0], shown))
+    if groups := info.get("parameters"):
+        held = ("placement", "tensors", "parameters", "bytes of the rank that holds most")
+        rows = [
+            (one["placement"], *(f"{one[name]:,}" for name in ("num_tensors", "num_parameters", "bytes_per_rank")))
+            for one in groups
+        ]
+        blocks.append(Table(held, rows, "Parameters"))
+    if classes := info.get("classes"):
+        blocks.append(Table(("class", "training rows"), [(name, f"{rows:,}") for name, rows in classes], "Classes"))
+    blocks.append(Text("Recipe, with all defaults", json.dumps(info.get("recipe", {}), indent=2, ensure_ascii=False)))
+    return Section(title, blocks)
+
+
+def seconds_of(run: Run) -> float:
+    """Return the time of all steps: a record's mean stands for the steps since the record before it."""
+    starts = [0, *(one.step for one in run.metrics.steps)]
+    return sum((one.step - start) * one.step_seconds for start, one in zip(starts, run.metrics.steps, strict=False))

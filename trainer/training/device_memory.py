@@ -1,0 +1,195 @@
+"""The memory of a run's device: its plan before the first step, and the advice if it is full.
+
+Plans are made by child processes, because a rank cannot simulate another one.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from trainer.base.errors import OutOfMemoryError
+from trainer.base.processes import child_variables
+from trainer.ranks.environment import LaunchEnvironment, without_ranks
+
+if TYPE_CHECKING:
+    from trainer.recipe.reading.loading import ResolvedRecipe
+
+_FULL = "can't allocate memory"  # of torch's allocator for CPUs, which raises a plain RuntimeError
+_ADVICE_SECONDS = 60.0
+_WAIT_SECONDS = 2.0
+
+
+class NoPlanError(Exception):
+    """A planning process made no plan; the text is the reason."""
+
+
+@contextmanager
+def explains_full_memory(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> Iterator[None]:
+    """Raise an error with a remedy if the memory of the device is full in this context.
+
+    Raises:
+        OutOfMemoryError: torch could not allocate a tensor.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _FULL not in str(error):
+            raise
+        reason = str(error).splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
+        command = _plan_command(resolved, environment)
+        raise OutOfMemoryError(
+            f"rank {environment.rank}: the memory of {_device(environment)} is full ({reason}); half of"
+            " `training.micro_batch_size` gives the same training with less memory, and this command shows the peak and"
+            f" changes that fit: {shlex.join(command)}",
+            command,
+        ) from error
+
+
+def advice(command: Sequence[str]) -> str | None:
+    """Return the peak of a run and changes that fit, from its planning command; None if it fails or takes a minute."""
+    try:
+        child = _start(command, "--json")
+    except OSError:  # no memory for a process
+        return None
+    try:
+        made = _result(child, _ADVICE_SECONDS)
+    except NoPlanError:
+        return None
+    finally:
+        _stop(child)
+    rank = max(made["ranks"], key=lambda rank: rank["peak_bytes"])
+    component, held = max(rank["peak"].items(), key=lambda item: item[1])
+    module = f" in {rank['peak_module']}" if rank["peak_module"] else ""
+    lines = [
+        f"planned peak: {_size(rank['peak_bytes'])}{module}, mostly {component} ({_size(held)}); with its allowance for"
+        f" the device, the plan needs {_size(made['needed_bytes'])} of {_size(made['memory_bytes'])}"
+    ]
+    if made["fits"]:
+        lines.append("so the plan fits; other programs may hold memory of the device")
+    elif made["changes"]:
+        lines.append("these changes fit:")
+        lines += [f"  {' '.join(change['overrides'])}  ({_size(change['needed_bytes'])})" for change in made["changes"]]
+    else:
+        lines.append("no change that was tried fits; use more devices")
+    return "\n".join(lines)
+
+
+class Forecast:
+    """The plan of a run's memory, made beside the preparation of the run; a context manager.
+
+    Only rank 0 of a run on GPUs plans. On CPUs, the plan would take its time from the training.
+
+    Args:
+        resolved: the recipe.
+        environment: the ranks of the run.
+    """
+
+    def __init__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> None:
+        self._environment = environment
+        self._command: list[str] = []
+        self._child: subprocess.Popen[str] | None = None
+        if environment.rank == 0 and torch.cuda.device_count():
+            # The size of the memory is not known here: a look at it would start CUDA before data workers fork.
+            self._command = _plan_command(resolved, environment, "1GiB")
+            with suppress(OSError):
+                self._child = _start(self._command, "--json", "--changes", "0")
+
+    def __enter__(self) -> Forecast:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child is not None:
+            _stop(self._child)
+
+    def notes(self) -> list[str]:
+        """Return a note on the planned memory; none if this rank plans nothing. Wait for two seconds at most."""
+        if self._child is None:
+            return []
+        memory = int(_gibibytes(self._environment) * 2**30)
+        at = self._command.index("--gpus") + 1
+        gpus = f"{self._environment.local_world_size}x{memory / 2**30:.1f}GiB"
+        command = shlex.join([*self._command[:at], gpus, *self._command[at + 1 :]])
+        try:
+            needed = _result(self._child, _WAIT_SECONDS)["needed_bytes"]
+        except NoPlanError as error:
+            return [f"memory was not planned: {error}; this command plans it: {command}"]
+        finally:
+            _stop(self._child)
+        if needed <= memory:
+            return [f"planned memory: {_size(needed)} of {_size(memory)} on each GPU"]
+        return [
+            f"planned memory: {_size(needed)}, but each GPU has {_size(memory)}; this shows changes that fit: {command}"
+        ]
+
+
+def _start(command: Sequence[str], *options: str) -> subprocess.Popen[str]:
+    """Start a planning command that leaves the GPUs alone."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *command, *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=without_ranks(child_variables()),
+    )
+
+
+def _stop(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    child.communicate()
+
+
+def _result(child: subprocess.Popen[str], seconds: float) -> Mapping[str, Any]:
+    """Return the plan of a child.
+
+    Raises:
+        NoPlanError: the child failed, or is not ready after some seconds.
+    """
+    try:
+        text, errors = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise NoPlanError("the plan was not ready at the first step") from None
+    if child.returncode:
+        reason = (errors.strip().splitlines() or ["no message"])[-1]
+        raise NoPlanError(f"the plan failed with exit code {child.returncode} ({reason})")
+    made: Mapping[str, Any] = json.loads(text)
+    return made
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def _device(environment: LaunchEnvironment) -> str:
+    if torch.cuda.is_available():
+        place = f"GPU {torch.cuda.current_device()}, {torch.cuda.get_device_name()}"
+        return f"{place} with {_gibibytes(environment):.1f} GiB,"
+    return f"this machine, {_gibibytes(environment):.1f} GiB for each of its ranks,"
+
+
+def _gibibytes(environment: LaunchEnvironment) -> float:
+    """Return the memory of this rank's device; ranks on CPUs share that of the machine."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory) / 2**30
+    return float(psutil.virtual_memory().total) / environment.local_world_size / 2**30
+
+
+def _plan_command(resolved: ResolvedRecipe, environment: LaunchEnvironment, memory: str | None = None) -> list[str]:
+    words = [
+        f"{key}={json.dumps(resolved.values[key])}"
+        for key, origin in resolved.origins.items()
+        if origin.source == "command line" and key in resolved.values
+    ]
+    local, nodes = environment.local_world_size, environment.world_size // environment.local_world_size
+    gpus = f"{local}x{memory or f'{_gibibytes(environment):.1f}GiB'}"
+    more = ["--nodes", str(nodes)] if nodes > 1 else []
+    return ["trainer", "plan", str(resolved.file), "--gpus", gpus, *more, *words]

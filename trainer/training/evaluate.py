@@ -1,0 +1,113 @@
+"""The work of `trainer evaluate`: the metrics of a trained model over a split."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from trainer.base.errors import ExitCode, UsageError
+from trainer.models.building import load_config
+from trainer.observe.observer import Observer
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.schema import Recipe
+from trainer.training.assembly import assemble
+from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
+from trainer.training.run_data import PreparedData, prepare_data
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.recipe.reading.loading import ResolvedRecipe
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The job that evaluates the model of a recipe on its validation split, and prints the metrics on rank 0.
+
+    Attributes:
+        as_json: whether to print one JSON object instead of a table.
+    """
+
+    as_json: bool
+
+    def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+        """Evaluate as the rank of `environment`, and return the exit code.
+
+        Raises:
+            TrainerError: the user can mend the cause.
+        """
+        recipe = resolved.recipe
+        if recipe.data.validation is None:
+            raise UsageError("`data.validation` must name rows to evaluate on, but is null; set data.validation=FILE")
+        plan = plan_run(recipe, environment.world_size, environment.local_world_size)
+        meeting = meet_ranks(resolved, plan, environment)
+        data = together(meeting, recipe, lambda: prepare_data(with_class_names(recipe)))
+        device = open_device(environment, recipe.tf32)
+        with process_group(plan, environment, device, meeting):
+            metrics = _evaluate(plan, data, device, environment.rank == 0)
+        if environment.rank == 0:
+            self._print(recipe, data, metrics)
+        return ExitCode.DONE
+
+    def _print(self, recipe: Recipe, data: PreparedData, metrics: dict[str, float]) -> None:
+        assert data.evaluated is not None
+        facts = {
+            "model": recipe.model.name_or_path,
+            "data": data.evaluated.where,
+            "rows": len(data.evaluated.rows),
+        }
+        if self.as_json:
+            text = json.dumps({**facts, "metrics": metrics})
+        else:
+            shown = {**facts, **{name: f"{value:.6g}" for name, value in metrics.items()}}
+            width = max(map(len, shown))
+            text = "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+
+def with_class_names(recipe: Recipe) -> Recipe:
+    """Return the recipe with the classes of the trained model, so that no training split is needed.
+
+    It has no class weights, because evaluations have none, and `balanced` ones need the training split.
+    """
+    keys = type(recipe.task).model_fields
+    update: dict[str, Any] = {"class_weights": None} if "class_weights" in keys else {}
+    if "labels" in keys and getattr(recipe.task, "labels", None) is None:
+        names = getattr(load_config(recipe.model, {}), "id2label", None) or {}
+        update["labels"] = [str(names[index]) for index in sorted(names)]
+    return recipe.model_copy(update={"task": recipe.task.model_copy(update=update)})
+
+
+def _evaluate(plan: RunPlan, data: PreparedData, device: torch.device, shows: bool) -> dict[str, float]:
+    """Evaluate on the joined ranks; all that holds the process group is gone when this returns."""
+    parts = assemble(plan, open_mesh(plan.layout, device), data)
+    with progress_bar(shows) as bar:
+        evaluator = parts.evaluator(_Shown(bar))
+        assert evaluator is not None, "there is a validation split"
+        metrics = evaluator.evaluate()
+    parts.close()
+    return metrics
+
+
+def progress_bar(shows: bool) -> Progress:
+    """Return a bar on the terminal of the standard error; it draws nothing on other ranks and into files."""
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not shows or not console.is_terminal)
+
+
+class _Shown(Observer):
+    """Progress of an evaluation on a bar."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("evaluating", total=None)
+
+    def evaluation_progress(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)

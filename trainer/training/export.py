@@ -1,0 +1,293 @@
+"""`trainer export`: from a checkpoint to a Hugging Face folder, on one machine.
+
+The checkpoint holds the weights, the configuration and the tokenizer. It is read tensor by tensor; nothing in it is
+unpickled, imported or run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers.utils import CONFIG_NAME
+
+from trainer.base.disk import UNFINISHED, remove
+from trainer.base.errors import TrainerError, UsageError
+from trainer.checkpoint.format import FACTS, MODEL_FOLDER, SavedState, open_verified
+from trainer.checkpoint.saving import FROZEN_WEIGHTS
+from trainer.checkpoint.store import CheckpointStore
+from trainer.engine.engine import BUFFER_PREFIX, MODEL_PREFIX
+from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
+from trainer.models.adapters import MergedWeights
+from trainer.models.building import build_base
+from trainer.models.peft_folder import write_adapter
+from trainer.models.writing import LARGEST_FILE_BYTES, UnknownModelError, described_model, plan_files
+from trainer.parallel.shards.boxes import Box, TensorPart
+from trainer.parallel.shards.digest import joined, own_digest
+from trainer.recipe.schema import Model
+from trainer.tasks.registry import PEFT_TASK_TYPES
+from trainer.training.model_card import complete_folder
+
+# Copied files are not checked here, so weights, pickles and code are refused by name.
+_NEVER_BEGINS = ("model.", "model-", "pytorch_model", "adapter_")
+_NEVER_ENDS = (".bin", ".ckpt", ".h5", ".msgpack", ".pickle", ".pkl", ".pt", ".pth", ".py", ".safetensors")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of an export: its checkpoint, its files of weights, and notes for the user."""
+
+    checkpoint: Path
+    step: int
+    folder: Path
+    weights: tuple[str, ...]
+    num_bytes: int
+    notes: tuple[str, ...]
+
+
+def export(
+    checkpoint: Path,
+    folder: Path,
+    dtype: PrecisionName = "fp32",
+    largest_file_bytes: int = LARGEST_FILE_BYTES,
+    adapter: bool = False,
+) -> Exported:
+    """Write the model of a checkpoint as a Hugging Face folder, whole or not at all.
+
+    Args:
+        checkpoint: The folder of a checkpoint, or of a run: then its newest whole checkpoint.
+        folder: An empty or missing folder.
+        dtype: The type of the weights.
+        largest_file_bytes: The most bytes of one file of weights, and of the memory for them.
+        adapter: Whether to write the adapter alone, in the format of PEFT.
+
+    Raises:
+        UsageError: The checkpoint is broken or holds no model, or the folder is in use.
+        TrainerError: The folder cannot be written.
+    """
+    place = _free_place(folder)
+    state, notes = _open(checkpoint)
+    config, beside = _beside_weights(state.folder, state.file_names)
+    if adapter:
+        _require_adapter(state)
+    shapes: dict[str, Sequence[int]] = {}
+    keys: dict[str, str] = {}
+    for key, shape in state.shapes.items():
+        for prefix in (MODEL_PREFIX, BUFFER_PREFIX):
+            if key.startswith(prefix):
+                shapes[key.removeprefix(prefix)], keys[key.removeprefix(prefix)] = shape, key
+
+    temporary = place.with_name(f"{UNFINISHED}{place.name}")
+    try:
+        remove(temporary)  # of an export that was killed here
+        temporary.mkdir(parents=True)
+        for name in beside:
+            (temporary / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(state.folder / MODEL_FOLDER / name, temporary / name)
+        type_ = COMPUTE_DTYPES.get(dtype, torch.float32)
+        typed = _with_dtype(config, str(type_).removeprefix("torch."))
+        if typed != config:
+            text = json.dumps(typed, indent=2, sort_keys=True) + "\n"  # as transformers writes it
+            (temporary / CONFIG_NAME).write_text(text, encoding="utf-8")
+        described = described_model(config)
+        base, drawn = _base_weights(described, state, shapes)
+        available = shapes | {name: tuple(tensor.shape) for name, tensor in base.items()}
+        merged = MergedWeights(described, available, _scaling(state))
+
+        def read(name: str) -> Tensor:
+            return merged.merged(name, lambda one: base[one] if one in base else _read(state, keys[one]))
+
+        if adapter:
+            task = state.facts.identity.get("task")
+            task_type = PEFT_TASK_TYPES.get(str(task.get("type"))) if isinstance(task, Mapping) else None
+            buffers = {name for name, key in keys.items() if key.startswith(BUFFER_PREFIX)}  # those of the base
+            own = {name for name in merged.shapes if name not in base} - buffers | drawn
+            weights = [
+                write_adapter(described, _origin_model(state), task_type, available, own, read, temporary, type_)
+            ]
+        else:
+            weights = plan_files(described, merged.shapes, type_, largest_file_bytes).write(read, temporary)
+        complete_folder(temporary, place, state.facts.origin, state.facts.progress)
+    except UnknownModelError as error:
+        raise UsageError(
+            f"`CHECKPOINT` must hold a model of transformers, but {state.folder / MODEL_FOLDER / CONFIG_NAME} describes"
+            f" none that its tensors fit: {error}; export with the versions that saved it, which its {FACTS} names"
+        ) from error
+    except (OSError, SafetensorError) as error:
+        raise TrainerError(
+            f"the model could not be written to {place}: {error}; make room or restore the permissions of"
+            f" {place.parent}, then export again"
+        ) from error
+    finally:
+        with suppress(OSError):
+            remove(temporary)
+    written = tuple(sorted(path.name for path in weights))
+    num_bytes = sum((place / name).stat().st_size for name in written)
+    return Exported(state.folder, state.facts.progress.step, place, written, num_bytes, tuple(notes))
+
+
+def _require_adapter(state: SavedState) -> None:
+    """Refuse a checkpoint that a folder of PEFT cannot hold."""
+    model = state.facts.identity.get("model")
+    if not isinstance(model, Mapping) or not model.get("adapter"):
+        raise UsageError(f"`--adapter` needs a run with `model.adapter`, but {state.folder} has none; leave it out")
+    if _origin_model(state).name_or_path is None:
+        raise UsageError(
+            "`--adapter` needs a run with `model.name_or_path`, because the folder names its base, but the run has"
+            " `model.config`; leave it out, which writes the merged model"
+        )
+
+
+def _origin_model(state: SavedState) -> Model:
+    try:
+        return Model.model_validate(state.facts.origin["recipe"]["model"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise _wrong_facts(state, "`model` of its recipe") from error
+
+
+def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> tuple[dict[str, Tensor], set[str]]:
+    """Return the frozen weights that a checkpoint leaves out, from their origin; none if it has all weights.
+
+    The second result names those that are drawn from the seed, because the origin lacks them.
+
+    Raises:
+        UsageError: the origin is missing, or its weights are others than those of the training.
+    """
+    identity = state.facts.identity
+    digest = identity["model"].get(FROZEN_WEIGHTS) if isinstance(identity.get("model"), Mapping) else None
+    if digest is None:
+        return {}, set()
+    recipe = _origin_model(state)
+    try:
+        seed = int(identity["training"]["seed"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise _wrong_facts(state, "`training.seed`") from error
+    model, drawn = build_base(described, recipe, seed)
+    base = {name: p.detach() for name, p in model.named_parameters() if name not in saved}
+    parts = [
+        TensorPart(f"{MODEL_PREFIX}{name}", tuple(tensor.shape), (Box((0,) * tensor.dim(), tensor),))
+        for name, tensor in base.items()
+    ]
+    if (found := joined([own_digest(parts)])) != digest:
+        raise UsageError(
+            f"`model.name_or_path` of the run must hold the frozen weights of the training, but their digest is {found}"
+            f" and should be {digest}; restore the weights of {recipe.name_or_path or 'model.config'}"
+        )
+    return base, base.keys() & drawn
+
+
+def _scaling(state: SavedState) -> float:
+    """Return the factor of the products of an adapter; 1 without one."""
+    model = state.facts.identity.get("model")
+    adapter = model.get("adapter") if isinstance(model, Mapping) else None
+    if not adapter:
+        return 1.0
+    try:
+        return float(adapter["alpha"]) / int(adapter["rank"])
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise _wrong_facts(state, "`model.adapter`") from error
+
+
+def _wrong_facts(state: SavedState, subject: str) -> UsageError:
+    return UsageError(
+        f"`CHECKPOINT` must hold the facts of its training, but {subject} in {state.folder / FACTS} is missing or"
+        " wrong; name a checkpoint that trainer saved"
+    )
+
+
+def _free_place(folder: Path) -> Path:
+    place = folder.resolve()
+    if place.is_dir() and not any(place.iterdir()):
+        return place
+    if place.exists():
+        what = "holds files" if place.is_dir() else "is a file"
+        raise UsageError(f"`FOLDER` must be empty or not there yet, but {place} {what}; name another, or remove it")
+    return place
+
+
+def _open(checkpoint: Path) -> tuple[SavedState, list[str]]:
+    """Return the verified checkpoint, and notes on those that were passed over."""
+    store = CheckpointStore(checkpoint, keep=1)
+    if (checkpoint / FACTS).exists() or not store.folder.is_dir():
+        return _verified(checkpoint), []
+    notes: list[str] = []
+    for step in reversed(store.steps()):
+        try:
+            return _verified(store.path(step)), notes
+        except UsageError as error:
+            notes.append(f"passed over a checkpoint: {error}")
+    problems = "".join(f"; {note}" for note in notes)
+    raise UsageError(
+        f"`CHECKPOINT` must hold a whole checkpoint, but {checkpoint} holds none{problems}. Name another run, or train"
+        " this one until it has saved"
+    )
+
+
+def _verified(folder: Path) -> SavedState:
+    if not folder.is_dir() or not (folder / FACTS).exists():
+        raise UsageError(
+            "`CHECKPOINT` must be the folder of a checkpoint, such as runs/NAME/checkpoints/step-00000120, or of a run,"
+            f" but {folder} {'is neither' if folder.exists() else 'does not exist'}; name one of these"
+        )
+    try:
+        return open_verified(folder)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"`CHECKPOINT` must be whole, but {folder} is not: {error}; name another of its run, or the run's folder to"
+            " take the newest that is"
+        ) from error
+
+
+def _read(state: SavedState, key: str) -> Tensor:
+    try:
+        return state.read(key)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(
+            f"`CHECKPOINT` must stay as it is while it is read, but {key} of {state.folder} can no longer be read:"
+            f" {error}; export again, or from another"
+        ) from error
+
+
+def _beside_weights(folder: Path, names: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the model's configuration, and the names of the files to copy, its own included."""
+    start = f"{MODEL_FOLDER}/"
+    beside = [name.removeprefix(start) for name in names if name.startswith(start)]
+    for name in beside:
+        if Path(name).name.startswith(_NEVER_BEGINS) or name.endswith(_NEVER_ENDS):
+            raise UsageError(
+                f"`CHECKPOINT` must hold only configurations and files that prepare rows in {MODEL_FOLDER}/, but"
+                f" {folder} has {name} there; name a checkpoint that trainer saved"
+            )
+    if CONFIG_NAME not in beside:
+        raise UsageError(
+            f"`CHECKPOINT` must hold the model's configuration, but {folder} has no {MODEL_FOLDER}/{CONFIG_NAME}; name"
+            " a checkpoint that trainer saved"
+        )
+    try:
+        config = json.loads((folder / MODEL_FOLDER / CONFIG_NAME).read_text(encoding="utf-8"))
+        if isinstance(config, dict):
+            return config, beside
+        problem = "it is no object"
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+    raise UsageError(
+        f"`CHECKPOINT` must hold the model's configuration, but {folder / MODEL_FOLDER / CONFIG_NAME} cannot be read:"
+        f" {problem}; name another checkpoint"
+    )
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the configuration with this type of weights, in the models inside it too."""
+    return {
+        key: _with_dtype(value, dtype) if isinstance(value, Mapping) and "model_type" in value else value
+        for key, value in config.items()
+    } | {"dtype": dtype}

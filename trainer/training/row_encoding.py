@@ -1,0 +1,339 @@
+"""Preparation of rows for the model, by its tokenizer or its image processor, which an export includes.
+
+This is the only module that joins a kind of task, of data and of model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainer.base.errors import DataError, Problems, UsageError
+from trainer.data.collate import Batching, Normalisation, Padding, TokenMasking
+from trainer.data.image_split import encode_images
+from trainer.data.sources import Split
+from trainer.data.split import EncodedSplit
+from trainer.data.tokenised_split import encode_split
+from trainer.models.building import (
+    checkpoint_labels,
+    load_config,
+    max_positions,
+    reads_end_tokens,
+    require_constant_rotations,
+    require_no_router_loss,
+    vocabulary_size,
+)
+from trainer.models.image_processor import ImageProcessor, load_image_processor
+from trainer.models.sentence_folder import embedding_notes
+from trainer.models.tokenizer import load_tokenizer, name_target_language, set_languages, tokenizer_notes
+from trainer.recipe.schema import ImageKeys, Recipe, Seq2SeqLM
+from trainer.tasks.classes import NamedClasses
+from trainer.tasks.registry import build_task
+from trainer.tasks.task import ImageTask, Task, TextTask
+from trainer.tasks.types import Tokenizer
+
+
+class Preparation(Protocol):
+    """Turns rows into inputs of the model."""
+
+    @property
+    def batching(self) -> Batching:
+        """The way from prepared rows to the tensors of a microbatch."""
+        ...
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """Names of a fine-tuned checkpoint's classes, in order; None: it has none."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on the preparation for the user."""
+        ...
+
+    @property
+    def config(self) -> Any:
+        """The configuration of transformers."""
+        ...
+
+    @property
+    def text_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None: rows are not of texts."""
+        ...
+
+    @property
+    def padding_token(self) -> int | None:
+        """Id of the token that fills short rows; None: rows are not of tokens."""
+        ...
+
+    @property
+    def normalisation(self) -> str | None:
+        """How `batching` changes the values of prepared rows, in words; None: not at all."""
+        ...
+
+    def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
+        """Return the prepared split; `task` is the resolved task of the recipe.
+
+        Raises:
+            TrainerError: The rows do not fit, or the cache cannot be written.
+        """
+        ...
+
+    def masking(self, task: Task, seed: int) -> TokenMasking | None:
+        """Return the masking that makes labels while rows become microbatches; None: prepared rows have labels.
+
+        Args:
+            task: The task of the recipe.
+            seed: The seed of the recipe.
+
+        Raises:
+            UsageError: The task hides tokens, but the tokenizer has no mask token.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the files with which users of the exported model prepare rows in the same way.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+        ...
+
+
+def load_preparation(recipe: Recipe) -> Preparation:
+    """Return the preparation for the recipe's task and model.
+
+    Raises:
+        UsageError: The model has no tokenizer or image processor, or it cannot be reached.
+    """
+    if isinstance(recipe.task, ImageKeys):
+        config = load_config(recipe.model, {})
+        return ImagePreparation(load_image_processor(recipe.model), checkpoint_labels(recipe.model, config), config)
+    problems = Problems()
+    with problems.collect():
+        config = load_config(recipe.model, {})
+        require_fit(recipe, config)
+    with problems.collect():
+        tokenizer = tokenizer_of(recipe)
+    with problems.collect():
+        notes = embedding_notes(recipe)
+    problems.raise_all()
+    if isinstance(recipe.task, Seq2SeqLM):
+        name_target_language(config, tokenizer)
+    size = vocabulary_size(config)
+    notes += tokenizer_notes(recipe.model, tokenizer, size)
+    labels = checkpoint_labels(recipe.model, config)
+    processes = recipe.data.preparation_processes
+    return TextPreparation(
+        tokenizer, recipe.data.max_length, size, labels, tuple(notes), config, processes, recipe.data.pad_to
+    )
+
+
+def tokenizer_of(recipe: Recipe) -> Tokenizer:
+    """Return the tokenizer of a recipe's model, in the languages of its task.
+
+    Raises:
+        UsageError: there is none, or it does not know the languages.
+    """
+    tokenizer: Tokenizer = load_tokenizer(recipe.model)
+    if isinstance(recipe.task, Seq2SeqLM):
+        set_languages(tokenizer, recipe.task.source_language, recipe.task.target_language)
+    return tokenizer
+
+
+def require_fit(recipe: Recipe, config: Any) -> None:
+    """Require a model of texts that fits the task and the length of texts.
+
+    Raises:
+        UsageError: it does not fit.
+    """
+    longest = max_positions(config)
+    if longest is not None and recipe.data.max_length > longest:
+        raise UsageError(
+            f"`data.max_length` must be at most the {longest} tokens that the model has positions for, but is"
+            f" {recipe.data.max_length}"
+        )
+    task = build_task(recipe.task)
+    require_fitting_rotations(recipe, config, task)
+    require_no_router_loss(config, task.auto_class_name)
+
+
+def require_fitting_rotations(recipe: Recipe, config: Any, task: Task) -> None:
+    """Refuse rotary positions that depend on the length of the recipe's rows, with the tokens that the task generates.
+
+    Raises:
+        UsageError: they depend on it.
+    """
+    longest, key = recipe.data.max_length, "`data.max_length`"
+    if task.generation is not None:
+        longest += task.generation.max_new_tokens
+        key += " with `task.generation.max_new_tokens`"
+    require_constant_rotations(config, longest, key)
+
+
+def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tuple[Task, list[str]]:
+    """Return the recipe's task, its classes in the order of a fine-tuned checkpoint, and notes for the user.
+
+    Raises:
+        TrainerError: The labels of the training split do not fit the task or the checkpoint.
+    """
+    task = build_task(recipe.task).resolve(train.rows, train.where).for_configuration(preparation.config)
+    converted = task.conversion_notes(train.rows.features)
+    if not isinstance(task, NamedClasses):
+        return task, converted
+    if preparation.labels is None:
+        return task, converted
+    ordered, notes = task.in_checkpoint_order(preparation.labels, getattr(recipe.task, "labels", None) is not None)
+    return ordered, [*converted, *notes]
+
+
+def unknown_notes(train: EncodedSplit, validation: EncodedSplit | None) -> list[str]:
+    """Return notes on the share of unknown tokens in each split of texts, and on rows without a token of a text."""
+    blank = [
+        f"special tokens only: {split.num_blank:,} of {len(split):,} {name} rows, which have no text"
+        for name, split in (("training", train), ("validation", validation))
+        if split is not None and split.num_blank
+    ]
+    return blank + [
+        f"unknown to the tokenizer: {unknown / max(tokens, 1):.2%} of {tokens:,} {name} tokens"
+        for name, split in (("training", train), ("validation", validation))
+        if split is not None and split.unknown_tokens is not None
+        for unknown, tokens in [split.unknown_tokens]
+    ]
+
+
+@dataclass(frozen=True)
+class TextPreparation:
+    """Tokenises texts, cut at `max_length` tokens, for a model with embeddings for `vocab_size` (None: any) tokens.
+
+    It refuses a token without an embedding by name, because on a GPU such a token kills the process in a kernel.
+    Batches are padded to a multiple of `pad_to` tokens.
+    """
+
+    tokenizer: Any
+    max_length: int
+    vocab_size: int | None = None
+    labels: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
+    config: Any = None
+    num_processes: int | None = None
+    pad_to: int = 1
+    _limits: tuple[Any, Any] = field(init=False)  # truncation and padding of the tokenizer, which its calls replace
+
+    normalisation = None
+
+    def __post_init__(self) -> None:
+        backend = self._backend
+        object.__setattr__(self, "_limits", (backend.truncation, backend.padding) if backend else (None, None))
+
+    @property
+    def _backend(self) -> Any:
+        """The fast implementation of the tokenizer; None if it has none."""
+        return getattr(self.tokenizer, "backend_tokenizer", None)
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    @property
+    def padding_token(self) -> int:
+        return self.batching.token_id
+
+    @property
+    def batching(self) -> Padding:
+        padding = Padding.of(self.tokenizer, self.pad_to)
+        self._require_embedding(padding.token_id)
+        return padding
+
+    def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
+        assert isinstance(task, TextTask)
+        encoded = encode_split(split, task, self.tokenizer, self.max_length, cache, self.num_processes)
+        if not len(encoded):
+            return encoded
+        self._require_embedding(int(encoded.tokens["input_ids"].max(initial=0)))
+        if reads_end_tokens(self.config, task.auto_class_name):
+            self._require_ends(encoded, split)
+        if task.labels_are_tokens:  # target texts; an end token may be in the labels only
+            labels = encoded.ragged["labels"].values if "labels" in encoded.ragged else encoded.tokens.get("labels")
+            self._require_embedding(0 if labels is None else int(labels.max(initial=0)))
+        return encoded
+
+    def _require_ends(self, encoded: EncodedSplit, split: Split) -> None:
+        """Require equally many end tokens in all rows.
+
+        Raises:
+            UsageError: a row has no end token.
+            DataError: rows differ in their number of end tokens.
+        """
+        config = self.config
+        counts = np.add.reduceat(encoded.tokens["input_ids"] == config.eos_token_id, encoded.offsets[:-1], dtype=int)
+        if not counts.all():
+            row = int(counts.argmin())
+            raise UsageError(
+                f"`task.type` is a classification by a model of type {config.model_type}, which reads the end token of"
+                f" id {config.eos_token_id}, but the tokenizer `{self.tokenizer.name_or_path}` adds none to row"
+                f" {row + 1} of {split.where}; name the model's own tokenizer in `model.tokenizer`"
+            )
+        usual = int(np.bincount(counts).argmax())
+        if (counts != usual).any():
+            row = int((counts != usual).argmax())
+            raise DataError(
+                f"row {row + 1} of {split.where} must have {usual} end tokens, as other rows do, but has"
+                f" {counts[row]}; remove {self.tokenizer.convert_ids_to_tokens(config.eos_token_id)!r} from its text"
+            )
+
+    def masking(self, task: Task, seed: int) -> TokenMasking | None:
+        assert isinstance(task, TextTask)
+        masking = task.masking(self.tokenizer, seed)
+        if masking is not None:
+            self._require_embedding(max(masking.mask_token, *masking.ordinary_tokens.tolist()))
+        return masking
+
+    def _require_embedding(self, token_id: int) -> None:
+        if self.vocab_size is not None and token_id >= self.vocab_size:
+            raise UsageError(
+                f"the tokenizer `{self.tokenizer.name_or_path}` has the token"
+                f" {self.tokenizer.convert_ids_to_tokens(token_id)!r} of id {token_id}, but the model's `vocab_size` is"
+                f" {self.vocab_size}; name the model's own tokenizer in `model.tokenizer`, or a model with more tokens"
+            )
+
+    def save(self, folder: Path) -> None:
+        if backend := self._backend:  # rows from the cache need no call, and the files must be the same
+            truncation, padding = self._limits
+            backend.enable_truncation(**truncation) if truncation else backend.no_truncation()
+            backend.enable_padding(**padding) if padding else backend.no_padding()
+        self.tokenizer.save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class ImagePreparation:
+    """Resizes images; their values are normalised in each batch."""
+
+    processor: ImageProcessor
+    labels: tuple[str, ...] | None = None
+    config: Any = None
+
+    notes = ()
+    text_tokenizer = None
+    padding_token = None
+
+    @property
+    def batching(self) -> Normalisation:
+        return Normalisation(self.processor.scale, self.processor.mean, self.processor.std)
+
+    @property
+    def normalisation(self) -> str:
+        return str(self.batching)
+
+    def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
+        assert isinstance(task, ImageTask)
+        return encode_images(split, task, self.processor, cache)
+
+    def masking(self, task: Task, seed: int) -> None:
+        return None
+
+    def save(self, folder: Path) -> None:
+        self.processor.save(folder)
