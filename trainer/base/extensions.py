@@ -1,4 +1,4 @@
-"""Tasks, metrics, model families and recipe folders that other packages register.
+"""Tasks, metrics, model families and recipe folders that other packages register, and the tools that join each run.
 
 A package names its registering function as an entry point of the group `trainer.extensions`. A recipe holds registered
 names only, so that it can never name code.
@@ -7,7 +7,8 @@ names only, so that it can never name code.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
@@ -16,7 +17,8 @@ from trainer.base.errors import UsageError
 
 GROUP = "trainer.extensions"
 
-Kind = Literal["task", "metric", "family", "recipes"]
+Kind = Literal["task", "metric", "family", "recipes", "logging", "run", "launch"]
+"""`logging`: observers by their word in `logging.to`; `run` and `launch`: context managers for `around`."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,15 @@ class Registration:
 
 Consumer = Callable[[Registration], None]
 
-_registered: dict[tuple[Kind, str], Registration] = {}
+# Texts, because the core imports no tool. They stand here, because every process of a run needs them: ranks of other
+# launchers, forked and spawned ranks.
+_TOOLS: tuple[tuple[Kind, str, str], ...] = (
+    ("logging", "html", "trainer.tools.report.live:LiveReport"),
+    ("run", "memory", "trainer.tools.advice:MemoryAdvice"),
+    ("launch", "memory", "trainer.tools.advice:adds_changes_that_fit"),
+)
+
+_registered: dict[tuple[Kind, str], Registration] = {row[:2]: Registration(*row, None) for row in _TOOLS}
 _consumers: dict[Kind, list[Consumer]] = {}
 _packages: dict[str, str] = {}  # of loaded entry points, by name
 _loading: list[str] = []  # the entry point that is being loaded
@@ -72,6 +82,13 @@ def consume(kind: Kind, consumer: Consumer) -> None:
 def registered(kind: Kind | None = None) -> list[Registration]:
     """Return the registrations of a kind, or all of them."""
     return [row for row in _registered.values() if kind in (None, row.kind)]
+
+
+@contextmanager
+def around(kind: Literal["run", "launch"], *arguments: Any) -> Iterator[list[Any]]:
+    """Enter the context managers of a kind, each built from `arguments`; yield what they give."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(resolved(row.value)(*arguments)) for row in registered(kind)]
 
 
 def packages() -> dict[str, str]:

@@ -13,8 +13,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -74,28 +74,12 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
     """
     with stop_before_training():
         environment, number = plan_start(resolved, processes, max_restarts)
-        if number is None:
-            if environment.has_ranks:  # its launcher ends all ranks at the first error, and waits for no plan
+        if environment.has_ranks:  # its launcher ends all ranks at the first error, and waits for no advice
+            return join(resolved, environment, job)
+        with extensions.around("launch"):
+            if number is None:
                 return join(resolved, environment, job)
-            with _advises():
-                return join(resolved, environment, job)
-        with _advises():
             return _start(resolved, number, max_restarts, job)
-
-
-@contextmanager
-def _advises() -> Iterator[None]:
-    """Add the advice of a plan to the error of a full memory, after all ranks have ended."""
-    try:
-        yield
-    except (OutOfMemoryError, RankError) as error:
-        if error.plan_command:
-            from trainer.training.device_memory import advice  # it needs torch
-
-            sys.stderr.write("the memory is full; planning changes that fit takes a minute at most\n")
-            if found := advice(error.plan_command):
-                error.args = (f"{error}\n{found}",)
-        raise
 
 
 def number_of_ranks(processes: int | None) -> int:

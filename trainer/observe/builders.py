@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TextIO
 
+from trainer.base.extensions import registered, resolved
 from trainer.observe.console import open_console
 from trainer.observe.csv_files import CsvFiles
 from trainer.observe.metrics_file import MetricsFile
@@ -28,13 +30,12 @@ def build_observers(logging: Logging, stream: TextIO) -> Observers:
         UsageError: a destination needs a package that is not installed.
     """
     console = open_console(stream) if "console" in logging.to else Observer()
-    observers: list[Observer] = [MetricsFile()]
-    if "csv" in logging.to:
-        observers.append(CsvFiles())
-    if "tensorboard" in logging.to:
-        observers.append(TensorBoard())
-    if "wandb" in logging.to:
-        observers.append(Tracker(WandbService(logging.project), console.note))
-    if "mlflow" in logging.to:
-        observers.append(Tracker(MLflowService(logging.project), console.note))
-    return Observers([*observers, console])
+    builders: dict[str, Callable[[], Observer]] = {
+        "csv": CsvFiles,
+        "tensorboard": TensorBoard,
+        "wandb": lambda: Tracker(WandbService(logging.project), console.note),
+        "mlflow": lambda: Tracker(MLflowService(logging.project), console.note),
+    }
+    built = [build() for word, build in builders.items() if word in logging.to]
+    built += [resolved(row.value)() for row in registered("logging") if row.name in logging.to]
+    return Observers([MetricsFile(), *built, console])

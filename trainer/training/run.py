@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.base import extensions
 from trainer.base.errors import ExitCode, LostPeerError, StoppedError
 from trainer.base.text import without_secrets
 from trainer.checkpoint.counters import Progress
@@ -25,7 +26,6 @@ from trainer.ranks.stopping import StopRequest
 from trainer.recipe.plan import RunPlan
 from trainer.training.assembly import assemble
 from trainer.training.checking import prepare_checked
-from trainer.training.device_memory import Forecast, explains_full_memory
 from trainer.training.elastic import (
     among_training,
     hand_over_shares,
@@ -94,8 +94,7 @@ def _train_and_report(
         FolderOwner(session.folder) as owner,
         closing(session.observers),
         session.reports_failures(),
-        explains_full_memory(resolved, environment),
-        Forecast(resolved, environment) as forecast,
+        extensions.around("run", resolved, environment) as tools,
     ):
         if everyone.world_size > 1:
             session.observers.preparing(f"waiting for {everyone.world_size} ranks")
@@ -112,7 +111,7 @@ def _train_and_report(
             session.observers.preparing("compiling operations of DeepSpeed")
         with process_group(plan, environment, device, meeting):
             stop.listen(speaks=environment.rank == 0)
-            ending = _train(plan, environment, data, device, session, stop, owner, saves, forecast, notes)
+            ending = _train(plan, environment, data, device, session, stop, owner, saves, tools, notes)
         record = session.ended(ending, everyone.elastic_nodes is not None)
         if whole_meeting is not None and spares and environment.rank == 0:
             whole_meeting.dismiss(spares, record.exit_code)
@@ -128,7 +127,7 @@ def _train(
     stop: StopRequest,
     owner: FolderOwner,
     saves: bool,
-    forecast: Forecast,
+    tools: Sequence[Any],
     more_notes: Sequence[str],
 ) -> Ending:
     """Train on the joined ranks; all that holds the process group is gone when this returns."""
@@ -154,7 +153,7 @@ def _train(
         *resumed,
         *_passed_stop(recipe, saver.progress.step),
         *_other_rows(saver.progress, validation),
-        *forecast.notes(),
+        *(note for tool in tools for note in tool.notes()),
         *context_notes(parts.models[0].config, recipe.parallel.context),
         *attention_notes(parts.models[0], device),
         *dropout_notes(parts.models[0], device),

@@ -137,10 +137,6 @@ def open_session(recipe: Recipe, environment: LaunchEnvironment, observer: Obser
     seconds = recipe.parallel.stall_timeout.seconds
     watchdog = Watchdog(heartbeat, seconds, environment.error_file, lambda reason: session.end(ExitCode.FAILED, reason))
     shown: list[Observer] = [build_observers(recipe.logging, sys.stdout)] if environment.rank == 0 else []
-    if shown and "html" in recipe.logging.to:
-        from trainer.tools.report.live import LiveReport  # plotly, which few runs need
-
-        shown.append(LiveReport())
     shown += [] if observer is None else [observer]
     profiler: Profiler | None = None
     if recipe.logging.profile is not None:

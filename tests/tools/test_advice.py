@@ -19,7 +19,7 @@ from tests.helpers.tiny_run import write_tiny_run
 from trainer.cli import main
 from trainer.ranks.environment import LaunchEnvironment, without_ranks
 from trainer.recipe.reading.loading import load_recipe
-from trainer.training import device_memory
+from trainer.tools import advice
 from trainer.training.loop import Loop
 
 MADE = {
@@ -43,7 +43,7 @@ def child(monkeypatch: pytest.MonkeyPatch, code: str) -> list[list[str]]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen([sys.executable, "-S", "-c", code], text=True, **pipes)
 
-    monkeypatch.setattr(device_memory, "_start", start)
+    monkeypatch.setattr(advice, "_start", start)
     return started
 
 
@@ -89,7 +89,7 @@ def test_the_error_stays_without_memory_for_a_plan(
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(Loop, "run", step)
-    monkeypatch.setattr(device_memory, "_start", start)
+    monkeypatch.setattr(advice, "_start", start)
     assert main(["run", str(write_tiny_run(tmp_path))]) == 1
     assert "is full (CUDA out of memory.)" in capsys.readouterr().err
 
@@ -112,19 +112,19 @@ def test_rank_0_notes_the_planned_memory_of_gpus(
     resolved = load_recipe(str(write_tiny_run(tmp_path)), [])
     ranks = [LaunchEnvironment("torchrun", rank, rank, 2, 2) for rank in range(2)]
     started = child(monkeypatch, code)
-    with device_memory.Forecast(resolved, ranks[0]) as forecast:
-        assert forecast.notes() == []  # there is no GPU
+    with advice.MemoryAdvice(resolved, ranks[0]) as made:
+        assert made.notes() == []  # there is no GPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(device_memory, "_gibibytes", lambda environment: 4.0)
+    monkeypatch.setattr(advice, "_gibibytes", lambda environment: 4.0)
     if "sleep" in code:
-        monkeypatch.setattr(device_memory, "_WAIT_SECONDS", 0.1)
+        monkeypatch.setattr(advice, "_WAIT_SECONDS", 0.1)
     else:
-        monkeypatch.setattr(device_memory, "_WAIT_SECONDS", 30.0)
-    with device_memory.Forecast(resolved, ranks[1]) as forecast:
-        assert forecast.notes() == []
+        monkeypatch.setattr(advice, "_WAIT_SECONDS", 30.0)
+    with advice.MemoryAdvice(resolved, ranks[1]) as made:
+        assert made.notes() == []
     assert not started
-    with device_memory.Forecast(resolved, ranks[0]) as forecast:
-        (note,) = forecast.notes()
+    with advice.MemoryAdvice(resolved, ranks[0]) as made:
+        (note,) = made.notes()
     assert words in note
     assert ("2x4.0GiB" in note) == ("command" in note or "changes" in note)
     assert started == [["trainer", "plan", str(resolved.file), "--gpus", "2x1GiB", "--json", "--changes", "0"]]
@@ -141,7 +141,7 @@ def test_advice_comes_from_a_process_that_runs_this_package(tmp_path: Path, monk
     recipe = write_tiny_run(tmp_path)
     (tmp_path / "trainer.py").write_text("raise SystemExit('not the package')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(device_memory, "_ADVICE_SECONDS", 400.0)
-    found = device_memory.advice(["trainer", "plan", str(recipe), "--gpus", "1x4GiB"])
+    monkeypatch.setattr(advice, "_ADVICE_SECONDS", 400.0)
+    found = advice.advice(["trainer", "plan", str(recipe), "--gpus", "1x4GiB"])
     assert found is not None
     assert "so the plan fits" in found

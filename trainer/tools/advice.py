@@ -1,6 +1,7 @@
-"""The memory of a run's device: its plan before the first step, and the advice if it is full.
+"""Plans of a run's memory: a note before the first step, and advice when a device is full.
 
-Plans are made by child processes, because a rank cannot simulate another one.
+`base/extensions.py` names them, so that every run has them and the core imports no tool. Plans are made by child
+processes, because a rank cannot simulate another one.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from trainer.base.errors import OutOfMemoryError
+from trainer.base.errors import OutOfMemoryError, TrainerError
 from trainer.base.processes import child_variables
 from trainer.ranks.environment import LaunchEnvironment, without_ranks
 
@@ -32,26 +34,89 @@ class NoPlanError(Exception):
     """A planning process made no plan; the text is the reason."""
 
 
-@contextmanager
-def explains_full_memory(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> Iterator[None]:
-    """Raise an error with a remedy if the memory of the device is full in this context.
+class MemoryAdvice:
+    """The planned memory of a run, and the explanation of a full device; a context manager around the run.
 
-    Raises:
-        OutOfMemoryError: torch could not allocate a tensor.
+    Only rank 0 of a run on GPUs plans, beside its preparation. On CPUs, the plan would take its time from the training.
+
+    Args:
+        resolved: the recipe.
+        environment: the ranks of the run.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and _FULL not in str(error):
-            raise
+
+    def __init__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> None:
+        self._resolved = resolved
+        self._environment = environment
+        self._command: list[str] = []
+        self._child: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> MemoryAdvice:
+        if self._environment.rank == 0 and torch.cuda.device_count():
+            # The size of the memory is not known here: a look at it would start CUDA before data workers fork.
+            self._command = _plan_command(self._resolved, self._environment, "1GiB")
+            with suppress(OSError):
+                self._child = _start(self._command, "--json", "--changes", "0")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the plan, and explain the error of a full device.
+
+        Raises:
+            OutOfMemoryError: torch could not allocate a tensor.
+        """
+        if self._child is not None:
+            _stop(self._child)
+        if isinstance(error, RuntimeError) and (isinstance(error, torch.OutOfMemoryError) or _FULL in str(error)):
+            raise self._explained(error) from error
+
+    def _explained(self, error: RuntimeError) -> OutOfMemoryError:
         reason = str(error).splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
-        command = _plan_command(resolved, environment)
-        raise OutOfMemoryError(
-            f"rank {environment.rank}: the memory of {_device(environment)} is full ({reason}); half of"
+        command = _plan_command(self._resolved, self._environment)
+        return OutOfMemoryError(
+            f"rank {self._environment.rank}: the memory of {_device(self._environment)} is full ({reason}); half of"
             " `training.micro_batch_size` gives the same training with less memory, and this command shows the peak and"
             f" changes that fit: {shlex.join(command)}",
             command,
-        ) from error
+        )
+
+    def notes(self) -> list[str]:
+        """Return a note on the planned memory; none if this rank plans nothing. Wait for two seconds at most."""
+        if self._child is None:
+            return []
+        memory = int(_gibibytes(self._environment) * 2**30)
+        at = self._command.index("--gpus") + 1
+        gpus = f"{self._environment.local_world_size}x{memory / 2**30:.1f}GiB"
+        command = shlex.join([*self._command[:at], gpus, *self._command[at + 1 :]])
+        try:
+            needed = _result(self._child, _WAIT_SECONDS)["needed_bytes"]
+        except NoPlanError as error:
+            return [f"memory was not planned: {error}; this command plans it: {command}"]
+        finally:
+            _stop(self._child)
+        if needed <= memory:
+            return [f"planned memory: {_size(needed)} of {_size(memory)} on each GPU"]
+        return [
+            f"planned memory: {_size(needed)}, but each GPU has {_size(memory)}; this shows changes that fit: {command}"
+        ]
+
+
+@contextmanager
+def adds_changes_that_fit() -> Iterator[None]:
+    """Add the advice of a plan to the error of a full device, after all ranks have ended.
+
+    Raises:
+        TrainerError: the error, with the advice.
+    """
+    try:
+        yield
+    except TrainerError as error:
+        if command := getattr(error, "plan_command", ()):  # of `OutOfMemoryError`, or of the rank that raised it
+            sys.stderr.write("the memory is full; planning changes that fit takes a minute at most\n")
+            if found := advice(command):
+                error.args = (f"{error}\n{found}",)
+        raise
 
 
 def advice(command: Sequence[str]) -> str | None:
@@ -81,54 +146,6 @@ def advice(command: Sequence[str]) -> str | None:
     else:
         lines.append("no change that was tried fits; use more devices")
     return "\n".join(lines)
-
-
-class Forecast:
-    """The plan of a run's memory, made beside the preparation of the run; a context manager.
-
-    Only rank 0 of a run on GPUs plans. On CPUs, the plan would take its time from the training.
-
-    Args:
-        resolved: the recipe.
-        environment: the ranks of the run.
-    """
-
-    def __init__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> None:
-        self._environment = environment
-        self._command: list[str] = []
-        self._child: subprocess.Popen[str] | None = None
-        if environment.rank == 0 and torch.cuda.device_count():
-            # The size of the memory is not known here: a look at it would start CUDA before data workers fork.
-            self._command = _plan_command(resolved, environment, "1GiB")
-            with suppress(OSError):
-                self._child = _start(self._command, "--json", "--changes", "0")
-
-    def __enter__(self) -> Forecast:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._child is not None:
-            _stop(self._child)
-
-    def notes(self) -> list[str]:
-        """Return a note on the planned memory; none if this rank plans nothing. Wait for two seconds at most."""
-        if self._child is None:
-            return []
-        memory = int(_gibibytes(self._environment) * 2**30)
-        at = self._command.index("--gpus") + 1
-        gpus = f"{self._environment.local_world_size}x{memory / 2**30:.1f}GiB"
-        command = shlex.join([*self._command[:at], gpus, *self._command[at + 1 :]])
-        try:
-            needed = _result(self._child, _WAIT_SECONDS)["needed_bytes"]
-        except NoPlanError as error:
-            return [f"memory was not planned: {error}; this command plans it: {command}"]
-        finally:
-            _stop(self._child)
-        if needed <= memory:
-            return [f"planned memory: {_size(needed)} of {_size(memory)} on each GPU"]
-        return [
-            f"planned memory: {_size(needed)}, but each GPU has {_size(memory)}; this shows changes that fit: {command}"
-        ]
 
 
 def _start(command: Sequence[str], *options: str) -> subprocess.Popen[str]:
