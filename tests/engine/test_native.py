@@ -32,7 +32,7 @@ from trainer.engine.engine import MODEL_PREFIX
 from trainer.engine.replicated import LossReplica
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
-from trainer.tasks.task import TaskDefaults
+from trainer.tasks.task import VocabularyLoss
 
 
 def tiny(**sections: Any) -> TinyTraining:
@@ -355,7 +355,7 @@ def train_with_an_unused_parameter() -> str:
     return "no error"
 
 
-class TokenTask(TaskDefaults):
+class TokenTask(VocabularyLoss):
     """Labels that can be ignored (-100), as token tasks have: each row's class, unless it is ignored."""
 
     rows_are_labels = False

@@ -104,7 +104,7 @@ class CausalLMTask(TokenLabels):
         return tuple(self.examples.columns.values())
 
     @property
-    def beside_rows(self) -> tuple[str, ...]:  # type: ignore[override]
+    def beside_rows(self) -> tuple[str, ...]:
         return (
             "metric_names",
             "vocabulary",
@@ -113,7 +113,7 @@ class CausalLMTask(TokenLabels):
         )
 
     @property
-    def packs_documents(self) -> bool:  # type: ignore[override]
+    def packs_documents(self) -> bool:
         return self.packing == "documents"
 
     @property
@@ -121,7 +121,7 @@ class CausalLMTask(TokenLabels):
         return self.continues
 
     @property
-    def generation(self) -> Generation | None:  # type: ignore[override]
+    def generation(self) -> Generation | None:
         return self.settings if self.continues else None
 
     def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -138,10 +138,6 @@ class CausalLMTask(TokenLabels):
         if not isinstance(self.examples, ChatColumn) or "tools" not in features:
             return []
         return ["column `tools` is not read: the chat template gets no descriptions of tools"]
-
-    def resolve(self, train: Dataset, where: str) -> CausalLMTask:
-        self.check_columns(train.features, where)
-        return self
 
     def for_configuration(self, config: Any) -> CausalLMTask:
         """Return the task; refuse a model that sees later tokens."""
@@ -307,9 +303,6 @@ class CausalLMTask(TokenLabels):
         losses, right = logits.double().sum(1).unbind(-1)
         num_labels = (labels != IGNORED_LABEL).sum(-1)
         return {"losses": losses, "num_right": right.long(), "num_labels": num_labels}
-
-    def for_vocabulary(self, cut: VocabularyCut | None) -> CausalLMTask:
-        return replace(self, vocabulary=cut)
 
     def without_labels(self) -> CausalLMTask:
         examples = self.examples

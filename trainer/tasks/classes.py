@@ -19,7 +19,7 @@ from trainer.base.text import listed
 from trainer.parallel.copying import to_device
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import TaskDefaults
+from trainer.tasks.task import Task
 from trainer.tasks.text.columns import NAMES_SHOWN, STRING_TYPES, cell, require_columns, shown, type_name
 from trainer.tasks.types import Dataset, EvaluatedSplit
 
@@ -30,8 +30,8 @@ _CLASSES_PICTURED = 30  # a larger matrix of confusions cannot be read, and each
 PROBABILITY_DIGITS = 6  # after the point, in predictions
 
 
-class NamedClasses(TaskDefaults):
-    """Base class of tasks that assign named classes.
+class NamedClasses(Task):
+    """Base class of tasks that assign named classes; subclasses are frozen dataclasses with these fields.
 
     Attributes:
         label_column: the column of labels.
@@ -39,6 +39,7 @@ class NamedClasses(TaskDefaults):
         class_names: the name of class `i` at index `i`; None until `resolve` finds the names in the training split.
         labels_are_names: whether the training split holds class names, not indices. Other splits must do the same,
             because a wrong index cannot be detected.
+        labelled: whether rows have labels.
         common_names: names that all data sets share, which do not show that two sets of classes are related.
     """
 
@@ -50,7 +51,14 @@ class NamedClasses(TaskDefaults):
 
     def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> Self:
         """Return the task with these classes."""
-        raise NotImplementedError
+        task: Any = self
+        named: Self = replace(task, class_names=names, labels_are_names=labels_are_names)
+        return named
+
+    def without_labels(self) -> Self:
+        task: Any = self
+        unlabelled: Self = replace(task, labelled=False, metric_names=())
+        return unlabelled
 
     def require_same_kind(self, are_names: bool, names: str, numbers: str, where: str) -> None:
         """Require labels of the kind of the training split, because a wrong index cannot be detected.

@@ -22,7 +22,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.metrics.retrieval import Retrieval
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import ROWS_PICTURED, TaskDefaults
+from trainer.tasks.task import ROWS_PICTURED, TextTask
 from trainer.tasks.text.columns import STRING_TYPES, cell, finite_number, require_columns, tokenise, type_name
 from trainer.tasks.text.tied_texts import first_of_equal
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
@@ -38,7 +38,7 @@ _ROWS_AT_ONCE = 512  # anchors that are compared with all candidates at once, wh
 
 
 @dataclass(frozen=True)
-class EmbeddingTask(TaskDefaults):
+class EmbeddingTask(TextTask):
     """Embeddings of texts, trained by their cosine similarities.
 
     Attributes:

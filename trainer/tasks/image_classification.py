@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainer.tasks.classes import RowClasses
 from trainer.tasks.image_column import read_images, require_images
+from trainer.tasks.task import ImageTask
 from trainer.tasks.types import Dataset, ImageProcessor
 
 
 @dataclass(frozen=True)
-class ImageClassificationTask(RowClasses):
+class ImageClassificationTask(RowClasses, ImageTask):
     """Classification of images.
 
     `shape` is the shape of images stored as flat lists: height, width and, for several channels, their number.
@@ -38,12 +39,6 @@ class ImageClassificationTask(RowClasses):
 
     def check_inputs(self, features: Mapping[str, Any], where: str) -> None:
         require_images(features, self.image_column, self.shape, where)
-
-    def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> ImageClassificationTask:
-        return replace(self, class_names=names, labels_are_names=labels_are_names)
-
-    def without_labels(self) -> ImageClassificationTask:
-        return replace(self, labelled=False, metric_names=())
 
     def encode_images(
         self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int

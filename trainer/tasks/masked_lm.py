@@ -35,10 +35,6 @@ class MaskedLMTask(TokenLabels):
     def columns(self) -> tuple[str, ...]:
         return self.text_columns
 
-    def resolve(self, train: Dataset, where: str) -> MaskedLMTask:
-        self.check_columns(train.features, where)
-        return self
-
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, self.text_columns, where)
 
@@ -49,9 +45,6 @@ class MaskedLMTask(TokenLabels):
 
     def masking(self, tokenizer: Tokenizer, seed: int) -> Masking:
         return Masking.of(tokenizer, self.mask_probability, seed)
-
-    def for_vocabulary(self, cut: VocabularyCut | None) -> MaskedLMTask:
-        return replace(self, vocabulary=cut)
 
     def without_labels(self) -> MaskedLMTask:
         return replace(self, metric_names=())

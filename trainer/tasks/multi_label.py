@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.classes import NamedClasses, holds_names
-from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import cell, require_columns, require_text, shown, tokenise, type_name
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 
 @dataclass(frozen=True)
-class MultiLabelTask(NamedClasses):
+class MultiLabelTask(NamedClasses, TextTask):
     """Classification of texts or pairs of texts; each label of a row holds or not.
 
     `labels_are_names` is false for lists of 0 and 1. `threshold` is the probability above which a label is predicted;
@@ -39,17 +39,10 @@ class MultiLabelTask(NamedClasses):
 
     auto_class_name = "AutoModelForSequenceClassification"
     beside_rows = ("metric_names", "threshold")
-    rows_are_labels = True
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (*self.text_columns, self.label_column) if self.labelled else self.text_columns
-
-    def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> MultiLabelTask:
-        return replace(self, class_names=names, labels_are_names=labels_are_names)
-
-    def without_labels(self) -> MultiLabelTask:
-        return replace(self, labelled=False, metric_names=())
 
     def model_options(self) -> dict[str, Any]:
         return {**super().model_options(), "problem_type": "multi_label_classification"}
@@ -90,9 +83,6 @@ class MultiLabelTask(NamedClasses):
         features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
         return features if not self.labelled else {**features, "labels": self._labels(rows, where, first_row)}
 
-    def num_valid(self, labels: Tensor) -> Tensor:
-        return torch.tensor(len(labels), device=labels.device)
-
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the binary cross entropy, averaged over the labels and summed over the rows.
 
@@ -107,10 +97,6 @@ class MultiLabelTask(NamedClasses):
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         predicted = at_least_fp32(logits).sigmoid() > self._thresholds.to(logits.device)
         return {"predictions": predicted.long(), "labels": labels.long()}
-
-    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
-        predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
-        return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"probabilities": at_least_fp32(logits).sigmoid()}

@@ -19,8 +19,7 @@ from trainer.base.errors import DataError
 from trainer.base.text import listed
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.classes import PROBABILITY_DIGITS, holds_names
-from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import TaskDefaults
+from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import STRING_TYPES, cell, require_columns, require_text, type_name
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
@@ -33,7 +32,7 @@ _NAMES_SHOWN = 10
 
 
 @dataclass(frozen=True)
-class MultipleChoiceTask(TaskDefaults):
+class MultipleChoiceTask(TextTask):
     """Cross entropy over the scores of the choices of each row.
 
     Attributes:
@@ -59,17 +58,13 @@ class MultipleChoiceTask(TaskDefaults):
 
     auto_class_name = "AutoModelForMultipleChoice"
     beside_rows = ("metric_names",)
-    rows_are_labels = True
+    beside_inputs = (_NUM_CHOICES,)
 
     @property
     def columns(self) -> tuple[str, ...]:
         question = () if self.question_column is None else (self.question_column,)
         label = (self.label_column,) if self.labelled else ()
         return (self.context_column, *question, *self.choice_columns, *label)
-
-    def resolve(self, train: Dataset, where: str) -> MultipleChoiceTask:
-        self.check_columns(train.features, where)
-        return self
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, [self.context_column], where, "task.context")
@@ -305,17 +300,11 @@ class MultipleChoiceTask(TaskDefaults):
             fix += ', or set `task.label_format` to "number" if labels count from 1'
         return f"must name one of the {num_choices} choices, by {needed}, but is {label!r}; {fix}"
 
-    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in inputs.items() if name != _NUM_CHOICES}
-
     def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the score of each choice, of shape `[batch, num_texts]`."""
         scores = at_least_fp32(output.logits)
         numbers = torch.arange(scores.shape[1], device=scores.device)
         return scores.masked_fill(numbers >= inputs[_NUM_CHOICES][:, None], _ABSENT)
-
-    def num_valid(self, labels: Tensor) -> Tensor:
-        return labels.new_tensor(len(labels))
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy, summed over the rows.
@@ -328,10 +317,6 @@ class MultipleChoiceTask(TaskDefaults):
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"predictions": logits.argmax(dim=-1), "labels": labels}
-
-    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
-        predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
-        return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
 
     def without_labels(self) -> MultipleChoiceTask:
         return replace(self, labelled=False, metric_names=())

@@ -16,7 +16,7 @@ from trainer.base.errors import DataError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.metrics.squad import accepted_answers
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import ROWS_PICTURED, TaskDefaults
+from trainer.tasks.task import ROWS_PICTURED, TextTask
 from trainer.tasks.text.columns import cell, require_columns, require_text, type_name
 from trainer.tasks.text.windows import cut_columns, require_fast, shared_tokens, windows
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
@@ -55,7 +55,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QuestionAnsweringTask(TaskDefaults):
+class QuestionAnsweringTask(TextTask):
     """Extractive question answering with cross entropy over the positions of the first and last token.
 
     A context longer than a window is read in windows that overlap. A window without the whole answer learns
@@ -84,15 +84,11 @@ class QuestionAnsweringTask(TaskDefaults):
 
     auto_class_name = "AutoModelForQuestionAnswering"
     beside_rows = ("n_best", "max_answer_length", "null_threshold", "metric_names")
-    rows_are_labels = True
+    beside_inputs = (_WINDOW,)
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (self.question_column, self.context_column, *(self.answer_columns if self.has_answers else ()))
-
-    def resolve(self, train: Dataset, where: str) -> QuestionAnsweringTask:
-        self.check_columns(train.features, where)
-        return self
 
     def model_options(self) -> dict[str, Any]:
         return {"num_labels": 2}  # the scores of start and end
@@ -139,9 +135,6 @@ class QuestionAnsweringTask(TaskDefaults):
                     found.setdefault("labels", []).append(label)
         return found
 
-    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in inputs.items() if name != _WINDOW}
-
     def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the scores of start and end, of shape `[batch, sequence, 2]`.
 
@@ -149,9 +142,6 @@ class QuestionAnsweringTask(TaskDefaults):
         """
         scores = at_least_fp32(torch.stack([output.start_logits, output.end_logits], dim=-1))
         return scores.masked_fill(inputs["attention_mask"].unsqueeze(-1) == 0, _PADDING)
-
-    def num_valid(self, labels: Tensor) -> Tensor:
-        return labels.new_tensor(len(labels))
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean of the cross entropies of start and end, summed over the windows.

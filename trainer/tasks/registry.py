@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import trainer.recipe.registered  # noqa: F401  # checks registered tasks
+from trainer.base.errors import UsageError
 from trainer.base.extensions import Registration, consume, resolved
 from trainer.recipe.schema import (
     CausalLM,
@@ -82,7 +83,13 @@ consume("task", _add)
 def build_task(recipe: TaskSection) -> TextTask | ImageTask:
     """Build the task of a recipe's section `task`; `resolve` adds the labels of the training split."""
     if recipe.type in _REGISTERED:
-        return _REGISTERED[recipe.type](recipe)
+        task = _REGISTERED[recipe.type](recipe)
+        if not isinstance(task, TextTask | ImageTask):
+            raise UsageError(
+                f"the registered task {recipe.type} must be a `TextTask` or an `ImageTask` of `trainer.tasks.task`, but"
+                f" its builder returns a {type(task).__name__}; make it a subclass"
+            )
+        return task
     metrics = tuple(recipe.metrics)
     match recipe:
         case SequenceClassification():

@@ -35,14 +35,14 @@ class Seq2SeqLMTask(TokenLabels):
     prefix: str
     max_target_length: int
     metric_names: tuple[str, ...]
-    generation: Generation = field(default_factory=Generation)
+    settings: Generation = field(default_factory=Generation)
     languages: tuple[str | None, str | None] = (None, None)
     start_token: int | None = None
     forced_token: int | None = None
     vocabulary: VocabularyCut | None = None
 
     auto_class_name = "AutoModelForSeq2SeqLM"
-    beside_rows = ("metric_names", "generation", "vocabulary")
+    beside_rows = ("metric_names", "settings", "vocabulary")
     own_lengths = ("decoder_input_ids", "labels")
 
     @property
@@ -52,6 +52,10 @@ class Seq2SeqLMTask(TokenLabels):
     @property
     def generates(self) -> bool:
         return self.target is None or any(name not in TOKEN_METRICS for name in self.metric_names)
+
+    @property
+    def generation(self) -> Generation:
+        return self.settings
 
     @property
     def _is_multilingual(self) -> bool:
@@ -78,7 +82,7 @@ class Seq2SeqLMTask(TokenLabels):
         positions = getattr(config, "max_position_embeddings", None)
         for key, length in (
             ("max_target_length", self.max_target_length),
-            ("generation.max_new_tokens", self.generation.max_new_tokens),
+            ("generation.max_new_tokens", self.settings.max_new_tokens),
         ):
             if positions is not None and length > positions:
                 raise UsageError(
@@ -112,9 +116,6 @@ class Seq2SeqLMTask(TokenLabels):
         assert self.start_token is not None, "call `for_configuration` first"
         starts = [[self.start_token, *row[:-1]] for row in labels]
         return {**features, "labels": labels, "decoder_input_ids": starts, "cut_target": cut}
-
-    def for_vocabulary(self, cut: VocabularyCut | None) -> Seq2SeqLMTask:
-        return replace(self, vocabulary=cut)
 
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         targets = np.array([text.strip() for text in split.rows[self.target]], object) if self.generates else None

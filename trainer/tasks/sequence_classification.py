@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainer.tasks.classes import RowClasses
+from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import require_text, tokenise
 from trainer.tasks.types import Dataset, Tokenizer
 
 
 @dataclass(frozen=True)
-class SequenceClassificationTask(RowClasses):
+class SequenceClassificationTask(RowClasses, TextTask):
     """Classification of texts or pairs of texts."""
 
     text_columns: tuple[str, ...]
@@ -34,12 +35,6 @@ class SequenceClassificationTask(RowClasses):
 
     def check_inputs(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, self.text_columns, where)
-
-    def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> SequenceClassificationTask:
-        return replace(self, class_names=names, labels_are_names=labels_are_names)
-
-    def without_labels(self) -> SequenceClassificationTask:
-        return replace(self, labelled=False, metric_names=())
 
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from trainer.base.errors import DataError
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import TaskDefaults
+from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import cell, finite_number, require_columns, require_text, tokenise
 from trainer.tasks.text.tied_texts import first_of_equal
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 
 @dataclass(frozen=True)
-class SequenceRegressionTask(TaskDefaults):
+class SequenceRegressionTask(TextTask):
     """Regression on texts or pairs of texts with the squared error; without a label column, for predictions."""
 
     text_columns: tuple[str, ...]
@@ -29,15 +28,10 @@ class SequenceRegressionTask(TaskDefaults):
 
     auto_class_name = "AutoModelForSequenceClassification"
     beside_rows = ("metric_names",)
-    rows_are_labels = True
 
     @property
     def columns(self) -> tuple[str, ...]:
         return self.text_columns if self.label_column is None else (*self.text_columns, self.label_column)
-
-    def resolve(self, train: Dataset, where: str) -> SequenceRegressionTask:
-        self.check_columns(train.features, where)
-        return self
 
     def model_options(self) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": "regression"}
@@ -55,9 +49,6 @@ class SequenceRegressionTask(TaskDefaults):
             return features
         return {**features, "labels": self._numbers(rows, self.label_column, where, first_row)}
 
-    def num_valid(self, labels: Tensor) -> Tensor:
-        return labels.new_tensor(labels.numel()).long()
-
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the squared error, summed over the rows.
 
@@ -70,10 +61,6 @@ class SequenceRegressionTask(TaskDefaults):
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"predictions": logits.float().squeeze(-1), "labels": labels.float()}
-
-    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
-        predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
-        return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
 
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         first = torch.from_numpy(first_of_equal(split.encoded))  # equal texts are ties of a rank correlation

@@ -1,10 +1,16 @@
-"""The interface of tasks; code outside of this package does not depend on a particular task."""
+"""The interface of tasks; code outside of this package does not depend on a particular task.
+
+A task is immutable. `build_task` may return a task without labels; `resolve` returns the task with labels. A new task
+is a subclass of `TextTask` or of `ImageTask`.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from trainer.base.digests import digest_of
@@ -12,6 +18,7 @@ from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation
+from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.text.masking import Masking
 from trainer.tasks.text.packing import Packer
 from trainer.tasks.types import Dataset, EvaluatedSplit, ImageProcessor, Tokenizer
@@ -24,32 +31,232 @@ ROWS_PICTURED = 5
 """The rows of texts in the picture of an evaluation."""
 
 
-class Task(Protocol):
-    """A task, which computes a loss from model outputs, and metrics from predictions.
+class Loss(ABC):
+    """From the inputs of a microbatch to its loss: the part of a task that an engine calls in a step."""
 
-    `TextTask` and `ImageTask` add the encoding of rows. A task is immutable. `build_task` may return a task without
-    labels; `resolve` returns the task with labels.
-    """
-
-    @property
-    def auto_class_name(self) -> str:
-        """The transformers auto class that builds the model, such as `AutoModelForSequenceClassification`."""
-        ...
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns of the data set that the task reads."""
-        ...
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The metrics that `metrics` computes, the deciding one first."""
-        ...
+    beside_inputs: tuple[str, ...] = ()
+    """The encoded columns that the model does not take."""
 
     @property
     def rows_are_labels(self) -> bool:
         """Whether every row holds one valid label; the loss is then divided by the number of rows."""
-        ...
+        return True
+
+    def num_valid(self, labels: Tensor) -> Tensor:
+        """Return the number of `labels` `[batch, ...]` that enter the loss, as an int64 scalar on their device.
+
+        If labels have weights, return the sum of their weights, as a float64 scalar.
+        """
+        return torch.tensor(len(labels), device=labels.device)
+
+    @abstractmethod
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss, summed (never averaged) over all valid labels, as a float32 scalar.
+
+        Args:
+            logits: the logits, of shape `[batch, ...]` and any floating dtype. After `for_vocabulary`, they are this
+                rank's shard, and every rank of the group must call this method.
+            labels: the labels, of shape `[batch, ...]`.
+        """
+
+    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the keyword arguments of the model for the inputs of a microbatch."""
+        return {name: tensor for name, tensor in inputs.items() if name not in self.beside_inputs}
+
+    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the tensor that `loss_sum` and `predictions` take as `logits`.
+
+        Args:
+            output: the output of the model.
+            inputs: the inputs of the microbatch.
+        """
+        logits: Tensor = output.logits
+        return logits
+
+    def for_evaluation(self) -> Self:
+        """Return the task with the loss of evaluations, without class weights and label smoothing."""
+        return self
+
+    def label_weights(self, labels: Tensor) -> Tensor:
+        """Return the weight of each label in the loss, of the shape of `labels`, zero for ignored ones.
+
+        This is for tasks with one class or token for each label, the only ones that learn from a teacher.
+        """
+        return (labels != IGNORED_LABEL).float()
+
+    @property
+    def rows_depend(self) -> bool:
+        """Whether the loss of a row depends on the other rows of the global batch.
+
+        `joint_losses` then computes the loss in training, and `split_metrics` returns the `loss` of an evaluation.
+        """
+        return False
+
+    def joint_losses(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Return the losses of all rows of a global batch `[rows]`, for tasks with `rows_depend`.
+
+        Args:
+            scores: the scores of all rows, in their order in the global batch, of shape `[rows, ...]`.
+            labels: the labels of the rows `[rows, ...]` as float64; zeros `[rows]` for rows without labels.
+        """
+        raise NotImplementedError
+
+
+class VocabularyLoss(Loss):
+    """The part of a loss over a vocabulary, the tokens of which tensor ranks may share."""
+
+    chunk_tokens: int | None = None
+    """The number of tokens for which the head computes logits at a time; None: logits are computed at once."""
+
+    def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
+        """Return the task for logits that are sharded over the vocabulary; None if they are not sharded."""
+        assert cut is None, "its logits are not of a vocabulary"
+        return self
+
+    def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the scores `[tokens, n]` that replace the logits if the head works in chunks.
+
+        Args:
+            logits: the logits of a chunk `[tokens, vocabulary]`, or this rank's shard of the vocabulary.
+            labels: the labels `[tokens]`.
+        """
+        raise NotImplementedError
+
+
+class Scores(ABC):
+    """From the model's output to metrics: the part of a task that an evaluation calls."""
+
+    metric_names: tuple[str, ...]
+    """The metrics that `metrics` computes, the deciding one first."""
+
+    @abstractmethod
+    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return the input of `metrics` for each row: small tensors, each of shape `[batch, ...]`.
+
+        Rows of different batches may differ in the size of the second dimension; `metrics` gets them padded with
+        `IGNORED_LABEL`. Arguments and callers are those of `loss_sum`.
+        """
+
+    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the metrics over a whole split; the default compares `predictions` with `labels`.
+
+        Args:
+            predictions: the predictions of the whole split, each of shape `[rows, ...]`, in the order of its rows.
+        """
+        predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
+        return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
+
+    def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
+        """Return the metrics over a whole split, for tasks with metrics that need the texts of the split."""
+        return self.metrics(predictions)
+
+    def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
+        """Return what a report shows of an evaluation, as JSON values; None: its metrics alone.
+
+        The keys are `classes` and `confusion`, the rows of each true class by their predicted class, or `texts`, rows
+        of texts by the names of their columns. The arguments are those of `split_metrics`.
+        """
+        return None
+
+
+class Answers:
+    """From the model's output to what `trainer predict` writes."""
+
+    def without_labels(self) -> Self:
+        """Return the resolved task for rows without labels.
+
+        Raises:
+            UsageError: the task has no predictions.
+        """
+        raise UsageError(f"`trainer predict` does not support {type(self).__name__}")
+
+    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the input of `readable` for each row, as `predictions` does, but without labels.
+
+        If the task generates texts, the engine does not call this method, and `generated` is the input.
+        """
+        raise NotImplementedError
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        """Return one JSON object for each row of `split.rows`, in order.
+
+        Args:
+            answers: the answers for the whole split, each of shape `[encoded rows, ...]`, in the order of the rows.
+            split: the split.
+        """
+        raise NotImplementedError
+
+
+class Generates:
+    """The texts that a task generates; the default generates none."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether the engine adds generated tokens to predictions and answers.
+
+        `generated` is `[batch, tokens]`: the tokens after the prompt up to the end token, then `IGNORED_LABEL`.
+        """
+        return False
+
+    @property
+    def generation(self) -> Generation | None:
+        """The settings of generated texts, which an exported model has too; None: the task generates none."""
+        return None
+
+    @property
+    def first_tokens(self) -> Mapping[str, int | None]:
+        """The tokens with which a generated text starts, by key of transformers; missing: those of the model."""
+        return {}
+
+    def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the ids of the tokens at which a generated text ends; none: those of the model's configuration."""
+        return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+
+class Task(VocabularyLoss, Scores, Answers, Generates):
+    """A task: its model and its columns, beside its loss, metrics, predictions and generated texts.
+
+    Attributes:
+        auto_class_name: the transformers auto class that builds the model, such as
+            `AutoModelForSequenceClassification`.
+        beside_rows: the attributes of the instance that encoded rows do not depend on.
+        unused_modules: modules of the base model that do not take part in the loss; they are frozen if the model has
+            them.
+    """
+
+    auto_class_name: str
+    unused_modules: tuple[str, ...] = ()
+
+    @property
+    def beside_rows(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether rows hold several documents, which the model must keep apart by their positions."""
+        return False
+
+    @property
+    @abstractmethod
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the data set that the task reads."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that changes whenever the same tokenizer or image processor would encode the same rows differently.
+
+        The default covers all attributes of the instance but those that `beside_rows` names. The key of prepared rows
+        covers the source file of the class, too.
+        """
+        return digest_of({name: value for name, value in vars(self).items() if name not in self.beside_rows})
+
+    @abstractmethod
+    def check_columns(self, features: Mapping[str, Any], where: str) -> None:
+        """Check the columns of a split.
+
+        Raises:
+            DataError: a column is missing or has the wrong type.
+        """
 
     def resolve(self, train: Dataset, where: str) -> Self:
         """Return the task with the labels of the training split.
@@ -62,154 +269,16 @@ class Task(Protocol):
             DataError: a column is missing or of the wrong type, or the labels do not form classes.
             UsageError: a metric is not defined for these labels.
         """
-        ...
-
-    def model_options(self) -> dict[str, Any]:
-        """Return the keys that a resolved task sets in the model's configuration."""
-        ...
-
-    def check_columns(self, features: Mapping[str, Any], where: str) -> None:
-        """Check the columns of a split.
-
-        Raises:
-            DataError: a column is missing or has the wrong type.
-        """
-        ...
-
-    def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
-        """Return the task for logits that are sharded over the vocabulary; None if they are not sharded."""
-        ...
-
-    def num_valid(self, labels: Tensor) -> Tensor:
-        """Return the number of `labels` `[batch, ...]` that enter the loss, as an int64 scalar on their device.
-
-        If labels have weights, return the sum of their weights, as a float64 scalar.
-        """
-        ...
-
-    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss, summed (never averaged) over all valid labels, as a float32 scalar.
-
-        Args:
-            logits: the logits, of shape `[batch, ...]` and any floating dtype. After `for_vocabulary`, they are this
-                rank's shard, and every rank of the group must call this method.
-            labels: the labels, of shape `[batch, ...]`.
-        """
-        ...
-
-    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Return the input of `metrics` for each row: small tensors, each of shape `[batch, ...]`.
-
-        Rows of different batches may differ in the size of the second dimension; `metrics` gets them padded with
-        `IGNORED_LABEL`. Arguments and callers are those of `loss_sum`.
-        """
-        ...
-
-    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the metrics over a whole split.
-
-        Args:
-            predictions: the predictions of the whole split, each of shape `[rows, ...]`, in the order of its rows.
-        """
-        ...
-
-    # Attributes and methods with a default in `TaskDefaults`.
-
-    @property
-    def fingerprint(self) -> str:
-        """A text that changes whenever the same tokenizer or image processor would encode the same rows differently.
-
-        The default covers all attributes of the instance but those that `beside_rows` names. The key of prepared rows
-        covers the source file of the class, too.
-        """
-        ...
-
-    @property
-    def rows_depend(self) -> bool:
-        """Whether the loss of a row depends on the other rows of the global batch.
-
-        `joint_losses` then computes the loss in training, and `split_metrics` returns the `loss` of an evaluation.
-        """
-        ...
-
-    def for_evaluation(self) -> Self:
-        """Return the task with the loss of evaluations, without class weights and label smoothing."""
-        ...
-
-    @property
-    def unused_modules(self) -> tuple[str, ...]:
-        """Modules of the base model that do not take part in the loss; they are frozen if the model has them."""
-        ...
-
-    @property
-    def packs_documents(self) -> bool:
-        """Whether rows hold several documents, which the model must keep apart by their positions."""
-        ...
-
-    def joint_losses(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """Return the losses of all rows of a global batch `[rows]`, for tasks with `rows_depend`.
-
-        Args:
-            scores: the scores of all rows, in their order in the global batch, of shape `[rows, ...]`.
-            labels: the labels of the rows `[rows, ...]` as float64; zeros `[rows]` for rows without labels.
-        """
-        ...
-
-    def label_weights(self, labels: Tensor) -> Tensor:
-        """Return the weight of each label in the loss, of the shape of `labels`, zero for ignored ones.
-
-        This is for tasks with one class or token for each label, the only ones that learn from a teacher.
-        """
-        ...
-
-    def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
-        """Return the contents of further JSON files of an exported folder, by their path in the folder.
-
-        Args:
-            max_length: the maximum number of tokens of a text.
-            hidden_size: the size of the model's hidden states; None if its configuration does not name it.
-        """
-        ...
-
-    @property
-    def generation(self) -> Generation | None:
-        """The settings of generated texts, which an exported model has too; None: the task generates none."""
-        ...
-
-    def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the ids of the tokens at which a generated text ends; none: those of the model's configuration."""
-        ...
-
-    @property
-    def first_tokens(self) -> Mapping[str, int | None]:
-        """The tokens with which a generated text starts, by key of transformers; missing: those of the model."""
-        ...
-
-    @property
-    def generates(self) -> bool:
-        """Whether the engine adds generated tokens to predictions and answers.
-
-        `generated` is `[batch, tokens]`: the tokens after the prompt up to the end token, then `IGNORED_LABEL`.
-        """
-        ...
-
-    @property
-    def chunk_tokens(self) -> int | None:
-        """The number of tokens for which the head computes logits at a time; None: logits are computed at once."""
-        ...
-
-    def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the scores `[tokens, n]` that replace the logits if the head works in chunks.
-
-        Args:
-            logits: the logits of a chunk `[tokens, vocabulary]`, or this rank's shard of the vocabulary.
-            labels: the labels `[tokens]`.
-        """
-        ...
+        self.check_columns(train.features, where)
+        return self
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         """Return notes for the user on columns that are converted, or not read."""
-        ...
+        return []
+
+    def model_options(self) -> dict[str, Any]:
+        """Return the keys that a resolved task sets in the model's configuration."""
+        return {}
 
     def for_configuration(self, config: Any) -> Self:
         """Return the task with the parts of the model's configuration that `encode` needs.
@@ -220,178 +289,35 @@ class Task(Protocol):
         Raises:
             UsageError: the model does not fit the task.
         """
-        ...
-
-    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the keyword arguments of the model for the inputs of a microbatch."""
-        ...
-
-    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensor that `loss_sum` and `predictions` take as `logits`.
-
-        Args:
-            output: the output of the model.
-            inputs: the inputs of the microbatch.
-        """
-        ...
-
-    def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
-        """Return the metrics over a whole split, for tasks with metrics that need the texts of the split."""
-        ...
-
-    def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
-        """Return what a report shows of an evaluation, as JSON values; None: its metrics alone.
-
-        The keys are `classes` and `confusion`, the rows of each true class by their predicted class, or `texts`, rows
-        of texts by the names of their columns. The arguments are those of `split_metrics`.
-        """
-        ...
-
-    def without_labels(self) -> Self:
-        """Return the resolved task for rows without labels, for predictions.
-
-        Raises:
-            UsageError: the task has no predictions.
-        """
-        ...
-
-    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the input of `readable` for each row, as `predictions` does, but without labels.
-
-        If the task generates texts, the engine does not call this method, and `generated` is the input.
-        """
-        ...
-
-    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
-        """Return one JSON object for each row of `split.rows`, in order.
-
-        Args:
-            answers: the answers for the whole split, each of shape `[encoded rows, ...]`, in the order of the rows.
-            split: the split.
-        """
-        ...
-
-
-class TaskDefaults:
-    """Base class with the methods that few tasks change.
-
-    Attributes:
-        beside_rows: the attributes of the instance that encoded rows do not depend on.
-    """
-
-    beside_rows: tuple[str, ...] = ()
-    own_lengths: tuple[str, ...] = ()
-    labels_are_tokens = False
-    unused_modules: tuple[str, ...] = ()
-    packs_documents = False
-
-    @property
-    def fingerprint(self) -> str:
-        return digest_of({name: value for name, value in vars(self).items() if name not in self.beside_rows})
-
-    @property
-    def rows_depend(self) -> bool:
-        return False
-
-    def joint_losses(self, scores: Tensor, labels: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def for_evaluation(self) -> Self:
         return self
-
-    def label_weights(self, labels: Tensor) -> Tensor:
-        return (labels != IGNORED_LABEL).float()
 
     def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
+        """Return the contents of further JSON files of an exported folder, by their path in the folder.
+
+        Args:
+            max_length: the maximum number of tokens of a text.
+            hidden_size: the size of the model's hidden states; None if its configuration does not name it.
+        """
         return {}
 
-    generation: Generation | None = None
 
-    def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+class TextTask(Task):
+    """A task on texts.
 
-    chunk_tokens: int | None = None
+    Attributes:
+        labels_are_tokens: whether the labels that `encode` returns are token ids, for which the model needs embeddings.
+        own_lengths: the columns of `encode` with one list of integers for each row that is not as long as its
+            `input_ids`.
+    """
 
-    @property
-    def first_tokens(self) -> Mapping[str, int | None]:
-        return {}
-
-    @property
-    def generates(self) -> bool:
-        return False
-
-    def model_options(self) -> dict[str, Any]:
-        return {}
-
-    def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
-        assert cut is None, "its logits are not of a vocabulary"
-        return self
-
-    def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def for_configuration(self, config: Any) -> Self:
-        return self
-
-    def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
-        return []
-
-    def for_split(self, rows: Dataset) -> Self:
-        return self
-
-    def tokenizer_notes(self, tokenizer: Tokenizer) -> list[str]:
-        return []
-
-    def packer(self, max_length: int) -> Packer | None:
-        return None
-
-    def masking(self, tokenizer: Tokenizer, seed: int) -> Masking | None:
-        return None
-
-    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return inputs
-
-    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-        logits: Tensor = output.logits
-        return logits
-
-    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
-        raise NotImplementedError
-
-    def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
-        return self.metrics(predictions)
-
-    def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
-        return None
-
-    def without_labels(self) -> Self:
-        raise UsageError(f"`trainer predict` does not support {type(self).__name__}")
-
-    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
-        raise NotImplementedError
-
-
-@runtime_checkable
-class TextTask(Task, Protocol):
-    """A task on texts."""
-
-    @property
-    def own_lengths(self) -> tuple[str, ...]:
-        """The columns of `encode` with one list of integers for each row that is not as long as its `input_ids`."""
-        ...
+    labels_are_tokens = False
+    own_lengths: tuple[str, ...] = ()
 
     def for_split(self, rows: Dataset) -> Self:
         """Return the task that encodes `rows`, all rows of a split, for tasks that need facts on the whole split."""
-        ...
+        return self
 
-    @property
-    def labels_are_tokens(self) -> bool:
-        """Whether the labels that `encode` returns are token ids, for which the model needs embeddings."""
-        ...
-
+    @abstractmethod
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
     ) -> dict[str, list[Any]]:
@@ -414,15 +340,14 @@ class TextTask(Task, Protocol):
         Raises:
             DataError: a value is not valid; the message names the column, the row and the value.
         """
-        ...
 
     def tokenizer_notes(self, tokenizer: Tokenizer) -> list[str]:
         """Return notes for the user on how the task uses the tokenizer."""
-        ...
+        return []
 
     def packer(self, max_length: int) -> Packer | None:
         """Return a new packer, which turns the documents that `encode` returns into rows; None: they are the rows."""
-        ...
+        return None
 
     def masking(self, tokenizer: Tokenizer, seed: int) -> Masking | None:
         """Return the masking that makes labels from tokens in each epoch; None if `encode` returns labels.
@@ -434,13 +359,13 @@ class TextTask(Task, Protocol):
         Raises:
             UsageError: the tokenizer has no mask token.
         """
-        ...
+        return None
 
 
-@runtime_checkable
-class ImageTask(Task, Protocol):
+class ImageTask(Task):
     """A task on images."""
 
+    @abstractmethod
     def encode_images(
         self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int
     ) -> dict[str, list[Any]]:
@@ -458,4 +383,3 @@ class ImageTask(Task, Protocol):
         Raises:
             DataError: a value is not valid; the message names the column, the row and the value.
         """
-        ...

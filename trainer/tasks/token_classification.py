@@ -21,7 +21,7 @@ from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.classes import NamedClasses, holds_names
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import ROWS_PICTURED
+from trainer.tasks.task import ROWS_PICTURED, TextTask
 from trainer.tasks.text.columns import (
     STRING_TYPES,
     cell,
@@ -51,7 +51,7 @@ _NO_CLASS = -1
 
 
 @dataclass(frozen=True)
-class TokenClassificationTask(NamedClasses):
+class TokenClassificationTask(NamedClasses, TextTask):
     """Classification of words.
 
     Attributes:
@@ -74,6 +74,7 @@ class TokenClassificationTask(NamedClasses):
 
     auto_class_name = "AutoModelForTokenClassification"
     beside_rows = ("metric_names",)
+    beside_inputs = (WORD, ROW)
     rows_are_labels = False
     common_names = (OUTSIDE,)
 
@@ -87,9 +88,6 @@ class TokenClassificationTask(NamedClasses):
     @property
     def columns(self) -> tuple[str, ...]:
         return (self.input_column, self.label_column) if self.labelled else (self.input_column,)
-
-    def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> TokenClassificationTask:
-        return replace(self, class_names=names, labels_are_names=labels_are_names)
 
     def resolve(self, train: Dataset, where: str) -> TokenClassificationTask:
         self.check_columns(train.features, where)
@@ -244,9 +242,6 @@ class TokenClassificationTask(NamedClasses):
                 raise self.unknown(tags[word], declared, f"{place}, word {word + 1},")
             classes.append(found)
         return classes
-
-    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in inputs.items() if name not in (WORD, ROW)}
 
     def num_valid(self, labels: Tensor) -> Tensor:
         return (labels != IGNORED_LABEL).sum()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from trainer.parallel.tensor.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import TaskDefaults
+from trainer.tasks.task import TextTask
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -23,7 +24,7 @@ TOKEN_METRICS = {"accuracy": ("token_accuracy", "num_right"), "perplexity": ("pe
 """The row in the table of metrics and the input in the predictions, by the metric's name in a recipe."""
 
 
-class TokenLabels(TaskDefaults):
+class TokenLabels(TextTask):
     """Base class of tasks with one label for each token, or `IGNORED_LABEL`.
 
     Subclasses are frozen dataclasses with these fields and with fields for their inputs.
@@ -40,7 +41,9 @@ class TokenLabels(TaskDefaults):
     labels_are_tokens = True
 
     def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
-        raise NotImplementedError
+        task: Any = self
+        of_shard: Self = replace(task, vocabulary=cut)
+        return of_shard
 
     def num_valid(self, labels: Tensor) -> Tensor:
         return (labels != IGNORED_LABEL).sum()
