@@ -17,7 +17,7 @@ from tests.helpers.ranks import RankError, RankPools
 from tests.helpers.training import TINY_DECODERS, TINY_T5, TINY_TASKS, TINY_VIT
 from tests.tools.plan.measured import SMALL_BERT, Measured, measure, planned
 
-PAGE = Path(__file__).parents[2] / "docs" / "plan_errors.md"
+PAGE = Path(__file__).parents[3] / "docs" / "plan_errors.md"
 START, END = "<!-- measured: python -m tests.tools.plan.table --write -->", "<!-- end -->"
 # DeepSpeed's bucket of 64 MiB would hide all else in models this small.
 SMALL_BUCKETS = {"deepspeed": {"zero_optimization": {"reduce_bucket_size": 50_000}}}

@@ -30,7 +30,7 @@ from trainer.tools.plan.pipeline_plan import plan_steps
 from trainer.tools.plan.reference import engine_and_batch, seconds_of_steps
 from trainer.tools.plan.timing import step_time
 
-PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
 TURNS = 3
 _WARM, _STEPS = 3, 9
 LENGTH = 64
