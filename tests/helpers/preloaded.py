@@ -1,9 +1,13 @@
-"""Imports of the fork server, which its forks share: `trainer`, and the packages that most runs and ranks need."""
+"""Imports of the fork server, which its forks share: `trainer`, and the packages that most runs and ranks need.
+
+It also fills the caches that each of them would fill again. It starts no thread, because a fork has none.
+"""
 
 from contextlib import suppress
 from importlib import import_module
 
 from trainer.base.collector import importing
+from trainer.base.digests import source_digest
 from trainer.engine.deepspeed_package import import_deepspeed
 
 with importing():
@@ -22,3 +26,6 @@ with importing():
         import_module(name)
     with suppress(ImportError):
         import_deepspeed()
+
+    import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("bert")  # a thousand patterns
+source_digest()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib import metadata
 
 DISTRIBUTION = "recipe-trainer"
 
@@ -12,9 +13,12 @@ def install_command(*extras: str) -> str:
     return f'pip install "{DISTRIBUTION}[{",".join(extras)}]"'
 
 
+version = cache(metadata.version)  # a look takes milliseconds, and a run takes dozens of them
+
+
 def installed(package: str) -> str | None:
     """Return the version of an installed package, or None."""
     try:
         return version(package)
-    except PackageNotFoundError:
+    except metadata.PackageNotFoundError:
         return None

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainer.parallel.random import stream_key
+from trainer.parallel.random import seed_generator, stream_key
 
+_CPU = torch.device("cpu")
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 """A context that makes partitioned parameters whole, and partitions them again with their new values on exit."""
 
@@ -86,5 +87,5 @@ def _draw(
         parameter._is_hf_initialized = id(parameter) not in unset  # type: ignore[attr-defined]
     with gather(drawn), _on_cpu(drawn):
         for at, part in together.items():
-            torch.manual_seed(stream_key(seed, "weights", at))
+            seed_generator(_CPU, stream_key(seed, "weights", at))
             owner._init_weights(part)  # type: ignore[operator]
