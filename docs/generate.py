@@ -37,6 +37,7 @@ from trainer.recipe.reading.keys import default_tag, kinds, section_models
 from trainer.recipe.reading.shipped import is_base, shipped_recipes, summary
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.schema import Recipe, Section
+from trainer.recipe.schema.section import descriptions
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tools.doctor.table import CHECKS
 from trainer.tools.plan.hardware import known_devices
@@ -144,8 +145,16 @@ def _kinds(name: str, field: FieldInfo, tags: list[str]) -> str:
 
 def _shared_keys(models: list[type[Section]]) -> dict[str, FieldInfo]:
     """Return the keys that have the same type, default and meaning in every kind of a section."""
-    first, *others = (model.model_fields for model in models)
-    return {key: row for key, row in first.items() if all(repr(other.get(key)) == repr(row) for other in others)}
+    first, *others = models
+    return {
+        key: row
+        for key, row in first.model_fields.items()
+        if all(
+            repr(other.model_fields.get(key)) == repr(row)
+            and descriptions(other).get(key) == descriptions(first).get(key)
+            for other in others
+        )
+    }
 
 
 def _key_table(prefix: str, model: type[Section], fields: Mapping[str, FieldInfo]) -> str:
@@ -159,7 +168,8 @@ def _key_rows(prefix: str, model: type[Section], fields: Mapping[str, FieldInfo]
         if inner:  # a nested section: its keys are listed among the others
             yield from _key_rows(f"{prefix}{key}.", inner[0], inner[0].model_fields)
         else:
-            yield f"`{prefix}{key}`", _values(properties[key]), _default(field), field.description or ""
+            meaning = properties[key].get("description", "")
+            yield f"`{prefix}{key}`", _values(properties[key]), _default(field), meaning
 
 
 def _default(field: FieldInfo) -> str:
@@ -264,15 +274,8 @@ def _pipeline_families() -> str:
 
 
 def _checks() -> str:
-    rows = [(f"{check.group}: {check.name}", *_check(str(getdoc(check.examine)))) for check in CHECKS]
-    return _table(("check", "what it looks at", "a warning or a problem, and the remedy"), rows)
-
-
-def _check(text: str) -> tuple[str, str]:
-    """Return the description in a check's docstring, and its paragraphs on warnings and problems."""
-    paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
-    bad = [paragraph for paragraph in paragraphs if paragraph.startswith(("Warning", "Problem"))]
-    return " ".join(paragraph for paragraph in paragraphs if paragraph not in bad), "<br>".join(bad) or "-"
+    rows = [(f"{check.group}: {check.name}", " ".join(str(getdoc(check.examine)).split())) for check in CHECKS]
+    return _table(("check", "what it looks at"), rows)
 
 
 def _counterparts(table: Mapping[str, Counterpart]) -> str:

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from trainer.recipe.reading.keys import default_tag, section_model
 from trainer.recipe.reading.parser import DEFAULT, KeyPath, Node
 from trainer.recipe.schema import Recipe, Section
+from trainer.recipe.schema.section import descriptions
 
 
 def merged(base: Node, layer: Node) -> Node:
@@ -51,7 +52,8 @@ def _same_key(before: type[Section], after: type[Section], key: str) -> bool:
     one, other = before.model_fields.get(key), after.model_fields.get(key)
     if one is None or other is None:
         return False
-    return (one.annotation, one.metadata, one.description) == (other.annotation, other.metadata, other.description)
+    meanings = [descriptions(section).get(key) for section in (before, after)]
+    return (one.annotation, one.metadata) == (other.annotation, other.metadata) and meanings[0] == meanings[1]
 
 
 def with_default_kinds(root: Node) -> Node:

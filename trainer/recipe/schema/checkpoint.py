@@ -1,0 +1,53 @@
+"""The section `checkpoint`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from trainer.recipe.reading.parser import shown_value
+from trainer.recipe.schema.fields import IntervalField, RunPathField
+from trainer.recipe.schema.section import Contradiction, Section, clash
+
+
+class MemoryCheckpoint(Section):
+    """Checkpoints in the memory of the hosts, from which a run resumes after the failure of a process or a host."""
+
+    every: IntervalField
+    """How often to save one, unless the step saves to the disk; more often than `checkpoint.every`."""
+    folder: RunPathField = "/dev/shm"
+    """Folder of each host, on a memory file system. The run frees it at its end, and after a failure keeps it for the
+    next start."""
+
+
+class Checkpoint(Section):
+    """Folder of the run, frequency of checkpoints, and resumption."""
+
+    folder: RunPathField = "runs/{name}"
+    """Relative to the current folder; `{name}` is the recipe's name."""
+    every: IntervalField | None = None
+    """How often to save a checkpoint; null: only at a stop and at the end."""
+    keep: int = Field(2, ge=1)
+    """Number of newest checkpoints to keep; the checkpoint of the best evaluation is kept too."""
+    asynchronous: bool = True
+    """Continue training while a checkpoint is written, from a copy in CPU memory; false: wait for the write."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: resume from the newest checkpoint in the folder; never: a folder with a checkpoint is an error."""
+    memory: MemoryCheckpoint | None = None
+    """Further checkpoints in the memory of the hosts, each also on the next host; null: none. A restart resumes from
+    the newest complete checkpoint, in memory or on the disk."""
+    mirror: str | None = None
+    """Place of copies of the checkpoints and the final model, for fsspec, such as `s3://bucket/run`. They are uploaded
+    during the training. A run without a checkpoint in its folder resumes from there."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        for placeholder in re.findall(r"\{.*?\}", self.folder):
+            if placeholder != "{name}":
+                yield clash(f"has {shown_value(placeholder)}; the only placeholder is {{name}}", "checkpoint.folder")
+        every, in_memory = self.every, self.memory.every if self.memory else None
+        if every and in_memory and in_memory.unit == every.unit and in_memory.count >= every.count:
+            text = f'must be more often than `checkpoint.every`, which is "{every}", but is "{in_memory}"; lower it'
+            yield clash(text, "checkpoint.memory.every", "checkpoint.every")

@@ -1,0 +1,130 @@
+"""The section `data`, one class for each source."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainer.base.disk import FOLDER_FIX, no_file
+from trainer.recipe.reading.parser import KeyPath
+from trainer.recipe.schema.fields import HeldOut, HubOrPathField, PathField, Revision
+from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
+
+
+class _DataKeys(Section):
+    max_length: int = Field(128, ge=1)
+    """Maximum tokens of a text; longer texts are truncated, and their share is reported."""
+    group_by_length: bool = False
+    """Batch texts of similar length, which needs less padding; the order depends only on (seed, epoch, step)."""
+    pad_to: int = Field(1, ge=1)
+    """Pad the texts of a microbatch to a multiple of this many tokens, such as 8 or 64; the training is the same."""
+    packing: bool = False
+    """Compute the layers of an encoder on tokens only, without padding; the training is the same."""
+    num_workers: int = Field(0, ge=0, le=64)
+    """Processes per rank that prepare batches; 0: the rank itself prepares them."""
+    preparation_processes: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Processes that tokenise a split, once for all ranks of a node; the result is the same. null: the cores of the
+    machine, and fewer for little text."""
+    cache: PathField | None = None
+    """Folder of the cache of tokenised texts and resized images; null: the user's cache folder."""
+
+    @property
+    def source_weights(self) -> list[float] | None:
+        """The weights of the sources of a mixture; None: an epoch has every row once."""
+        return None
+
+
+class HubData(_DataKeys):
+    """A data set on the hub, or a local folder with the same structure."""
+
+    source: Literal["hub"]
+    name: HubOrPathField
+    """A name on the hub, or a local folder that `datasets.load_dataset` can read."""
+    subset: str | None = None
+    """The configuration of the data set, such as `mrpc` of GLUE."""
+    revision: Revision = None
+    train: str = "train"
+    """Name of the training split."""
+    validation: HeldOut | str | None = "validation"
+    """Name of the validation split, or the share of the training split to hold out."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        return hub_or_folder("data.name", self.name, self.revision)
+
+
+class FileData(_DataKeys):
+    """JSON Lines, JSON, CSV, Parquet, Excel or CoNLL files, also compressed by gzip.
+
+    Empty lines of JSON Lines and CSV files are skipped.
+    """
+
+    source: Literal["files"]
+    format: Literal["json", "csv", "parquet", "excel", "conll"] | None = None
+    """null: from the extension of the first file. `conll` has one word on each line, with its tag in the last column,
+    and an empty line after each sentence; its columns are `words` and `tags`."""
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
+    """The character between the columns of CSV files; null: found in their first lines."""
+    quotes: bool = True
+    """Whether quotation marks enclose values of CSV and TSV files; false: they are text."""
+    encoding: str = "utf-8"
+    """The encoding of JSON, CSV and CoNLL files, such as latin-1."""
+    train: PathField | Annotated[list[PathField], Field(min_length=1)]
+    """File or files of the training split, or a pattern such as `part-*.jsonl`."""
+    mixture: list[Annotated[float, Field(gt=0)]] | None = None
+    """The weight of each entry of `train`, such as [0.7, 0.3]: its share of the rows of an epoch, which has as many
+    rows as all entries together. null: an epoch has every row once."""
+    validation: HeldOut | PathField | Annotated[list[PathField], Field(min_length=1)] | None = None
+    """File or files of the validation split, or the share of the training split to hold out, such as 0.1."""
+
+    @property
+    def source_weights(self) -> list[float] | None:
+        return self.mixture
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from _missing_files("train", self.train)
+        yield from _missing_files("validation", self.validation)
+        number = len(self.train) if isinstance(self.train, list) else 1
+        if self.mixture is not None and (number == 1 or len(self.mixture) != number):
+            entries = f"{number} entries; give each one weight"
+            if number == 1:
+                entries = "one entry; list at least two files or patterns there"
+            text = f"has the weights {self.mixture}, but `data.train` has {entries}"
+            yield clash(text, "data.mixture", "data.train")
+
+
+class FolderData(_DataKeys):
+    """A folder that `datasets.DatasetDict.save_to_disk` wrote."""
+
+    source: Literal["folder"]
+    path: PathField
+    """The folder."""
+    train: str = "train"
+    """Name of the training split."""
+    validation: HeldOut | str | None = "validation"
+    """Name of the validation split, or the share of the training split to hold out."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        return missing_folder("data.path", self.path)
+
+
+Data = HubData | FileData | FolderData
+
+
+def _missing_files(split: str, places: float | str | list[str] | None) -> Iterator[Contradiction]:
+    for index, place in enumerate(places if isinstance(places, list) else [places]):
+        if not isinstance(place, str) or os.path.isfile(place):
+            continue
+        path: KeyPath = ("data", split, index) if isinstance(places, list) else ("data", split)
+        if not glob.has_magic(place):
+            text = f"is a file that does not exist: {place}"
+            if os.path.exists(place):
+                text = f"must name files, but `{place}` {no_file(Path(place))}"
+                text += FOLDER_FIX if os.path.isdir(place) else "; copy its rows to a file"
+            yield Contradiction((path,), text)
+        elif not glob.glob(place, recursive=True):
+            yield Contradiction((path,), f"is a pattern that no file matches: {place}")

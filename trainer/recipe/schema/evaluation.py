@@ -1,0 +1,24 @@
+"""The section `evaluation`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from trainer.recipe.schema.fields import Interval, IntervalField
+from trainer.recipe.schema.section import Section
+
+
+class Evaluation(Section):
+    """When to evaluate the validation split, and which metric selects the best model."""
+
+    every: IntervalField | None = Interval(1, "epochs")
+    """How often to evaluate; null: never, not even at the end. Without a validation split the default is null."""
+    best: str | None = None
+    """The metric that selects the best model, or "loss"; null: the first of `task.metrics`. Of equal values, that with
+    the lower loss is better, then the earlier one."""
+    patience: Annotated[int, Field(ge=1)] | None = None
+    """Stop after this many evaluations without a better value of `best`; null: never."""
+    batch_size: int = Field(32, ge=1)
+    """Examples in one forward pass of one rank; metrics do not depend on it."""

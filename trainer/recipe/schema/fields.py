@@ -1,0 +1,117 @@
+"""Types of values that several sections share."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A period of `count` optimizer steps or epochs."""
+
+    count: int
+    unit: Literal["steps", "epochs"]
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.unit if self.count != 1 else self.unit[:-1]}"
+
+
+_INTERVAL = re.compile(r"([1-9][0-9]{0,11}) (step|epoch)s?")
+
+
+def _interval(value: object) -> Interval:
+    if isinstance(value, Interval):
+        return value
+    match = _INTERVAL.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("not an interval")
+    return Interval(int(match[1]), "steps" if match[2] == "step" else "epochs")
+
+
+_DURATION = re.compile(r"([1-9][0-9]{0,8}) (second|minute|hour)s?")
+
+
+_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A time, in the unit of the recipe."""
+
+    count: int
+    unit: Literal["second", "minute", "hour"]
+
+    @property
+    def seconds(self) -> int:
+        return self.count * _SECONDS[self.unit]
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.unit}{'s' if self.count != 1 else ''}"
+
+
+def _duration(value: object) -> Duration:
+    if isinstance(value, Duration):
+        return value
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("not a duration")
+    return Duration(int(match[1]), match[2])  # type: ignore[arg-type]  # the pattern allows only these units
+
+
+def _text_schema(pattern: re.Pattern[str], rule: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "pattern": f"^{pattern.pattern}$", "patternErrorMessage": rule})
+
+
+IntervalField = Annotated[
+    Interval,
+    BeforeValidator(_interval),
+    PlainSerializer(str, return_type=str),
+    _text_schema(_INTERVAL, 'an interval such as "100 steps" or "1 epoch"'),
+]
+
+
+DurationField = Annotated[
+    Duration,
+    BeforeValidator(_duration),
+    PlainSerializer(str, return_type=str),
+    _text_schema(_DURATION, 'a time such as "30 seconds" or "10 minutes"'),
+]
+
+
+def text_pattern(pattern: str, rule: str) -> Any:
+    return Field(pattern=pattern, json_schema_extra={"patternErrorMessage": rule})
+
+
+class Place(Enum):
+    """The base of relative paths in a key."""
+
+    RECIPE = auto()  # the folder of the recipe file; on the command line, the current folder
+    RECIPE_OR_HUB = auto()  # the same if the folder exists or the text looks like a path; else a name on the hub
+    RUN = auto()  # the current folder
+
+
+PathField = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), Place.RECIPE]
+
+
+HubOrPathField = Annotated[str, Field(min_length=1), Place.RECIPE_OR_HUB]
+
+
+RunPathField = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), Place.RUN]
+
+
+Revision = Annotated[str | None, Field(description="Branch, tag or commit of the hub repository.")]
+
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+Patterns = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+HeldOut = Annotated[float, Field(gt=0, lt=1)]
+"""A share of the training split that is held out for validation, the same rows in every run."""

@@ -1,0 +1,150 @@
+"""The section `task` of language modelling, and the generation of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainer.recipe.reading.parser import shown_value
+from trainer.recipe.schema.section import Contradiction, Section, clash
+from trainer.recipe.schema.task_keys import TaskKeys, TextKeys
+
+
+class MaskedLM(TextKeys):
+    """Predict masked tokens of each text, or pair of texts, as in the pretraining of BERT.
+
+    Of the selected tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. Each epoch selects other
+    tokens; the validation split has the same selection at every evaluation.
+    """
+
+    type: Literal["masked_lm"]
+    mask_probability: float = Field(0.15, gt=0, lt=1)
+    """Probability that a token is selected for prediction; special tokens never are."""
+    metrics: list[Literal["accuracy", "perplexity"]] = Field(default=["accuracy"], min_length=1)
+    """Share of selected tokens that are predicted correctly; exponential of their mean loss."""
+
+
+class Generation(Section):
+    """Generation of texts, for metrics on texts and for predictions; an exported model has these settings too."""
+
+    max_new_tokens: int = Field(64, ge=1)
+    """Maximum tokens of a generated text, with its end token."""
+    min_new_tokens: int = Field(0, ge=0)
+    """Minimum tokens of a generated text, without its end token."""
+    num_beams: int = Field(1, ge=1)
+    """Beams of the beam search; 1: the most probable token at each place."""
+    length_penalty: float = 1.0
+    """A beam's score is divided by its length to this power; larger values prefer longer texts."""
+    early_stopping: bool = False
+    """Stop a beam search at `num_beams` complete texts, although a better one may follow."""
+    do_sample: bool = False
+    """Draw each token by its probability; the draw depends on `training.seed`, the row and the place."""
+    temperature: float = Field(1.0, gt=0)
+    """With `do_sample`: divisor of the logits."""
+    top_k: int = Field(0, ge=0)
+    """With `do_sample`: draw among so many most probable tokens; 0: all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """With `do_sample`: draw among the fewest tokens with this probability in sum."""
+    no_repeat_ngram_size: int = Field(0, ge=0)
+    """Tokens in a row that a generated text may hold only once; 0: any repetition."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        beams, draws = "task.generation.num_beams", "task.generation.do_sample"
+        for key in self.changed("length_penalty", "early_stopping") if self.num_beams == 1 else []:
+            text = f"applies to a beam search, but `{beams}` is 1; remove it, or use 2 or more"
+            yield clash(text, f"task.generation.{key}", beams)
+        if self.do_sample and self.num_beams > 1:
+            yield clash(f"draws tokens, but `{beams}` is {self.num_beams}; set one of them only", draws, beams)
+        for key in self.changed("temperature", "top_k", "top_p") if not self.do_sample else []:
+            text = f"applies to drawn tokens, but `{draws}` is false; remove it, or set that to true"
+            yield clash(text, f"task.generation.{key}", draws)
+        if self.min_new_tokens >= self.max_new_tokens:
+            most = "task.generation.max_new_tokens"
+            text = f"must be below `{most}` ({self.max_new_tokens}), but is {self.min_new_tokens}"
+            yield clash(text, "task.generation.min_new_tokens", most)
+
+
+class CausalLM(TaskKeys):
+    """Predict each next token: of texts, of the completions of prompts, or of the assistant's turns in chats."""
+
+    type: Literal["causal_lm"]
+    text: str | None = None
+    """The column that holds texts; all their tokens are trained."""
+    prompt: str | None = None
+    """The column that holds prompts, which are not trained."""
+    completion: str | None = None
+    """The column that holds completions of the prompts."""
+    messages: str | None = None
+    """The column that holds chats, as lists of {"role": ..., "content": ...}; the assistant's turns are trained, in the
+    tokenizer's chat template."""
+    train_on: Literal["all", "last", "each"] = "all"
+    """The assistant's turns of a chat that are trained: all in one row; the last one; or each in a row of its own,
+    after the earlier messages. `last` and `each` suit templates that change earlier messages."""
+    generation: Generation = Generation()
+    """The length of the texts of `trainer predict`, and their search."""
+    packing: Literal["none", "documents", "joined"] = "none"
+    """Fill rows of `data.max_length` tokens with several documents. `documents` keeps attention and positions inside
+    each document; `joined` lets them see each other (texts only). Steps and batch sizes count rows."""
+    loss_chunk_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens for which logits are in memory at a time; the loss recomputes them in the backward pass, and stays the
+    same. null: the logits of a whole microbatch."""
+    metrics: list[Literal["perplexity", "accuracy"]] = Field(default=["perplexity"], min_length=1)
+    """Exponential of the mean loss of trained tokens; share of them that are predicted correctly."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        yield from self.generation.contradictions()
+        sources = ("text", "prompt", "completion", "messages")
+        given = [key for key in sources if getattr(self, key) is not None]
+        keys = [f"task.{key}" for key in given]
+        if not given:
+            yield clash("is missing; set it, or `task.messages`, or `task.prompt` and `task.completion`", "task.text")
+        elif given in (["prompt"], ["completion"]):
+            missing = "completion" if given == ["prompt"] else "prompt"
+            yield clash(f"is missing; a {given[0]} needs its {missing}", f"task.{missing}", *keys)
+        elif given not in (["text"], ["messages"], ["prompt", "completion"]):
+            yield clash("must be the only source of examples; set the others to null", *keys)
+        elif given == ["prompt", "completion"] and self.prompt == self.completion:
+            text = f"is {shown_value(self.completion)}, which is also `task.prompt`; set the column of the completion"
+            yield clash(text, "task.completion", "task.prompt")
+        if self.train_on != "all" and given != ["messages"]:
+            yield clash("applies to chats only; remove it", "task.train_on", *keys)
+        if self.packing == "joined" and given != ["text"]:
+            yield clash('is "joined", which applies to texts only; use "documents"', "task.packing", *keys)
+
+
+class Seq2SeqLM(TaskKeys):
+    """Generate a target text from a source text by an encoder-decoder, as in summarisation and translation.
+
+    The loss is the mean over the tokens of all targets, each of which ends with the end token.
+    """
+
+    type: Literal["seq2seq_lm"]
+    source: str = "source"
+    """The column that holds the source text."""
+    target: str = "target"
+    """The column that holds the target text; it may be empty."""
+    prefix: str = ""
+    """Text before each source, such as `"summarize: "` for T5."""
+    source_language: str | None = None
+    """The sources' language, as a multilingual tokenizer names it, such as `en_XX` of mBART."""
+    target_language: str | None = None
+    """The targets' language; a tokenizer needs both or none."""
+    max_target_length: int = Field(128, ge=2)
+    """Maximum tokens of a target; longer ones are truncated, and their share is reported."""
+    generation: Generation = Generation()
+    """The length of generated texts, and their search."""
+    metrics: list[Literal["rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf", "accuracy", "perplexity"]] = Field(
+        default=["perplexity"], min_length=1
+    )
+    """F1 of ROUGE, from 0 to 1, and BLEU and chrF, from 0 to 100, of generated texts; share of target tokens that are
+    predicted correctly from the true tokens before them; exponential of the mean loss."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        yield from self.generation.contradictions()
+        if self.target == self.source:
+            text = f"is {shown_value(self.target)}, which is also `task.source`; set the column of the target"
+            yield clash(text, "task.target", "task.source")

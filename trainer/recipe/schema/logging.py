@@ -1,0 +1,53 @@
+"""The section `logging`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainer.recipe.schema.fields import Interval, IntervalField, text_pattern
+from trainer.recipe.schema.section import Contradiction, Section, clash
+
+Project = Annotated[
+    str,
+    text_pattern(
+        r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,127}$",
+        "1 to 128 letters, digits, spaces, `.`, `_` and `-`, a letter or digit first",
+    ),
+]
+
+
+class Profile(Section):
+    """Profile of some steps by torch's profiler: a trace of each rank, and the operations that take most time."""
+
+    steps: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)]
+    """The first and the last step to profile, such as [10, 14]."""
+
+
+class Logging(Section):
+    """Output during training."""
+
+    every: IntervalField = Interval(10, "steps")
+    """How often training metrics are shown and written."""
+    to: list[Literal["console", "jsonl", "csv", "html", "tensorboard", "wandb", "mlflow"]] = Field(
+        default=["console", "jsonl"]
+    )
+    """`metrics.jsonl` is always written. `html` keeps `report.html` up to date."""
+    profile: Profile | None = None
+    """Steps to profile into the folder `profile` of the run; null: none."""
+    project: Project | None = Field(default=None)
+    """The project of W&B and the experiment of MLflow; null: the setting of each service."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.project is not None and not {"wandb", "mlflow"} & set(self.to):
+            text = (
+                'applies only to "wandb" and "mlflow", but `logging.to` has neither; add one, or set this key to null'
+            )
+            yield clash(text, "logging.project", "logging.to")
+        if self.profile is not None:
+            first, last = self.profile.steps
+            if first > last:
+                text = f"must be the first and the last step, but is [{first}, {last}]; use [{last}, {first}]"
+                yield clash(text, "logging.profile.steps")

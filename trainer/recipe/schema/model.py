@@ -1,0 +1,77 @@
+"""The section `model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from trainer.recipe.schema.fields import HubOrPathField, Patterns, Revision
+from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
+
+
+class Adapter(Section):
+    """LoRA (Hu et al. 2021): trainable low-rank products beside frozen linear layers."""
+
+    type: Literal["lora"]
+    rank: int = Field(8, ge=1)
+    """The rank of each product."""
+    alpha: float = Field(16.0, gt=0)
+    """Each product is multiplied by `alpha / rank`."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """The dropout of the input of each product."""
+    targets: Patterns | None = None
+    """Names of linear layers, or patterns such as `*.query`; null: all linear layers of the repeated layers."""
+    modules_to_save: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Names or patterns of modules that are trained whole; null: the head of the task and all modules that the
+    pretrained model lacks, but not the pretrained head of a language model."""
+
+
+class Model(Section):
+    """The Hugging Face model: pretrained (`name_or_path`) or with random weights (`config` alone)."""
+
+    name_or_path: HubOrPathField | None = None
+    """A name on the hub, or a folder."""
+    revision: Revision = None
+    config: dict[str, Any] | None = None
+    """Alone: a transformers configuration with its "model_type"; the weights are random. With `name_or_path`: keys that
+    replace those of the model's configuration, such as `classifier_dropout`."""
+    tokenizer: HubOrPathField | None = None
+    """A name on the hub, or a folder; null: the tokenizer of the model."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """All dropout probabilities of the model; 0 turns off stochastic depth too; null: those of the model's
+    configuration."""
+    freeze: Patterns | None = None
+    """Names or patterns of modules and parameters that are not trained, such as `embeddings`."""
+    adapter: Adapter | None = None
+    """An adapter to train beside frozen weights; null: none."""
+
+    @property
+    def is_partly_frozen(self) -> bool:
+        """Whether the recipe freezes weights; checkpoints then hold the trained ones and a digest of the others."""
+        return self.adapter is not None or self.freeze is not None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the weights are drawn at random, for a model that `config` describes."""
+        return self.name_or_path is None
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        name, config = "model.name_or_path", "model.config"
+        yield from hub_or_folder(name, self.name_or_path, self.revision)
+        yield from missing_folder("model.tokenizer", self.tokenizer)
+        if self.is_random and self.config is None:
+            yield clash("is missing; set it, or `model.config` for random weights", name, config)
+        if not self.is_random and self.config is not None and "model_type" in self.config:
+            text = "with a `model_type` and `model.name_or_path` exclude each other: random or pretrained"
+            yield clash(f"{text} weights; set one of them to null", config, name)
+        if self.is_random and self.config is not None:
+            if not isinstance(self.config.get("model_type"), str):
+                yield clash('must hold a "model_type", such as "bert"', config)
+            if self.revision is not None:
+                text = "applies to a hub repository, but the weights are random (`model.config`); remove it"
+                yield clash(text, "model.revision")
+        if self.adapter is not None and self.freeze is not None:
+            text = "has no use with `model.adapter`, which freezes all other weights; remove it"
+            yield clash(text, "model.freeze", "model.adapter")

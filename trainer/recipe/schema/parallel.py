@@ -1,0 +1,101 @@
+"""The section `parallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from trainer.recipe.deepspeed_config import refused_keys
+from trainer.recipe.schedules import SCHEDULE_NAMES, SCHEDULES
+from trainer.recipe.schema.fields import Duration, DurationField
+from trainer.recipe.schema.section import Contradiction, Section, clash
+from trainer.recipe.strategies import STRATEGY_NAMES
+
+
+class Pipeline(Section):
+    """Pipeline parallelism: groups of ranks hold consecutive layers as stages."""
+
+    stages: Annotated[int, Field(ge=1)] = 1
+    """Pipeline-parallel degree: ranks over which the layers are split."""
+    schedule: Literal[SCHEDULE_NAMES] = "1f1b"  # type: ignore[valid-type]  # from the table
+    """Order in which the stages process the microbatches."""
+    microbatches: Annotated[int, Field(ge=1)] | None = None
+    """Microbatches in one pass through the pipeline; null: all of an optimizer step, at least two per stage if there
+    are enough rows."""
+    stages_per_rank: Annotated[int, Field(ge=1)] | None = None
+    """Stages on each rank; null: the default of the schedule."""
+    split: Annotated[list[str], Field(min_length=1)] | None = None
+    """Name in the base model of the first layer of each stage except the first; null: balanced by cost."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        stages = "parallel.pipeline.stages"
+        if self.stages == 1:
+            for key in self.changed(*type(self).model_fields):
+                text = f"applies to a pipeline, but `{stages}` is 1; increase it, or remove this key"
+                yield clash(text, f"parallel.pipeline.{key}", stages)
+            return
+        number = self.stages * (self.stages_per_rank or SCHEDULES[self.schedule].stages_per_rank)
+        if self.split is not None and len(self.split) != number - 1:
+            text = f"must name the first layer of each of the {number} stages except the first, but has"
+            yield clash(f"{text} {len(self.split)} names instead of {number - 1}", "parallel.pipeline.split", stages)
+
+
+class Communication(Section):
+    """Types of the numbers that ranks send each other."""
+
+    gradients: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type in which gradients are summed over ranks; 16 bits halve their traffic. One data-parallel rank rounds its
+    gradients to this type too. fp16 needs `precision` fp16, because of its loss scale."""
+
+
+class Parallel(Section):
+    """Distribution of the training over ranks; does not change the result beyond rounding."""
+
+    strategy: Literal[STRATEGY_NAMES] = "ddp"  # type: ignore[valid-type]  # from the table
+    """Placement of parameters, gradients and optimizer state over the data-parallel ranks."""
+    shard: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Ranks in one shard group under hsdp; auto: the ranks of one node."""
+    tensor: Annotated[int, Field(ge=1)] = 1
+    """Tensor-parallel degree (as in Megatron-LM): ranks that shard each large matrix and process the same rows."""
+    sequence: bool = False
+    """Sequence parallelism: shard positions over tensor ranks between the matrices of a layer; less memory, same
+    communication."""
+    context: Annotated[int, Field(ge=1)] = 1
+    """Context-parallel degree: ranks that shard the positions of the same rows in all layers; for long sequences. For
+    attention they share heads (DeepSpeed-Ulysses), and pass keys and values around rings (Ring Attention) where heads
+    do not suffice."""
+    pipeline: Pipeline = Pipeline()
+    """Pipeline stages and their schedule."""
+    elastic: Literal["none", "data", "shards"] = "none"
+    """Axis that follows the number of ranks while nodes join and leave (`torchrun --nnodes MIN:MAX`). data: the
+    data-parallel ranks, under hsdp in whole shard groups; shards: under hsdp, a last shard group may shrink too; none:
+    such a launch is refused. Global batch, tensor, context and pipeline sizes never change."""
+    reshard_after_forward: bool = True
+    """Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again for backward."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """Keep the optimizer state, or parameters and optimizer state, in CPU memory."""
+    load: Literal["read", "broadcast"] = "read"
+    """read: every rank reads its parts of pretrained weights from the files; broadcast: one rank of each node reads
+    them and sends chunks to the others, for a slow shared file system."""
+    communication: Communication = Communication()
+    """Types of the numbers that ranks send each other. Weights and hidden states of matrix products always travel in
+    the type of `precision`."""
+    stall_timeout: DurationField = Duration(10, "minute")
+    """Maximum time without progress of any rank; then the run ends and reports the state of each rank."""
+    join_timeout: DurationField = Duration(10, "minute")
+    """Maximum time of the rendezvous; after 20 seconds the missing ranks are reported. Also the maximum time, up to one
+    minute, until all ranks see a shared folder."""
+    deepspeed: dict[str, Any] = Field(default={})
+    """Additional DeepSpeed configuration keys under zero1 to zero3; keys that the trainer sets are errors."""
+
+    @property
+    def tensor_ranks(self) -> int:
+        """The number of ranks that process the same rows on one stage, by parts of matrices or of sequences."""
+        return self.tensor * self.context
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from self.pipeline.contradictions()
+        for path, reason in refused_keys(self.deepspeed):
+            yield Contradiction((("parallel", "deepspeed", *path),), reason)

@@ -1,0 +1,93 @@
+"""The base class of sections, and the parts of their rules."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from trainer.recipe.reading.parser import KeyPath, shown_value
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Keys that do not combine; reported at the first key."""
+
+    keys: tuple[KeyPath, ...]
+    text: str  # follows the first key
+
+
+def clash(text: str, *keys: str) -> Contradiction:
+    return Contradiction(tuple(tuple(key.split(".")) for key in keys), text)
+
+
+@cache
+def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
+    """Return the docstrings below the keys of a section, read from its source; empty without a source file."""
+    found = {}
+    for part in reversed(section.__mro__):
+        try:
+            module = _classes(sys.modules[part.__module__]) if issubclass(part, Section) else {}
+        except (KeyError, OSError, TypeError):
+            continue
+        body = module[part.__name__].body if part.__name__ in module else []
+        for key, text in pairwise(body):
+            match key, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                    found[name] = " ".join(docstring.split())
+    return found
+
+
+@cache
+def _classes(module: ModuleType) -> Mapping[str, ast.ClassDef]:
+    tree = ast.parse(inspect.getsource(module))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _describe(schema: dict[str, Any], section: type[BaseModel]) -> None:
+    for key, text in descriptions(section).items():
+        schema["properties"][key].setdefault("description", text)
+
+
+class Section(BaseModel):
+    """A group of keys. Unknown keys are errors, and values are not converted to other types."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, json_schema_extra=_describe
+    )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Yield the keys of this valid section, with absolute paths, that do not combine."""
+        return iter(())
+
+    def changed(self, *keys: str) -> list[str]:
+        """Return the keys with another value than their default, which `trainer check --json` writes too."""
+        return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+
+
+def repeated(key: str, values: Sequence[object]) -> Iterator[Contradiction]:
+    for value in (value for value, count in Counter(values).items() if count > 1):
+        yield clash(f"has {shown_value(value)} more than once; remove one", key)
+
+
+def missing_folder(key: str, place: str | None) -> Iterator[Contradiction]:
+    if place and os.path.isabs(place) and not os.path.isdir(place):
+        yield clash(f"is a folder that does not exist: {place}", key)
+
+
+def hub_or_folder(key: str, place: str | None, revision: str | None) -> Iterator[Contradiction]:
+    """Refuse a missing folder, and the revision of a folder; a name on the hub is not absolute."""
+    yield from missing_folder(key, place)
+    if place and revision is not None and os.path.isabs(place):
+        section = key.partition(".")[0]
+        yield clash(f"applies to a hub repository, but `{key}` is a folder; remove it", f"{section}.revision")

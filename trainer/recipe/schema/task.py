@@ -1,0 +1,269 @@
+"""The section `task`, one class for each task; language modelling is in `language.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainer.recipe.reading.parser import shown_value
+from trainer.recipe.schema.fields import Share
+from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
+from trainer.recipe.schema.section import Contradiction, clash, repeated
+from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys
+
+
+def _shared(columns: Mapping[str, list[str]]) -> Iterator[Contradiction]:
+    """Yield the columns that several keys of `task` name."""
+    for one, other in combinations(columns, 2):
+        for name in {*columns[one]} & {*columns[other]}:
+            text = f"has the column {shown_value(name)}, which is also `task.{one}`; name another"
+            yield clash(text, f"task.{other}", f"task.{one}")
+
+
+class SequenceClassification(ClassificationKeys, TextKeys):
+    """Assign each text, or pair of texts, to one of several classes."""
+
+    type: Literal["sequence_classification"]
+    multi_label: bool = False
+    """Each row has any number of labels: `label` holds lists of names, or lists of 0 and 1, one for each of `labels`.
+    `accuracy` is the share of rows with all labels right."""
+    threshold: Share | dict[str, Share] = 0.5
+    """With `multi_label`: a label is predicted if its probability is above this; an object sets it for labels by name,
+    and others keep 0.5."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        one_class = "applies to one class for each row, but `task.multi_label` is true"
+        if self.multi_label:
+            for metric in self.metrics:
+                if metric not in ("f1", "matthews"):
+                    continue
+                text = f'has "{metric}", which {one_class}; use "f1_micro" or "f1_macro"'
+                yield clash(text, "task.metrics", "task.multi_label")
+            for key in self.changed("class_weights", "label_smoothing"):
+                yield clash(f"{one_class}; remove it", f"task.{key}", "task.multi_label")
+        elif self.changed("threshold"):
+            text = "applies to several labels for each row, but `task.multi_label` is false; remove it, or set that to"
+            yield clash(f"{text} true", "task.threshold", "task.multi_label")
+
+
+class SequenceRegression(TextKeys):
+    """Predict a number for each text, or pair of texts."""
+
+    type: Literal["sequence_regression"]
+    label: str = "label"
+    """The column that holds the number."""
+    metrics: list[Literal["pearson", "spearman", "mse"]] = Field(default=["pearson", "spearman"], min_length=1)
+    """Correlation of predicted and true numbers, or their mean squared error."""
+
+
+class Embedding(TaskKeys):
+    """Embed texts, so that similar texts have a high cosine similarity."""
+
+    type: Literal["embedding"]
+    texts: Annotated[list[str], Field(min_length=2)]
+    """The columns of the texts of a row: anchor and positive, and perhaps hard negatives of the anchor."""
+    score: str | None = None
+    """The column of the similarity of the two texts, which the losses `cosine` and `cosent` need."""
+    pooling: Literal["mean", "cls", "last"] = "mean"
+    """The embedding: the mean of the states of all tokens, or that of the first or last token."""
+    normalize: bool = True
+    """Scale embeddings to a length of 1."""
+    loss: Literal["multiple_negatives", "cosine", "cosent"] = "multiple_negatives"
+    """multiple_negatives: find the positive among those and the negatives of the whole global batch; cosine: squared
+    error of cosine and score; cosent: order all pairs of rows of the global batch by score."""
+    mask_duplicates: bool = False
+    """For `multiple_negatives`: texts of other rows that equal the anchor, its positive or the positive of an equal
+    anchor are not its negatives."""
+    temperature: float = Field(0.05, gt=0)
+    """Divisor of the cosine similarities; not for the loss `cosine`."""
+    metrics: list[Literal["recall_at_1", "recall_at_5", "recall_at_10", "mrr", "spearman"]] = Field(
+        default=["recall_at_1", "mrr"], min_length=1
+    )
+    """Mean over the distinct anchors of the share of their positives among the nearest 1, 5 or 10 of all distinct
+    positives and negatives of the split; mean reciprocal rank of the first positive; rank correlation of cosine and
+    score."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        yield from repeated("task.texts", [*self.texts, *([self.score] if self.score else [])])
+        if self.loss == "multiple_negatives":
+            yield from self._without_scores()
+            return
+        if self.mask_duplicates:
+            yield clash(f"does not apply to the loss {self.loss}; remove it", "task.mask_duplicates", "task.loss")
+        if self.score is None:
+            yield clash(f"is missing, but the loss {self.loss} needs it; set it", "task.score", "task.loss")
+        if len(self.texts) != 2:
+            number = len(self.texts)
+            text = f"must name two columns for the loss {self.loss}, but names {number}; remove the others"
+            yield clash(text, "task.texts", "task.loss")
+        for metric in self.metrics:
+            if metric != "spearman":
+                text = f'has "{metric}", which needs positives, but the loss is {self.loss}, with scores; set it to'
+                yield clash(f'{text} ["spearman"]', "task.metrics", "task.loss")
+        if self.loss == "cosine" and self.changed("temperature"):
+            yield clash("does not apply to the loss cosine; remove it", "task.temperature", "task.loss")
+
+    def _without_scores(self) -> Iterator[Contradiction]:
+        if self.score is not None:
+            text = (
+                f"is {shown_value(self.score)}, but the loss multiple_negatives reads no score; remove it, or use the"
+            )
+            yield clash(f"{text} loss cosent or cosine", "task.score", "task.loss")
+        if "spearman" in self.metrics:
+            text = 'has "spearman", which needs scores, but the loss is multiple_negatives; use "mrr"'
+            yield clash(text, "task.metrics", "task.loss")
+
+
+class TokenClassification(TaskKeys):
+    """Assign a tag to each word of a list (`words`, `tags`), or find spans in a text (`text`, `spans`).
+
+    A text with more tokens than `data.max_length` is cut into windows that overlap. Each word is labelled in the window
+    that has the most context for it, so that loss and metrics count it once.
+    """
+
+    type: Literal["token_classification"]
+    words: str | None = None
+    """The column that holds lists of words."""
+    tags: str | None = None
+    """The column that holds one tag for each word: tags of entities (IOB2 or IOBES, such as B-PER), plain tags (such as
+    NOUN), or integers from 0."""
+    text: str | None = None
+    """The column that holds a text, instead of `words`."""
+    spans: str | None = None
+    """The column that holds the entities of `text`: a list of {start, end, label}, in characters, the end excluded."""
+    labels: Annotated[list[str], Field(min_length=2)] | None = None
+    """The tags in order, such as O, B-PER and I-PER; null: those in the training split, in the order of a fine-tuned
+    checkpoint that has the same tags, else sorted or as the data set declares."""
+    label_all: bool = False
+    """Train on all tokens of a word, the further ones with the tag I-; false: on its first token only. With `text`,
+    each token then counts as a word."""
+    stride: Annotated[int, Field(ge=0)] | None = None
+    """Tokens that two windows of a long text share; null: a third of `data.max_length`."""
+    metrics: list[Literal["f1", "precision", "recall", "f1_macro", "accuracy"]] = Field(
+        default=["f1", "precision", "recall"], min_length=1
+    )
+    """Of whole entities: F1, precision and recall over all types (f1 also adds each type, as f1/PER), and `f1_macro`,
+    the mean F1 of the types. Of words: `accuracy`; for plain tags also `f1_macro`."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        yield from repeated("task.labels", self.labels or [])
+        pairs = (("words", "tags"), ("text", "spans"))
+        columns = {key: getattr(self, key) for pair in pairs for key in pair}
+        written = tuple(key for key, column in columns.items() if column is not None)
+        if written not in pairs:
+            found = ", ".join(f"`task.{key}`" for key in written) or "none"
+            text = f"must be set with `task.tags`, or `task.text` with `task.spans`, but set is {found}"
+            yield clash(text, *(f"task.{key}" for key in columns))
+            return
+        one, other = written
+        if columns[one] == columns[other]:
+            text = f"is {shown_value(columns[other])}, which is also `task.{one}`; name another column"
+            yield clash(text, f"task.{other}", f"task.{one}")
+
+
+class QuestionAnswering(TaskKeys):
+    """Find the answer to a question as a span of a context, as in SQuAD.
+
+    A context longer than `data.max_length` is read in windows that overlap.
+    """
+
+    type: Literal["question_answering"]
+    question: str = "question"
+    """The column that holds the question."""
+    context: str = "context"
+    """The column that holds the text with the answer."""
+    answers: str | Annotated[list[str], Field(min_length=2, max_length=2)] = "answers"
+    """The column of answers in the form of SQuAD, {"text": [...], "answer_start": [...]}, or two columns for one
+    answer: its text, and its first character in the context, from 0. Training uses the first answer."""
+    stride: Annotated[int, Field(ge=0)] | None = None
+    """Tokens of the context that two windows share; null: a third of `data.max_length`."""
+    unanswerable: bool = False
+    """Whether some questions have no answer, as in SQuAD 2.0."""
+    null_threshold: float = 0.0
+    """With `unanswerable`: no answer is predicted if its score exceeds that of the best answer by more than this."""
+    n_best: int = Field(20, ge=1)
+    """Start and end positions of a window that are combined, and answers that are kept."""
+    max_answer_length: int = Field(30, ge=1)
+    """Maximum tokens of a predicted answer."""
+    metrics: list[Literal["exact_match", "f1", "has_answer_exact_match", "has_answer_f1", "no_answer_f1"]] = Field(
+        default=["exact_match", "f1"], min_length=1
+    )
+    """Percentage of predictions that equal an accepted answer; mean F1 of their words; the same over questions with or
+    without an answer. All are those of SQuAD 1.1, with `unanswerable` those of SQuAD 2.0."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        answers = [self.answers] if isinstance(self.answers, str) else self.answers
+        yield from repeated("task.answers", answers)
+        yield from _shared({"question": [self.question], "context": [self.context], "answers": answers})
+        if self.unanswerable:
+            return
+        reason = (
+            "applies to questions without an answer, but `task.unanswerable` is false; remove it, or set that to true"
+        )
+        if self.null_threshold != 0:
+            yield clash(reason, "task.null_threshold", "task.unanswerable")
+        for metric in self.metrics:
+            if "_answer_" in metric:
+                yield clash(f"has {shown_value(metric)}, which {reason}", "task.metrics", "task.unanswerable")
+
+
+class MultipleChoice(TaskKeys):
+    """Choose the text that fits a context, as in SWAG, HellaSwag, RACE and COPA."""
+
+    type: Literal["multiple_choice"]
+    context: str = "context"
+    """The column that holds the context, which is truncated if need be."""
+    question: str | None = None
+    """The column of a text before each choice: a question, or the start of the endings."""
+    question_texts: Annotated[dict[str, str], Field(min_length=1)] | None = None
+    """The text in place of each value of `question`, such as {"cause": "What was the cause?"}; null: the value
+    itself."""
+    blank: Annotated[str, Field(min_length=1)] | None = None
+    """The part of a question that the choice replaces, such as `_`; null: the choice follows it."""
+    choices: str | Annotated[list[str], Field(min_length=2)] = "choices"
+    """The column that holds lists of texts, or {"text": [...], "label": [...]}; or the columns of the first choice, the
+    second and so on."""
+    label: str = "label"
+    """The column that holds the right choice."""
+    label_format: Literal["index", "number", "letter", "text"] | None = None
+    """Labels are indices from 0, numbers from 1, letters from A, or texts of choices; null: the labels that `choices`
+    holds, if any; else integers are indices, and a string must mean one choice only as an index, a letter or a text."""
+    metrics: list[Literal["accuracy"]] = Field(default=["accuracy"], min_length=1)
+    """Share of rows with the right choice."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        choices = [self.choices] if isinstance(self.choices, str) else self.choices
+        yield from repeated("task.choices", choices)
+        question = [] if self.question is None else [self.question]
+        yield from _shared({"context": [self.context], "question": question, "choices": choices, "label": [self.label]})
+        for key in self.changed("question_texts", "blank") if self.question is None else []:
+            text = "applies to questions, but `task.question` is null; set that"
+            yield clash(text, f"task.{key}", "task.question")
+
+
+class ImageClassification(ClassificationKeys, ImageKeys):
+    """Assign each image to one of several classes."""
+
+    type: Literal["image_classification"]
+
+
+TaskSection = (
+    SequenceClassification
+    | SequenceRegression
+    | MaskedLM
+    | CausalLM
+    | ImageClassification
+    | Embedding
+    | Seq2SeqLM
+    | TokenClassification
+    | QuestionAnswering
+    | MultipleChoice
+)

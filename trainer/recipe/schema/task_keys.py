@@ -1,0 +1,92 @@
+"""Keys and rules that several tasks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainer.recipe.reading.parser import shown_value
+from trainer.recipe.schema.section import Contradiction, Section, clash, repeated
+
+TextColumns = Annotated[
+    str | Annotated[list[str], Field(min_length=1, max_length=2)],
+    Field(description="The column that holds the text, or the two columns of a pair."),
+]
+
+
+class TaskKeys(Section):
+    """Rules that all tasks share."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from repeated("task.metrics", getattr(self, "metrics", []))
+
+
+class TextKeys(TaskKeys):
+    """Keys that all tasks on texts share."""
+
+    type: str
+    text: TextColumns
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        columns, label = [self.text] if isinstance(self.text, str) else self.text, getattr(self, "label", None)
+        if len(set(columns)) < len(columns):
+            yield clash(f"has the column {shown_value(columns[0])} twice; a pair needs two columns", "task.text")
+        if label in columns:
+            text = f"is {shown_value(label)}, which is also in `task.text`; set the column of the label"
+            yield clash(text, "task.label", "task.text")
+
+
+class ImageKeys(TaskKeys):
+    """Keys that all tasks on images share."""
+
+    type: str
+    image: str = "image"
+    """The column that holds the image: encoded (PNG, JPEG, ...), or values from 0 to 255 as lists [height][width] or
+    [height][width][channels]."""
+    shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=3)] | None = None
+    """Height, width and, if there are several, channels of images that are flat lists."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        if getattr(self, "label", None) == self.image:
+            text = f"is {shown_value(self.image)}, which is also `task.image`; set the column of the label"
+            yield clash(text, "task.label", "task.image")
+
+
+class ClassificationKeys(TaskKeys):
+    """Keys that all classifications share."""
+
+    label: str = "label"
+    """The column that holds the class: a name, an integer from 0, or one that `task.labels` names."""
+    labels: Annotated[list[str], Field(min_length=2)] | None = None
+    """The class names in order; null: the names in the training split, in the order of a fine-tuned checkpoint that has
+    the same names, else sorted or as the data set declares."""
+    metrics: list[Literal["accuracy", "f1", "f1_macro", "f1_micro", "matthews"]] = Field(
+        default=["accuracy"], min_length=1
+    )
+    """`f1` is that of one of two classes, `positive`; `f1_macro` is the mean over all classes; `f1_micro` counts all
+    decisions together."""
+    positive: str | None = None
+    """The class that `f1` counts as positive; null: class 1, the second one."""
+    class_weights: Literal["balanced"] | dict[str, float] | None = None
+    """Weights of the classes in the training loss, by name; `balanced`: rows / (classes * rows of the class) of the
+    training split; null: all are 1."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target that is spread evenly over all classes in the training loss."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        for name, weight in self.class_weights.items() if isinstance(self.class_weights, dict) else ():
+            if weight <= 0:
+                text = f"has the weight {weight} for {shown_value(name)}; use a number above 0"
+                yield clash(text, "task.class_weights")
+        if self.positive is not None and "f1" not in self.metrics:
+            yield clash('applies to the metric "f1" only; add it to `task.metrics`, or remove this', "task.positive")
+        yield from repeated("task.labels", self.labels or [])
+        one_class = not getattr(self, "multi_label", False)
+        if self.labels is not None and one_class and "f1" in self.metrics and len(self.labels) != 2:
+            text = f'has "f1", which needs two classes, but `task.labels` has {len(self.labels)}; use "f1_macro"'
+            yield clash(text, "task.metrics", "task.labels")
