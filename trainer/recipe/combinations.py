@@ -15,6 +15,7 @@ from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 _DOES_NOT_COMBINE = "is {value}, which {other} does not combine with: {reason}; {remedy}"
+_NO_PIPELINE = "is {value}, which a pipeline does not combine with: {reason}; {remedy}"
 _STRATEGY, _STAGES, _TENSOR = "parallel.strategy", "parallel.pipeline.stages", "parallel.tensor"
 _CONTEXT, _LOAD = "parallel.context", "parallel.load"
 
@@ -140,24 +141,27 @@ def _of_schedules() -> Iterator[Exclusion]:
     )
 
 
-def _of_exchanges(optimizer: Condition, other: str, of_deepspeed: str, of_offload: str) -> Iterator[Exclusion]:
-    """Refuse optimizers with ranks that exchange more than gradients, where DeepSpeed or the host has the weights."""
-    zero = _is(_STRATEGY, *_strategies(lambda row: bool(row.zero_stage)))
-    yield Exclusion(optimizer, zero, of_deepspeed, f"use {other}, or fsdp")
-    offload = Condition("parallel.offload", '`"parameters"`', lambda value: value == "parameters")
-    yield Exclusion(optimizer, offload, of_offload, f'use {other}, or "none"')
+def _excludes(first: Condition, *others: tuple[Condition, str, str], form: str = "") -> Iterator[Exclusion]:
+    """Yield the rows of a condition: each other condition, the reason and the remedy."""
+    for second, reason, remedy in others:
+        usual = _NO_PIPELINE if second.key == _STAGES else _DOES_NOT_COMBINE
+        yield Exclusion(first, second, reason, remedy, form.replace("{key}", second.key) or usual)
 
 
-_BF16_WEIGHTS = _is("weights", "bf16_compensated", "bf16_stochastic")
+_GROUPS = _strategies(lambda row: row.groups)
+_ZERO = _is(_STRATEGY, *_strategies(lambda row: bool(row.zero_stage)))
+_DP = _is(_STRATEGY, "dp")
+_TOKENS = Condition("training.micro_batch_tokens", "a number", lambda value: value is not None)
+_USE_DDP = "use ddp, which runs on any number of processes"
+_ONE_FALSE = "set it to false, or set the other to false"
+_FLATTENS = "DeepSpeed flattens and cuts weights, but"
+_OFFLOADED = Condition("parallel.offload", '`"parameters"`', lambda value: value == "parameters")
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     *_of_strategies(_above_one(_STAGES), lambda row: row.no_pipeline),
-    Exclusion(
+    *_excludes(
         Condition("parallel.offload", '`"optimizer"`, `"parameters"`', lambda value: value != "none"),
-        _above_one(_STAGES),
-        "the combination is not tested",
-        'set it to "none"',
-        form="is {value}, which a pipeline does not combine with: {reason}; {remedy}",
+        (_above_one(_STAGES), "the combination is not tested", 'set it to "none"'),
     ),
     *_of_schedules(),
     *_of_strategies(_above_one(_TENSOR), lambda row: row.no_tensor),
@@ -172,16 +176,14 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         )
         for key, rank in ((_TENSOR, "tensor"), (_CONTEXT, "context"))
     ),
-    *(
-        Exclusion(_above_one(_CONTEXT), second, reason, remedy)
-        for second, reason, remedy in (
-            (_above_one(_TENSOR), "both cut the attention heads", "use one of them"),
-            (
-                _is("compile", True),
-                "the exchange of heads has not been compiled in a test",
-                "set one of them to 1 or false",
-            ),
-        )
+    *_excludes(
+        _above_one(_CONTEXT),
+        (_above_one(_TENSOR), "both cut the attention heads", "use one of them"),
+        (
+            _is("compile", True),
+            "the exchange of heads has not been compiled in a test",
+            "set one of them to 1 or false",
+        ),
     ),
     Exclusion(
         _is("parallel.sequence", True),
@@ -193,145 +195,121 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     *_of_offloads(),
     *_of_strategies(_is(_LOAD, "broadcast"), lambda row: row.no_broadcast),
     *_of_strategies(_is("compile", True), lambda row: row.no_compile),
-    _of_others(
-        Condition("parallel.shard", "a number", lambda value: value != "auto"), _strategies(lambda row: row.groups)
-    ),
-    _of_others(_is("parallel.elastic", "shards"), _strategies(lambda row: row.groups)),
-    Exclusion(_is("parallel.elastic", "data"), _is(_STRATEGY, "dp"), "one process has no ranks", "use ddp"),
+    _of_others(Condition("parallel.shard", "a number", lambda value: value != "auto"), _GROUPS),
+    _of_others(_is("parallel.elastic", "shards"), _GROUPS),
+    *_excludes(_is("parallel.elastic", "data"), (_DP, "one process has no ranks", "use ddp")),
     _of_others(
         _is("parallel.reshard_after_forward", False),
         _strategies(lambda row: row.cuts_parameters and not row.zero_stage),
     ),
-    *_of_exchanges(
+    *_excludes(
         _is("optimizer.name", "muon", "adafactor"),
-        "adamw or sgd",
-        "DeepSpeed flattens and cuts weights, but the update of a matrix needs all of it",
-        "matrices cannot be gathered from CPU memory",
+        (_ZERO, f"{_FLATTENS} the update of a matrix needs all of it", "use adamw or sgd, or fsdp"),
+        (_OFFLOADED, "matrices cannot be gathered from CPU memory", 'use adamw or sgd, or "none"'),
     ),
-    *_of_exchanges(
+    *_excludes(
         _is("optimizer.name", "adamw_8bit"),
-        "adamw",
-        "DeepSpeed flattens and cuts weights, but a scale belongs to a block of a whole weight",
-        "ranks cannot exchange scales from CPU memory",
+        (_ZERO, f"{_FLATTENS} a scale belongs to a block of a whole weight", "use adamw, or fsdp"),
+        (_OFFLOADED, "ranks cannot exchange scales from CPU memory", 'use adamw, or "none"'),
     ),
-    Exclusion(
+    *_excludes(
         _is("optimizer.name", "schedule_free_adamw"),
-        _is("schedule.name", "linear", "cosine"),
-        "the average of the weights takes the place of a decaying rate",
-        "set `schedule.name` to constant; `schedule.warmup` may stay",
+        (
+            _is("schedule.name", "linear", "cosine"),
+            "the average of the weights takes the place of a decaying rate",
+            "set `schedule.name` to constant; `schedule.warmup` may stay",
+        ),
+        (
+            _is(_STRATEGY, "zero3"),
+            "DeepSpeed steps each group of weights apart, but the average counts the steps of all",
+            "use zero2 or fsdp",
+        ),
     ),
-    Exclusion(
-        _is("optimizer.name", "schedule_free_adamw"),
-        _is(_STRATEGY, "zero3"),
-        "DeepSpeed steps each group of weights apart, but the average counts the steps of all",
-        "use zero2 or fsdp",
+    *_excludes(
+        _is("weights", "bf16_compensated", "bf16_stochastic"),
+        (
+            _is("precision", "fp32", "fp16"),
+            "weights are stored in the type of the matrix products",
+            "use precision bf16, or weights fp32",
+        ),
+        (
+            _is("optimizer.name", "adamw_8bit", "sgd", "muon", "adafactor", "schedule_free_adamw"),
+            "only the update of adamw keeps small changes of such weights",
+            "use adamw, or weights fp32",
+        ),
+        (
+            _ZERO,
+            "DeepSpeed keeps fp32 master weights, or rounds updates to the nearest bf16, which loses small ones",
+            "use fsdp, or weights fp32",
+        ),
+        (_DP, "its copies on the GPUs have gradients in the type of the weights", _USE_DDP),
     ),
-    Exclusion(
-        _BF16_WEIGHTS,
-        _is("precision", "fp32", "fp16"),
-        "weights are stored in the type of the matrix products",
-        "use precision bf16, or weights fp32",
-    ),
-    Exclusion(
-        _BF16_WEIGHTS,
-        _is("optimizer.name", "adamw_8bit", "sgd", "muon", "adafactor", "schedule_free_adamw"),
-        "only the update of adamw keeps small changes of such weights",
-        "use adamw, or weights fp32",
-    ),
-    Exclusion(
-        _BF16_WEIGHTS,
-        _is(_STRATEGY, *_strategies(lambda row: bool(row.zero_stage))),
-        "DeepSpeed keeps fp32 master weights, or rounds updates to the nearest bf16, which loses small ones",
-        "use fsdp, or weights fp32",
-    ),
-    Exclusion(
-        _BF16_WEIGHTS,
-        _is(_STRATEGY, "dp"),
-        "its copies on the GPUs have gradients in the type of the weights",
-        "use ddp, which runs on any number of processes",
-    ),
-    Exclusion(
+    *_excludes(
         _is("parallel.communication.gradients", "fp16"),
-        _is("precision", "fp32", "bf16"),
-        "small gradients become 0 without the loss scale of fp16",
-        "use bf16 or fp32",
+        (
+            _is("precision", "fp32", "bf16"),
+            "small gradients become 0 without the loss scale of fp16",
+            "use bf16 or fp32",
+        ),
     ),
-    Exclusion(
-        _is("parallel.communication.gradients", "bf16", "fp16"),
-        _is(_STRATEGY, "dp"),
-        "one process sends no gradients",
-        "use fp32",
+    *_excludes(
+        _is("parallel.communication.gradients", "bf16", "fp16"), (_DP, "one process sends no gradients", "use fp32")
     ),
     _of_others(Condition("parallel.deepspeed", "any keys", bool), _strategies(lambda row: bool(row.zero_stage))),
-    Exclusion(
+    *_excludes(
         _is("compile", True),
-        _is("data.packing", True),
-        "a graph would hold the lengths of all rows, so each microbatch would need a compilation",
-        "set one of them to false",
+        (
+            _is("data.packing", True),
+            "a graph would hold the lengths of all rows, so each microbatch would need a compilation",
+            "set one of them to false",
+        ),
     ),
-    *(
-        Exclusion(
-            _is("cuda_graphs", True),
-            other,
-            reason,
-            f"set it to false, or {remedy}",
-            form=f"is {{value}}, which does not combine with `{other.key}` {{other}}: {{reason}}; {{remedy}}",
-        )
-        for other, reason, remedy in (
+    *_excludes(
+        _is("cuda_graphs", True),
+        (
+            _strategy_not_in(("ddp",)),
+            "its collectives and copies in the passes have not been captured in a test",
+            "set it to false, or use ddp",
+        ),
+        (_above_one(_STAGES), "a schedule of stages is not captured", "set it to false, or use 1 stage"),
+        *(
             (
-                _strategy_not_in(("ddp",)),
-                "its collectives and copies in the passes have not been captured in a test",
-                "use ddp",
-            ),
-            (_above_one(_STAGES), "a schedule of stages is not captured", "use 1 stage"),
-            *(
-                (_above_one(key), "collectives in the passes have not been captured in a test", "use 1")
-                for key in (_TENSOR, _CONTEXT)
-            ),
-            (_is("compile", True), "compiled layers have not been captured in a test", "set the other to false"),
-            (
-                _is("data.packing", True),
-                "a graph would hold the lengths of all rows",
-                "set the other to false",
-            ),
-            (
-                _is("activation_checkpointing", "selective", "full"),
-                "a recomputation has not been captured in a test",
-                "use none",
-            ),
-        )
+                _above_one(key),
+                "collectives in the passes have not been captured in a test",
+                "set it to false, or use 1",
+            )
+            for key in (_TENSOR, _CONTEXT)
+        ),
+        (_is("compile", True), "compiled layers have not been captured in a test", _ONE_FALSE),
+        (_is("data.packing", True), "a graph would hold the lengths of all rows", _ONE_FALSE),
+        (
+            _is("activation_checkpointing", "selective", "full"),
+            "a recomputation has not been captured in a test",
+            "set it to false, or use none",
+        ),
+        form="is {value}, which does not combine with `{key}` {other}: {reason}; {remedy}",
     ),
-    Exclusion(
+    *_excludes(
         _above_one("data.pad_to"),
+        (_is("data.packing", True), "packed layers have no padding", "set it to 1, or the other to false"),
+        (
+            _TOKENS,
+            "microbatches by tokens are padded to their longest row only",
+            "set it to 1, or use `training.micro_batch_size`",
+        ),
+    ),
+    *_excludes(
         _is("data.packing", True),
-        "packed layers have no padding",
-        "set it to 1, or the other to false",
+        (_above_one(_STAGES), "stages exchange padded rows of one shape", "set it to false, or use 1 stage"),
+        (_DP, "it splits padded rows over its GPUs", _USE_DDP),
     ),
-    Exclusion(
-        _above_one("data.pad_to"),
-        Condition("training.micro_batch_tokens", "a number", lambda value: value is not None),
-        "microbatches by tokens are padded to their longest row only",
-        "set it to 1, or use `training.micro_batch_size`",
-    ),
-    Exclusion(
-        _is("data.packing", True),
-        _above_one(_STAGES),
-        "stages exchange padded rows of one shape",
-        "set it to false, or use 1 stage",
-        form="is {value}, which a pipeline does not combine with: {reason}; {remedy}",
-    ),
-    Exclusion(
-        _is("data.packing", True),
-        _is(_STRATEGY, "dp"),
-        "it splits padded rows over its GPUs",
-        "use ddp, which runs on any number of processes",
-    ),
-    Exclusion(
-        Condition("training.micro_batch_tokens", "a number", lambda value: value is not None),
-        _above_one(_STAGES),
-        "a schedule has a fixed number of microbatches of one shape",
-        "use `training.micro_batch_size`",
-        form="is {value}, which a pipeline does not combine with: {reason}; {remedy}",
+    *_excludes(
+        _TOKENS,
+        (
+            _above_one(_STAGES),
+            "a schedule has a fixed number of microbatches of one shape",
+            "use `training.micro_batch_size`",
+        ),
     ),
 )
 """Every pair that is refused for any model, data and number of ranks."""

@@ -93,28 +93,21 @@ FREE_ZERO_KEYS = (
 
 def refused_keys(extra: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the path of each invalid key of `parallel.deepspeed`, and the reason."""
-    for key, value in extra.items():
-        if (key,) in _OWNED:
-            yield (key,), _owned((key,))
-        elif (key,) in _REFUSED:
-            yield (key,), _REFUSED[key,]
-        elif key not in FREE_KEYS:
-            yield (key,), _unknown(key, FREE_KEYS)
-        elif key == "zero_optimization" and isinstance(value, Mapping):
-            for inner in value:
-                if (key, inner) in _OWNED:
-                    yield (key, inner), _owned((key, inner))
-                elif (key, inner) in _REFUSED:
-                    yield (key, inner), _REFUSED[key, inner]
-                elif inner not in FREE_ZERO_KEYS:
-                    yield (key, inner), _unknown(inner, FREE_ZERO_KEYS)
-        elif key == "zero_optimization":
-            yield (key,), "must be an object"
-
-
-def _owned(path: tuple[str, ...]) -> str:
-    ours = _OWNED[path]
-    return f"is set from `{ours}`; change it there" if ours else "is set by the trainer and cannot be changed"
+    zero = extra.get("zero_optimization", {})
+    inner = zero if isinstance(zero, Mapping) else {}
+    paths: list[tuple[str, ...]] = [*((key,) for key in extra), *(("zero_optimization", key) for key in inner)]
+    for path in paths:
+        known = FREE_KEYS if len(path) == 1 else FREE_ZERO_KEYS
+        if path in _OWNED:
+            ours = _OWNED[path]
+            fixed = "is set by the trainer and cannot be changed"
+            yield path, f"is set from `{ours}`; change it there" if ours else fixed
+        elif path in _REFUSED:
+            yield path, _REFUSED[path]
+        elif path[-1] not in known:
+            yield path, _unknown(path[-1], known)
+    if not isinstance(zero, Mapping):
+        yield ("zero_optimization",), "must be an object"
 
 
 def _unknown(key: str, known: tuple[str, ...]) -> str:
