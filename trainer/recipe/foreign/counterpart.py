@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
+
+from trainer.recipe.foreign.values import Value
 
 
 class Kind(Enum):
@@ -24,9 +27,10 @@ class Counterpart:
     """The key of a recipe for a key of another tool; or none, and the reason."""
 
     key: str | None
-    note: str = ""
-    kind: Kind = Kind.MAPPED
-    defaults: tuple[Any, ...] = ()  # values with the same effect as leaving the key out; the tool's default is first
+    note: str
+    kind: Kind
+    defaults: tuple[Any, ...]  # values with the same effect as leaving the key out; the tool's default is first
+    value: Value | None = None  # None: the value is the same, or depends on several keys
 
     def is_default(self, value: object) -> bool:
         """Return whether the value has the same effect as leaving the key out."""
@@ -40,39 +44,27 @@ class Counterpart:
         return f"is `{self.key}` here" + (f" ({self.note})" if self.note else "")
 
 
-def renamed(key: str, *defaults: object, note: str = "") -> Counterpart:
-    """Return the row of a key with the same values."""
-    return Counterpart(key, note, Kind.RENAMED, defaults)
+def _with_key(kind: Kind, key: str, *defaults: object, note: str = "", value: Value | None = None) -> Counterpart:
+    return Counterpart(key, note, kind, defaults, value)
 
 
-def mapped(key: str, *defaults: object, note: str = "") -> Counterpart:
-    """Return the row of a key with other values, or with a value that depends on several keys."""
-    return Counterpart(key, note, Kind.MAPPED, defaults)
+def _without_key(kind: Kind, why: str, *defaults: object) -> Counterpart:
+    return Counterpart(None, why, kind, defaults)
 
 
-def none(why: str, *defaults: object) -> Counterpart:
-    """Return the row of a key without a counterpart."""
-    return Counterpart(None, why, Kind.NONE, defaults)
+renamed, mapped = (partial(_with_key, kind) for kind in (Kind.RENAMED, Kind.MAPPED))
+"""The rows of keys with the same values; and of keys with other values, or with one that depends on several keys."""
+
+none, refused, same, launcher = (
+    partial(_without_key, kind) for kind in (Kind.NONE, Kind.REFUSED, Kind.SAME, Kind.LAUNCHER)
+)
+"""The rows of keys without a counterpart: those without effect here; those that decide what is learned; those whose
+defaults are the fixed behaviour of the trainer; those of ranks and machines, which the launcher sets."""
 
 
-def refused(why: str, *defaults: object) -> Counterpart:
-    """Return the row of a key without a counterpart that decides what is learned."""
-    return Counterpart(None, why, Kind.REFUSED, defaults)
-
-
-def same(why: str, *defaults: object) -> Counterpart:
-    """Return the row of a key whose defaults are the fixed behaviour of the trainer."""
-    return Counterpart(None, why, Kind.SAME, defaults)
-
-
-def launcher(why: str, *defaults: object) -> Counterpart:
-    """Return the row of a key for ranks and machines, which the launcher sets."""
-    return Counterpart(None, why, Kind.LAUNCHER, defaults)
-
-
-def alike(row: Counterpart, *spellings: str) -> dict[str, Counterpart]:
-    """Return the same row for several spellings."""
-    return dict.fromkeys(spellings, row)
+def alike(row: Counterpart, spellings: str) -> dict[str, Counterpart]:
+    """Return the same row for several spellings, which are separated by spaces."""
+    return dict.fromkeys(spellings.split(), row)
 
 
 def prefixed(prefix: str, rows: Mapping[str, Counterpart]) -> dict[str, Counterpart]:

@@ -26,7 +26,7 @@ _LORA_OF_PEFT: dict[str, Counterpart] = {
     **_LORA,
     "lora_r": renamed("model.adapter.rank"),
     "lora_target_modules": _TARGETS,
-    **alike(_NO_QUANTIZED, "load_in_4bit", "load_in_8bit"),
+    **alike(_NO_QUANTIZED, "load_in_4bit load_in_8bit"),
 }
 
 _LLAMA_FACTORY: dict[str, Counterpart] = {
@@ -36,24 +36,22 @@ _LLAMA_FACTORY: dict[str, Counterpart] = {
     "lora_rank": renamed("model.adapter.rank"),
     "lora_target": _TARGETS,
     "additional_target": mapped("model.adapter.modules_to_save"),
-    **alike(_ONE_KIND, "use_dora", "use_rslora", "pissa_init", "loraplus_lr_ratio"),
+    **alike(_ONE_KIND, "use_dora use_rslora pissa_init loraplus_lr_ratio"),
     **alike(
         mapped("model.freeze", note="names or patterns of what is not trained"),
-        "freeze_trainable_layers",
-        "freeze_trainable_modules",
-        "freeze_extra_modules",
+        "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
     ),
-    **alike(_NO_QUANTIZED, "quantization_bit", "quantization_method"),
+    **alike(_NO_QUANTIZED, "quantization_bit quantization_method"),
     "adapter_name_or_path": none("training goes on from whole models only"),
-    **alike(_TEMPLATE, "template", "default_system"),
-    **alike(_ROWS, "dataset", "dataset_dir"),
+    **alike(_TEMPLATE, "template default_system"),
+    **alike(_ROWS, "dataset dataset_dir"),
     "cutoff_len": renamed("data.max_length"),
     "val_size": _HELD_OUT,
-    **alike(_PACKING, "packing", "neat_packing"),
+    **alike(_PACKING, "packing neat_packing"),
     "mask_history": mapped("task.train_on", note='"last"'),
     "train_on_prompt": none("prompts are not trained"),
-    **alike(_NO_PREFERENCES, "pref_beta", "pref_loss", "pref_ftx"),
-    **alike(none("the optimizers are those of optimizer.name"), "use_galore", "use_apollo", "use_badam"),
+    **alike(_NO_PREFERENCES, "pref_beta pref_loss pref_ftx"),
+    **alike(none("the optimizers are those of optimizer.name"), "use_galore use_apollo use_badam"),
 }
 
 _AXOLOTL: dict[str, Counterpart] = {
@@ -68,7 +66,7 @@ _AXOLOTL: dict[str, Counterpart] = {
     "val_set_size": _HELD_OUT,
     "sequence_len": renamed("data.max_length"),
     "dataset_prepared_path": mapped("data.cache"),
-    **alike(_TEMPLATE, "chat_template", "chat_template_jinja"),
+    **alike(_TEMPLATE, "chat_template chat_template_jinja"),
     "sample_packing": _PACKING,
     "train_on_inputs": none("prompts are not trained"),
     "micro_batch_size": renamed("training.micro_batch_size", note=say.STEP_TOTAL),
@@ -89,7 +87,7 @@ _TRL: dict[str, Counterpart] = {
     "completion_only_loss": mapped("task.completion", note="prompts are not trained"),
     "chat_template_path": _TEMPLATE,
     "dataset_num_proc": renamed("data.preparation_processes"),
-    **alike(_NO_PREFERENCES, "beta", "loss_type", "num_generations", "reward_funcs"),
+    **alike(_NO_PREFERENCES, "beta loss_type num_generations reward_funcs"),
 }
 
 FORMATS: dict[str, dict[str, Counterpart]] = {"LLaMA-Factory": _LLAMA_FACTORY, "axolotl": _AXOLOTL, "TRL": _TRL}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from trainer.recipe.foreign import remarks as say
+from trainer.recipe.foreign import values as convert_by
 from trainer.recipe.foreign.counterpart import Counterpart, mapped, none, same
 
 FSDP: dict[str, Counterpart] = {
     "version": same("the strategies fsdp and hsdp are FSDP2 (`fully_shard`)", 2),
     "sharding_strategy": mapped("parallel.strategy", "FULL_SHARD", note=say.STRATEGIES),
     "reshard_after_forward": mapped("parallel.reshard_after_forward", True, "FULL_SHARD"),
-    "offload_params": mapped("parallel.offload", False, note=say.OFFLOAD),
-    "activation_checkpointing": mapped("activation_checkpointing", False, note=say.RECOMPUTE),
+    "offload_params": mapped("parallel.offload", False, note=say.OFFLOAD, value=convert_by.switch("parameters")),
+    "activation_checkpointing": mapped(
+        "activation_checkpointing", False, note=say.RECOMPUTE, value=convert_by.switch("full")
+    ),
     "activation_checkpointing_offload": none("kept activations stay on the GPU", False),
     "auto_wrap_policy": none(say.WRAPPED_BY_FAMILY, "TRANSFORMER_BASED_WRAP"),
     "transformer_layer_cls_to_wrap": none(say.WRAPPED_BY_FAMILY, None),

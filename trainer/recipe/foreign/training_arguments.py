@@ -6,6 +6,7 @@ A test compares names and defaults with the pinned version of transformers.
 from __future__ import annotations
 
 from trainer.recipe.foreign import remarks as say
+from trainer.recipe.foreign import values as convert_by
 from trainer.recipe.foreign.counterpart import (
     Counterpart,
     alike,
@@ -34,7 +35,7 @@ FIELDS: dict[str, Counterpart] = {
     "average_tokens_across_devices": same(say.BATCH_MEAN, True),
     "auto_find_batch_size": none("the result must not depend on the memory of a device", False),
     # learning rate and optimizer
-    "learning_rate": renamed("optimizer.learning_rate", 5e-5),
+    "learning_rate": renamed("optimizer.learning_rate", 5e-5, value=convert_by.number),
     "lr_scheduler_type": mapped("schedule.name", "linear"),
     "lr_scheduler_kwargs": refused("linear and cosine reach 0; constant does not decay", None, {}),
     "warmup_steps": mapped("schedule.warmup", 0, note=say.WHOLE_STEPS),
@@ -42,7 +43,8 @@ FIELDS: dict[str, Counterpart] = {
         "optimizer.name",
         "adamw_torch_fused",
         "adamw_torch",
-        note="adamw, adamw_8bit, sgd, muon, adafactor or schedule_free_adamw",
+        note=convert_by.OPTIMIZER_NAMES,
+        value=convert_by.optimizer,
     ),
     "optim_args": refused("optimizers have no further arguments", None),
     "weight_decay": renamed("optimizer.weight_decay", 0.0, note="both exclude biases and norm weights"),
@@ -50,28 +52,24 @@ FIELDS: dict[str, Counterpart] = {
     "adam_beta2": mapped("optimizer.betas", 0.999, note=say.BOTH_BETAS),
     "adam_epsilon": mapped("optimizer.epsilon", 1e-8),
     "optim_target_modules": refused("GaLore and APOLLO are not supported", None),
-    "max_grad_norm": mapped("training.max_grad_norm", 1.0, note=say.NO_CLIPPING),
+    "max_grad_norm": mapped("training.max_grad_norm", 1.0, note=say.NO_CLIPPING, value=convert_by.clipping),
     "label_smoothing_factor": mapped("task.label_smoothing", 0.0, note="of classifications"),
     # precision, memory and speed
-    **alike(mapped("precision", False, note=say.WORD_OF_PRECISION), "bf16", "fp16"),
+    **alike(mapped("precision", False, note=say.WORD_OF_PRECISION), "bf16 fp16"),
     **alike(
-        none("evaluation has the precision of training, with weights in fp32", False),
-        "bf16_full_eval",
-        "fp16_full_eval",
+        none("evaluation has the precision of training, with weights in fp32", False), "bf16_full_eval fp16_full_eval"
     ),
     "tf32": renamed("tf32", None, False),
     **alike(
-        mapped("activation_checkpointing", None, False, note=say.RECOMPUTE),
-        "activation_checkpointing",
-        "gradient_checkpointing",
+        mapped("activation_checkpointing", None, False, note=say.RECOMPUTE, value=convert_by.switch("full")),
+        "activation_checkpointing gradient_checkpointing",
     ),
     **alike(
         none("recomputation is always non-reentrant", None),
-        "activation_checkpointing_kwargs",
-        "gradient_checkpointing_kwargs",
+        "activation_checkpointing_kwargs gradient_checkpointing_kwargs",
     ),
     "torch_compile": none(say.NOT_COMPILED, False),
-    **alike(none(say.NOT_COMPILED, None), "torch_compile_backend", "torch_compile_mode"),
+    **alike(none(say.NOT_COMPILED, None), "torch_compile_backend torch_compile_mode"),
     "use_liger_kernel": none("the kernels are torch's own", False),
     "liger_kernel_config": none("the kernels are torch's own", None),
     "use_cache": same("training uses no key-value cache", False),
@@ -90,12 +88,14 @@ FIELDS: dict[str, Counterpart] = {
     "report_to": mapped("logging.to", "none", []),
     "run_name": mapped("name", None, note="letters, digits, `.`, `_` and `-`"),
     "project": none(_TRACKIO, "huggingface"),
-    **alike(none(_TRACKIO, None), "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    **alike(none(_TRACKIO, None), "trackio_space_id trackio_bucket_id trackio_static_space_id"),
     # evaluation
     "eval_strategy": mapped("evaluation.every", "no", note=say.ONE_INTERVAL),
     "eval_steps": mapped("evaluation.every", None, note=say.INTERVAL),
     "eval_delay": none("the first evaluation is at the end of the first interval", 0),
-    "per_device_eval_batch_size": mapped("evaluation.batch_size", 8, note="metrics do not depend on it"),
+    "per_device_eval_batch_size": mapped(
+        "evaluation.batch_size", 8, note="metrics do not depend on it", value=convert_by.positive
+    ),
     "prediction_loss_only": none("the metrics of the task are always computed", False),
     "eval_on_start": none("the first evaluation is at the end of the first interval", False),
     "eval_do_concat_batches": same(say.ALWAYS_ON, True),
@@ -119,9 +119,9 @@ FIELDS: dict[str, Counterpart] = {
     "restore_callback_states_from_checkpoint": none("callbacks are not supported; all state is restored", False),
     "resume_from_checkpoint": mapped("checkpoint.resume", None, note='"auto": the newest in checkpoint.folder'),
     # the hub
-    **alike(none(say.OWN_FOLDER, False), "push_to_hub", "hub_always_push"),
+    **alike(none(say.OWN_FOLDER, False), "push_to_hub hub_always_push"),
     "hub_token": none(say.OWN_FOLDER, None, "<HUB_TOKEN>"),
-    **alike(none(say.OWN_FOLDER, None), "hub_private_repo", "hub_model_id", "hub_revision"),
+    **alike(none(say.OWN_FOLDER, None), "hub_private_repo hub_model_id hub_revision"),
     "hub_strategy": none(say.OWN_FOLDER, "every_save"),
     # reproducibility
     "full_determinism": none("see training.layout_invariant_dropout for results across layouts", False),
@@ -144,9 +144,7 @@ FIELDS: dict[str, Counterpart] = {
     "dataloader_num_workers": renamed("data.num_workers", 0),
     "dataloader_pin_memory": same(f"{say.ALWAYS_ON} on GPUs", True),
     "dataloader_persistent_workers": none("the loader sets this itself", False),
-    **alike(
-        none("the loader sets this itself", None), "dataloader_prefetch_factor", "dataloader_multiprocessing_context"
-    ),
+    **alike(none("the loader sets this itself", None), "dataloader_prefetch_factor dataloader_multiprocessing_context"),
     "dataloader_in_order": same(say.ALWAYS_ON, True),
     "remove_unused_columns": same("the task names its columns", True),
     "label_names": none("the task names its label column: task.label", None),
@@ -155,9 +153,7 @@ FIELDS: dict[str, Counterpart] = {
     "ddp_find_unused_parameters": none("every parameter must take part in every step", None, False),
     **alike(
         none("DistributedDataParallel's defaults apply", None),
-        "ddp_bucket_cap_mb",
-        "ddp_broadcast_buffers",
-        "ddp_static_graph",
+        "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
     ),
     "ddp_backend": same(say.BACKEND, None),
     "ddp_timeout": mapped("parallel.stall_timeout", 1800, note=say.TIME),
@@ -176,14 +172,16 @@ FIELDS: dict[str, Counterpart] = {
 
 _FSDP_OF_ARGUMENTS: dict[str, Counterpart] = {
     **prefixed("fsdp_config.", FSDP),
-    "fsdp_config.cpu_offload": mapped("parallel.offload", False, note=say.OFFLOAD),
-    **alike(none(say.NO_TPU, False), "fsdp_config.xla", "fsdp_config.xla_fsdp_v2", "fsdp_config.xla_fsdp_grad_ckpt"),
+    "fsdp_config.cpu_offload": mapped(
+        "parallel.offload", False, note=say.OFFLOAD, value=convert_by.switch("parameters")
+    ),
+    **alike(none(say.NO_TPU, False), "fsdp_config.xla fsdp_config.xla_fsdp_v2 fsdp_config.xla_fsdp_grad_ckpt"),
     "fsdp_config.xla_fsdp_settings": none(say.NO_TPU, {}),
 }
 
 OLD_NAMES: dict[str, Counterpart] = {
     "per_gpu_train_batch_size": mapped("training.micro_batch_size", note=say.STEP_TOTAL),
-    **alike(renamed("evaluation.batch_size"), "per_gpu_eval_batch_size", "eval_batch_size"),
+    **alike(renamed("evaluation.batch_size"), "per_gpu_eval_batch_size eval_batch_size"),
     "batch_size": renamed("training.global_batch_size", note="of all ranks; see also training.micro_batch_size"),
     "num_epochs": mapped("training.epochs"),
     "warmup_ratio": mapped("schedule.warmup", 0.0, 0, None, note=say.SHARE),
@@ -192,27 +190,25 @@ OLD_NAMES: dict[str, Counterpart] = {
     "early_stopping_patience": renamed("evaluation.patience", note="counted in evaluations"),
     "early_stopping_threshold": none("any improvement counts", 0.0, 0),
     "logging_dir": none("logs are in checkpoint.folder", None),
-    **alike(launcher(say.DEVICE, False), "no_cuda", "use_mps_device"),
+    **alike(launcher(say.DEVICE, False), "no_cuda use_mps_device"),
     "group_by_length": renamed("data.group_by_length", False),
     "save_safetensors": same("weights are always safetensors", True),
     "include_inputs_for_metrics": none("task.metrics names the metrics", False),
     "include_tokens_per_second": same("`metrics.jsonl` always has tokens per second", False, True),
     "fp16_opt_level": none("mixed precision uses torch.autocast", "O1"),
-    **alike(none("mixed precision uses torch.autocast", "auto"), "fp16_backend", "half_precision_backend"),
-    **alike(none("the kernels are torch's own", False), "use_ipex", "jit_mode_eval"),
-    **alike(none(say.NO_TPU, None, False), "tpu_num_cores", "tpu_metrics_debug"),
+    **alike(none("mixed precision uses torch.autocast", "auto"), "fp16_backend half_precision_backend"),
+    **alike(none("the kernels are torch's own", False), "use_ipex jit_mode_eval"),
+    **alike(none(say.NO_TPU, None, False), "tpu_num_cores tpu_metrics_debug"),
     "fsdp_min_num_params": none(say.WRAPPED_BY_FAMILY, 0),
     "fsdp_transformer_layer_cls_to_wrap": none(say.WRAPPED_BY_FAMILY, None),
     "torchdynamo": none(say.NOT_COMPILED, None),
     "ray_scope": none("hyperparameter search is not supported", "last"),
     "past_index": none("models with past states are not supported", -1),
     "mp_parameters": none("SageMaker's model parallelism is not supported", ""),
-    **alike(none(_NO_ACCELERATOR, None), "split_batches", "dispatch_batches"),
+    **alike(none(_NO_ACCELERATOR, None), "split_batches dispatch_batches"),
     **alike(
         none(say.OWN_FOLDER, None, "<PUSH_TO_HUB_TOKEN>"),
-        "push_to_hub_model_id",
-        "push_to_hub_organization",
-        "push_to_hub_token",
+        "push_to_hub_model_id push_to_hub_organization push_to_hub_token",
     ),
 }
 """Fields of earlier versions of transformers, and common misspellings; the pinned version has none of them."""
@@ -227,10 +223,10 @@ SCRIPTS: dict[str, Counterpart] = {
     "config_overrides": none("model.config has the whole configuration, for random weights", None),
     "trust_remote_code": none(say.NO_CODE, False),
     "cache_dir": none("HF_HOME sets the cache folder of transformers and datasets", None),
-    **alike(none("set the token by HF_TOKEN or `hf auth login`", None, False), "token", "use_auth_token"),
+    **alike(none("set the token by HF_TOKEN or `hf auth login`", None, False), "token use_auth_token"),
     "use_fast_tokenizer": same(say.ALWAYS_ON, True),
     "ignore_mismatched_sizes": none("a head of another size is an error", False),
-    **alike(none("trained weights are fp32 or bf16; see precision and weights", None), "torch_dtype", "dtype"),
+    **alike(none("trained weights are fp32 or bf16; see precision and weights", None), "torch_dtype dtype"),
     "low_cpu_mem_usage": same(say.OWN_PART, False, True),
     "dataset_name": mapped("data.name", None, note=say.HUB),
     "dataset_config_name": mapped("data.subset", None, note=say.HUB),
@@ -239,15 +235,12 @@ SCRIPTS: dict[str, Counterpart] = {
     "validation_file": mapped("data.validation", None, note=say.FILES),
     "train_split_name": mapped("data.train", None, note=say.HUB),
     "validation_split_name": mapped("data.validation", None, note=say.HUB),
-    **alike(none("`trainer run` reads only a training and a validation split", None), "test_file", "test_split_name"),
+    **alike(none("`trainer run` reads only a training and a validation split", None), "test_file test_split_name"),
     "validation_split_percentage": none("write the share, such as 0.05, in data.validation", 5),
     "max_train_samples": refused("name a split or file with these rows", None),
     **alike(
         none("name a split or file with these rows", None),
-        "remove_splits",
-        "remove_columns",
-        "max_eval_samples",
-        "max_predict_samples",
+        "remove_splits remove_columns max_eval_samples max_predict_samples",
     ),
     "max_seq_length": mapped("data.max_length", 128, None),
     "pad_to_max_length": none("texts are padded to the longest text of the batch", True, False),

@@ -19,8 +19,8 @@ from trainer.recipe.reading.parser import Node, Origin, shown_value
 from trainer.recipe.schema import Recipe
 from trainer.tools.convert.draft import Draft, Line, Outcome, Todo
 from trainer.tools.convert.examples import examples
-from trainer.tools.convert.layout import layout, precision
-from trainer.tools.convert.learning import amount, batch, optimizer, schedule, seed
+from trainer.tools.convert.layout import layout, offload, precision, unread_sections
+from trainer.tools.convert.learning import amount, batch, optimizer, schedule, seed, unread_arguments
 from trainer.tools.convert.running import running
 from trainer.tools.convert.sources import Tool, read_sources
 
@@ -135,14 +135,10 @@ def convert(
         RecipeError: values are invalid for the tool or for a recipe.
     """
     draft = Draft(read_sources(files, tool), processes)
-    layout(draft)
-    precision(draft)
-    amount(draft)
-    batch(draft)
-    optimizer(draft)
-    schedule(draft)
-    seed(draft)
-    running(draft)
+    unread_sections(draft)
+    unread_arguments(draft)
+    for topic in (layout, precision, amount, Draft.convert_rows, offload, batch, optimizer, schedule, seed, running):
+        topic(draft)
     examples(draft, folder)
     lines = draft.lines()
     recipe = _recipe(draft)
@@ -162,15 +158,14 @@ def _recipe(draft: Draft) -> dict[str, Any]:
             draft.missing[section] = f'"{key}": {value.text}{before}'
         elif asked or isinstance(value, Todo) or value != _default(path, draft):
             found[path] = str(value) if isinstance(value, Todo) else value
+    order = list(Recipe.model_fields)
     recipe: dict[str, Any] = {}
-    for name in Recipe.model_fields:
-        for path, value in found.items():
-            parts = path.split(".")
-            if parts[0] == name:
-                inner = recipe
-                for part in parts[:-1]:
-                    inner = inner.setdefault(part, {})
-                inner[parts[-1]] = value
+    for path in sorted(found, key=lambda path: order.index(path.partition(".")[0])):
+        inner = recipe
+        *sections, key = path.split(".")
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[key] = found[path]
     return recipe
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.base.errors import RecipeError
+from trainer.recipe.foreign import values as convert_by
 from trainer.recipe.foreign.counterpart import Kind
+from trainer.recipe.foreign.values import Converted, Todo, WrongValueError
 from trainer.recipe.reading.parser import shown_value
 from trainer.tools.convert.sources import Item, Sources, Tool
+
+T = TypeVar("T")
 
 LEFT_OUT = "was not converted because of the other keys"
 
@@ -29,16 +32,6 @@ class Outcome(Enum):
     LAUNCHER = "set by the launcher"
     UNREAD = "not read"  # by the tool because of other keys; or another file has precedence
     DEFAULT = "default without effect"
-
-
-@dataclass(frozen=True)
-class Todo:
-    """A value that the files do not have; in the recipe, a text that validation refuses."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return f"TODO: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -102,10 +95,26 @@ class Draft:
         for item in items:
             self.say(item, Outcome.UNREAD, why)
 
-    def switch(self, path: str, item: Item | None, on: str, off: str = "none") -> None:
-        """Propose `on` or `off` for a key of the recipe, if the switch is written."""
-        if item is not None:
-            self.take(path, on if self.flag(item) else off, item)
+    def convert_rows(self) -> None:
+        """Convert each key that has a conversion of its own, unless it is unread.
+
+        An unwritten key of TrainingArguments has its default; those of other tools may follow from TrainingArguments.
+        """
+        for tool in self.sources.files:
+            find = self.sources.get if tool is Tool.TRAINING_ARGUMENTS else self.sources.written
+            for name, row in tool.table.items():
+                item = find(tool, name)
+                if row.value is None or item is None or (tool, name) in self._lines:
+                    continue
+                if item.value is None and item.is_default:
+                    continue
+                key, value = str(row.key), self.read(item, row.value, ...)
+                if isinstance(value, Todo):
+                    self.refuse(key, value.text.replace("{key}", name), item)
+                elif isinstance(value, Converted):
+                    self.take(key, value.value, item, note=value.note, differs=value.differs)
+                elif value is not ...:
+                    self.take(key, value, item, note=row.note if row.kind is Kind.RENAMED else "")
 
     def override(self, path: str, value: object, *items: Item, note: str) -> None:
         """Propose a value instead of all earlier proposals."""
@@ -122,43 +131,35 @@ class Draft:
 
     # Values of the right type
 
-    def number(self, item: Item, fallback: float = 0.0) -> float:
-        if _is_number(item.value):
-            return item.value  # type: ignore[no-any-return]
-        self._wrong(item, "a number")
-        return fallback
+    def read(self, item: Item | None, value: Callable[[Any], T], fallback: T) -> T:
+        """Return the converted value; `fallback` for a key that is not written or, with a problem, is wrong."""
+        if item is None:
+            return fallback
+        try:
+            return value(item.value)
+        except WrongValueError as error:
+            self._problem(item, f"must be {error}, but is {shown_value(item.value)}")
+            return fallback
 
-    def whole(self, item: Item, fallback: int = 0, least: int | None = None) -> int:
-        value = item.value
-        is_whole = _is_number(value) and value == int(value)
-        if is_whole and (least is None or value >= least):
-            return int(value)
-        self._wrong(item, "an integer" + (f" of at least {least}" if least is not None else ""))
-        return fallback
+    def number(self, item: Item, fallback: float = 0.0) -> float:
+        return self.read(item, convert_by.number, fallback)
+
+    def whole(self, item: Item | None, fallback: int = 0) -> int:
+        return self.read(item, convert_by.whole, fallback)
+
+    def positive(self, item: Item | None) -> int:
+        return self.read(item, convert_by.positive, 1)
 
     def flag(self, item: Item | None) -> bool:
-        if item is None or item.value is None:
-            return False
-        if isinstance(item.value, bool):
-            return item.value
-        if isinstance(item.value, str) and item.value.lower() in ("true", "false"):  # as `accelerate config` writes
-            return item.value.lower() == "true"
-        self._wrong(item, "true or false")
-        return False
+        return self.read(item, convert_by.flag, False)
 
     def text(self, item: Item, fallback: str = "") -> str:
-        if isinstance(item.value, str):
-            return item.value
-        self._wrong(item, "text")
-        return fallback
+        return self.read(item, convert_by.text, fallback)
 
     def refuse_file(self, item: Item, why: str) -> None:
         """Refuse the file because of a key that decides what is learned."""
         rule = f"decides what is learned, and has no counterpart: {why}; remove it to train without it"
         self._problem(item, rule)
-
-    def _wrong(self, item: Item, rule: str) -> None:
-        self._problem(item, f"must be {rule}, but is {shown_value(item.value)}")
 
     def _problem(self, item: Item, rule: str) -> None:
         where = f"{item.origin}: " if item.origin else ""
@@ -204,7 +205,7 @@ class Draft:
         for item in self.sources.all():
             self._rest(item)
         if self.problems:
-            raise RecipeError(*self.problems)
+            raise RecipeError(*dict.fromkeys(self.problems))
         lines = self._proposed_lines() | self._lines
         for item in self.sources.all():
             assert (item.tool, item.key) in lines, f"{item} has no outcome"
@@ -212,16 +213,16 @@ class Draft:
 
     def _rest(self, item: Item) -> None:
         """Set the outcome of a key that no topic converted, from its row."""
-        place = (item.tool, item.key)
-        if place in self._lines or any(
-            item is used for proposals in self._proposals.values() for proposal in proposals for used in proposal.items
-        ):
+        used = (its for proposals in self._proposals.values() for proposal in proposals for its in proposal.items)
+        if (item.tool, item.key) in self._lines or any(its is item for its in used):
             return
         row = item.row
         if row is None:
             self.say(item, Outcome.UNKNOWN, "ignored")
+        elif item.is_auto and self.sources.has(Tool.TRAINING_ARGUMENTS):
+            self.say(item, Outcome.SAME, "TrainingArguments or the model determine it")
         elif item.is_auto:
-            self.say(item, *self._auto())
+            self.say(item, Outcome.TODO, "TrainingArguments determine it; give that file too")
         elif row.kind is Kind.RENAMED and row.key is not None and not (item.value is None and item.is_default):
             self.take(row.key, item.value, item, note=row.note)
         elif row.kind is Kind.LAUNCHER:
@@ -237,14 +238,9 @@ class Draft:
         elif not item.value:
             self.say(item, Outcome.DEFAULT, f"is not set; see `{row.key}`")
         elif any(key.startswith(f"{item.key}.") for key in item.tool.table):
-            self._wrong(item, "an object with keys")
+            self._problem(item, f"must be an object with keys, but is {shown_value(item.value)}")
         else:  # other keys decided against it
             self.say(item, Outcome.TODO, f"{LEFT_OUT}: it is `{row.key}` here")
-
-    def _auto(self) -> tuple[Outcome, str]:
-        if self.sources.has(Tool.TRAINING_ARGUMENTS):
-            return Outcome.SAME, "TrainingArguments or the model determine it"
-        return Outcome.TODO, "TrainingArguments determine it; give that file too"
 
     def _proposed_lines(self) -> dict[tuple[Tool, str], Line]:
         lines: dict[tuple[Tool, str], Line] = {}
@@ -257,8 +253,7 @@ class Draft:
                         continue
                     before = lines.get((item.tool, item.key))
                     if before is not None:
-                        order = list(Outcome)
-                        outcome = min(outcome, before.outcome, key=order.index)
+                        outcome = min(outcome, before.outcome, key=list(Outcome).index)
                         text = f"{before.text}; {text}" if text not in before.text else before.text
                     lines[item.tool, item.key] = Line(item, outcome, text)
         return lines
@@ -278,10 +273,6 @@ class Draft:
 def _place(line: Line) -> tuple[str, int, int]:
     origin = line.item.origin
     return (origin.source, origin.line, origin.column) if origin else ("", 0, 0)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _shown(value: object) -> str:

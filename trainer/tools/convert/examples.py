@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.tools.convert.draft import Draft, Outcome, Todo
+from trainer.tools.convert.running import METRICS
 from trainer.tools.convert.sources import Item, Tool
 
 _TA = Tool.TRAINING_ARGUMENTS
@@ -34,7 +35,6 @@ _GLUE = {
     "stsb": _Glue(["sentence1", "sentence2"], ("pearson", "spearman"), "sequence_regression"),
     "wnli": _Glue(["sentence1", "sentence2"]),
 }
-_METRICS = {"matthews_correlation": "matthews", "spearmanr": "spearman", "pearsonr": "pearson"}
 _SMOOTHED = ("sequence_classification", "image_classification")
 _FORMATS = (".json", ".jsonl", ".csv", ".parquet")
 _EXAMPLES = {
@@ -82,46 +82,37 @@ def _folder_or_name(name: str, folder: Path) -> str:
 
 
 def _data(draft: Draft, folder: Path) -> _Glue | None:
-    written = draft.sources.written
-    glue, name, train = written(_TA, "task_name"), written(_TA, "dataset_name"), written(_TA, "train_file")
-    found = None
-    if glue is not None and glue.value:
+    given = draft.sources.given
+    glue, name, train = given(_TA, "task_name"), given(_TA, "dataset_name"), given(_TA, "train_file")
+    validation = given(_TA, "validation_file")
+    splits = {"dataset_config_name": "subset", "train_split_name": "train", "validation_split_name": "validation"}
+    found, used = None, set()
+    if glue is not None:
         key = draft.text(glue).lower()
         found = _GLUE.get(key)
         if found is None:
             draft.refuse("data.subset", f"{key} is not a task of GLUE: {', '.join(_GLUE)}", glue)
         else:
-            for path, value in (
-                ("data.source", "hub"),
-                ("data.name", "nyu-mll/glue"),
-                ("data.subset", key),
-                ("data.validation", found.validation),
-            ):
-                draft.take(path, value, glue)
-        draft.unread(
-            "task_name has precedence",
-            name,
-            train,
-            written(_TA, "validation_file"),
-            written(_TA, "dataset_config_name"),
-        )
-    elif name is not None and name.value:
+            row = {"source": "hub", "name": "nyu-mll/glue", "subset": key, "validation": found.validation}
+            for path, value in row.items():
+                draft.take(f"data.{path}", value, glue)
+        draft.unread("task_name has precedence", name, train, validation, given(_TA, "dataset_config_name"))
+        used = {"validation_file", "dataset_config_name"}
+    elif name is not None:
         draft.take("data.source", "hub", name)
         draft.take("data.name", _folder_or_name(draft.text(name), folder), name)
-        keys = {"dataset_config_name": "subset", "train_split_name": "train", "validation_split_name": "validation"}
-        for theirs, ours in keys.items():
-            if item := draft.sources.given(_TA, theirs):
+        for theirs, ours in splits.items():
+            if item := given(_TA, theirs):
                 draft.take(f"data.{ours}", draft.text(item), item)
-        draft.unread("dataset_name has precedence", train, written(_TA, "validation_file"))
-    elif train is not None and train.value:
+        draft.unread("dataset_name has precedence", train, validation)
+        used = {*splits, "validation_file"}
+    elif train is not None:
         draft.take("data.source", "files", train)
-        _file(draft, train, "data.train", folder)
-        if validation := draft.sources.given(_TA, "validation_file"):
-            _file(draft, validation, "data.validation", folder)
-    for key in ("train_split_name", "validation_split_name", "dataset_config_name", "validation_file"):
-        item = draft.sources.given(_TA, key)
-        if item is not None and draft.value("data.source") != ("files" if "file" in key else "hub"):
-            draft.unread("other keys name the source of the data", item)
+        for file in (train, *([validation] if validation else [])):
+            _file(draft, file, f"data.{file.key.removesuffix('_file')}", folder)
+        used = {"validation_file"}
+    for key in {*splits, "validation_file"} - used:
+        draft.unread("other keys name the source of the data", given(_TA, key))
     _lengths(draft)
     return found
 
@@ -221,7 +212,7 @@ def _metrics(draft: Draft, glue: _Glue | None) -> None:
     item = draft.sources.given(_TA, "metric_name")
     if item is None:
         return
-    name = _METRICS.get(draft.text(item), draft.text(item))
+    name = METRICS.get(draft.text(item), draft.text(item))
     if glue is not None:
         draft.unread("task_name has precedence", item)
     elif draft.value("task.type") is None:

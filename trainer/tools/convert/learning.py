@@ -17,20 +17,6 @@ _GLOBAL, _MICRO, _STEPS, _ACCUMULATION = (
 )
 _RANKS = "the number of processes; give --processes N"
 
-_SCHEDULE_FREE = "schedule_free_adamw"
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw", "adam"), "adamw"),
-    "sgd": "sgd",
-    "muon": "muon",
-    "adafactor": "adafactor",
-    _SCHEDULE_FREE: _SCHEDULE_FREE,
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
-}
-_NAMES = "adamw, adamw_8bit, sgd, muon, adafactor or schedule_free_adamw"
-_DIFFERENCES = {
-    "adafactor": "steps are relative to the weights; those of transformers are absolute",
-    "adamw_8bit": "blocks are those of whole weights, embeddings have 8 bits too, and no second moment is rounded to 0",
-}
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 _DEEPSPEED_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _MEAN = "the loss of a step is the mean over all its valid labels, not the mean over the means of microbatches"
@@ -44,40 +30,42 @@ _WARMUP = "step s of W warmup steps has the factor (s + 1) / (W + 1) instead of 
 
 def batch(draft: Draft) -> None:
     """Propose the global batch size: micro batch size x accumulation x data-parallel ranks."""
-    micro = _micro(draft)
+    sources = draft.sources
+    micro = _given(
+        sources.get(_TA, "per_device_train_batch_size"),
+        sources.written(_TA, "per_gpu_train_batch_size"),
+        sources.written(_DS, "train_micro_batch_size_per_gpu"),
+    )
+    for item in micro:
+        draft.take(_MICRO, draft.positive(item), item)
     accumulation = _accumulation(draft)
-    total = draft.sources.written(_DS, "train_batch_size")
-    if total is not None and not total.is_auto:
-        draft.take(_GLOBAL, draft.whole(total, 1, least=1), total)
+    totals = _given(sources.written(_DS, "train_batch_size"), keeps_null=True)
+    for item in totals:
+        draft.take(_GLOBAL, draft.positive(item), item)
     ranks = _ranks(draft)
     rows, times = draft.value(_MICRO), draft.value(_ACCUMULATION, 1)
     if not micro:
-        if total is None or total.is_auto:
+        if not totals:
             draft.missing["training"] = '"global_batch_size", which these files do not have'
     elif isinstance(rows, Todo) or isinstance(times, Todo):
         draft.refuse(_GLOBAL, "micro batch size x accumulation x ranks; the files conflict", *micro)
     elif ranks is not None:
-        of_all = draft.flag(draft.sources.get(_TA, "accelerator_config.split_batches"))
+        split = sources.get(_TA, "accelerator_config.split_batches")
+        of_all = draft.flag(split)
         size = rows * times * (1 if of_all else ranks)
         arithmetic = f"{rows} rows x {times} accumulated" + ("" if of_all else f" x {ranks} data-parallel ranks")
-        used = (*micro, *accumulation)
-        if all(item.is_default for item in used) and total is not None and not total.is_auto:
-            return  # only defaults, and DeepSpeed's file has the total
-        draft.take(_GLOBAL, size, *used, note=arithmetic)
-        if of_all:
-            _split(draft, rows, ranks, *micro)
-    elif total is None or total.is_auto:
+        if totals and all(item.is_default for item in (*micro, *accumulation)):
+            return  # DeepSpeed's file has the total
+        draft.take(_GLOBAL, size, *micro, *accumulation, note=arithmetic)
+        if of_all and split is not None:
+            note = "split_batches: the batch of all ranks"
+            draft.override(_MICRO, max(1, rows // ranks), split, *micro, note=note)
+    elif not totals:
         draft.refuse(_GLOBAL, f"{rows} rows x {times} accumulated x {_RANKS}", *micro, *accumulation)
 
 
-def _micro(draft: Draft) -> list[Item]:
-    items = [draft.sources.get(_TA, "per_device_train_batch_size")]
-    items += [draft.sources.written(_TA, "per_gpu_train_batch_size")]
-    items += [draft.sources.written(_DS, "train_micro_batch_size_per_gpu")]
-    used = [item for item in items if item and not item.is_auto and item.value is not None]
-    for item in used:
-        draft.take(_MICRO, draft.whole(item, 1, least=1), item)
-    return used
+def _given(*items: Item | None, keeps_null: bool = False) -> list[Item]:
+    return [item for item in items if item and not item.is_auto and (keeps_null or item.value is not None)]
 
 
 def _accumulation(draft: Draft) -> list[Item]:
@@ -86,9 +74,9 @@ def _accumulation(draft: Draft) -> list[Item]:
     items.append(sources.written(_AC, "deepspeed_config.gradient_accumulation_steps"))
     if draft.value("parallel.pipeline.microbatches") is not None:
         items.append(sources.written(_AC, "megatron_lm_config.megatron_lm_num_micro_batches"))
-    used = [item for item in items if item and not item.is_auto and item.value is not None]
+    used = _given(*items)
     for item in used:
-        count = draft.whole(item, 1, least=1)
+        count = draft.positive(item)
         draft.take(_ACCUMULATION, count, item, note=_MEAN if count > 1 else "", differs=count > 1)
     return used
 
@@ -97,8 +85,8 @@ def _ranks(draft: Draft) -> int | None:
     """Return the number of data-parallel ranks; None if the number of processes is unknown."""
     item = draft.sources.written(_AC, "num_processes")
     count = draft.processes
-    if item is not None and draft.processes is not None and item.value != draft.processes:
-        draft.say(item, Outcome.DIFFERS, f"--processes {draft.processes} has precedence")
+    if item is not None and count is not None and item.value != count:
+        draft.say(item, Outcome.DIFFERS, f"--processes {count} has precedence")
     if count is None and item is not None and item.value is not None and draft.whole(item) > 0:
         count = draft.whole(item)
         if draft.value(_MICRO) is not None:
@@ -115,13 +103,6 @@ def _ranks(draft: Draft) -> int | None:
     return count // size
 
 
-def _split(draft: Draft, rows: int, ranks: int, *items: Item) -> None:
-    """Divide a batch of all ranks."""
-    split = draft.sources.get(_TA, "accelerator_config.split_batches")
-    used = [item for item in (split, *items) if item]
-    draft.override(_MICRO, max(1, rows // ranks), *used, note="split_batches: the batch of all ranks")
-
-
 # Amount
 
 
@@ -132,9 +113,8 @@ def amount(draft: Draft) -> None:
     if other is not None:
         draft.unread("num_epochs has precedence", epochs)
         epochs = other
-    total = sources.written(_DS, "scheduler.params.total_num_steps")
-    if total is not None and not total.is_auto:
-        draft.take(_STEPS, draft.whole(total, 1, least=1), total, note="the end of DeepSpeed's schedule")
+    for total in _given(sources.written(_DS, "scheduler.params.total_num_steps"), keeps_null=True):
+        draft.take(_STEPS, draft.positive(total), total, note="the end of DeepSpeed's schedule")
     if steps is not None and draft.whole(steps) > 0:
         draft.take(_STEPS, draft.whole(steps), steps)
         draft.unread("max_steps has precedence", epochs)
@@ -151,22 +131,18 @@ def amount(draft: Draft) -> None:
 # Optimizer
 
 
+def unread_arguments(draft: Draft) -> None:
+    """Report the arguments that keys of a DeepSpeed file replace."""
+    if draft.sources.written(_DS, "optimizer.type") is not None:
+        draft.unread("DeepSpeed's `optimizer` has precedence", draft.sources.written(_TA, "optim"))
+
+
 def optimizer(draft: Draft) -> None:
     sources = draft.sources
-    theirs = sources.written(_DS, "optimizer.type")
-    item = sources.get(_TA, "optim")
-    if theirs is not None:
-        draft.unread("DeepSpeed's `optimizer` has precedence", item)
-        _named(draft, theirs, draft.text(theirs).lower())
-        decay = sources.written(_DS, "optimizer.params.adam_w_mode")
-        if decay is not None and not draft.flag(decay):
-            draft.refuse(
-                "optimizer.name",
-                "Adam with weight decay in the gradient has no counterpart; set weight_decay to 0",
-                decay,
-            )
-    elif item is not None:
-        _named(draft, item, draft.text(item))
+    decay = sources.written(_DS, "optimizer.params.adam_w_mode")
+    if sources.written(_DS, "optimizer.type") is not None and decay is not None and not draft.flag(decay):
+        why = "Adam with weight decay in the gradient has no counterpart; set weight_decay to 0"
+        draft.refuse("optimizer.name", why, decay)
     name = draft.value("optimizer.name")
     betas = [found for key in ("adam_beta1", "adam_beta2") if (found := sources.get(_TA, key))]
     epsilon = sources.get(_TA, "adam_epsilon")
@@ -177,12 +153,11 @@ def optimizer(draft: Draft) -> None:
             draft.take("optimizer.betas", [draft.number(found, 0.9) for found in betas], *betas)
         if epsilon is not None:
             draft.take("optimizer.epsilon", draft.number(epsilon, 1e-8), epsilon)
-    rate = sources.get(_TA, "learning_rate")
-    if rate is not None:
-        draft.take("optimizer.learning_rate", draft.number(rate, 5e-5), rate)
-    elif not sources.written(_DS, "optimizer.params.lr"):
+    if sources.has(_TA):
+        return
+    if not sources.written(_DS, "optimizer.params.lr"):
         draft.missing["optimizer"] = '"learning_rate", which these files do not have'
-    if not sources.has(_TA) and (decay := sources.written(_DS, "optimizer.params.weight_decay")) is not None:
+    if (decay := sources.written(_DS, "optimizer.params.weight_decay")) is not None:
         draft.take(
             "optimizer.weight_decay",
             draft.number(decay) if not decay.is_auto else Todo("TrainingArguments determine it; give that file too"),
@@ -190,29 +165,6 @@ def optimizer(draft: Draft) -> None:
             note="excludes biases and norm weights; in DeepSpeed, the program groups the parameters",
             differs=bool(decay.value),
         )
-    _clipping(draft)
-
-
-def _named(draft: Draft, item: Item, name: str) -> None:
-    if name in _OPTIMIZERS:
-        found = _OPTIMIZERS[name]
-        note = _DIFFERENCES.get(found, "") + "; nothing is paged" * name.startswith("paged_")
-        draft.take("optimizer.name", found, item, note=note, differs=bool(note))
-    else:
-        draft.refuse("optimizer.name", f"{name} has no counterpart: {_NAMES}", item)
-
-
-def _clipping(draft: Draft) -> None:
-    for item in (
-        draft.sources.get(_TA, "max_grad_norm"),
-        draft.sources.written(_DS, "gradient_clipping"),
-        draft.sources.written(_AC, "deepspeed_config.gradient_clipping"),
-        draft.sources.written(_AC, "megatron_lm_config.megatron_lm_gradient_clipping"),
-    ):
-        if item is None or item.is_auto:
-            continue
-        norm = 0 if item.value is None else draft.number(item, 1.0)
-        draft.take("training.max_grad_norm", norm if norm > 0 else None, item)
 
 
 # Schedule
@@ -229,35 +181,33 @@ def schedule(draft: Draft) -> None:
     if item is None:
         return
     name = draft.text(item)
-    if draft.value("optimizer.name") == _SCHEDULE_FREE:
-        name = _schedule_of_averages(draft, item, name)
-    elif name in _SCHEDULES:
-        draft.take("schedule.name", _SCHEDULES[name], item)
+    if draft.value("optimizer.name") == "schedule_free_adamw":
+        decays = not name.startswith("constant")
+        note = f"the average of the weights replaces the schedule; transformers multiplies the rate by {name} too"
+        draft.take("schedule.name", "constant", item, note=note if decays else "", differs=decays)
+        name = "constant_with_warmup"  # the optimizer itself warms up
     else:
-        draft.refuse("schedule.name", f"{name} has no counterpart: linear, cosine or constant", item)
+        _named(draft, item, name, _SCHEDULES)
     ratio, steps = draft.sources.written(_TA, "warmup_ratio"), draft.sources.get(_TA, "warmup_steps")
     if name == "constant":
         draft.unread("the schedule constant has no warmup", ratio, steps)
     elif steps is not None and draft.number(steps) > 0:
         draft.unread("warmup_steps has precedence", ratio)
-        _warmup(draft, draft.number(steps), steps)
+        _warmup(draft, steps, _WARMUP)
     elif ratio is not None and not ratio.is_default:
-        _warmup(draft, draft.number(ratio), ratio)
+        _warmup(draft, ratio, _WARMUP)
         draft.unread("warmup_ratio has precedence", steps)
     else:
         draft.unread("it sets no warmup", steps)
 
 
-def _schedule_of_averages(draft: Draft, item: Item, name: str) -> str:
-    """Propose the one schedule of schedule-free AdamW, and return it; there, the optimizer itself warms up."""
-    decays = not name.startswith("constant")
-    note = f"the average of the weights replaces the schedule; transformers multiplies the rate by {name} too"
-    draft.take("schedule.name", "constant", item, note=note if decays else "", differs=decays)
-    return "constant_with_warmup"
+def _named(draft: Draft, item: Item, name: str, schedules: dict[str, str]) -> None:
+    unknown = Todo(f"{name} has no counterpart: linear, cosine or constant")
+    draft.take("schedule.name", schedules.get(name, unknown), item)
 
 
-def _warmup(draft: Draft, amount: float, item: Item, shape: str = _WARMUP) -> None:
-    total = draft.value(_STEPS)
+def _warmup(draft: Draft, item: Item, shape: str) -> None:
+    total, amount = draft.value(_STEPS), draft.number(item)
     value: float = amount
     if amount >= 1:
         value, note = int(amount), shape
@@ -269,31 +219,24 @@ def _warmup(draft: Draft, amount: float, item: Item, shape: str = _WARMUP) -> No
 
 
 def _deepspeeds_schedule(draft: Draft, kind: Item) -> None:
-    sources = draft.sources
-    replaced = [sources.written(_TA, key) for key in ("lr_scheduler_type", "lr_scheduler_kwargs")]
-    draft.unread("DeepSpeed's `scheduler` has precedence", *replaced)
-    name = draft.text(kind)
-    if name in _DEEPSPEED_SCHEDULES:
-        draft.take("schedule.name", _DEEPSPEED_SCHEDULES[name], kind)
-    else:
-        draft.refuse("schedule.name", f"{name} has no counterpart: linear, cosine or constant", kind)
+    sources, precedence = draft.sources, "DeepSpeed's `scheduler` has precedence"
+    draft.unread(precedence, *(sources.written(_TA, f"lr_scheduler_{key}") for key in ("type", "kwargs")))
+    _named(draft, kind, draft.text(kind), _DEEPSPEED_SCHEDULES)
     steps = sources.written(_DS, "scheduler.params.warmup_num_steps")
     arguments = [sources.written(_TA, "warmup_ratio"), sources.get(_TA, "warmup_steps")]
     if steps is not None and steps.is_auto:
         asked = [item for item in arguments if item and draft.number(item) > 0]
         if asked:
-            _warmup(draft, draft.number(asked[-1]), asked[-1], _LATE)
+            _warmup(draft, asked[-1], _LATE)
     else:
-        draft.unread("DeepSpeed's `scheduler` has precedence", *arguments)
-        count = draft.whole(steps, 1000) if steps else 1000
+        draft.unread(precedence, *arguments)
+        count = draft.whole(steps, 1000)
         item = steps or Item(_DS, "scheduler.params.warmup_num_steps", count, None)
         draft.take("schedule.warmup", count, item, note=_LATE, differs=True)
-    warmup_type = sources.written(_DS, "scheduler.params.warmup_type")
-    if warmup_type is None:
+    if sources.written(_DS, "scheduler.params.warmup_type") is None:
         text = "the warmup is linear; DeepSpeed's is logarithmic by default (`warmup_type`)"
         draft.say(kind, Outcome.DIFFERS, f"`schedule.name` {draft.value('schedule.name')}; {text}")
-    rate = sources.written(_DS, "scheduler.params.warmup_max_lr")
-    if rate is not None and not rate.is_auto:
+    for rate in _given(sources.written(_DS, "scheduler.params.warmup_max_lr"), keeps_null=True):
         draft.take("optimizer.learning_rate", draft.number(rate, 5e-5), rate)
 
 

@@ -11,9 +11,10 @@ from trainer.recipe.schema import Duration, Interval, Logging, Recipe
 from trainer.tools.convert.draft import Draft, Outcome, Todo
 from trainer.tools.convert.sources import Item, Tool
 
-_TA, _DS, _AC = Tool.TRAINING_ARGUMENTS, Tool.DEEPSPEED, Tool.ACCELERATE
+_TA, _DS = Tool.TRAINING_ARGUMENTS, Tool.DEEPSPEED
 _LOGGERS: tuple[str, ...] = get_args(get_args(Logging.model_fields["to"].annotation)[0])
-_METRICS = {"matthews_correlation": "matthews", "spearmanr": "spearman", "pearsonr": "pearson", "eval_loss": "loss"}
+METRICS = {"matthews_correlation": "matthews", "spearmanr": "spearman", "pearsonr": "pearson"}
+"""Names of metrics that differ from those of a recipe."""
 
 
 def running(draft: Draft) -> None:
@@ -22,13 +23,15 @@ def running(draft: Draft) -> None:
     _evaluation(draft)
     _checkpoints(draft)
     _logging(draft)
-    _timeout(draft)
+    timeout = draft.sources.written(_TA, "ddp_timeout")
+    if timeout is not None and not timeout.is_default:
+        draft.take("parallel.stall_timeout", str(Duration(draft.whole(timeout, 600), "second")), timeout)
 
 
 def _name(draft: Draft) -> None:
-    run, folder = draft.sources.written(_TA, "run_name"), draft.sources.written(_TA, "output_dir")
-    item = run if run is not None and run.value else folder
-    if item is None or not item.value:
+    run, folder = draft.sources.given(_TA, "run_name"), draft.sources.given(_TA, "output_dir")
+    item = run or folder
+    if item is None:
         draft.refuse("name", "the name of the run")
         return
     text = draft.text(item, "run")
@@ -43,18 +46,14 @@ def _name(draft: Draft) -> None:
 def _folder(draft: Draft) -> None:
     if item := draft.sources.given(_TA, "output_dir"):
         draft.take("checkpoint.folder", draft.text(item), item)
-    if item := draft.sources.given(_TA, "resume_from_checkpoint"):
-        if item.value in (True, "True", "true"):
-            draft.take("checkpoint.resume", "auto", item)
-        else:
-            draft.say(
-                item,
-                Outcome.NONE,
-                "the trainer cannot resume a checkpoint of the Trainer; to start from its weights, set"
-                " `model.name_or_path`",
-            )
+    item = draft.sources.given(_TA, "resume_from_checkpoint")
+    if item is not None and item.value in (True, "True", "true"):
+        draft.take("checkpoint.resume", "auto", item)
+    else:
+        text = "the trainer cannot resume a checkpoint of the Trainer; to start from its weights, set"
+        draft.say(item, Outcome.NONE, f"{text} `model.name_or_path`")
     item = draft.sources.written(_TA, "overwrite_output_dir")
-    if item is not None and draft.flag(item):
+    if draft.flag(item):
         draft.say(item, Outcome.DIFFERS, "nothing is overwritten; with `checkpoint.resume` auto the run resumes")
 
 
@@ -64,58 +63,39 @@ def _folder(draft: Draft) -> None:
 def _interval(draft: Draft, strategy: Item, steps: Item | None, path: str) -> None:
     """Propose the interval of a strategy and a number of steps."""
     kind = draft.text(strategy, "no")
-    if kind == "no":
-        draft.unread(f"{strategy.key} is no", steps)
-        draft.take(path, None, strategy)
-    elif kind == "epoch":
-        draft.unread(f"{strategy.key} is epoch", steps)
-        draft.take(path, "1 epoch", strategy)
+    if kind in ("no", "epoch"):
+        draft.unread(f"{strategy.key} is {kind}", steps)
+        draft.take(path, None if kind == "no" else "1 epoch", strategy)
     elif kind == "steps" and steps is not None:
-        _every_steps(draft, strategy, steps, path)
+        number, total = draft.number(steps, 500), draft.value("training.max_steps")
+        if number >= 1:
+            draft.take(path, str(Interval(math.ceil(number), "steps")), strategy, steps)
+        elif number > 0 and isinstance(total, int):
+            draft.take(path, str(Interval(math.ceil(total * number), "steps")), strategy, steps)
+        else:
+            text = f"{steps.key} is a fraction {number:g} of the steps; write the number of steps"
+            draft.refuse(path, text, strategy, steps)
     else:
         draft.refuse(path, f"{strategy.key} {kind} has no counterpart; write an interval, or null", strategy)
 
 
-def _every_steps(draft: Draft, strategy: Item, steps: Item, path: str) -> None:
-    number = draft.number(steps, 500)
-    total = draft.value("training.max_steps")
-    if number >= 1:
-        count = math.ceil(number)
-    elif number > 0 and isinstance(total, int):
-        count = math.ceil(total * number)
-    else:
-        draft.refuse(
-            path, f"{steps.key} is a fraction {number:g} of the steps; write the number of steps", strategy, steps
-        )
-        return
-    draft.take(path, str(Interval(count, "steps")), strategy, steps)
-
-
 def _evaluation(draft: Draft) -> None:
     sources, path = draft.sources, "evaluation.every"
-    old = sources.written(_TA, "evaluation_strategy")
-    strategy = sources.get(_TA, "eval_strategy")
+    strategy, old = sources.get(_TA, "eval_strategy"), sources.written(_TA, "evaluation_strategy")
     if old is not None and (strategy is None or strategy.origin is None):
         strategy = old
     elif old is not None:
         draft.unread("eval_strategy has precedence", old)
     if strategy is None:
         return
-    rows = sources.get(_TA, "per_device_eval_batch_size")
-    if rows is not None:
-        draft.take("evaluation.batch_size", draft.whole(rows, 8, least=1), rows)
     steps, wanted = sources.written(_TA, "eval_steps"), sources.written(_TA, "do_eval")
     if strategy.value == "steps" and (steps is None or not steps.value):
         draft.unread("logging_steps applies", steps)
         steps = sources.get(_TA, "logging_steps")
     if strategy.value == "no" and wanted is not None and draft.flag(wanted):
         draft.unread("eval_strategy is no", steps)
-        end = _end(draft)
         note = "the example scripts evaluate once after training"
-        if isinstance(end, Todo):
-            draft.refuse(path, end.text, strategy, wanted)
-        else:
-            draft.take(path, end, strategy, wanted, note=note)
+        draft.take(path, _end(draft), strategy, wanted, note=note)
     else:
         draft.say(wanted, Outcome.SAME, "the interval determines it")
         _interval(draft, strategy, steps, path)
@@ -140,14 +120,14 @@ def _best(draft: Draft, strategy: Item) -> None:
         return
     if metric is not None and metric.value:
         name = draft.text(metric).removeprefix("eval_")
-        draft.take("evaluation.best", _METRICS.get(name, name), metric)
+        draft.take("evaluation.best", METRICS.get(name, name), metric)
         direction = written(_TA, "greater_is_better")
         given = direction is not None and direction.value is not None
         agrees = not given or draft.flag(direction) != name.endswith("loss")
         draft.say(direction, Outcome.SAME if agrees else Outcome.NONE, "each metric defines its better direction")
     elif wanted and load is not None:
         draft.take("evaluation.best", "loss", load, note="the default metric of the Trainer")
-    if load is not None and wanted:
+    if wanted:
         draft.say(load, Outcome.DIFFERS, "the best model is in `best/` of the run, the last in `model/`")
 
 
@@ -164,7 +144,7 @@ def _checkpoints(draft: Draft) -> None:
     keep = draft.sources.get(_TA, "save_total_limit")
     if keep is not None and keep.value is not None and draft.whole(keep) > 0:
         draft.take("checkpoint.keep", draft.whole(keep), keep)
-    elif keep is not None and strategy.value != "no":
+    elif strategy.value != "no":
         draft.say(keep, Outcome.DIFFERS, "the Trainer keeps every checkpoint; a run keeps `checkpoint.keep`")
 
 
@@ -182,8 +162,7 @@ def _logging(draft: Draft) -> None:
         else:
             _interval(draft, strategy, draft.sources.get(_TA, "logging_steps"), path)
     elif printed is not None and not printed.is_auto and not printed.is_default:
-        count = draft.whole(printed, 10, least=1)
-        draft.take(path, str(Interval(count, "steps")), printed)
+        draft.take(path, str(Interval(draft.positive(printed), "steps")), printed)
     _loggers(draft)
 
 
@@ -198,7 +177,6 @@ def _loggers(draft: Draft) -> None:
         if switch is not None and draft.flag(switch):
             named[name] = switch
     known = {name: item for name, item in named.items() if name in _LOGGERS}
-    unknown = {name: item for name, item in named.items() if name not in _LOGGERS}
     if known:
         to = [name for name in _LOGGERS if name in (*Logging().to, *known)]
         draft.take("logging.to", to, *{item.key: item for item in known.values()}.values())
@@ -207,14 +185,8 @@ def _loggers(draft: Draft) -> None:
         draft.take("logging.project", project.value, project)
     else:
         draft.unread("nothing is logged to W&B", project)
-    for name, item in unknown.items():
-        others = [other for other, its in named.items() if its is item and other in known]
-        words = f"{name} is not supported: {', '.join(_LOGGERS)}"
-        draft.say(item, Outcome.NONE, words + (f"; `logging.to` has {', '.join(others)}" if others else ""))
-
-
-def _timeout(draft: Draft) -> None:
-    item = draft.sources.written(_TA, "ddp_timeout")
-    if item is not None and not item.is_default:
-        seconds = draft.whole(item, 600)
-        draft.take("parallel.stall_timeout", str(Duration(seconds, "second")), item)
+    for name, item in named.items():
+        if name not in known:
+            others = [other for other, its in named.items() if its is item and other in known]
+            text = f"{name} is not supported: {', '.join(_LOGGERS)}"
+            draft.say(item, Outcome.NONE, text + (f"; `logging.to` has {', '.join(others)}" if others else ""))

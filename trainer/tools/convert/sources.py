@@ -38,20 +38,19 @@ class Tool(Enum):
 
     @property
     def title(self) -> str:
-        return _TITLES[self]
+        return _TOOLS[self][0]
 
     @property
     def table(self) -> Mapping[str, Counterpart]:
-        return _TABLES[self]
+        return _TOOLS[self][1]
 
 
-_TITLES = {Tool.TRAINING_ARGUMENTS: "TrainingArguments", Tool.DEEPSPEED: "DeepSpeed", Tool.ACCELERATE: "accelerate"}
-_PYTHON = (".py", ".ipynb", ".bin")  # `training_args.bin` is a pickle
-_TABLES = {
-    Tool.TRAINING_ARGUMENTS: TRAINING_ARGUMENTS,
-    Tool.DEEPSPEED: DEEPSPEED,
-    Tool.ACCELERATE: ACCELERATE,
+_TOOLS: Mapping[Tool, tuple[str, Mapping[str, Counterpart]]] = {
+    Tool.TRAINING_ARGUMENTS: ("TrainingArguments", TRAINING_ARGUMENTS),
+    Tool.DEEPSPEED: ("DeepSpeed", DEEPSPEED),
+    Tool.ACCELERATE: ("accelerate", ACCELERATE),
 }
+_PYTHON = (".py", ".ipynb", ".bin")  # `training_args.bin` is a pickle
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,10 @@ class Sources:
             return item
         return Item(tool, key, row.defaults[0], None)
 
+    def inside(self, tool: Tool, section: str) -> list[Item]:
+        """Return the written keys of a section."""
+        return [item for key, item in self.items.get(tool, {}).items() if key.split(".")[0] == section]
+
     def all(self) -> Iterator[Item]:
         """Yield every key that is written."""
         for items in self.items.values():
@@ -129,18 +132,18 @@ def read_sources(files: Iterable[Path], tool: Tool | None) -> Sources:
     sources = Sources()
     read = set()
     for file in files:
-        tree = _read(file)
-        _refuse_others(tree, shown_path(file))
+        tree, name = _read(file), shown_path(file)
+        _refuse_others(tree, name)
         read.add(os.path.realpath(file))
-        _add(sources, tool or _recognised(tree, shown_path(file)), tree, shown_path(file))
+        _add(sources, tool or _recognised(tree, name), tree, name)
     for key, named in list(_named_files(sources)):
-        if os.path.realpath(named) not in read:
-            read.add(os.path.realpath(named))
-            tree = _read(named)
-            if key == "fsdp_config":
-                _add_items(sources, Tool.TRAINING_ARGUMENTS, tree, "fsdp_config")
-            else:
-                _add(sources, Tool.DEEPSPEED, tree, shown_path(named))
+        if os.path.realpath(named) in read:
+            continue
+        read.add(os.path.realpath(named))
+        if key == "fsdp_config":
+            _add_items(sources, Tool.TRAINING_ARGUMENTS, _read(named), key)
+        else:
+            _add(sources, Tool.DEEPSPEED, _read(named), shown_path(named))
     return sources
 
 

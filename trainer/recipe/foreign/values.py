@@ -1,0 +1,135 @@
+"""Values of other tools' keys as values of a recipe, for the rows of the tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Value = Callable[[Any], Any]
+"""From a value of the tool to a value of the recipe, a `Converted` or a `Todo`; `...`: other keys decide.
+
+It raises `WrongValueError`.
+"""
+
+
+class WrongValueError(ValueError):
+    """The tool does not accept the value; the message is the rule, such as "a number"."""
+
+
+@dataclass(frozen=True)
+class Todo:
+    """A value that the files do not have; in the recipe, a text that validation refuses."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return f"TODO: {self.text}"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A value with a remark for the report."""
+
+    value: Any
+    note: str = ""
+    differs: bool = False  # whether the remark describes different behaviour
+
+
+def number(value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    raise WrongValueError("a number")
+
+
+def whole(value: object) -> int:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value == int(value):
+        return int(value)
+    raise WrongValueError("an integer")
+
+
+def positive(value: object) -> int:
+    try:
+        count = whole(value)
+    except WrongValueError:
+        count = 0
+    if count < 1:
+        raise WrongValueError("an integer of at least 1")
+    return count
+
+
+def flag(value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if isinstance(value, str) and value.lower() in ("true", "false"):  # as `accelerate config` writes
+        return value.lower() == "true"
+    raise WrongValueError("true or false")
+
+
+def text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise WrongValueError("text")
+
+
+def switch(on: str) -> Value:
+    """Return the conversion of true to `on`, and of false to "none"."""
+    return lambda value: on if flag(value) else "none"
+
+
+def chosen(values: Mapping[str, Any], names: str) -> Value:
+    """Return the conversion of one text to another; `names` are the texts of the recipe."""
+    return lambda value: values.get(text(value), Todo(f"{value} has no counterpart: {names}"))
+
+
+def clipping(value: object) -> float | None:
+    norm = 0 if value is None else number(value)
+    return norm if norm > 0 else None
+
+
+def unless_auto(convert: Value) -> Value:
+    """Return the conversion of values other than "auto", which TrainingArguments replace."""
+    return lambda value: ... if value == "auto" else convert(value)
+
+
+def device(offloaded: str) -> Value:
+    """Return the conversion of DeepSpeed's device for the state that `offloaded` names."""
+
+    def converted(value: object) -> str | Todo:
+        match "none" if value is None else text(value):
+            case "none":
+                return "none"
+            case "cpu":
+                return offloaded
+            case "nvme":
+                return Todo("{key} nvme has no counterpart: offload uses CPU memory")
+            case other:
+                return Todo(f"{{key}} {other} is unknown")
+
+    return converted
+
+
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw", "adam"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
+    **{name: name for name in ("sgd", "muon", "adafactor", "schedule_free_adamw")},
+}
+OPTIMIZER_NAMES = "adamw, adamw_8bit, sgd, muon, adafactor or schedule_free_adamw"
+_DIFFERENCES = {
+    "adafactor": "steps are relative to the weights; those of transformers are absolute",
+    "adamw_8bit": "blocks are those of whole weights, embeddings have 8 bits too, and no second moment is rounded to 0",
+}
+
+
+def optimizer(value: object) -> Converted | Todo:
+    name = text(value)
+    if name not in _OPTIMIZERS:
+        return Todo(f"{name} has no counterpart: {OPTIMIZER_NAMES}")
+    found = _OPTIMIZERS[name]
+    note = _DIFFERENCES.get(found, "") + "; nothing is paged" * name.startswith("paged_")
+    return Converted(found, note, bool(note))
+
+
+def optimizer_of_deepspeed(value: object) -> Converted | Todo:
+    return optimizer(text(value).lower())
