@@ -84,7 +84,7 @@ def test_one_cause_is_one_problem():
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.group}: {check.name}")
 def test_every_check_is_documented(check: Check):
-    """The page is generated from the docstrings: one sentence, then the causes of warnings with remedies."""
+    """The page is generated from the docstrings."""
     text = str(check.examine.__doc__)
     first, *others = (" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n"))
     assert first.endswith(".")

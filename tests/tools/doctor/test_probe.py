@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.tools.doctor.machines import CPU
-from trainer.tools.doctor import asking, probe
+from trainer.tools.doctor import asking
 from trainer.tools.doctor.facts import DeepSpeedFacts, ExerciseFacts, Facts, GlooFacts, GpuFacts, TorchFacts
 from trainer.tools.doctor.probe import ProbeError, ProcessProbe
 
@@ -47,7 +47,8 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessProb
             ExerciseFacts: ExerciseFacts,
         }
         monkeypatch.setattr(asking, "_ASKERS", usual | {kinds[name]: asker for name, asker in askers.items()})
-        monkeypatch.setattr(probe, "SECONDS", dict.fromkeys(probe.SECONDS, 30.0) | {GpuFacts: seconds})
+        for kind in asking.KINDS:
+            monkeypatch.setattr(kind, "limit", seconds if kind is GpuFacts else 30.0)
         begun.append(ProcessProbe(deep))
         return begun[-1]
 

@@ -194,6 +194,8 @@ _ASKERS: Mapping[type[Facts], Callable[[], Facts]] = {
     TorchFacts: lambda: torch_facts(import_module("torch")),
     GlooFacts: ask_gloo,
     GpuFacts: lambda: gpu_facts(import_module("torch")),
-    ExerciseFacts: lambda: exercise(import_module("torch")),
     DeepSpeedFacts: ask_deepspeed,
+    ExerciseFacts: lambda: exercise(import_module("torch")),
 }
+KINDS = tuple(_ASKERS)
+"""All kinds of facts, in the order of the questions."""

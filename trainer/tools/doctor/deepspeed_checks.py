@@ -15,11 +15,7 @@ from trainer.tools.doctor.probe import ProbeError
 
 
 def deepspeed(machine: Machine) -> Finding:
-    """The import of DeepSpeed, which the strategies zero1, zero2 and zero3 need.
-
-    Warning, or a problem if the recipe needs it: the import fails. Reinstall it:
-    `pip install "recipe-trainer[deepspeed]"`.
-    """
+    """The import of DeepSpeed, which the strategies zero1, zero2 and zero3 need."""
     remedy = install_command("deepspeed")
     if not installed("deepspeed"):
         value = "not installed; zero1, zero2 and zero3 need it"
@@ -34,11 +30,7 @@ def deepspeed(machine: Machine) -> Finding:
 
 
 def operations(machine: Machine) -> Finding:
-    """DeepSpeed's operations, prebuilt or compiled on first use. Training on CPUs needs one, on GPUs none.
-
-    Warning, or a problem if the recipe needs it: the operation must be compiled, but g++ or ninja is missing. Install
-    them.
-    """
+    """DeepSpeed's operations, prebuilt or compiled on first use. Training on CPUs needs one, on GPUs none."""
     if not installed("deepspeed"):
         return ok("none needed: DeepSpeed is not installed")
     facts = machine.probe.facts(DeepSpeedFacts)
@@ -58,12 +50,7 @@ def operations(machine: Machine) -> Finding:
 
 
 def build_folder(machine: Machine) -> Finding:
-    """The folder for compiled operations: `TORCH_EXTENSIONS_DIR`, or a folder in the user's cache.
-
-    Warning, or a problem if the recipe needs it: it cannot be written. Set `TORCH_EXTENSIONS_DIR`.
-
-    Warning: a killed build left a lock. `trainer run` removes it; other programs wait for it forever. Delete it.
-    """
+    """The folder for compiled operations: `TORCH_EXTENSIONS_DIR`, or a folder in the user's cache."""
     if not installed("deepspeed"):
         return ok("none needed: DeepSpeed is not installed")
     facts = machine.probe.facts(DeepSpeedFacts)

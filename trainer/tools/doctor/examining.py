@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainer.tools.doctor.facts import ExerciseFacts, Facts, GpuFacts, TorchFacts
 from trainer.tools.doctor.finding import Finding, Result, problem, warning
 from trainer.tools.doctor.machine import Machine
 from trainer.tools.doctor.probe import ProbeError, ProcessProbe
@@ -16,13 +15,6 @@ from trainer.tools.doctor.table import CHECKS, Check
 
 if TYPE_CHECKING:
     from trainer.recipe.schema import Recipe
-
-_REMEDIES: Mapping[type[Facts], str] = {
-    TorchFacts: "fix the error in the message; for a library or a symbol, reinstall torch",
-    GpuFacts: "see nvidia-smi and `dmesg | grep -i xid`; restart the driver or the machine",
-    ExerciseFacts: "see `dmesg | grep -i xid`; run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1",
-}
-"""The remedy for a failed question to the probe."""
 
 
 def examine_this_machine(recipe: Recipe | None, processes: int | None, deep: bool) -> list[Result]:
@@ -68,7 +60,7 @@ class _Making:
     def _without_facts(self, error: ProbeError) -> Finding:
         """Report one cause once: the check that asked has the problem, and the others refer to it."""
         if self._check.asks is error.kind:
-            return problem(str(error), _REMEDIES[error.kind])
+            return problem(str(error), error.kind.remedy)
         first = next((check.name for check in CHECKS if check.asks is error.kind), self._check.name)
         return warning("not checked", f"fix the check `{first}` first")
 

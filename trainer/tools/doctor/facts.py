@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 class Facts:
     """The answer to one question."""
 
+    question: ClassVar[str]
+    limit: ClassVar[float]  # seconds until the answer
+    remedy: ClassVar[str]  # if there is no answer
+
 
 @dataclass(frozen=True)
 class TorchFacts(Facts):
     """The build of torch; `cuda` and `hip` are versions or None."""
+
+    question = "the import of torch"
+    limit = 90.0  # the first import from a cold network disk
+    remedy = "fix the error in the message; for a library or a symbol, reinstall torch"
 
     version: str
     cuda: str | None = None
@@ -27,6 +36,9 @@ class TorchFacts(Facts):
 @dataclass(frozen=True)
 class GlooFacts(Facts):
     """The time of a sum over two processes of this machine, and the addresses that gloo used."""
+
+    question = "the sum over two processes"
+    limit = 20.0
 
     seconds: float
     addresses: tuple[str, ...]
@@ -48,6 +60,10 @@ class Gpu:
 class GpuFacts(Facts):
     """The GPUs, or the error that torch gives for them."""
 
+    question = "the start of CUDA"
+    limit = 30.0
+    remedy = "see nvidia-smi and `dmesg | grep -i xid`; restart the driver or the machine"
+
     gpus: tuple[Gpu, ...] = ()
     driver_cuda: tuple[int, int] | None = None  # newest CUDA of the driver; None: no driver library
     error: str | None = None
@@ -58,6 +74,10 @@ class GpuFacts(Facts):
 class ExerciseFacts(Facts):
     """The use of the GPUs: errors by GPU, and the seconds or the error of a sum over all GPUs by NCCL."""
 
+    question = "the use of the GPUs"
+    limit = 60.0
+    remedy = "see `dmesg | grep -i xid`; run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1"
+
     errors: tuple[tuple[int, str], ...] = ()
     nccl_seconds: float | None = None
     nccl_error: str | None = None
@@ -66,6 +86,9 @@ class ExerciseFacts(Facts):
 @dataclass(frozen=True)
 class DeepSpeedFacts(Facts):
     """The imported DeepSpeed: its prebuilt operations, and the folder that it builds others in."""
+
+    question = "the import of deepspeed"
+    limit = 60.0
 
     version: str
     prebuilt: tuple[str, ...]

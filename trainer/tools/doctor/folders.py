@@ -17,12 +17,7 @@ _LITTLE_BYTES = GIB
 
 
 def run_folder(machine: Machine) -> Finding:
-    """The folder for checkpoints: `checkpoint.folder` of the recipe, or `runs/` in the current folder.
-
-    Warning, or a problem with a recipe: it cannot be written. Start elsewhere, or set `checkpoint.folder`.
-
-    Warning: less than 1 GiB is free. Free some space.
-    """
+    """The folder for checkpoints: `checkpoint.folder` of the recipe, or `runs/` in the current folder."""
     try:
         chosen = Path(machine.recipe.checkpoint.folder if machine.recipe else "runs").absolute()
     except OSError as error:
@@ -32,15 +27,7 @@ def run_folder(machine: Machine) -> Finding:
 
 
 def checkpoint_memory(machine: Machine) -> Finding:
-    """With a recipe: `checkpoint.memory.folder`, on each host of the run.
-
-    Warning: it is on a disk. Name a folder of a memory file system.
-
-    Warning: less than 1 GiB is free. Delete files of dead programs there, or start the container with a larger
-    `--shm-size`. If nothing is free, this is a problem.
-
-    Problem: it does not exist or cannot be written. Name another folder, or set `checkpoint.memory` to null.
-    """
+    """With a recipe: `checkpoint.memory.folder`, on each host of the run."""
     memory = machine.recipe.checkpoint.memory if machine.recipe is not None else None
     if memory is None:
         return ok("not in use: the recipe has no `checkpoint.memory`" if machine.recipe else "no recipe is named")
@@ -59,11 +46,7 @@ def checkpoint_memory(machine: Machine) -> Finding:
 
 
 def data_cache(machine: Machine) -> Finding:
-    """The folder for tokenised texts and resized images: `data.cache`, or `trainer/` in the user's cache.
-
-    Warning, or a problem with a recipe: it cannot be written, or the user has no home. Set `data.cache` or
-    `XDG_CACHE_HOME`.
-    """
+    """The folder for tokenised texts and resized images: `data.cache`, or `trainer/` in the user's cache."""
     remedy = "set `data.cache` or XDG_CACHE_HOME to a writable folder"
     is_needed = machine.recipe is not None
     chosen = machine.recipe.data.cache if machine.recipe is not None else None
@@ -74,10 +57,7 @@ def data_cache(machine: Machine) -> Finding:
 
 
 def hub_cache(machine: Machine) -> Finding:
-    """The folder for models and data of the hub: `HF_HOME`, or `huggingface/` in the user's cache.
-
-    Warning: it cannot be written, so downloads fail; its contents are still used. Set `HF_HOME`.
-    """
+    """The folder for models and data of the hub: `HF_HOME`, or `huggingface/` in the user's cache."""
     remedy = "set HF_HOME to a writable folder"
     try:
         return folder(hugging_face_home(machine), remedy, is_needed=False)
@@ -86,12 +66,7 @@ def hub_cache(machine: Machine) -> Finding:
 
 
 def temporary(machine: Machine) -> Finding:
-    """The folder for temporary files: `TMPDIR`, or `/tmp`.
-
-    Warning: the folder is full or cannot be written, so that another is used. Make room, or set `TMPDIR`.
-
-    Problem: no such folder can be written. Set `TMPDIR`; in a container with a read-only root, `--tmpfs /tmp`.
-    """
+    """The folder for temporary files: `TMPDIR`, or `/tmp`."""
     remedy = "set TMPDIR to a writable folder; in a container with a read-only root, add `--tmpfs /tmp`"
     try:
         used = Path(tempfile.gettempdir())

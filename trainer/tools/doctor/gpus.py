@@ -18,13 +18,7 @@ _CPU_ONLY = "none: CPU only"
 
 
 def torch_build(machine: Machine) -> Finding:
-    """The version of torch and its build: CPU, CUDA or ROCm.
-
-    Warning: the machine has a GPU, but torch is a CPU build. Install the build for CUDA or ROCm from
-    https://pytorch.org/get-started/locally.
-
-    Problem: torch cannot be imported. Reinstall it.
-    """
+    """The version of torch and its build: CPU, CUDA or ROCm."""
     facts = machine.probe.facts(TorchFacts)
     sign = _sign_of_gpu(machine)
     if facts.is_cpu_build and sign:
@@ -40,11 +34,6 @@ def driver(machine: Machine) -> Finding:
     """NVIDIA's driver, compared with the CUDA version of torch.
 
     A driver supports every CUDA of its own and older major versions ("minor version compatibility").
-
-    Problem: it is too old. Update it, or install a torch for an older CUDA.
-
-    Problem: there are GPUs, but the library of the driver is missing. In a container,
-    `NVIDIA_DRIVER_CAPABILITIES` must hold `compute`; elsewhere, install the driver.
     """
     torch = machine.probe.facts(TorchFacts)
     if torch.hip is not None:
@@ -81,14 +70,7 @@ def driver(machine: Machine) -> Finding:
 
 
 def gpus(machine: Machine) -> Finding:
-    """The GPUs that torch can use: names, memory, compute capability, bf16.
-
-    Problem: there are GPUs, but torch cannot use them; torch was not compiled for one of them; or the recipe says
-    `bf16` and one has none.
-
-    Warning: some or all are hidden, or a container started without them (`--gpus all` in Docker, a limit of
-    `nvidia.com/gpu` in Kubernetes).
-    """
+    """The GPUs that torch can use: names, memory, compute capability, bf16."""
     torch = machine.probe.facts(TorchFacts)
     if torch.is_cpu_build:
         return ok("none used: CPU build of torch" if _sign_of_gpu(machine) else _CPU_ONLY)
@@ -117,13 +99,7 @@ def gpus(machine: Machine) -> Finding:
 
 
 def gpu_memory(machine: Machine) -> Finding:
-    """The free memory of the GPUs, by nvidia-smi.
-
-    Warning: less than half of a GPU's memory is free. End the program that holds it.
-
-    Problem: nvidia-smi fails or does not answer, for example after a GPU has fallen off the bus. See `dmesg | grep -i
-    xid`; restart the machine.
-    """
+    """The free memory of the GPUs, by nvidia-smi."""
     visible = machine.gpus
     if not visible:
         return ok("no GPU in use")
@@ -158,11 +134,7 @@ def peers(machine: Machine) -> Finding:
 
 
 def nccl(machine: Machine) -> Finding:
-    """The version of NCCL, and the variables that disable parts of it.
-
-    Warning: `NCCL_P2P_DISABLE` or `NCCL_SHM_DISABLE` is set, which slows every step. Unset it, unless a hardware fault
-    requires it.
-    """
+    """The version of NCCL, and the variables that disable parts of it."""
     torch = machine.probe.facts(TorchFacts)
     if torch.nccl is None:
         return ok("none: CPU build of torch" if torch.is_cpu_build else "not in this build of torch")
@@ -176,12 +148,7 @@ def nccl(machine: Machine) -> Finding:
 
 
 def gpu_use(machine: Machine) -> Finding:
-    """With `--deep`: a matrix product on every GPU, and a sum over all GPUs by NCCL.
-
-    Problem: one of them failed. The line shows the error.
-
-    Warning: a GPU is full or held by another program.
-    """
+    """With `--deep`: a matrix product on every GPU, and a sum over all GPUs by NCCL."""
     if not machine.gpus:
         return ok("no GPU in use")
     facts = machine.probe.facts(ExerciseFacts)

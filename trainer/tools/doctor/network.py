@@ -24,10 +24,7 @@ _YES = ("1", "ON", "YES", "TRUE")  # true values of huggingface_hub
 
 
 def interfaces(machine: Machine) -> Finding:
-    """The network interfaces that are up, with their addresses.
-
-    Warning: only the loopback is up, so this machine cannot train with others. In a container, see its `--network`.
-    """
+    """The network interfaces that are up, with their addresses."""
     found = addresses()
     value = ", ".join(f"{name} {' '.join(own)}" for name, own in found.items())
     if all(is_loopback(address) for own in found.values() for address in own):
@@ -42,8 +39,6 @@ def gloo(machine: Machine) -> Finding:
 
     By default, gloo uses the address of the host's name; `GLOO_SOCKET_IFNAME` names another interface. A run sets the
     interface itself.
-
-    Problem: `GLOO_SOCKET_IFNAME` names no interface of this machine, or the two processes could not connect.
     """
     found = addresses()
     named = machine.environ.get(GLOO_INTERFACE)
@@ -79,11 +74,6 @@ def nccl_interfaces(machine: Machine) -> Finding:
     """The interfaces that NCCL uses between machines, by its own rules and `NCCL_SOCKET_IFNAME`.
 
     Source: NCCL's documentation of environment variables. Without a GPU, NCCL is not used.
-
-    Problem: `NCCL_SOCKET_IFNAME` matches no interface.
-
-    Warning: the first is a virtual one (a bridge of containers) or the loopback. Set `NCCL_SOCKET_IFNAME` to the
-    interface of the network.
     """
     if not machine.gpus:
         return ok("not used: no GPU")
@@ -104,13 +94,7 @@ def nccl_interfaces(machine: Machine) -> Finding:
 
 
 def infiniband(machine: Machine) -> Finding:
-    """InfiniBand and RoCE adapters, the state of their ports, and the settings of NCCL for them.
-
-    Problem: `NCCL_IB_HCA` names no adapter of this machine.
-
-    Warning: `NCCL_IB_DISABLE` disables them, no port is active, the container has none of the devices
-    (`--device=/dev/infiniband`), or libibverbs is missing, without which NCCL uses sockets (install rdma-core).
-    """
+    """InfiniBand and RoCE adapters, the state of their ports, and the settings of NCCL for them."""
     adapters = sorted(path.name for path in machine.path("/sys/class/infiniband").glob("*"))
     if not adapters:
         return ok("none: several machines communicate over sockets")
@@ -137,11 +121,7 @@ def infiniband(machine: Machine) -> Finding:
 
 
 def hub(machine: Machine) -> Finding:
-    """The answer of the Hugging Face hub within two seconds; training also works offline.
-
-    Warning: it does not answer, so only files in the cache can be loaded. Set `HF_HUB_OFFLINE=1` to avoid waiting,
-    `HTTPS_PROXY` for a proxy, or `HF_ENDPOINT` for a mirror.
-    """
+    """The answer of the Hugging Face hub within two seconds; training also works offline."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if machine.environ.get(name, "").upper() in _YES:
             return ok(f"not checked: {name} is set; models and data come from folders or the cache")

@@ -6,32 +6,14 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Protocol, TypeVar
 
-from trainer.tools.doctor.asking import answer
-from trainer.tools.doctor.facts import DeepSpeedFacts, ExerciseFacts, Facts, GlooFacts, GpuFacts, TorchFacts
+from trainer.tools.doctor.asking import KINDS, answer
+from trainer.tools.doctor.facts import ExerciseFacts, Facts, TorchFacts
 
 Kind = TypeVar("Kind", bound=Facts)
-
-SECONDS: Mapping[type[Facts], float] = {
-    TorchFacts: 90.0,  # the first import from a cold network disk
-    GlooFacts: 20.0,
-    GpuFacts: 30.0,
-    DeepSpeedFacts: 60.0,
-    ExerciseFacts: 60.0,
-}
-"""The time limit of each kind of facts, in the order of the questions."""
-
-_NAMES: Mapping[type[Facts], str] = {
-    TorchFacts: "the import of torch",
-    GlooFacts: "the sum over two processes",
-    GpuFacts: "the start of CUDA",
-    DeepSpeedFacts: "the import of deepspeed",
-    ExerciseFacts: "the use of the GPUs",
-}
 
 
 class ProbeError(Exception):
@@ -60,12 +42,12 @@ class ProcessProbe:
     """
 
     def __init__(self, deep: bool) -> None:
-        self._kinds = tuple(kind for kind in SECONDS if deep or kind is not ExerciseFacts)
+        self._kinds = tuple(kind for kind in KINDS if deep or kind is not ExerciseFacts)
         self._known: dict[type[Facts], Facts | ProbeError] = {}
         self._arrived = {kind: threading.Event() for kind in self._kinds}
         context = multiprocessing.get_context("fork")
         receive, send = context.Pipe(duplex=False)
-        limit = sum(SECONDS[kind] for kind in self._kinds)
+        limit = sum(kind.limit for kind in self._kinds)
         self._process = context.Process(target=answer, args=(send, self._kinds, limit), daemon=True)
         self._process.start()
         send.close()
@@ -111,15 +93,15 @@ class ProcessProbe:
             ProbeError: no more answers will come.
         """
         try:
-            if connection.poll(SECONDS[kind]):
+            if connection.poll(kind.limit):
                 answer: Facts | str = connection.recv()
                 return answer
         except (EOFError, OSError):
             self._process.join(1)
             code = self._process.exitcode
             how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
-            raise ProbeError(f"{_NAMES[kind]} ended the process {how}", kind) from None
-        raise ProbeError(f"{_NAMES[kind]} did not end within {SECONDS[kind]:.0f} s", kind)
+            raise ProbeError(f"{kind.question} ended the process {how}", kind) from None
+        raise ProbeError(f"{kind.question} did not end within {kind.limit:.0f} s", kind)
 
     def _put(self, kind: type[Facts], known: Facts | ProbeError) -> None:
         self._known[kind] = known

@@ -28,11 +28,7 @@ def python(machine: Machine) -> Finding:
 
 
 def trainer_itself(machine: Machine) -> Finding:
-    """The version of `trainer`, and the folder that it was imported from.
-
-    Warning: the installed package is missing or has another version, so the ranges of its dependencies are unknown.
-    Install it again: `pip install -e .` in a clone.
-    """
+    """The version of `trainer`, and the folder that it was imported from."""
     folder = Path(trainer.__file__).parent
     value = f"{trainer.__version__} from {folder}"
     remedy = f"pip install -e {folder.parent}"
@@ -45,10 +41,7 @@ def trainer_itself(machine: Machine) -> Finding:
 
 
 def dependencies(machine: Machine) -> Finding:
-    """The dependencies of `trainer`, compared with the ranges of its metadata.
-
-    Problem: a package is missing, or outside of its range. Install the packages that the line names.
-    """
+    """The dependencies of `trainer`, compared with the ranges of its metadata."""
     needed = list(_requirements(None))
     wrong = {requirement: why for requirement in needed if (why := _wrong(requirement))}
     if wrong:
@@ -59,13 +52,7 @@ def dependencies(machine: Machine) -> Finding:
 
 
 def extras(machine: Machine) -> Finding:
-    """Packages that some recipes need: DeepSpeed, and the clients of logging targets.
-
-    Warning: an installed package is outside of its range.
-
-    Problem: the recipe needs a package that is missing or outside of its range. Install the extra that the line names:
-    `pip install "recipe-trainer[tensorboard]"`.
-    """
+    """Packages that some recipes need: DeepSpeed, and the clients of logging targets."""
     present, absent, wrong, needed = [], [], [], False
     for extra in _extras():
         requirements = list(_requirements(extra))

@@ -24,14 +24,7 @@ PARTS_SECONDS = 300.0
 
 
 def launcher(machine: Machine) -> Finding:
-    """The launcher that started this process, by its variables.
-
-    Problem: variables are missing or contradict each other, or the rendezvous of several machines is a loopback
-    address or a name that does not resolve. The line names them.
-
-    Warning: a Slurm allocation has several machines or tasks, but `srun` did not start this process: a run would train
-    on this machine alone. Start it with `srun`.
-    """
+    """The launcher that started this process, by its variables."""
     try:
         environment = detect(machine.environ)
     except TrainerError as error:
@@ -53,11 +46,7 @@ def launcher(machine: Machine) -> Finding:
 
 
 def accelerate_configuration(machine: Machine) -> Finding:
-    """The settings of `accelerate launch` in its `default_config.yaml`, which may contradict a recipe.
-
-    Warning: it sets a precision, an engine or a compiler; a recipe that differs is refused. Pass `--config_file
-    launchers/accelerate_multi_gpu.yaml`, or run `accelerate config` again.
-    """
+    """The settings of `accelerate launch` in its `default_config.yaml`, which may contradict a recipe."""
     try:
         file = hugging_face_home(machine) / "accelerate" / "default_config.yaml"
         text = file.read_text(encoding="utf-8")
@@ -87,10 +76,7 @@ def accelerate_configuration(machine: Machine) -> Finding:
 
 
 def recipe(machine: Machine) -> Finding:
-    """With a recipe: its layout on the ranks of this machine, or on the number that `--processes` sets.
-
-    Problem: it does not fit on them. The line names numbers that fit.
-    """
+    """With a recipe: its layout on the ranks of this machine, or on the number that `--processes` sets."""
     if machine.recipe is None:
         return ok("none named: `trainer doctor RECIPE` also checks its needs")
     from trainer.recipe.plan import plan_run
@@ -105,11 +91,7 @@ def recipe(machine: Machine) -> Finding:
 
 
 def parts(machine: Machine) -> Finding:
-    """With a recipe: its data and model, if they are on this machine, as `trainer check` looks at them.
-
-    Problem: columns, rows, labels, the tokenizer, weights or the layout of the model do not fit. The line names all
-    problems and their remedies.
-    """
+    """With a recipe: its data and model, if they are on this machine, as `trainer check` looks at them."""
     if machine.recipe is None:
         return ok("none named: `trainer doctor RECIPE` also checks its data and model")
     from trainer.recipe.local_parts import Hand

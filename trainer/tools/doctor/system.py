@@ -17,11 +17,7 @@ _LEAST_NUMBER = 1024  # of open files, and of processes
 
 
 def cores(machine: Machine) -> Finding:
-    """The cores of this process, and the processor time that its control group allows.
-
-    Warning: the control group allows fewer cores (`docker run --cpus`, a limit of Kubernetes), so too many threads
-    compete. Set `OMP_NUM_THREADS` to the cores of each rank.
-    """
+    """The cores of this process, and the processor time that its control group allows."""
     seen = available_cores()
     value = f"{seen} of {os.cpu_count()}"
     if threads := machine.environ.get("OMP_NUM_THREADS"):
@@ -36,10 +32,7 @@ def cores(machine: Machine) -> Finding:
 
 
 def memory(machine: Machine) -> Finding:
-    """The memory of the machine, and the limit of the control group.
-
-    Warning: less than 2 GiB are free or allowed. End other programs, or raise the limit.
-    """
+    """The memory of the machine, and the limit of the control group."""
     import psutil
 
     of_machine = psutil.virtual_memory()
@@ -53,13 +46,7 @@ def memory(machine: Machine) -> Finding:
 
 
 def shared_memory(machine: Machine) -> Finding:
-    """`/dev/shm`, which data loaders and NCCL use between processes.
-
-    Warning: it is smaller than 1 GiB (Docker's default is 64 MB) or nearly full. Start the container with
-    `--shm-size=8g` or `--ipc=host`; in Kubernetes, mount an `emptyDir` of medium `Memory` there.
-
-    Problem: it cannot be written.
-    """
+    """`/dev/shm`, which data loaders and NCCL use between processes."""
     place = machine.path("/dev/shm")
     if not place.is_dir():
         return ok("there is no /dev/shm on this system")
@@ -77,11 +64,7 @@ def shared_memory(machine: Machine) -> Finding:
 
 
 def open_files(machine: Machine) -> Finding:
-    """The limit of open files of a process.
-
-    Warning: it is below 1,024, too few for data loaders and many ranks ("Too many open files"). Run `ulimit -n
-    65536`, or start Docker with `--ulimit nofile=65536`.
-    """
+    """The limit of open files of a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{_limit(soft)} (can be raised to {_limit(hard)})"
     if 0 <= soft < _LEAST_NUMBER:  # unlimited is -1
@@ -90,11 +73,7 @@ def open_files(machine: Machine) -> Finding:
 
 
 def processes(machine: Machine) -> Finding:
-    """The limit of processes and threads, of the user and of the control group.
-
-    Warning: it is below 1,024, too few for some ranks with their threads and data loaders. Run `ulimit -u 65536`, or
-    start Docker with `--pids-limit -1`.
-    """
+    """The limit of processes and threads, of the user and of the control group."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     of_group = cgroup.num_processes(machine.read)
     value = _limit(soft) if of_group is None else f"{_limit(soft)}, {of_group:,} in the control group"
@@ -104,11 +83,7 @@ def processes(machine: Machine) -> Finding:
 
 
 def locked_memory(machine: Machine) -> Finding:
-    """The limit of locked memory, which InfiniBand uses for its transfers.
-
-    Warning: the machine has InfiniBand, but the limit is not `unlimited`. Run `ulimit -l unlimited`, or start Docker
-    with `--ulimit memlock=-1`.
-    """
+    """The limit of locked memory, which InfiniBand uses for its transfers."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     value = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
     has_infiniband = any(machine.path("/sys/class/infiniband").glob("*"))

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.tools.doctor import deepspeed_checks, folders, gpus, network, software, starting, system
+from trainer.tools.doctor.asking import KINDS
 from trainer.tools.doctor.facts import DeepSpeedFacts, ExerciseFacts, Facts, GlooFacts, GpuFacts, TorchFacts
 from trainer.tools.doctor.finding import Finding
 from trainer.tools.doctor.machine import Machine
-from trainer.tools.doctor.probe import SECONDS
 
-_PROBE_SECONDS = sum(SECONDS.values()) + 5  # the probe has its own limits, with a better message
+_PROBE_SECONDS = sum(kind.limit for kind in KINDS) + 5  # the probe has its own limits, with a better message
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Check:
     """A row of the table; `--json` contains the names, so they are part of the interface.
 
     Args:
-        examine: function of the check; its docstring has paragraphs "Warning" and "Problem" with causes and remedies.
+        examine: function of the check; the documentation shows its docstring.
         seconds: time limit.
         deep: whether only `--deep` runs it.
         asks: facts whose failure this check reports; other checks then refer to this one.
