@@ -166,21 +166,25 @@ class _File:
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def assign(self, name: str, value: str) -> None:
-        """Replace the value of a shell variable by a quoted text."""
-        self._replace(rf"^{name}=.*$", f"{name}={value}")
+    def assign(self, **values: object) -> None:
+        """Replace the values of shell variables by quoted texts."""
+        for name, value in values.items():
+            self._replace(rf"^{name}=.*$", f"{name}={value}")
 
-    def directive(self, name: str, value: object, before: str | None = None) -> None:
-        """Set an `#SBATCH` option; an option that the file lacks is inserted before another."""
-        line = f"#SBATCH --{name}={value}"
-        if before is None:
-            self._replace(rf"^#SBATCH --{name}=.*$", line)
-        else:
-            self._replace(rf"^(?=#SBATCH --{before}=)", f"{line}\n")
+    def directives(self, values: Mapping[str, object]) -> None:
+        """Set `#SBATCH` options; one that the file lacks is inserted before `nodes`."""
+        for name, value in values.items():
+            line = f"#SBATCH --{name}={value}"
+            if f"#SBATCH --{name}=" in self.text:
+                self._replace(rf"^#SBATCH --{name}=.*$", line)
+            else:
+                self._replace(r"^(?=#SBATCH --nodes=)", f"{line}\n")
 
-    def mark(self, name: str, value: str) -> None:
+    def mark(self, values: Mapping[str, object]) -> None:
         """Replace the value, after a key or a dash, on each line with the mark, and remove the mark."""
-        self._replace(rf"^( *(?:- |[^\s#]+: )+).*? # set: {name}$", lambda match: f"{match[1]}{value}", several=True)
+        for name, value in values.items():
+            pattern = rf"^( *(?:- |[^\s#]+: )+).*? # set: {name}$"
+            self._replace(pattern, lambda match, value=value: f"{match[1]}{value}", several=True)
 
     def mark_lines(self, name: str, values: Sequence[str]) -> None:
         """Replace all lines of a list that have the mark."""
@@ -195,12 +199,12 @@ class _File:
 
         self._replace(rf"^(.*\|) # set: {name}\n( +).*\n(?:\2.*\n)*", filled)
 
-    def usage(self, lines: Sequence[str]) -> None:
+    def usage(self, *lines: str) -> None:
         """Replace the comment at the top, which describes the use of the file for any job."""
         comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
         self._replace(r"\A(#!.*\n)?(?:#(?!SBATCH).*\n)+", lambda match: f"{match[1] or ''}{comment}")
 
-    def _replace(self, pattern: str, value: str | Callable[[re.Match[str]], str], several: bool = False) -> None:
+    def _replace(self, pattern: str, value: str | Callable[..., str], several: bool = False) -> None:
         replacement = value if callable(value) else lambda match: value
         self.text, number = re.subn(pattern, replacement, self.text, flags=re.MULTILINE)
         assert number == 1 or (several and number), f"{pattern} occurs {number} times"
@@ -215,42 +219,39 @@ def _fill_slurm(file: _File, job: _Job) -> None:
         raise UsageError("--venv and --container exclude each other; drop one")
     if options.time and not _SLURM_TIME.fullmatch(options.time):
         raise UsageError(f"--time must be a time of Slurm, such as 04:00:00 or 2-00:00:00, but is {options.time}")
-    file.directive("job-name", _plain("name", options.name) or _shortened(job, r"[^\w.-]+"))
-    file.directive("nodes", job.nodes)
-    file.directive("ntasks-per-node", job.gpus)
-    file.directive("gpus-per-node", job.gpus)
-    file.directive("cpus-per-task", job.cpus)
-    if options.time:
-        file.directive("time", options.time)
-    for name in ("partition", "account"):
-        if value := _plain(name, getattr(options, name)):
-            file.directive(name, value, before="nodes")
+    words = {name: _plain(name, getattr(options, name)) for name in ("name", "partition", "account")}
+    values = {
+        "job-name": words.pop("name") or _shortened(job, r"[^\w.-]+"),
+        "nodes": job.nodes,
+        "ntasks-per-node": job.gpus,
+        "gpus-per-node": job.gpus,
+        "cpus-per-task": job.cpus,
+        "time": options.time,
+        **words,
+    }
+    file.directives({name: value for name, value in values.items() if value})
     _fill_shell(file, job)
     if options.restarts:
-        file.assign("RESTARTS", str(options.restarts))
+        file.assign(RESTARTS=options.restarts)
     if options.container:
-        folders = [
-            os.getcwd(),
-            os.path.dirname(job.resolved.recipe.checkpoint.folder),
-            *map(_folder, job.paths.values()),
-        ]
+        run_folder = job.resolved.recipe.checkpoint.folder
+        folders = [os.getcwd(), os.path.dirname(run_folder), *map(_folder, job.paths.values())]
         if not job.is_shipped:
             folders.append(os.path.dirname(job.recipe))
-        file.assign("CONTAINER", shlex.quote(options.container))
-        file.assign("MOUNTS", shlex.quote(",".join(_outermost(folders))))
+        mounts = ",".join(_outermost(folders))
+        file.assign(CONTAINER=shlex.quote(options.container), MOUNTS=shlex.quote(mounts))
 
 
 def _fill_torchrun(file: _File, job: _Job) -> None:
     restarts = job.options.restarts
     if job.is_elastic or restarts:
-        file.assign("RENDEZVOUS", "c10d")  # only its machines announce a change
-        file.assign("RESTARTS", f"${{RESTARTS:-{_ELASTIC_RESTARTS if restarts is None else restarts}}}")
+        times = _ELASTIC_RESTARTS if restarts is None else restarts
+        file.assign(RENDEZVOUS="c10d", RESTARTS=f"${{RESTARTS:-{times}}}")  # only c10d announces a change
     _fill_nodes(file, job)
 
 
 def _fill_nodes(file: _File, job: _Job) -> None:
-    file.assign("NODES", f"{job.least_nodes}:{job.nodes}" if job.is_elastic else str(job.nodes))
-    file.assign("PROCESSES", str(job.gpus))
+    file.assign(NODES=f"{job.least_nodes}:{job.nodes}" if job.is_elastic else job.nodes, PROCESSES=job.gpus)
     _fill_shell(file, job)
     _fill_first_host(file, job)
 
@@ -258,18 +259,16 @@ def _fill_nodes(file: _File, job: _Job) -> None:
 def _fill_deepspeed(file: _File, job: _Job) -> None:
     if job.options.hosts is None:
         raise UsageError("--on deepspeed needs the names of all machines: --hosts node0,node1,...")
-    file.assign("PROCESSES", str(job.gpus))
     _fill_shell(file, job)
     hosts = _fill_first_host(file, job)
-    file.assign("HOSTS", f"({shlex.join(hosts)})")
+    file.assign(PROCESSES=job.gpus, HOSTS=f"({shlex.join(hosts)})")
 
 
 def _fill_shell(file: _File, job: _Job) -> None:
-    file.assign("ARGUMENTS", f'({shlex.join([job.recipe, *job.overrides])} "$@")')
-    file.assign("FOLDER", shlex.quote(os.getcwd()))
+    file.assign(ARGUMENTS=f'({shlex.join([job.recipe, *job.overrides])} "$@")', FOLDER=shlex.quote(os.getcwd()))
     if job.options.venv:
-        file.assign("VENV", shlex.quote(os.path.abspath(os.path.expanduser(job.options.venv))))
-    file.usage([job.title, "More overrides may follow the name of this file."])
+        file.assign(VENV=shlex.quote(os.path.abspath(os.path.expanduser(job.options.venv))))
+    file.usage(job.title, "More overrides may follow the name of this file.")
 
 
 def _fill_first_host(file: _File, job: _Job) -> list[str]:
@@ -281,7 +280,7 @@ def _fill_first_host(file: _File, job: _Job) -> list[str]:
     if too_few_or_many or len(set(hosts)) != len(hosts) or not all(re.fullmatch(r"[\w.:-]+", host) for host in hosts):
         number = f"{job.least_nodes} to {job.nodes}" if job.is_elastic else job.nodes
         raise UsageError(f"--hosts must name {number} machines with commas between them, but is {job.options.hosts}")
-    file.assign("MASTER_ADDR", f"${{MASTER_ADDR:-{hosts[0]}}}")
+    file.assign(MASTER_ADDR=f"${{MASTER_ADDR:-{hosts[0]}}}")
     return hosts
 
 
@@ -290,17 +289,14 @@ def _fill_first_host(file: _File, job: _Job) -> list[str]:
 
 def _fill_kubernetes(file: _File, job: _Job) -> None:
     name = _fill_pod(file, job)
-    file.mark("nodes", str(job.nodes))
-    file.mark("nodes text", f'"{job.nodes}"')
-    file.mark("master", f"{name}-0.{name}")
+    file.mark({"nodes": job.nodes, "nodes text": f'"{job.nodes}"', "master": f"{name}-0.{name}"})
 
 
 def _fill_pytorchjob(file: _File, job: _Job) -> None:
     if job.nodes < 2:
         raise UsageError(f"--nodes must be at least 2 with --on pytorchjob, but is {job.nodes}; use --on kubernetes")
     _fill_pod(file, job)
-    file.mark("workers", str(job.nodes - 1))
-    file.mark("threads text", f'"{job.cpus}"')
+    file.mark({"workers": job.nodes - 1, "threads text": f'"{job.cpus}"'})
 
 
 def _fill_pod(file: _File, job: _Job) -> str:
@@ -311,21 +307,21 @@ def _fill_pod(file: _File, job: _Job) -> str:
             raise UsageError(
                 f"--{option} must be at most 50 small letters, digits and hyphens, with a letter first, but is {value}"
             )
-    maps = _maps(options.map or ())
-    recipe, arguments = _recipe_for_pods(job, maps)
-    file.mark("name", name)
-    file.mark("gpus", str(job.gpus))
-    file.mark("gpus text", f'"{job.gpus}"')
-    file.mark("cpus text", f'"{job.cpus * job.gpus}"')
-    file.mark("memory", f"{_MEMORY_PER_GPU_GIB * job.gpus}Gi")
+    recipe, arguments = _recipe_for_pods(job, _maps(options.map or ()))
+    values = {
+        "name": name,
+        "gpus": job.gpus,
+        "gpus text": f'"{job.gpus}"',
+        "cpus text": f'"{job.cpus * job.gpus}"',
+        "memory": f"{_MEMORY_PER_GPU_GIB * job.gpus}Gi",
+        "image": _yaml(options.container) if options.container else None,
+        "claim": options.claim,
+    }
+    file.mark({mark: value for mark, value in values.items() if value})
     file.mark_block("recipe", recipe)
     file.mark_lines("argument", [_yaml(word) for word in arguments])
-    if options.container:
-        file.mark("image", _yaml(options.container))
-    if options.claim:
-        file.mark("claim", options.claim)
     file.text = re.sub(r" # set: (image|claim)$", "", file.text, flags=re.MULTILINE)
-    file.usage([job.title])
+    file.usage(job.title)
     return name
 
 
