@@ -19,7 +19,7 @@ from trainer.recipe.reading.parser import Node, Origin, shown_value
 from trainer.recipe.schema import Recipe
 from trainer.tools.convert.draft import Draft, Line, Outcome, Todo
 from trainer.tools.convert.examples import examples
-from trainer.tools.convert.layout import layout, offload, precision, unread_sections
+from trainer.tools.convert.layout import layout, offload_and_deepspeed, precision, unread_sections
 from trainer.tools.convert.learning import amount, batch, optimizer, schedule, seed, unread_arguments
 from trainer.tools.convert.running import running
 from trainer.tools.convert.sources import Tool, read_sources
@@ -137,7 +137,10 @@ def convert(
     draft = Draft(read_sources(files, tool), processes)
     unread_sections(draft)
     unread_arguments(draft)
-    for topic in (layout, precision, amount, Draft.convert_rows, offload, batch, optimizer, schedule, seed, running):
+    for topic in (layout, precision, amount):
+        topic(draft)
+    draft.convert_rows()
+    for topic in (offload_and_deepspeed, batch, optimizer, schedule, seed, running):
         topic(draft)
     examples(draft, folder)
     lines = draft.lines()

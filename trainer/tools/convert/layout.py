@@ -43,8 +43,10 @@ def layout(draft: Draft) -> None:
     _of_deepspeed(draft)
 
 
-def offload(draft: Draft) -> None:
+def offload_and_deepspeed(draft: Draft) -> None:
+    """Complete the layout after the rows that set `parallel.offload`."""
     draft.combine(_OFFLOAD, {"optimizer", "parameters"}, "parameters")  # includes the optimizer
+    _passed_on(draft)
 
 
 def precision(draft: Draft) -> None:
@@ -265,7 +267,6 @@ def _of_deepspeed(draft: Draft) -> None:
         _staged(draft, stage)
     elif not draft.sources.written(_AC, "deepspeed_config.zero_stage"):
         draft.take(_STRATEGY, "ddp", Item(_DS, "zero_optimization.stage", 0, None), note="without ZeRO")
-    _passed_on(draft)
 
 
 def _staged(draft: Draft, stage: Item, *others: Item) -> None:
@@ -280,7 +281,7 @@ def _staged(draft: Draft, stage: Item, *others: Item) -> None:
 def _passed_on(draft: Draft) -> None:
     """Propose the keys of `parallel.deepspeed`, under a strategy of DeepSpeed."""
     strategy = draft.value(_STRATEGY)
-    for key, item in draft.sources.items[_DS].items():
+    for key, item in draft.sources.items.get(_DS, {}).items():
         path = item.row.key if item.row and item.row.key else ""
         if not path.startswith("parallel.deepspeed.") or item.is_auto:
             continue
