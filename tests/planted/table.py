@@ -170,8 +170,8 @@ _FOREIGN = [
         "default_of_another_tool_wrong",
         "The default learning rate of TrainingArguments is ten times as high.",
         "recipe/foreign/training_arguments.py",
-        '"learning_rate": renamed("optimizer.learning_rate", 5e-5)',
-        '"learning_rate": renamed("optimizer.learning_rate", 5e-4)',
+        '"learning_rate": renamed("optimizer.learning_rate", 5e-5,',
+        '"learning_rate": renamed("optimizer.learning_rate", 5e-4,',
         ("tools/convert/test_complete.py::test_what_an_unchanged_training_arguments_writes_is_all_default",),
     ),
     Defect(
@@ -186,8 +186,8 @@ _FOREIGN = [
         "tensor_degree_taken_for_stages",
         "Megatron's tensor degree in an accelerate file becomes the number of stages.",
         "recipe/foreign/accelerate.py",
-        '"tp_degree": renamed("parallel.tensor", 1)',
-        '"tp_degree": renamed("parallel.pipeline.stages", 1)',
+        '"tp_degree": renamed("parallel.tensor", 1,',
+        '"tp_degree": renamed("parallel.pipeline.stages", 1,',
         ("tools/convert/test_renamed.py",),
     ),
 ]

@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 
 from trainer.base.errors import RecipeError
-from trainer.recipe.deepspeed_config import (
-    _OWNED,
-    _REFUSED,
-    FREE_KEYS,
-    FREE_ZERO_KEYS,
-    deepspeed_config,
-    refused_keys,
-)
+from trainer.recipe.deepspeed_config import deepspeed_config
+from trainer.recipe.deepspeed_keys import _OWNED, _REFUSED, FREE_KEYS, FREE_ZERO_KEYS, refused_keys
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.keys import known_keys
 from trainer.recipe.reading.loading import load_recipe

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainer.base.errors import RecipeError
-from trainer.recipe.reading.parser import MAX_BYTES, MAX_DEPTH, Origin, parse, read_file, shown_key, shown_value
+from trainer.recipe.paths import shown_key, shown_value
+from trainer.recipe.reading.parser import MAX_BYTES, MAX_DEPTH, Origin, parse, read_file
 
 HERE = Origin("r.json")
 

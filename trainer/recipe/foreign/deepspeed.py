@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from trainer.recipe.deepspeed_config import FREE_KEYS, FREE_ZERO_KEYS
+from trainer.recipe.deepspeed_keys import FREE_KEYS, FREE_ZERO_KEYS
 from trainer.recipe.foreign import remarks as say
 from trainer.recipe.foreign import values as convert_by
 from trainer.recipe.foreign.counterpart import Counterpart, alike, mapped, none, prefixed, refused, renamed, same

@@ -18,8 +18,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from trainer.base.extensions import consume
+from trainer.recipe.paths import KeyPath, dotted, shown_value
 from trainer.recipe.reading.keys import kinds, nearest_node, section_models
-from trainer.recipe.reading.parser import KeyPath, Node, Problem, dotted, shown_value
+from trainer.recipe.reading.parser import Node, Problem
 from trainer.recipe.reading.suggesting import unknown_key
 from trainer.recipe.schema import Recipe, Section
 

@@ -9,7 +9,8 @@ from typing import get_args
 from pydantic.fields import FieldInfo
 
 from trainer.base.extensions import consume
-from trainer.recipe.reading.parser import KeyPath, Node
+from trainer.recipe.paths import KeyPath
+from trainer.recipe.reading.parser import Node
 from trainer.recipe.schema import Place, Recipe, Section
 
 

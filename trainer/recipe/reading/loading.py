@@ -22,22 +22,12 @@ from trainer.base.errors import RecipeError
 from trainer.base.text import leaves, without_secrets
 from trainer.recipe.foreign.deepspeed import DEEPSPEED
 from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
+from trainer.recipe.paths import KeyPath, dotted, shown_value
 from trainer.recipe.reading.explaining import Finding, explain, findings
 from trainer.recipe.reading.keys import find_node, nearest_node, place_of, section_model
 from trainer.recipe.reading.merging import merged, with_default_kinds
 from trainer.recipe.reading.overrides import override_layer
-from trainer.recipe.reading.parser import (
-    DEFAULT,
-    KeyPath,
-    Node,
-    Origin,
-    Problem,
-    dotted,
-    read_file,
-    read_text,
-    shown_path,
-    shown_value,
-)
+from trainer.recipe.reading.parser import DEFAULT, Node, Origin, Problem, read_file, read_text, shown_path
 from trainer.recipe.reading.rules import contradictions, message
 from trainer.recipe.reading.shipped import shipped_recipes
 from trainer.recipe.schema import Place, Recipe, Section

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from pydantic.fields import FieldInfo
 
+from trainer.recipe.paths import KeyPath
 from trainer.recipe.reading.keys import default_tag, section_model
-from trainer.recipe.reading.parser import DEFAULT, KeyPath, Node
+from trainer.recipe.reading.parser import DEFAULT, Node
 from trainer.recipe.schema import Recipe, Section
 from trainer.recipe.schema.section import descriptions
 

@@ -7,18 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.base.errors import RecipeError
-from trainer.recipe.reading.parser import (
-    MAX_DEPTH,
-    KeyPath,
-    Node,
-    Origin,
-    Problem,
-    parse,
-    printable,
-    shown_key,
-    shown_value,
-    unusable_text,
-)
+from trainer.recipe.paths import KeyPath, shown_key, shown_value
+from trainer.recipe.reading.parser import MAX_DEPTH, Node, Origin, Problem, parse, printable, unusable_text
 from trainer.recipe.reading.suggesting import suggestion
 
 

@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import RecipeError
+from trainer.recipe.paths import KeyPath, dotted, shortened
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 64  # far below Python's recursion limit
 MAX_NUMBER_LENGTH = 100
-
-KeyPath = tuple[str | int, ...]
-"""Path from the recipe to a value: keys of objects and indices of lists."""
 
 
 @dataclass(frozen=True)
@@ -324,28 +322,6 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def dotted(path: KeyPath) -> str:
-    """Return the path as users write it: `task.metrics[1]`."""
-    text = ""
-    for part in path:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        else:
-            text += f".{shown_key(part)}" if text else shown_key(part)
-    return text
-
-
-def shown_key(key: str) -> str:
-    """Return a key for messages; as JSON if it is empty or has control characters."""
-    return shortened(key if key and key.isprintable() else json.dumps(key))
-
-
-def shown_value(value: object) -> str:
-    """Return a value for messages: JSON of at most 80 printable characters."""
-    text = json.dumps(value, ensure_ascii=False)
-    return shortened(text if text.isprintable() else json.dumps(value), most=80)
-
-
 def _unreadable(text: str, position: int) -> str:
     rest = text[position : position + MAX_NUMBER_LENGTH]
     if rest[0] == '"':
@@ -358,7 +334,3 @@ def _unreadable(text: str, position: int) -> str:
     if number:
         return f"{shortened(number.group())} is not a JSON number (such as 0.5, 20, 2e-5)"
     return f"unexpected character {json.dumps(rest[0])}"
-
-
-def shortened(text: str, most: int = 40) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.base.text import has_secret, leaves
 from trainer.recipe.combinations import EXCLUSIONS
-from trainer.recipe.reading.parser import dotted, shown_value
+from trainer.recipe.paths import dotted, shown_value
 from trainer.recipe.schema import (
     Data,
     Distillation,

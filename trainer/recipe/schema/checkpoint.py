@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainer.recipe.reading.parser import shown_value
+from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import IntervalField, RunPathField
 from trainer.recipe.schema.section import Contradiction, Section, clash
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trainer.base.disk import FOLDER_FIX, no_file
-from trainer.recipe.reading.parser import KeyPath
+from trainer.recipe.paths import KeyPath
 from trainer.recipe.schema.fields import HeldOut, HubOrPathField, PathField, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
 

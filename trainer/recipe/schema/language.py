@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.recipe.reading.parser import shown_value
+from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.section import Contradiction, Section, clash
 from trainer.recipe.schema.task_keys import TaskKeys, TextKeys
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.recipe.deepspeed_config import refused_keys
+from trainer.recipe.deepspeed_keys import refused_keys
 from trainer.recipe.schedules import SCHEDULE_NAMES, SCHEDULES
 from trainer.recipe.schema.fields import Duration, DurationField
 from trainer.recipe.schema.section import Contradiction, Section, clash

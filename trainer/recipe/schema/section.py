@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from trainer.recipe.reading.parser import KeyPath, shown_value
+from trainer.recipe.paths import KeyPath, shown_value
 
 
 @dataclass(frozen=True)

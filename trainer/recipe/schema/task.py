@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.recipe.reading.parser import shown_value
+from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import Share
 from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
 from trainer.recipe.schema.section import Contradiction, clash, repeated

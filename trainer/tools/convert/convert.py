@@ -12,12 +12,14 @@ from pydantic import ValidationError
 
 from trainer.base.errors import RecipeError
 from trainer.base.text import dotted_leaves
+from trainer.recipe.foreign.values import Todo
+from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.explaining import explain, findings
 from trainer.recipe.reading.keys import default_tag, section_model
 from trainer.recipe.reading.merging import with_default_kinds
-from trainer.recipe.reading.parser import Node, Origin, shown_value
+from trainer.recipe.reading.parser import Node, Origin
 from trainer.recipe.schema import Recipe
-from trainer.tools.convert.draft import Draft, Line, Outcome, Todo
+from trainer.tools.convert.draft import Draft, Line, Outcome
 from trainer.tools.convert.examples import examples
 from trainer.tools.convert.layout import layout, offload_and_deepspeed, precision, unread_sections
 from trainer.tools.convert.learning import amount, batch, optimizer, schedule, seed, unread_arguments

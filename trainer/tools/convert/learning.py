@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from trainer.tools.convert.draft import Draft, Outcome, Todo
+from trainer.recipe.foreign.values import Todo
+from trainer.tools.convert.draft import Draft, Outcome
 from trainer.tools.convert.layout import model_ranks
 from trainer.tools.convert.sources import Item, Tool
 

@@ -17,16 +17,8 @@ from trainer.recipe.foreign.counterpart import Counterpart
 from trainer.recipe.foreign.deepspeed import DEEPSPEED
 from trainer.recipe.foreign.formats import FORMATS
 from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
-from trainer.recipe.reading.parser import (
-    MAX_DEPTH,
-    Node,
-    Origin,
-    file_origin,
-    read_file,
-    read_text,
-    shown_path,
-    shown_value,
-)
+from trainer.recipe.paths import shown_value
+from trainer.recipe.reading.parser import MAX_DEPTH, Node, Origin, file_origin, read_file, read_text, shown_path
 
 
 class Tool(Enum):
