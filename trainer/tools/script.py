@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 
 from trainer.base.errors import UsageError
@@ -100,15 +101,13 @@ class _Job:
         return self.options.cpus or 8
 
     @property
-    def paths(self) -> dict[str, str]:
+    def paths(self) -> dict[str, list[str]]:
         """The files and folders of the recipe by their keys (`data.train`), without those shipped with trainer."""
-        shipped = f"{shipped_folder()}{os.sep}"
-        found = {}
+        shipped, found = f"{shipped_folder()}{os.sep}", {}
         for key, value in self.resolved.values.items():
-            for index, path in enumerate(value if isinstance(value, list) else [value]):
-                is_path = key.startswith(("data.", "model.")) and isinstance(path, str) and os.path.isabs(path)
-                if is_path and not path.startswith(shipped):
-                    found[f"{key}[{index}]" if isinstance(value, list) else key] = path
+            paths = [path for path in (value if isinstance(value, list) else [value]) if isinstance(path, str)]
+            if key.startswith(("data.", "model.")) and any(map(os.path.isabs, paths)):
+                found[key] = [path for path in paths if not path.startswith(shipped)]
         return found
 
 
@@ -235,7 +234,7 @@ def _fill_slurm(file: _File, job: _Job) -> None:
         file.assign(RESTARTS=options.restarts)
     if options.container:
         run_folder = job.resolved.recipe.checkpoint.folder
-        folders = [os.getcwd(), os.path.dirname(run_folder), *map(_folder, job.paths.values())]
+        folders = [os.getcwd(), os.path.dirname(run_folder), *map(_folder, chain(*job.paths.values()))]
         if not job.is_shipped:
             folders.append(os.path.dirname(job.recipe))
         mounts = ",".join(_outermost(folders))
@@ -327,7 +326,7 @@ def _fill_pod(file: _File, job: _Job) -> str:
 
 def _recipe_for_pods(job: _Job, maps: Mapping[str, str]) -> tuple[str, list[str]]:
     """Return the recipe as text and the overrides for pods, which share no folder with this machine."""
-    mapped = {key: _mapped(key, path, maps) for key, path in job.paths.items()}
+    mapped = {key: [_mapped(key, path, maps) for path in paths] for key, paths in job.paths.items()}
     folder = _shared_folder(job.resolved.recipe.checkpoint.folder)
     added = [f"{_FOLDER_KEY}={folder}"]
     if job.resolved.origins["parallel.join_timeout"] == DEFAULT:
@@ -336,19 +335,30 @@ def _recipe_for_pods(job: _Job, maps: Mapping[str, str]) -> tuple[str, list[str]
         words = []
         for override in job.overrides:
             key, _, _ = override.partition("=")
-            if key == _FOLDER_KEY:
-                continue
-            values = [mapped[found] for found in mapped if found == key or found.startswith(f"{key}[")]
-            is_list = f"{key}[0]" in mapped
-            words.append(f"{key}={json.dumps(values) if is_list else values[0]}" if values else override)
+            if mapped.get(key):
+                value = _all_mapped(job, key, mapped[key])
+                override = f"{key}={json.dumps(value) if isinstance(value, list) else value}"
+            if key != _FOLDER_KEY:
+                words.append(override)
         return json.dumps({"extends": job.resolved.file.stem}), [*words, *added]
     recipe = job.resolved.recipe.model_dump(mode="json")
-    for section in ("data", "model"):
-        _put_paths(recipe[section], section, mapped, f"{shipped_folder()}{os.sep}")
+    for key, paths in mapped.items():
+        section, _, name = key.partition(".")
+        recipe[section][name] = _all_mapped(job, key, paths)
     del recipe["checkpoint"]["folder"]
     if _POD_JOIN_TIMEOUT in added:
         del recipe["parallel"]["join_timeout"]
     return json.dumps(recipe, indent=2), added  # ASCII: YAML breaks lines at U+0085 and U+2028 too
+
+
+def _all_mapped(job: _Job, key: str, paths: list[str]) -> str | list[str]:
+    value = job.resolved.values[key]
+    if len(paths) < (len(value) if isinstance(value, list) else 1):
+        raise UsageError(
+            f"`{key}` is a file of this installation of trainer, and pods may lack it; copy it, and map the copy with"
+            " --map, or use the shipped recipe by its name"
+        )
+    return paths if isinstance(value, list) else paths[0]
 
 
 def _shared_folder(folder: str) -> str:
@@ -358,19 +368,6 @@ def _shared_folder(folder: str) -> str:
     if not there.startswith(f"{RUNS}/"):
         raise UsageError(f"`{_FOLDER_KEY}` must lie in {RUNS}, which the pods share, but is {folder}; use {RUNS}/NAME")
     return there
-
-
-def _put_paths(section: dict[str, object], name: str, mapped: Mapping[str, str], shipped: str) -> None:
-    for key, value in section.items():
-        if isinstance(value, list):
-            section[key] = [mapped.get(f"{name}.{key}[{index}]", item) for index, item in enumerate(value)]
-        elif isinstance(value, str):
-            section[key] = mapped.get(f"{name}.{key}", value)
-            if value.startswith(shipped):
-                raise UsageError(
-                    f"`{name}.{key}` is a file of this installation of trainer, and pods may lack it; copy it, and"
-                    " map the copy with --map, or use the shipped recipe by its name"
-                )
 
 
 def _maps(words: Sequence[str]) -> dict[str, str]:

@@ -93,8 +93,8 @@ def _of_task_and_data(task: TaskSection, data: Data) -> Iterator[Contradiction]:
     else:
         yield from _padded_lengths(task, data)
     if isinstance(task, QuestionAnswering | TokenClassification) and (task.stride or 0) >= data.max_length:
-        text = f"must be below `data.max_length` {data.max_length}, the size of the windows that share these tokens"
-        yield clash(f"{text}, but is {task.stride}", "task.stride", "data.max_length")
+        rule = f"must be below `data.max_length` {data.max_length}, the size of the windows that share these tokens"
+        yield clash(f"{rule}, but is {task.stride}", "task.stride", "data.max_length")
     weights = getattr(task, "class_weights", None)
     if isinstance(data, FileData) and data.mixture is not None and weights == "balanced":
         text = "counts every row once, but `data.mixture` changes how often each is read; write the weights"
@@ -143,8 +143,9 @@ def _of_task_and_parallel(task: TaskSection, parallel: Parallel) -> Iterator[Con
         text = "is set, but the strategy dp runs copies of the head at the same time; set it to null, or use ddp"
         yield clash(text, "task.loss_chunk_tokens", strategy)
     if parallel.strategy == "dp" and isinstance(task, Embedding) and task.loss != "cosine":
-        text = "is dp, in which each copy of the model computes the loss of its own rows, but the loss"
-        yield clash(f"{text} {task.loss} compares all rows of the batch; use ddp", strategy, "task.loss")
+        problem = f"the loss {task.loss} compares all rows of the batch"
+        text = f"is dp, in which each copy of the model computes the loss of its own rows, but {problem}; use ddp"
+        yield clash(text, strategy, "task.loss")
 
 
 def _of_distillation(distillation: Distillation, task: TaskSection, parallel: Parallel) -> Iterator[Contradiction]:

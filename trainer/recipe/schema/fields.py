@@ -21,24 +21,6 @@ class Interval:
         return f"{self.count} {self.unit if self.count != 1 else self.unit[:-1]}"
 
 
-_INTERVAL = re.compile(r"([1-9][0-9]{0,11}) (step|epoch)s?")
-
-
-def _interval(value: object) -> Interval:
-    if isinstance(value, Interval):
-        return value
-    match = _INTERVAL.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError("not an interval")
-    return Interval(int(match[1]), "steps" if match[2] == "step" else "epochs")
-
-
-_DURATION = re.compile(r"([1-9][0-9]{0,8}) (second|minute|hour)s?")
-
-
-_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
-
-
 @dataclass(frozen=True)
 class Duration:
     """A time, in the unit of the recipe."""
@@ -48,19 +30,26 @@ class Duration:
 
     @property
     def seconds(self) -> int:
-        return self.count * _SECONDS[self.unit]
+        return self.count * {"second": 1, "minute": 60, "hour": 3600}[self.unit]
 
     def __str__(self) -> str:
         return f"{self.count} {self.unit}{'s' if self.count != 1 else ''}"
 
 
-def _duration(value: object) -> Duration:
-    if isinstance(value, Duration):
-        return value
-    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError("not a duration")
-    return Duration(int(match[1]), match[2])  # type: ignore[arg-type]  # the pattern allows only these units
+_INTERVAL = re.compile(r"([1-9][0-9]{0,11}) (step|epoch)s?")
+_DURATION = re.compile(r"([1-9][0-9]{0,8}) (second|minute|hour)s?")
+
+
+def _reader(pattern: re.Pattern[str], kind: type, plural: str) -> BeforeValidator:
+    """Return the validator of a text such as "10 minutes"; units have the suffix `plural` in `kind`."""
+
+    def read(value: object) -> Any:
+        match = pattern.fullmatch(value) if isinstance(value, str) else None
+        if match is None and not isinstance(value, kind):
+            raise ValueError(f"not of the form {pattern.pattern}")
+        return kind(int(match[1]), match[2] + plural) if match else value
+
+    return BeforeValidator(read)
 
 
 def _text_schema(pattern: re.Pattern[str], rule: str) -> WithJsonSchema:
@@ -69,15 +58,13 @@ def _text_schema(pattern: re.Pattern[str], rule: str) -> WithJsonSchema:
 
 IntervalField = Annotated[
     Interval,
-    BeforeValidator(_interval),
+    _reader(_INTERVAL, Interval, "s"),
     PlainSerializer(str, return_type=str),
     _text_schema(_INTERVAL, 'an interval such as "100 steps" or "1 epoch"'),
 ]
-
-
 DurationField = Annotated[
     Duration,
-    BeforeValidator(_duration),
+    _reader(_DURATION, Duration, ""),
     PlainSerializer(str, return_type=str),
     _text_schema(_DURATION, 'a time such as "30 seconds" or "10 minutes"'),
 ]

@@ -64,8 +64,8 @@ class Model(Section):
         if self.is_random and self.config is None:
             yield clash("is missing; set it, or `model.config` for random weights", name, config)
         if not self.is_random and self.config is not None and "model_type" in self.config:
-            text = "with a `model_type` and `model.name_or_path` exclude each other: random or pretrained"
-            yield clash(f"{text} weights; set one of them to null", config, name)
+            problem = "with a `model_type` and `model.name_or_path` exclude each other: random or pretrained weights"
+            yield clash(f"{problem}; set one of them to null", config, name)
         if self.is_random and self.config is not None:
             if not isinstance(self.config.get("model_type"), str):
                 yield clash('must hold a "model_type", such as "bert"', config)

@@ -38,8 +38,9 @@ class Pipeline(Section):
             return
         number = self.stages * (self.stages_per_rank or SCHEDULES[self.schedule].stages_per_rank)
         if self.split is not None and len(self.split) != number - 1:
-            text = f"must name the first layer of each of the {number} stages except the first, but has"
-            yield clash(f"{text} {len(self.split)} names instead of {number - 1}", "parallel.pipeline.split", stages)
+            rule = f"must name the first layer of each of the {number} stages except the first"
+            text = f"{rule}, but has {len(self.split)} names instead of {number - 1}"
+            yield clash(text, "parallel.pipeline.split", stages)
 
 
 class Communication(Section):

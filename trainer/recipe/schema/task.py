@@ -46,8 +46,8 @@ class SequenceClassification(ClassificationKeys, TextKeys):
             for key in self.changed("class_weights", "label_smoothing"):
                 yield clash(f"{one_class}; remove it", f"task.{key}", "task.multi_label")
         elif self.changed("threshold"):
-            text = "applies to several labels for each row, but `task.multi_label` is false; remove it, or set that to"
-            yield clash(f"{text} true", "task.threshold", "task.multi_label")
+            problem = "applies to several labels for each row, but `task.multi_label` is false"
+            yield clash(f"{problem}; remove it, or set that to true", "task.threshold", "task.multi_label")
 
 
 class SequenceRegression(TextKeys):
@@ -103,17 +103,15 @@ class Embedding(TaskKeys):
             yield clash(text, "task.texts", "task.loss")
         for metric in self.metrics:
             if metric != "spearman":
-                text = f'has "{metric}", which needs positives, but the loss is {self.loss}, with scores; set it to'
-                yield clash(f'{text} ["spearman"]', "task.metrics", "task.loss")
+                problem = f'has "{metric}", which needs positives, but the loss is {self.loss}, with scores'
+                yield clash(f'{problem}; set it to ["spearman"]', "task.metrics", "task.loss")
         if self.loss == "cosine" and self.changed("temperature"):
             yield clash("does not apply to the loss cosine; remove it", "task.temperature", "task.loss")
 
     def _without_scores(self) -> Iterator[Contradiction]:
         if self.score is not None:
-            text = (
-                f"is {shown_value(self.score)}, but the loss multiple_negatives reads no score; remove it, or use the"
-            )
-            yield clash(f"{text} loss cosent or cosine", "task.score", "task.loss")
+            problem = f"is {shown_value(self.score)}, but the loss multiple_negatives reads no score"
+            yield clash(f"{problem}; remove it, or use the loss cosent or cosine", "task.score", "task.loss")
         if "spearman" in self.metrics:
             text = 'has "spearman", which needs scores, but the loss is multiple_negatives; use "mrr"'
             yield clash(text, "task.metrics", "task.loss")
