@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -181,9 +182,9 @@ def assemble(
     with process_group.process_group(plan, environment, device, meeting):
         parts = assembly.assemble(plan, process_group.open_mesh(plan.layout, device), data, adapt)
         try:
-            yield parts
+            yield weakref.proxy(parts)  # nothing may hold the parts when the ranks leave the process group
         finally:
-            parts.close()
+            del parts
 
 
 def _is_rank() -> bool:

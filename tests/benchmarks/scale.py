@@ -107,6 +107,7 @@ def counted_rank(rank: int, size: int, port: int, folder: str, answers: Any) -> 
     os.environ["LOCAL_RANK"] = str(rank)
     from trainer.ranks import joining
     from trainer.ranks.environment import LaunchEnvironment
+    from trainer.ranks.stopping import StopRequest
     from trainer.recipe.reading.loading import load_recipe
     from trainer.training.run import train
 
@@ -118,7 +119,8 @@ def counted_rank(rank: int, size: int, port: int, folder: str, answers: Any) -> 
     for patch in patches:
         patch.start()
     environment = LaunchEnvironment("variables", rank, rank, size, size, "127.0.0.1", port)
-    train(load_recipe("bert_sample", overrides), environment, saves=False)
+    with StopRequest() as stop:
+        train(load_recipe("bert_sample", overrides), environment, stop, saves=False)
     counts.memory = status_bytes("VmHWM") - before
     answers.put((rank, counts.cells()))
 

@@ -77,9 +77,9 @@ def saver(folder: Path, per_host: int, step: int = 0, **recipe: Any) -> Saver:
     in_memory = HostMemory(host, folder / "run", mesh)
     saved = Saved(identity(tiny_recipe(**recipe), "data"))
     store = CheckpointStore(folder / "run", 2, seconds=2.0)
-    run = Saver(store, ShardedEngine(mesh, step), mesh, saved, memory=in_memory)
-    run.notes = []
-    run.note = run.notes.append
+    notes: list[str] = []
+    run = Saver(store, ShardedEngine(mesh, step), mesh, saved, memory=in_memory, note=notes.append)
+    run.notes = notes
     return run
 
 

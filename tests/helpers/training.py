@@ -538,8 +538,7 @@ def build_tiny(
         batching = replace(batching, multiple_of=recipe.data.pad_to)
     data = PreparedData(task, tiny_masking(recipe), TinyPreparation(batching), split, None)
     adapt = None if dtype == torch.float32 else partial(_compute_in, dtype=dtype)
-    parts = assemble(plan, mesh, data, adapt)
-    parts.progress = Progress(samples=start_sample)
+    parts = assemble(plan, mesh, data, adapt, Progress(samples=start_sample))
     return TinyTraining(parts, parts.train_loader)
 
 

@@ -29,7 +29,7 @@ from trainer.checkpoint.host_memory import folder_of_run
 from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.heartbeat import Status, read_statuses
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.training import elastic, process_group
+from trainer.training import elastic
 
 WHY_NOT = problem()
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
@@ -135,12 +135,11 @@ def test_a_spare_rank_frees_the_memory_of_its_host_at_the_end(code, is_freed, tm
     )
     share = folder_of_run(tmp_path, tmp_path / "run") / "key" / "rank-00000-of-00002"
     share.mkdir(parents=True)
-    monkeypatch.setattr(process_group, "meet_ranks", lambda *args: SimpleNamespace(dismissed=lambda: code))
-    monkeypatch.setattr(elastic, "hand_over_shares", lambda *args: [])  # as if it had to leave them
     monkeypatch.setattr(elastic, "_AGENT_SECONDS", 0.0)
     plan = SimpleNamespace(layout=SimpleNamespace(world_size=2))
     spare = LaunchEnvironment("torchrun", rank=2, world_size=3, local_world_size=1)
-    assert elastic.wait_as_spare(SimpleNamespace(recipe=recipe), plan, spare) == code
+    meeting = SimpleNamespace(dismissed=lambda: code)  # the shares are still there, as if it had to leave them
+    assert elastic.wait_as_spare(recipe, plan, spare, meeting) == code
     assert share.exists() != is_freed
 
 

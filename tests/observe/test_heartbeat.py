@@ -17,8 +17,8 @@ from trainer.observe.heartbeat import Heartbeat, forget_statuses, killed_ranks, 
 
 
 def begun(folder: Path, rank: int = 3) -> Heartbeat:
-    heartbeat = Heartbeat(rank)
-    heartbeat.begin(folder, step=5)
+    heartbeat = Heartbeat(folder, rank)
+    heartbeat.begin(step=5)
     return heartbeat
 
 
@@ -42,10 +42,10 @@ def test_a_record_has_one_size_whatever_it_says(tmp_path):
 
 
 def test_a_good_end_removes_it_and_a_bad_one_does_not(tmp_path):
-    second, first = Heartbeat(9, local_rank=1), Heartbeat(8)
-    second.begin(tmp_path, 0)
+    second, first = Heartbeat(tmp_path, 9, local_rank=1), Heartbeat(tmp_path, 8)
+    second.begin(0)
     assert read_statuses(tmp_path).keys() == {9}, "the line of rank 8 is empty"
-    first.begin(tmp_path, 0)
+    first.begin(0)
     assert [file.name for file in ranks_folder(tmp_path).iterdir()] == ["machine-00008.jsonl"]
     first.end(end_record(tmp_path, outcome="failed"))
     assert read_statuses(tmp_path).keys() == {8, 9}
@@ -87,9 +87,9 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_before_it_begins_and_after_it_is_closed_it_only_counts(tmp_path):
-    heartbeat = Heartbeat(0)
+    heartbeat = Heartbeat(tmp_path, 0)
     heartbeat.doing(0, "nothing")
-    heartbeat.begin(tmp_path, 0)
+    heartbeat.begin(0)
     heartbeat.close()
     heartbeat.doing(1, "nothing")
     assert heartbeat.beats == 3

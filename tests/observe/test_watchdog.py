@@ -45,8 +45,8 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def watched(folder: Path, told: list[str]) -> tuple[Heartbeat, Watchdog]:
-    heartbeat = Heartbeat(1)
-    heartbeat.begin(folder, 0)
+    heartbeat = Heartbeat(folder, 1)
+    heartbeat.begin(0)
     dog = Watchdog(heartbeat, 0.5, folder / "error.json", told.append)
     dog.begin()
     return heartbeat, dog
@@ -66,8 +66,8 @@ def test_a_rank_that_beats_is_left_alone(tmp_path, left):
 @pytest.mark.alone
 def test_a_rank_that_waits_for_one_that_beats_is_left_alone(tmp_path, left):
     told: list[str] = []
-    other = Heartbeat(0)
-    other.begin(tmp_path, 0)
+    other = Heartbeat(tmp_path, 0)
+    other.begin(0)
     _, dog = watched(tmp_path, told)
     for step in range(15):
         time.sleep(0.1)
@@ -110,7 +110,7 @@ def test_a_folder_that_does_not_answer_is_reported_without_it(tmp_path, monkeypa
 
 def test_a_clock_that_is_set_back_does_not_hide_a_stall(tmp_path, monkeypatch):
     future = {0: Status(0, "node0", 1, 7, "in step 8", time.time() + 3600)}
-    dog = Watchdog(Heartbeat(0), 0.2, None, lambda reason: None)
+    dog = Watchdog(Heartbeat(tmp_path, 0), 0.2, None, lambda reason: None)
     monkeypatch.setattr(Watchdog, "_statuses", lambda self: dict(future))
     assert not dog._all_stand_still()
     time.sleep(0.1)

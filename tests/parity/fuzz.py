@@ -129,7 +129,6 @@ def train_part(file: str, model: str | None, in_fp64: bool) -> Trained:
     try:
         saver = parts.saver()
         assert saver.resume(recipe.checkpoint.resume) == []
-        parts.progress = saver.progress
         observers = Recorder() if mesh.rank == 0 else Observer()
         loop = Loop(
             recipe=recipe,

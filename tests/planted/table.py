@@ -1118,8 +1118,8 @@ _CHECKPOINT = [
         "progress_not_resumed",
         "A resumed run forgets how many rows it has read.",
         "checkpoint/saving.py",
-        "self.progress = state.facts.progress",
-        "self.progress = Progress(step=state.facts.progress.step)",
+        "self.progress.become(state.facts.progress)",
+        "self.progress.become(Progress(step=state.facts.progress.step))",
         ("checkpoint/test_saving.py::TestResume::test_from_the_newest",),
     ),
     Defect(

@@ -25,6 +25,10 @@ class Progress:
     bad_steps: Count = 0  # steps that were not taken because they were not finite
     best_rows: str | None = None  # the hash of the validation rows that gave `best`
 
+    def become(self, other: Progress) -> None:
+        """Take over the values of another progress."""
+        vars(self).update(vars(other))
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

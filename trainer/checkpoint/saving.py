@@ -100,6 +100,8 @@ class Saver:
         check_owner: raises an error on rank 0 if the folder no longer belongs to this run.
         mirror: the URL of copies; None: there are none.
         memory: the checkpoints in the memory of the hosts; None: there are none.
+        note: shows a note on rank 0.
+        progress: the counters of the run; `resume` sets them.
 
     Raises:
         TrainerError: `mirror` cannot be opened; on every rank.
@@ -115,6 +117,8 @@ class Saver:
         check_owner: Callable[[], None] = lambda: None,
         mirror: str | None = None,
         memory: HostMemory | None = None,
+        note: Callable[[str], None] = warnings.warn,
+        progress: Progress | None = None,
     ) -> None:
         self._store = store
         self._engine = engine
@@ -126,13 +130,12 @@ class Saver:
         self._mirror: Mirror | None = None
         if mirror:
             mesh.on_rank_zero(lambda: self._open_mirror(mirror))
-        self.note: Callable[[str], None] = warnings.warn
-        """Show a note on rank 0."""
+        self.note = note
         self._memory = memory
         self._facts: Facts | None = None  # of the checkpoint that is being written
         self._share: Background[list[WrittenFile]] | None = None
         self._frozen: str | None = None  # the digest, computed once
-        self.progress = Progress()
+        self.progress = Progress() if progress is None else progress
         self._num_failed = 0  # checkpoints that could not be written to memory
         self._is_saved = False  # whether this run has loaded or saved a checkpoint
         self._is_in_memory_only = False  # whether the state that was loaded is in memory, but not on the disk
@@ -187,7 +190,7 @@ class Saver:
             self._refuse_another_model(state)
             with self._memory.serving(state) if self._memory and isinstance(state, MemoryState) else nullcontext():
                 self._engine.load_state(state, step)
-            self.progress = state.facts.progress
+            self.progress.become(state.facts.progress)
             self._is_saved = True
             resumed = found
             break

@@ -30,9 +30,9 @@ from trainer.observe.heartbeat import Status, read_statuses
 from trainer.ranks.environment import LaunchEnvironment, check_agrees, detect, threads_per_rank
 from trainer.ranks.report import Kind, Report, read_reports
 from trainer.ranks.stopping import SHOW_CURSOR, stop_before_training
+from trainer.recipe.elastic import plan_on_ranks
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES, Strategy
-from trainer.training.elastic import plan_on_ranks
 
 if TYPE_CHECKING:
     from trainer.recipe.reading.loading import ResolvedRecipe
@@ -205,10 +205,16 @@ def _arguments_of_accelerate() -> list[str] | None:
 def join(resolved: ResolvedRecipe, environment: LaunchEnvironment, job: Job | None = None) -> int:
     """Run the rank of this process; return its exit code."""
     with importing():
-        from trainer.training.run import run
+        if job is None and environment.elastic_nodes is not None:
+            from trainer.training.elastic import run_elastic
 
+            job = run_elastic
+        elif job is None:
+            from trainer.training.run import run
+
+            job = run
     set_threads(environment)
-    return (job or run)(resolved, environment)
+    return job(resolved, environment)
 
 
 def set_threads(environment: LaunchEnvironment) -> None:

@@ -118,34 +118,35 @@ class Heartbeat(Observer):
     A failed write, for example on a full disk, is ignored: the file serves diagnosis only.
 
     Args:
+        run_folder: the folder of the run.
         rank: of this process.
         local_rank: its number on this machine; the ranks of a machine follow each other.
     """
 
-    def __init__(self, rank: int, local_rank: int = 0) -> None:
+    def __init__(self, run_folder: Path, rank: int, local_rank: int = 0) -> None:
+        self.run_folder = run_folder
         self.rank = rank
         self._first_rank = rank - local_rank
         self._offset = local_rank * _RECORD_BYTES
         self.beats = 0
-        self.run_folder: Path | None = None
         self._host = _host()
         self._descriptor: int | None = None
         self._step = 0
         self._status: Status | None = None
 
-    def begin(self, run_folder: Path, step: int) -> None:
-        """Create the file.
+    def begin(self, step: int) -> None:
+        """Create the file, after `step` steps.
 
         Raises:
             TrainerError: the file cannot be written.
         """
-        self.run_folder = run_folder
+        folder = ranks_folder(self.run_folder)
         try:
-            ranks_folder(run_folder).mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = open_plain(self.file, os.O_WRONLY | os.O_CREAT)
         except OSError as error:
             raise TrainerError(
-                f"rank {self.rank} on {self._host} cannot write {ranks_folder(run_folder)} ({error.strerror});"
+                f"rank {self.rank} on {self._host} cannot write {folder} ({error.strerror});"
                 " `checkpoint.folder` must be a folder that all ranks can write"
             ) from error
         self.doing(step, "beginning")
@@ -153,7 +154,6 @@ class Heartbeat(Observer):
     @property
     def file(self) -> Path:
         """The path of the file of this rank's machine."""
-        assert self.run_folder is not None, "it has not begun"
         return ranks_folder(self.run_folder) / f"machine-{self._first_rank:05d}.jsonl"
 
     def doing(self, step: int, what: str) -> None:

@@ -134,11 +134,9 @@ class Watchdog(Observer):
             os.write(sys.stderr.fileno(), f"error: {message}\n".encode(errors="backslashreplace"))
 
     def _statuses(self) -> dict[int, Status]:
-        assert self._heartbeat.run_folder is not None, "the heartbeat has not begun"
         return read_statuses(self._heartbeat.run_folder)
 
     def _stack_file(self, rank: int) -> Path:
-        assert self._heartbeat.run_folder is not None, "the heartbeat has not begun"
         return ranks_folder(self._heartbeat.run_folder) / f"rank-{rank:05d}.stack"
 
 

@@ -9,8 +9,27 @@ from __future__ import annotations
 from contextlib import suppress
 
 from trainer.base.errors import RecipeError, UsageError
+from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
+
+
+def plan_on_ranks(recipe: Recipe, environment: LaunchEnvironment) -> RunPlan:
+    """Plan a recipe on the ranks that a launcher started; if nodes may join and leave, on the most ranks that fit.
+
+    Raises:
+        RecipeError: the recipe does not fit on that many ranks.
+        UsageError: the recipe or torchrun is not ready for nodes that join and leave.
+    """
+    if environment.elastic_nodes is None:
+        return plan_run(recipe, environment.world_size, environment.local_world_size)
+    check_nodes(recipe, environment.elastic_nodes, environment.local_world_size)
+    if environment.has_agent_store:
+        raise UsageError(
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE must be 1 under torchrun's --nnodes MIN:MAX, but is not: a node that"
+            " joins later would wait for an address that torchrun does not publish again; export it on all nodes"
+        )
+    return plan_elastic(recipe, environment.world_size, environment.local_world_size)
 
 
 def plan_elastic(recipe: Recipe, world_size: int, local_world_size: int) -> RunPlan:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,11 +26,17 @@ from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.engine.builders import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
+from trainer.engine.optimizers.build import optimizer_notes
+from trainer.models.attention import attention_notes
 from trainer.models.building import BuiltModel, build_model
+from trainer.models.compiled import compile_cache
 from trainer.models.cutting import ModelCut
+from trainer.models.dropout import dropout_notes
 from trainer.models.generation import set_generation
 from trainer.models.saving import save_configuration
 from trainer.models.statistics import buffers_hash
+from trainer.models.tensor_split import context_notes
+from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
 from trainer.observe.records import Idling, RunInfo
 from trainer.parallel.mesh import ParallelMesh
@@ -43,7 +50,7 @@ from trainer.tasks.task import Task
 from trainer.training.evaluation import Evaluator
 from trainer.training.model_card import complete_folder
 from trainer.training.run_data import PreparedData
-from trainer.training.run_info import run_info
+from trainer.training.run_info import model_size, run_info, total_peak_flops
 from trainer.training.teaching import load_teacher
 from trainer.training.versions import versions
 
@@ -52,8 +59,8 @@ from trainer.training.versions import versions
 class Assembly:
     """All parts of a training on this rank.
 
-    `built` holds the model, or this rank's pipeline stages of it. `progress` is where the training stands; the loader
-    of the training split starts there.
+    `built` holds the model, or this rank's pipeline stages of it. `progress` has the counters of the run, which a
+    saver sets when it resumes; the loader of the training split starts there.
     """
 
     plan: RunPlan
@@ -62,7 +69,7 @@ class Assembly:
     built: list[BuiltModel]
     engine: Engine
     saved: Saved
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress
 
     @property
     def recipe(self) -> Recipe:
@@ -136,8 +143,40 @@ class Assembly:
             raise TrainerError("`data.validation` is null, so there is nothing to evaluate on; name a split")
         return evaluator.evaluate()
 
-    def saver(self, check_owner: Callable[[], None] = lambda: None, saves: bool = True) -> Saver:
-        """Return the saver of checkpoints in the run's folder, which also resumes from them."""
+    def meter(self) -> Meter:
+        """Return the meter of the training. All ranks must call it."""
+        return Meter(model_size(self.models, self.placements, self.mesh), total_peak_flops(self.recipe, self.mesh))
+
+    def notes(self) -> list[str]:
+        """Return notes for the user on model, data and engine."""
+        recipe, model, device = self.recipe, self.models[0], self.mesh.device
+        notes = [
+            *([] if self.progress.step else self.built[0].notes),  # a checkpoint has replaced the weights
+            *self.data.notes(recipe.data.max_length),
+            *context_notes(model.config, recipe.parallel.context),
+            *attention_notes(model, device),
+            *dropout_notes(model, device),
+            *optimizer_notes(recipe.optimizer, device),
+        ]
+        if recipe.cuda_graphs:
+            notes.append("each shape of microbatches is captured as a CUDA graph when it comes again")
+        if recipe.compile:
+            notes.append(f"layers are compiled after the first microbatch; the code is kept in {compile_cache()}")
+        return notes
+
+    def saver(
+        self,
+        note: Callable[[str], None] = warnings.warn,
+        check_owner: Callable[[], None] = lambda: None,
+        saves: bool = True,
+    ) -> Saver:
+        """Return the saver of checkpoints in the run's folder, which also resumes from them.
+
+        Args:
+            note: shows a note on rank 0.
+            check_owner: raises an error on rank 0 if the folder no longer belongs to this run.
+            saves: whether to write checkpoints.
+        """
         checkpoint = self.recipe.checkpoint
         patience = min(FOLDER_SECONDS, self.recipe.parallel.join_timeout.seconds)
         store = CheckpointStore(Path(checkpoint.folder), checkpoint.keep, patience)
@@ -146,7 +185,8 @@ class Assembly:
         memory = None
         if saves and checkpoint.memory is not None:
             memory = HostMemory(Path(checkpoint.memory.folder), Path(checkpoint.folder), self.mesh)
-        return kind(store, self.engine, self.mesh, self.saved, checkpoint.asynchronous, check_owner, mirror, memory)
+        places = (checkpoint.asynchronous, check_owner, mirror, memory)
+        return kind(store, self.engine, self.mesh, self.saved, *places, note, self.progress)
 
     def info(self, environment: LaunchEnvironment) -> RunInfo:
         """Return the facts for the start-up summary. All ranks must call it."""
@@ -197,10 +237,6 @@ class Assembly:
         means = tuple(sum(measured[rank]) / len(measured[rank]) for rank in sorted(measured))
         return Idling(means, self.plan.pipeline.bubble)
 
-    def close(self) -> None:
-        """Let go of all parts, so that the process group can end."""
-        vars(self).clear()
-
     def _stage_texts(self) -> tuple[str, ...]:
         """Return the schedule of the pipeline and the contents of each stage, on rank 0; empty without a pipeline."""
         pipeline = self.plan.pipeline
@@ -240,7 +276,11 @@ def train_batches(plan: RunPlan, mesh: ParallelMesh, data: PreparedData, start_s
 
 
 def assemble(
-    plan: RunPlan, mesh: ParallelMesh, data: PreparedData, adapt: Callable[[nn.Module], None] | None = None
+    plan: RunPlan,
+    mesh: ParallelMesh,
+    data: PreparedData,
+    adapt: Callable[[nn.Module], None] | None = None,
+    progress: Progress | None = None,
 ) -> Assembly:
     """Build the model and the engine. All ranks must call it.
 
@@ -250,6 +290,7 @@ def assemble(
         data: of the recipe.
         adapt: changes a built model in place before the engine takes it, for example to freeze parameters. It gets
             each pipeline stage by itself, and must do the same on every rank.
+        progress: the counters of the run; None: new ones.
 
     Raises:
         UsageError: the model cannot be reached, or cannot be laid out like this.
@@ -289,7 +330,7 @@ def assemble(
         model_files,
     )
     engine = build_engine(built, task, mesh, plan, plan.total_steps(len(data.train)), placed.teacher)
-    return Assembly(plan, mesh, data, built, engine, saved)
+    return Assembly(plan, mesh, data, built, engine, saved, progress or Progress())
 
 
 def _files_beside_weights(data: PreparedData, recipe: Recipe, model: nn.Module) -> dict[str, bytes]:

@@ -1,6 +1,6 @@
-"""Runs that nodes join and leave under torchrun: the ranks that train, and the spare ones that wait.
+"""Runs that nodes join and leave under torchrun: some ranks train, and spare ones wait for them.
 
-torchrun starts all ranks again when the nodes change, and they resume. This module imports no torch.
+torchrun starts all ranks again when the nodes change, and they resume.
 """
 
 from __future__ import annotations
@@ -12,110 +12,98 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.base.errors import ExitCode, RecipeError, UsageError
+from trainer.base.errors import ExitCode, LostPeerError, RecipeError
+from trainer.checkpoint.handover import free, hand_over
 from trainer.ranks.environment import LaunchEnvironment
+from trainer.ranks.joining import Rendezvous
 from trainer.ranks.stopping import StopRequest
-from trainer.recipe.elastic import check_nodes, plan_elastic
+from trainer.recipe.elastic import plan_on_ranks
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
+from trainer.training.process_group import collective_timeout, meet_ranks
+from trainer.training.run import train
 
 if TYPE_CHECKING:
-    from trainer.ranks.joining import Rendezvous
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 _AGENT_SECONDS = 5.0  # until the agent of this node sees the change that others have seen; it looks ten times a second
 
 
-def plan_on_ranks(recipe: Recipe, environment: LaunchEnvironment) -> RunPlan:
-    """Plan a recipe on the ranks that a launcher started; if nodes may join and leave, on the most ranks that fit.
+def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment) -> int:
+    """Train on the most ranks that the recipe fits, while the others wait; return the exit code of the training.
+
+    Args:
+        resolved: the recipe.
+        everyone: this rank among all.
 
     Raises:
-        RecipeError: the recipe does not fit on that many ranks.
-        UsageError: the recipe or torchrun is not ready for nodes that join and leave.
+        TrainerError: a user error, ranks are missing, or they have gone.
     """
-    if environment.elastic_nodes is None:
-        return plan_run(recipe, environment.world_size, environment.local_world_size)
-    check_nodes(recipe, environment.elastic_nodes, environment.local_world_size)
-    if environment.has_agent_store:
-        raise UsageError(
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE must be 1 under torchrun's --nnodes MIN:MAX, but is not: a node that"
-            " joins later would wait for an address that torchrun does not publish again; export it on all nodes"
-        )
-    return plan_elastic(recipe, environment.world_size, environment.local_world_size)
-
-
-def among_training(environment: LaunchEnvironment, plan: RunPlan) -> LaunchEnvironment:
-    """Return the place of a rank among those that train."""
+    plan = plan_on_ranks(resolved.recipe, everyone)
     size = plan.layout.world_size
-    return replace(environment, world_size=size, local_world_size=min(size, environment.local_world_size))
+    if everyone.rank >= size:
+        meeting = _meet(resolved, plan, everyone)
+        assert meeting is not None, "others train"
+        return wait_as_spare(resolved.recipe, plan, everyone, meeting)
+    environment = replace(everyone, world_size=size, local_world_size=min(size, everyone.local_world_size))
+    spares = everyone.world_size - size
+    with StopRequest() as stop:
+        try:
+            meeting = _meet(resolved, plan, everyone)
+            own = meeting.of_first(environment) if meeting is not None and spares else meeting
+            code = train(resolved, environment, stop, own).exit_code
+            if meeting is not None and spares and everyone.rank == 0:
+                meeting.dismiss(spares, code)
+        except LostPeerError:
+            stop.wait(_AGENT_SECONDS)
+            raise
+        if code == ExitCode.STOPPED:
+            # Nodes see a change one after another. An agent that sees the exit of its ranks before the change counts a
+            # failure, so they wait for its signal.
+            stop.wait(_AGENT_SECONDS)
+    return code
 
 
-def spare_note(recipe: Recipe, environment: LaunchEnvironment, plan: RunPlan) -> list[str]:
-    """Return a note with the number of spare ranks and the reason, if there are any."""
-    training, there = plan.layout.world_size, environment.world_size
-    if training == there:
-        return []
+def _meet(resolved: ResolvedRecipe, plan: RunPlan, everyone: LaunchEnvironment) -> Rendezvous | None:
+    """Meet all ranks, and move the checkpoints in the memory of spare ranks to those that train."""
+    recipe, size = resolved.recipe, plan.layout.world_size
+    meeting = meet_ranks(resolved, plan, everyone)
+    if meeting is None or everyone.world_size == size:
+        return meeting
+    notes = [_spare_note(recipe, everyone, size)]
+    if kept := recipe.checkpoint.memory:
+        folders, seconds = (Path(kept.folder), Path(recipe.checkpoint.folder)), collective_timeout(recipe)
+        notes += hand_over(*folders, meeting, everyone, size, seconds.total_seconds())
+    if everyone.rank == 0:
+        sys.stderr.write("".join(f"{note}\n" for note in notes))
+    return meeting
+
+
+def _spare_note(recipe: Recipe, everyone: LaunchEnvironment, size: int) -> str:
     try:
-        plan_run(recipe, there, environment.local_world_size)
+        plan_run(recipe, everyone.world_size, everyone.local_world_size)
     except RecipeError as error:
-        return [f"{training} of {there} processes train, and the others wait until the nodes change: {error}"]
+        return f"{size} of {everyone.world_size} processes train, and the others wait until the nodes change: {error}"
     raise AssertionError("a plan on all ranks is preferred")
 
 
-def wait_as_spare(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvironment) -> int:
+def wait_as_spare(recipe: Recipe, plan: RunPlan, environment: LaunchEnvironment, meeting: Rendezvous) -> int:
     """Wait for the end of a training on the other ranks, and return its exit code.
 
     Raises:
-        TrainerError: ranks are missing, differ from this one, or have gone.
+        LostPeerError: the training has failed.
     """
-    from trainer.training.process_group import meet_ranks  # brings torch
-
-    rendezvous = meet_ranks(resolved, plan, environment)
-    assert rendezvous is not None, "others train"
-    hand_over_shares(resolved.recipe, plan, environment, rendezvous)
     sys.stderr.write(
         f"rank {environment.rank} on {socket.gethostname()} waits as a spare: the training fits"
         f" {plan.layout.world_size} of the {environment.world_size} processes\n"
     )
     code: int = ExitCode.FAILED
     try:
-        code = rendezvous.dismissed()
-        if code in (ExitCode.DONE, ExitCode.STOPPED):
-            _free_shares(resolved.recipe, environment)
+        code = meeting.dismissed()
+        kept = recipe.checkpoint.memory
+        if code in (ExitCode.DONE, ExitCode.STOPPED) and kept is not None and environment.local_rank == 0:
+            free(Path(kept.folder), Path(recipe.checkpoint.folder))  # `hand_over` may have kept it
     finally:
         if code:
-            time.sleep(_AGENT_SECONDS)  # as `outlast_agent`; a signal ends this process at once
+            time.sleep(_AGENT_SECONDS)  # for the agent, as above; a signal ends this process at once
     return code
-
-
-def hand_over_shares(
-    recipe: Recipe, plan: RunPlan, environment: LaunchEnvironment, rendezvous: Rendezvous
-) -> list[str]:
-    """Give the ranks that train the checkpoints in memory of the spare ones, and return notes; see `hand_over`."""
-    kept = recipe.checkpoint.memory
-    if kept is None:
-        return []
-    from trainer.checkpoint.handover import hand_over  # brings torch
-    from trainer.training.process_group import collective_timeout
-
-    seconds = collective_timeout(recipe).total_seconds()
-    folders = Path(kept.folder), Path(recipe.checkpoint.folder)
-    return hand_over(*folders, rendezvous, environment, plan.layout.world_size, seconds)
-
-
-def _free_shares(recipe: Recipe, environment: LaunchEnvironment) -> None:
-    """Free the memory of this host at the end of the run, as the ranks that train do; `hand_over` may have kept it."""
-    kept = recipe.checkpoint.memory
-    if kept is not None and environment.local_rank == 0:
-        from trainer.checkpoint.handover import free  # brings torch
-
-        free(Path(kept.folder), Path(recipe.checkpoint.folder))
-
-
-def outlast_agent(environment: LaunchEnvironment, stop: StopRequest) -> None:
-    """Wait for the signal of this node's agent, after the other ranks have ended the run.
-
-    Nodes see a change one after another. An agent that sees the exit of its ranks before the change counts a failure.
-    """
-    if environment.elastic_nodes is not None:
-        stop.wait(_AGENT_SECONDS)

@@ -92,7 +92,6 @@ def _evaluate(plan: RunPlan, data: PreparedData, device: torch.device, shows: bo
         evaluator = parts.evaluator(_Shown(bar))
         assert evaluator is not None, "there is a validation split"
         metrics = evaluator.evaluate()
-    parts.close()
     return metrics
 
 

@@ -97,6 +97,19 @@ class Loop:
         self.total_steps = self.progress.step + len(self.loader)
         self.best_metric = self.recipe.evaluation.best or self.recipe.task.metrics[0]
 
+    def notes(self) -> list[str]:
+        """Return notes for the user on the steps and evaluations that follow those of a checkpoint."""
+        stop, progress = self.recipe.training.stop_at_step, self.progress
+        notes = []
+        if stop is not None and progress.step >= stop:
+            notes.append(
+                f"`training.stop_at_step` is {stop}, which has passed; training continues from step {progress.step} to"
+                " the last step"
+            )
+        if progress.best is not None and self.validation not in (None, progress.best_rows):
+            notes.append("validation data changed; best-metric tracking restarts")
+        return notes
+
     def run(self) -> Ending:
         """Run the steps that are left.
 

@@ -172,7 +172,6 @@ def _predict(request: Request, plan: RunPlan, preparation: Preparation, task: Ta
 
             mesh.on_rank_zero(write)
             bar.update(shown, completed=rows.num_done)
-        predictor.close()
         mesh.on_rank_zero(rows.finish)
         if mesh.rank == 0:
             for note in [*predictor.notes(), *rows.notes()]:
@@ -305,12 +304,6 @@ class _Predictor:
                 " predictions may be wrong"
             )
         return found
-
-    def close(self) -> None:
-        """Let go of the model, so that the process group can end."""
-        if self._parts is not None:
-            self._parts.close()
-            self._parts = None
 
 
 def _is_chat(values: Sequence[Any]) -> bool:

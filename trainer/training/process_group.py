@@ -21,6 +21,7 @@ from trainer.base.text import listed
 from trainer.engine.deepspeed_package import linear_restored, ready_deepspeed
 from trainer.engine.precision import set_precision
 from trainer.observe.heartbeat import killed_ranks
+from trainer.observe.observer import Observer
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous, join_ranks
@@ -38,7 +39,9 @@ _AFTER_WATCHDOG = timedelta(minutes=1)  # the watchdog reports more than a colle
 _ABORT_SECONDS = 10.0
 
 
-def meet_ranks(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvironment) -> Rendezvous | None:
+def meet_ranks(
+    resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvironment, observer: Observer | None = None
+) -> Rendezvous | None:
     """Meet the other ranks, and check that all run the same and reach each other; None without others.
 
     This stands before everything slow, so that a mistake in the cluster shows at once.
@@ -49,6 +52,8 @@ def meet_ranks(resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvir
     """
     if environment.world_size == 1:
         return None
+    if observer is not None:
+        observer.preparing(f"waiting for {environment.world_size} ranks")
     timeout = plan.recipe.parallel.join_timeout.seconds
     rendezvous = join_ranks(environment, timeout)
     check_agreement(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from trainer.base.errors import ExitCode, TrainerError
 from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.owner import FolderOwner
 from trainer.checkpoint.saving import Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.builders import build_observers
@@ -20,6 +21,7 @@ from trainer.observe.observer import Observer, Observers
 from trainer.observe.profiling import Profiler
 from trainer.observe.records import Compilation, EndRecord, Idling, RunInfo
 from trainer.observe.watchdog import Watchdog
+from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.command import command_line
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.schema import Recipe
@@ -50,36 +52,83 @@ def is_complete(ending: Ending) -> bool:
     return _ENDINGS[ending][0] == ExitCode.DONE
 
 
-@dataclass
-class Session:
-    """The observers of this rank and the facts that the end record needs."""
+@dataclass(frozen=True)
+class Results:
+    """How a training ended, and its results; `ending` is None after an error."""
 
-    folder: Path
-    observers: Observers
-    command: str
-    heartbeat: Heartbeat
-    watchdog: Watchdog
-    started: float = field(default_factory=time.monotonic)
-    progress: Progress = field(default_factory=Progress)
+    ending: Ending | None = None
     model_folder: Path | None = None
     idling: Idling | None = None
     compilation: Compilation | None = None
-    saver: Saver | None = None
-    profiler: Profiler | None = None
 
-    def start(self, info: RunInfo) -> None:
-        """Tell the observers that the run is built."""
-        self.observers.start(info)
-        forget_statuses(self.folder)
 
-    def begin_steps(self) -> None:
-        """Start the heartbeat and the watchdog."""
-        self.heartbeat.begin(self.folder, self.progress.step)
-        self.watchdog.begin()
+class Session:
+    """The observers of this rank: those of the user on rank 0; `observer`, heartbeat and watchdog on every rank.
+
+    Args:
+        recipe: the recipe.
+        environment: this rank.
+        owner: the ownership of the run's folder.
+        observer: an observer of this rank, beside the recipe's.
+    """
+
+    def __init__(
+        self, recipe: Recipe, environment: LaunchEnvironment, owner: FolderOwner, observer: Observer | None
+    ) -> None:
+        self.folder = Path(recipe.checkpoint.folder)
+        self.environment = environment
+        self.owner = owner
+        self._command = command_line(environment)
+        self._started = time.monotonic()
+        self._saver: Saver | None = None
+        shown: list[Observer] = [build_observers(recipe.logging, sys.stdout)] if environment.rank == 0 else []
+        shown += [] if observer is None else [observer]
+        self._profiler: Profiler | None = None
+        if recipe.logging.profile is not None:
+            first, last = recipe.logging.profile.steps
+            note = Observers(shown).note
+            self._profiler = Profiler((first, last), environment.rank, self.folder / "profile", note)
+            shown.insert(0, self._profiler)
+        self._heartbeat = Heartbeat(self.folder, environment.rank, environment.local_rank)
+        seconds = recipe.parallel.stall_timeout.seconds
+        self._watchdog = Watchdog(self._heartbeat, seconds, environment.error_file, self._report_stall)
+        # The watchdog is closed first: the end of the others is no sign of progress.
+        self.observers = Observers([*shown, self._heartbeat, self._watchdog])
+
+    def take_folder(self, mesh: ParallelMesh) -> None:
+        """Lock the folder of the run for rank 0. All ranks must call it.
+
+        Raises:
+            TrainerError: another run has the folder, or it cannot be written.
+        """
+        if unprotected := mesh.on_rank_zero(self.owner.take):
+            self.observers.note(unprotected)
+
+    def start(self, info: RunInfo, saver: Saver, mesh: ParallelMesh, notes: Sequence[str]) -> None:
+        """Report that the run is built, and watch it from now on. All ranks must call it."""
+
+        def start() -> None:
+            self.observers.start(info)
+            forget_statuses(self.folder)
+
+        self._saver = saver
+        mesh.on_rank_zero(start)
+        self._heartbeat.begin(saver.progress.step)
+        self._watchdog.begin()
+        for note in notes:
+            self.observers.note(note)
+
+    def finish(self, results: Results) -> EndRecord:
+        """Report how the training ended, and return the record."""
+        assert results.ending is not None
+        code, message = _ENDINGS[results.ending]
+        if results.ending == "signal" and self.environment.elastic_nodes is not None:
+            message = "stopped by a signal; torchrun starts the ranks again if a node has joined or left"
+        return self._end(code, message, results)
 
     @contextmanager
     def reports_failures(self) -> Iterator[None]:
-        """Tell the observers of an error that leaves the block.
+        """Report an error that leaves the block.
 
         Raises:
             BaseException: the error itself.
@@ -87,65 +136,50 @@ class Session:
         try:
             yield
         except TrainerError as error:
-            self.end(error.exit_code, str(error))
+            self._end(error.exit_code, str(error), Results())
             raise
         except BaseException as error:
-            self.end(ExitCode.FAILED, f"{type(error).__name__}: {error}")
+            self._end(ExitCode.FAILED, f"{type(error).__name__}: {error}", Results())
             raise
 
-    def ended(self, ending: Ending, elastic: bool = False) -> EndRecord:
-        """Tell the observers how the loop ended, and return the record; `elastic`: nodes may join and leave."""
-        code, message = _ENDINGS[ending]
-        if ending == "signal" and elastic:
-            message = "stopped by a signal; torchrun starts the ranks again if a node has joined or left"
-        return self.end(code, message)
+    def _report_stall(self, reason: str) -> None:
+        self._end(ExitCode.FAILED, reason, Results())
 
-    def end(self, code: ExitCode, message: str | None) -> EndRecord:
-        """Tell the observers how the run ended, and return the record."""
-        if self.profiler is not None:
-            self.profiler.finish(self.progress.step)
+    def _end(self, code: ExitCode, message: str | None, results: Results) -> EndRecord:
+        progress = self._saver.progress if self._saver else Progress()
+        if self._profiler is not None:
+            self._profiler.finish(progress.step)
         record = EndRecord(
             outcome=_OUTCOMES.get(code, "failed"),
             exit_code=int(code),
             folder=self.folder,
-            model_folder=self.model_folder,
-            best=self.progress.best,
-            step=self.progress.step,
-            seconds=time.monotonic() - self.started,
-            resume_command=self.command,
+            model_folder=results.model_folder,
+            best=progress.best,
+            step=progress.step,
+            seconds=time.monotonic() - self._started,
+            resume_command=self._command,
             message=message,
-            pipeline=self.idling,
-            compilation=self.compilation,
+            pipeline=results.idling,
+            compilation=results.compilation,
             has_checkpoint=self._has_checkpoint(),
-            profile=self.profiler.found if self.profiler else None,
+            profile=self._profiler.found if self._profiler else None,
         )
         self.observers.end(record)
         return record
 
     def _has_checkpoint(self) -> bool:
-        if self.saver is not None:  # the folder of a stalled run may not answer
-            return self.saver.has_checkpoint
+        if self._saver is not None:  # the folder of a stalled run may not answer
+            return self._saver.has_checkpoint
         try:
             return bool(CheckpointStore(self.folder, keep=1).steps())
         except OSError:  # the folder cannot exist, for example because of its long name
             return False
 
 
-def open_session(recipe: Recipe, environment: LaunchEnvironment, observer: Observer | None = None) -> Session:
-    """Build the observers: those of the user on rank 0; `observer`, heartbeat and watchdog on every rank."""
-    heartbeat = Heartbeat(environment.rank, environment.local_rank)
-    seconds = recipe.parallel.stall_timeout.seconds
-    watchdog = Watchdog(heartbeat, seconds, environment.error_file, lambda reason: session.end(ExitCode.FAILED, reason))
-    shown: list[Observer] = [build_observers(recipe.logging, sys.stdout)] if environment.rank == 0 else []
-    shown += [] if observer is None else [observer]
-    profiler: Profiler | None = None
-    if recipe.logging.profile is not None:
-        first, last = recipe.logging.profile.steps
-        folder = Path(recipe.checkpoint.folder) / "profile"
-        profiler = Profiler((first, last), environment.rank, folder, Observers(shown).note)
-        shown.insert(0, profiler)
-    # The watchdog is closed first: the end of the others is no sign of progress.
-    observers = Observers([*shown, heartbeat, watchdog])
-    session = Session(Path(recipe.checkpoint.folder), observers, command_line(environment), heartbeat, watchdog)
-    session.profiler = profiler
-    return session
+@contextmanager
+def open_session(recipe: Recipe, environment: LaunchEnvironment, observer: Observer | None) -> Iterator[Session]:
+    """Open the session of a rank; its observers show an error that leaves the block, and are closed at its end."""
+    with FolderOwner(Path(recipe.checkpoint.folder)) as owner:
+        session = Session(recipe, environment, owner, observer)
+        with closing(session.observers), session.reports_failures():
+            yield session

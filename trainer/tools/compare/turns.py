@@ -21,6 +21,7 @@ from trainer.base.errors import ExitCode, TrainerError, UsageError, storage_erro
 from trainer.launch.local import RankError, run_on_fresh_ranks
 from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
 from trainer.ranks.environment import LaunchEnvironment
+from trainer.ranks.stopping import StopRequest
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.tools.compare.contestants import Contestant
 from trainer.tools.compare.peers import PeerMeasurement, redirect_output, require_able
@@ -49,7 +50,8 @@ class _Measurement:
 
         redirect_output(self.output)
         probe = None if self.probed is None else Probe(self.probed, environment.rank, self.output.parent)
-        return train(resolved, environment, saves=False, observer=probe).exit_code
+        with StopRequest() as stop:
+            return train(resolved, environment, stop, saves=False, observer=probe).exit_code
 
 
 @dataclass
