@@ -79,12 +79,12 @@ class Tracker(Observer):
 
     Args:
         service: the service that stores the run.
-        tell: shows a note to the user.
+        note: shows a note to the user.
         retry_seconds: the maximum time between two attempts to write.
     """
 
-    def __init__(self, service: Service, tell: Callable[[str], None], retry_seconds: float = _RETRY_SECONDS) -> None:
-        self._service, self._tell, self._retry_seconds = service, tell, retry_seconds
+    def __init__(self, service: Service, note: Callable[[str], None], retry_seconds: float = _RETRY_SECONDS) -> None:
+        self._service, self._note, self._retry_seconds = service, note, retry_seconds
         self._inbox: queue.SimpleQueue[Point | EndRecord] = queue.SimpleQueue()
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=service.word, daemon=True)
@@ -154,7 +154,7 @@ class Tracker(Observer):
 
     def _pass_notes(self) -> None:
         while not self._notes.empty():
-            self._tell(self._notes.get())
+            self._note(self._notes.get())
 
     def _work(self) -> None:
         """Run the thread until the end of the run or of the process."""

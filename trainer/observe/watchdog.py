@@ -23,7 +23,7 @@ from trainer.observe.heartbeat import Heartbeat, Status, ranks_folder, read_stat
 from trainer.observe.observer import Observer
 from trainer.ranks.report import Report
 
-_TELL_SECONDS = 5.0  # to show the end of the run, which may hang too
+_REPORT_SECONDS = 5.0  # to show the end of the run, which may hang too
 _DISK_SECONDS = 30.0  # for one look at the folder of the run
 _ANSWER_SECONDS = 60.0  # to wait for the stacks of other ranks, and to report them
 _NO_ANSWER = "no answer: it is stopped or its machine is gone"
@@ -36,16 +36,20 @@ class Watchdog(Observer):
         heartbeat: the heartbeat of this rank.
         timeout_seconds: the time without progress of any rank.
         error_file: the file of this rank's error, which `trainer run` reads; None: standard error.
-        tell: shows the outcome of the run, given the reason.
+        report_end: reports the end of the run to its observers, given the reason.
     """
 
     def __init__(
-        self, heartbeat: Heartbeat, timeout_seconds: float, error_file: Path | None, tell: Callable[[str], object]
+        self,
+        heartbeat: Heartbeat,
+        timeout_seconds: float,
+        error_file: Path | None,
+        report_end: Callable[[str], object],
     ) -> None:
         self._heartbeat = heartbeat
         self._timeout = timeout_seconds
         self._error_file = error_file
-        self._tell = tell
+        self._report_end = report_end
         self._pause = min(1.0, timeout_seconds / 10)
         self._last_seen: dict[int, Status] = {}
         self._seen_since = 0.0  # by the monotonic clock
@@ -117,7 +121,7 @@ class Watchdog(Observer):
         stacks = {rank: _text(self._stack_file(rank)) for rank in statuses}
         reporter = min((rank for rank, stack in stacks.items() if stack), default=self._heartbeat.rank)
         if self._heartbeat.rank != reporter:
-            time.sleep(2 * _TELL_SECONDS)  # an agent ends all ranks when one exits, and the reporter must report first
+            time.sleep(2 * _REPORT_SECONDS)  # an agent ends all ranks when one exits, so the reporter must be first
         else:
             self._report(stall_message(statuses, stacks, self._timeout, time.time()))
         self._heartbeat.leave()
@@ -127,9 +131,9 @@ class Watchdog(Observer):
         report = Report(self._heartbeat.rank, ExitCode.FAILED, message, "stall")
         if self._error_file is not None:
             report.write(self._error_file)
-        teller = threading.Thread(target=self._tell, args=(message.splitlines()[0],), daemon=True)
-        teller.start()
-        teller.join(_TELL_SECONDS)
+        reporting = threading.Thread(target=self._report_end, args=(message.splitlines()[0],), daemon=True)
+        reporting.start()
+        reporting.join(_REPORT_SECONDS)
         if self._error_file is None:
             os.write(sys.stderr.fileno(), f"error: {message}\n".encode(errors="backslashreplace"))
 

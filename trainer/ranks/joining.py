@@ -43,7 +43,7 @@ _AFTER_TORCH_SECONDS = 10.0
 _ATTEMPT_SECONDS = 5.0  # for one connection
 _RETRY_SECONDS = 0.25
 _BACKLOG = 4096  # all ranks may connect at once
-_LINGER_SECONDS = 5.0  # for the other ranks to read an error, if this rank serves the store
+_READ_SECONDS = 5.0  # for the other ranks to read an error, if this rank serves the store
 
 
 def join_ranks(environment: LaunchEnvironment, timeout_seconds: float) -> Rendezvous:
@@ -108,8 +108,8 @@ class Rendezvous:
         if self.store.add(f"here/{own.rank}", 1) > 1:
             raise two_processes(own.rank)
         enter(self.store, "here", own.rank)
-        self._count_in("arrived")
-        _await_all(own, deadline, lambda until: self._came("arrived", until - time.monotonic()) or None, self._missing)
+        self._count("arrived")
+        _await_all(own, deadline, lambda until: self._wait_for_all("arrived", until) or None, self._missing)
 
     def of_first(self, environment: LaunchEnvironment) -> Rendezvous:
         """Return the rendezvous of the first ranks alone.
@@ -122,7 +122,7 @@ class Rendezvous:
     def dismiss(self, waiting: int, code: int) -> None:
         """Give `waiting` other ranks, which are in `dismissed`, the exit code of the run."""
         self._put("dismissed/code", code)
-        end = time.monotonic() + _LINGER_SECONDS
+        end = time.monotonic() + _READ_SECONDS
         wait_until(lambda: self.store.add("dismissed/known", 0) >= waiting, end)
 
     def dismissed(self) -> int:
@@ -157,13 +157,13 @@ class Rendezvous:
             with suppress(dist.DistError):  # the store has gone with its rank
                 self._put(f"{name}/problem", [int(code), self._signed(text)])
                 self.store.set(f"{name}/all", "")
-                self._linger(name)
+                self._wait_for_readers(name)
             if isinstance(error, TrainerError) and self._environment.num_nodes > 1:
                 raise _error(code, self._signed(text)) from error
             raise
         with _lost_store():
-            self._count_in(name)
-            if not self._came(name, timeout_seconds):
+            self._count(name)
+            if not self._wait_for_all(name, time.monotonic() + timeout_seconds):
                 raise TrainerError(
                     f"rank {self._environment.rank} waited {timeout_seconds:g} seconds for the others, which have"
                     " neither finished nor failed; if they still prepare the data, raise `parallel.stall_timeout`,"
@@ -171,7 +171,7 @@ class Rendezvous:
                 )
             if self.store.check([f"{name}/problem"]):
                 code, text = decode(self.store.get(f"{name}/problem"))
-                self._linger(name)
+                self._wait_for_readers(name)
                 raise _error(ExitCode(code), text)
         return result
 
@@ -187,7 +187,7 @@ class Rendezvous:
         with _lost_store():
             if self._environment.rank == 0:
                 found = [decode(one) for one in self.store.multi_get([f"{name}/{rank}" for rank in range(self._size)])]
-            self._linger(name)  # rank 0 may leave next, and its store with it
+            self._wait_for_readers(name)  # rank 0 may leave next, and its store with it
         return found
 
     def share(self, value: Any, timeout_seconds: float) -> Any:
@@ -201,7 +201,7 @@ class Rendezvous:
         self.together(lambda: None if own else self._put(f"{name}/value", value), timeout_seconds)
         with _lost_store():
             shared = decode(self.store.get(f"{name}/value"))
-            self._linger(name)  # the value may make all ranks leave
+            self._wait_for_readers(name)  # the value may make all ranks leave
         return shared
 
     def all_same(self, text: str, timeout_seconds: float) -> bool:
@@ -219,7 +219,7 @@ class Rendezvous:
         self.together(compare, timeout_seconds)
         with _lost_store():
             same = not self.store.check([f"{name}/differ"])
-            self._linger(name)
+            self._wait_for_readers(name)
         return same
 
     def check_network(self, timeout_seconds: float) -> None:
@@ -309,21 +309,21 @@ class Rendezvous:
         self._questions += 1
         return f"question/{self._questions}"
 
-    def _count_in(self, name: str) -> None:
+    def _count(self, name: str) -> None:
         if self.store.add(f"{name}/count", 1) == self._size:
             self.store.set(f"{name}/all", "")
 
-    def _came(self, name: str, seconds: float) -> bool:
-        """Wait until all ranks were counted, or one has failed."""
-        return wait_until(lambda: self.store.check([f"{name}/all"]), time.monotonic() + seconds)
+    def _wait_for_all(self, name: str, until: float) -> bool:
+        """Wait until all ranks were counted, or one has failed; return false at that time of the monotonic clock."""
+        return wait_until(lambda: self.store.check([f"{name}/all"]), until)
 
     def _missing(self) -> list[int]:
         return ranks_missing(self.store, "here", self._size)
 
-    def _linger(self, name: str) -> None:
+    def _wait_for_readers(self, name: str) -> None:
         """Count the ranks that have read the values; wait for all of them if the store ends with this process."""
         known = self.store.add(f"{name}/known", 1)
-        end = time.monotonic() + _LINGER_SECONDS
+        end = time.monotonic() + _READ_SECONDS
         while self._hosts_store and known < self._size and time.monotonic() < end:
             time.sleep(0.01)
             known = self.store.add(f"{name}/known", 0)

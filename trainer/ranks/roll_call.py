@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from trainer.base.errors import TrainerError
 
 _LONGEST_PAUSE_SECONDS = 0.25  # between two questions to the store
-_CAME = "came"
+_ARRIVED = "arrived"
 
 
 class RollCall:
@@ -38,7 +38,7 @@ class RollCall:
         self._names: list[str] = []
         self._roll = ""
         store.set(_process(rank), self._own)
-        enter(store, _CAME, rank)
+        enter(store, _ARRIVED, rank)
 
     def wait(self, until: float) -> str | None:
         """Return the name of this start, the same on all ranks; None: not all have answered.
@@ -53,13 +53,13 @@ class RollCall:
 
     def missing(self) -> list[int] | None:
         """Return the ranks that have not come, or None if rank 0 is missing: then the others are unknown."""
-        if absent := ranks_missing(self._store, _CAME, self._size):
+        if absent := ranks_missing(self._store, _ARRIVED, self._size):
             return absent
         return ranks_missing(self._store, self._answers, self._size) if self._roll else None
 
     @property
     def _answers(self) -> str:
-        return f"{self._roll}/{_CAME}"
+        return f"{self._roll}/{_ARRIVED}"
 
     def _is_complete(self) -> bool:
         if self._store.get(_process(self._rank)).decode() != self._own:
@@ -96,8 +96,8 @@ class RollCall:
 
 def ranks_missing(store: Store, key: str, size: int) -> list[int]:
     """Return the ranks below `size` that have not appended their entry to `key`, with two messages."""
-    came = set(store.get(key).split()) if store.check([key]) else set()
-    return [rank for rank in range(size) if str(rank).encode() not in came]
+    arrived = set(store.get(key).split()) if store.check([key]) else set()
+    return [rank for rank in range(size) if str(rank).encode() not in arrived]
 
 
 def enter(store: Store, key: str, rank: int) -> None:

@@ -144,7 +144,7 @@ class Loop:
             out_of_patience = self._due(self.recipe.evaluation.every) and self._evaluate()
             request = asked()
             if request == _FAILING:
-                self.mesh.on_rank_zero(self._settle)
+                self.mesh.on_rank_zero(self._flush)
             ending = self._ending(out_of_patience, request)
             if ending or request == SAVE or self._due(self.recipe.checkpoint.every):
                 self._read_begun()  # a checkpoint holds the number of bad steps
@@ -158,7 +158,7 @@ class Loop:
                     self.saver.save_in_memory()
             if ending:
                 self.saver.finish()
-                self.mesh.on_rank_zero(self._settle)
+                self.mesh.on_rank_zero(self._flush)
                 self.stop.obeyed(SAVE, STOP)
                 return ending
             if request == SAVE:
@@ -174,36 +174,36 @@ class Loop:
             return None
         result = begun.read()
         if result.is_bad:
-            self._bear(result, begun)
+            self._skip_bad_step(result, begun)
         else:
             self._last_good = begun.batch
         return result
 
-    def _bear(self, result: StepResult, begun: _BegunStep) -> None:
+    def _skip_bad_step(self, result: StepResult, begun: _BegunStep) -> None:
         """Report a step that was not taken, and end the run after too many of them."""
         rows = self.loader.row_ids(begun.number - 1)
         record = examine(begun.number, result, begun.batch, rows, self.engine, self.mesh, self._last_good)
         self.progress.bad_steps += 1
-        self._tell(lambda: self.observers.bad_step(record))
+        self._report(lambda: self.observers.bad_step(record))
         allowed = self.recipe.training.max_bad_steps
         if self.progress.bad_steps > allowed:
             rate = f"(the learning rate is {result.learning_rate:.3g})"
             raise NonFiniteError(
-                f"training must go on with finite numbers: {remedy(record)} {rate}; or skip such steps"
+                f"training must continue with finite numbers: {remedy(record)} {rate}; or skip such steps"
                 f" (`training.max_bad_steps` is {allowed}). {describe(record)}; the weights are those of the step"
                 " before"
             )
         self.observers.note(f"{describe(record)}; skipped, {self.progress.bad_steps} of at most {allowed} bad steps")
 
-    def _tell(self, observers: Callable[[], None]) -> None:
-        """Call the observers, and keep an error until the ranks next agree, so that rank 0 does not leave alone."""
+    def _report(self, event: Callable[[], None]) -> None:
+        """Report an event to the observers; keep an error until the ranks next agree, so that all exit together."""
         try:
-            observers()
+            event()
         except TrainerError as error:
             self._failure = self._failure or error
 
-    def _settle(self) -> None:
-        """Raise the error of an observer that could not write."""
+    def _flush(self) -> None:
+        """Flush the observers, or raise the error of one that could not write."""
         if self._failure is not None:
             raise self._failure
         self.observers.flush()
@@ -246,7 +246,7 @@ class Loop:
             loss_scale=result.loss_scale,
             mfu=rates.mfu,
         )
-        self._tell(lambda: self.observers.step(record))
+        self._report(lambda: self.observers.step(record))
 
     def _memory(self) -> tuple[int, ...]:
         """Return the peak memory of every rank; of one process with several GPUs, that of every GPU."""
@@ -263,7 +263,7 @@ class Loop:
         with self.meter.paused():
             metrics = self.evaluator.evaluate()
             record = EvaluationRecord(self.progress.step, metrics, self.evaluator.picture)
-            self._tell(lambda: self.observers.evaluation(record))
+            self._report(lambda: self.observers.evaluation(record))
             new, best = merit(self.best_metric, metrics), self._best_merit()
             self.progress.evaluations_since_best += 1
             if best is None or new[0] > best[0]:

@@ -175,7 +175,7 @@ def _predict(request: Request, plan: RunPlan, preparation: Preparation, task: Ta
         mesh.on_rank_zero(rows.finish)
         if mesh.rank == 0:
             for note in [*predictor.notes(), *rows.notes()]:
-                _tell(note)
+                _print_note(note)
 
 
 @contextmanager
@@ -496,7 +496,7 @@ class _Rows:
             shutil.rmtree(self._folder, ignore_errors=True)
         except OSError as error:
             raise self._unwritable(error) from error
-        _tell(f"wrote {self.num_done:,} rows to {self._output}")
+        _print_note(f"wrote {self.num_done:,} rows to {self._output}")
 
     @property
     def _folder(self) -> Path:
@@ -528,7 +528,7 @@ class _Rows:
         if before != facts:
             if before is not None:
                 changed = ", ".join(name for name in facts if before.get(name) != facts[name])
-                _tell(f"starts anew: {self._folder} is of a prediction with another {changed}")
+                _print_note(f"starts anew: {self._folder} is of a prediction with another {changed}")
             for path in self._folder.iterdir():
                 if path.name != _LOCK:
                     path.unlink()
@@ -536,7 +536,7 @@ class _Rows:
         while self._part(self._num_parts).exists():
             self._num_parts += 1
         if self._num_parts:
-            _tell(f"goes on after {self._num_parts * self._request.chunk_rows:,} rows of {self._folder}")
+            _print_note(f"goes on after {self._num_parts * self._request.chunk_rows:,} rows of {self._folder}")
 
     def _facts(self) -> dict[str, Any]:
         folder = Path(self._recipe.model.name_or_path or "")
@@ -601,5 +601,5 @@ def _folder_digest(folder: Path, left_out: Path) -> str:
     return digest_of(facts)
 
 
-def _tell(text: str) -> None:
+def _print_note(text: str) -> None:
     sys.stderr.write(f"{text}\n")
