@@ -83,7 +83,7 @@ def test_tables_and_lists_are_such_in_the_site_too(page: Path, site: Path):
 
 
 def test_the_search_finds_a_message(site: Path):
-    assert "could not meet the others at" in (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    assert "could not join the others at" in (site / "search" / "search_index.json").read_text(encoding="utf-8")
 
 
 def test_a_file_of_the_repository_has_its_page(site: Path):

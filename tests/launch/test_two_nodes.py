@@ -147,15 +147,18 @@ class TestWhatIsWrongIsSaid:
     def test_a_wrong_address(self, nodes, tmp_path, address, answer):
         first, second = two_ranks(nodes, write_tiny_run(tmp_path), SHORT, variables={"MASTER_ADDR": address})
         assert (first[0], second[0]) == (1, 1)
-        assert f"error: rank 1 on node1 could not meet the others at {address}:{PORT} ({answer}" in second[1]
-        assert f"error: rank 0 on node0 waited at node0:{PORT}, but only 1 of 2 ranks have come, not rank 1" in first[1]
+        assert f"error: rank 1 on node1 could not join the others at {address}:{PORT} ({answer}" in second[1]
+        assert (
+            f"error: rank 0 on node0 waited at node0:{PORT}, but only 1 of 2 ranks have joined, without rank 1"
+            in first[1]
+        )
 
     def test_a_port_that_is_closed(self, nodes, tmp_path):
         with closed(nodes[0], PORT):
             first, second = two_ranks(nodes, write_tiny_run(tmp_path), SHORT)
         assert (first[0], second[0]) == (1, 1)
-        assert f"could not meet the others at node0:{PORT} (no answer: a firewall" in second[1]
-        assert "only 1 of 2 ranks have come" in first[1]
+        assert f"could not join the others at node0:{PORT} (no answer: a firewall" in second[1]
+        assert "only 1 of 2 ranks have joined" in first[1]
 
     def test_ports_between_ranks_that_are_closed(self, nodes, tmp_path):
         with closed(nodes[0], "32768-60999"):  # the ports on which rank 0 listens, without MASTER_PORT

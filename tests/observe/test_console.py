@@ -20,7 +20,7 @@ small
   batch       32 rows a step = 2 ranks x 2 microbatches of at most 8
   data        3,668 training rows, 408 validation rows; majority class
               "equivalent": 0.6838
-  steps       345, of which 115 make an epoch
+  steps       345, 115 per epoch
   folder      runs/small
 
 step  20/345  epoch 0.17  loss 0.6800  grad_norm 12.3450  lr 5.00e-05  samples/s 320    tokens/s 33.1k  memory 2.0 GiB    left 0:16:15
@@ -90,7 +90,7 @@ def test_time_left_counts_from_where_the_run_went_on():
     console.start(run_info(Path("runs/small"), resumed_from=335))
     clock.now += 5
     console.step(step_record(340))
-    assert "going on after step 335" in stream.getvalue()
+    assert "resuming after step 335" in stream.getvalue()
     assert stream.getvalue().endswith("left 0:00:05\n")
 
 

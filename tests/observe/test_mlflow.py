@@ -134,7 +134,7 @@ def test_a_server_that_is_away_is_refused_without_its_password(folder, monkeypat
     with pytest.raises(TrainerError, match="MLflow cannot be used") as raised:
         started(folder)
     assert "secret" not in str(raised.value)
-    assert str(raised.value).endswith("or take it out of `logging.to`")
+    assert str(raised.value).endswith("or remove it from `logging.to`")
 
 
 def test_a_run_that_another_server_does_not_know_is_refused(folder, empty_store, monkeypatch):

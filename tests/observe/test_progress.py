@@ -35,7 +35,7 @@ small
   batch       32 rows a step = 2 ranks x 2 microbatches of at most 8
   data        3,668 training rows, 408 validation rows; majority class
               "equivalent": 0.6838
-  steps       345, of which 115 make an epoch
+  steps       345, 115 per epoch
   folder      runs/small
 
 step  20/345  epoch 0.17  loss 0.6800  grad_norm 12.3450  lr 5.00e-05

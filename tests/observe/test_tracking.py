@@ -119,7 +119,7 @@ def test_a_service_that_cannot_be_used_is_refused_in_one_sentence(tmp_path):
         started(service, tmp_path)
     assert raised.value.exit_code == ExitCode.FAILED, "another start may find the server"
     assert str(raised.value) == (
-        '`logging.to` holds "fake", but Fake cannot be used (no route to http://host/); mend that, or take it out of'
+        '`logging.to` holds "fake", but Fake cannot be used (no route to http://host/); fix that, or remove it from'
         " `logging.to`"
     )
 
@@ -138,7 +138,7 @@ def test_a_service_that_fails_gets_what_it_lacks_when_it_is_back_and_is_told_of_
     assert [point.step for point in service.points] == [1, 2, 3]
     assert len(service.ends) == 1
     assert notes[1:] == [
-        "Fake cannot be written (no route to http://host/); the training goes on, and what is missing is tried again"
+        "Fake cannot be written (no route to http://host/); training continues, and missing points are retried"
     ]
 
 
@@ -156,7 +156,7 @@ def test_a_service_that_is_away_at_a_restart_gets_all_points_later(tmp_path):
     assert [point.step for point in service.points] == [5]
     assert len(service.ends) == 2
     assert notes == [
-        "Fake cannot be written (no route to http://host/); the training goes on, and what is missing is tried again",
+        "Fake cannot be written (no route to http://host/); training continues, and missing points are retried",
         "Fake: somewhere",
     ]
 
@@ -188,7 +188,7 @@ def test_a_service_that_hangs_stalls_neither_a_step_nor_the_end(tmp_path, monkey
     tracker.end(end_record(tmp_path))
     tracker.close()
     assert time.monotonic() - began < 5
-    assert notes[-1] == "Fake does not answer; what it lacks is in `metrics.jsonl`"
+    assert notes[-1] == "Fake does not answer; missing points are in `metrics.jsonl`"
     assert service.times_closed == 0, "it is still in use"
     service.may_go_on.set()
 

@@ -158,7 +158,7 @@ def test_one_that_does_not_come_is_named():
 
     first, _, third = on_ranks(act, 3)
     for error in (first, third):
-        assert "at 127.0.0.1:29500, but only 2 of 3 ranks have come, not rank 1; see" in str(error)
+        assert "at 127.0.0.1:29500, but only 2 of 3 ranks have joined, without rank 1; check" in str(error)
 
 
 def test_two_processes_of_one_rank():
@@ -242,7 +242,7 @@ def test_a_taken_port_is_the_users_error():
 
 def test_a_port_where_nobody_listens():
     port = int(free_port())
-    with pytest.raises(TrainerError, match=rf"rank 1 on .* could not meet .* 127.0.0.1:{port} \(refused") as error:
+    with pytest.raises(TrainerError, match=rf"rank 1 on .* could not join .* 127.0.0.1:{port} \(refused") as error:
         join_ranks(replace(RANK, rank=1, local_rank=1, master_port=port), 0.5)
     assert error.value.exit_code is ExitCode.FAILED
 
@@ -260,7 +260,7 @@ def test_a_program_that_keeps_silent_does_not_hold_a_rank():
         ended = processes.run([sys.executable, "-c", code])
     assert ended.returncode == 1
     assert "error: rank 1 on " in ended.stderr
-    assert "could not meet the others at 127.0.0.1:" in ended.stderr
+    assert "could not join the others at 127.0.0.1:" in ended.stderr
 
 
 def test_what_is_wrong_is_said_within_a_minute():

@@ -236,9 +236,9 @@ def test_classes_that_look_like_one(tmp_path):
     write_rows(tmp_path / "train.jsonl", rows)
     data = prepare_data(load_recipe(str(recipe)).recipe)
     assert [note for note in data.data_notes if "rows that" not in note] == [
-        "the classes 'No ' and 'no' differ only in case, space or form of Unicode; if they are one class, mend the"
+        "the classes 'No ' and 'no' differ only in case, space or form of Unicode; if they are one class, fix the"
         " labels",
-        "the class 'no' has one training row; a typing error in a label makes such a class",
+        "the class 'no' has one training row; a typo in a label creates such a class",
         "the validation split holds the rows of the training split, so metrics do not show new rows",
     ]
     assert class_counts(data.task, data.train) == (("No ", 8), ("no", 1))

@@ -275,7 +275,7 @@ class TestResume:
         assert train(recipe, 'logging.to=["console"]') == ExitCode.DONE
         shown = " ".join(capsys.readouterr().out.split())
         assert "passed over the checkpoint" in shown
-        assert "going on after step 3" in shown
+        assert "resuming after step 3" in shown
         assert_same_run(recipe, whole)
 
     def test_another_learning_rate_is_refused(self, tmp_path):

@@ -83,8 +83,8 @@ def _outcome(folder: Path, code: int) -> int:
     if file.exists():
         raise _error(json.loads(file.read_text(encoding="utf-8")))
     if code not in (ExitCode.DONE, ExitCode.STOPPED):
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-        raise TrainerError(f"the process that ran the recipe {how}; its output tells why")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        raise TrainerError(f"the process that ran the recipe {how}; its output has the reason")
     return code
 
 

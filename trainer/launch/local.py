@@ -110,8 +110,8 @@ def plan_start(
             )
         if max_restarts:
             raise LaunchError(
-                f"--max-restarts is {max_restarts}, but {environment.launcher} started the ranks, and only what starts"
-                " them can start them again; drop --max-restarts, and let the launcher or the batch system restart"
+                f"--max-restarts is {max_restarts}, but {environment.launcher} started the ranks, and only their"
+                " launcher can restart them; drop --max-restarts, and let the launcher or the batch system restart"
             )
         plan_on_ranks(recipe, environment)
         if _num_gpus() != 1:  # a batch system may show each rank only its own GPU; the ranks compare them
@@ -170,7 +170,7 @@ def _asked_of_accelerate() -> int:
     arguments = _arguments_of_accelerate()
     if arguments is None:
         raise LaunchError(
-            "`accelerate launch` started one process, and how many it was asked for cannot be seen from here;"
+            "`accelerate launch` started one process, but the requested number is unknown here;"
             " pass --processes to `trainer run`, or --multi_gpu to `accelerate launch`, which starts all, on CPU too"
         )
     asked = launch_command_parser().parse_args(arguments)
@@ -184,7 +184,7 @@ def _asked_of_accelerate() -> int:
             "`accelerate launch` on CPU gives no ranks to several machines; add --multi_gpu, which does, on CPU too"
         )
     if (number or 1) > 1:
-        sys.stderr.write(f"accelerate started one process of the {number} it was asked for: starting them here\n")
+        sys.stderr.write(f"accelerate started one of the {number} requested processes: starting them here\n")
     return number or 1
 
 
@@ -244,7 +244,7 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job | 
             time.sleep(_RESTART_SECONDS)
             if stop.signal is not None:
                 raise RankError(
-                    f"stopped by {stop.signal.name} before the restart; the last checkpoint is as it was",
+                    f"stopped by {stop.signal.name} before the restart; the last checkpoint is unchanged",
                     ExitCode.STOPPED,
                 )
             resolved = _resuming(resolved)
@@ -288,7 +288,7 @@ def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: S
         if stop.signal is not None and ranks.was_killed:
             raise RankError(
                 f"stopped by {stop.signal.name}; the ranks were killed before they had saved; earlier checkpoints"
-                " are as they were",
+                " are unchanged",
                 ExitCode.FAILED,
             )
         statuses = read_statuses(Path(resolved.recipe.checkpoint.folder))
@@ -341,7 +341,7 @@ def _error_of(
     if first.exit_code < 0:
         reason = "; the system does so when memory runs out" if first.exit_code == -signal.SIGKILL else ""
         return RankError(f"{rank} was killed by {_signal_name(-first.exit_code)}{reason}", ExitCode.FAILED)
-    return RankError(f"{rank} left with exit code {first.exit_code} and no error message", ExitCode.FAILED)
+    return RankError(f"{rank} exited with code {first.exit_code} and no error message", ExitCode.FAILED)
 
 
 def _signal_name(number: int) -> str:

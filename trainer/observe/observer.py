@@ -119,5 +119,5 @@ def packages_of(destination: str) -> Iterator[None]:
     except ImportError as error:
         raise UsageError(
             f'`logging.to` holds "{destination}", which needs packages that are not installed;'
-            f" install them ({install_command(destination)}) or take it out of `logging.to` ({error})"
+            f" install them ({install_command(destination)}) or remove it from `logging.to` ({error})"
         ) from error

@@ -107,9 +107,9 @@ def _classes_text(run: RunInfo) -> str:
 def start_summary(run: RunInfo) -> list[str]:
     """Return the lines on the model, data, layout and devices of a run that starts."""
     ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
-    steps = f"{run.total_steps:,}, of which {run.steps_per_epoch:,} make an epoch"
+    steps = f"{run.total_steps:,}, {run.steps_per_epoch:,} per epoch"
     if run.resumed_from is not None:
-        steps += f"; going on after step {run.resumed_from:,}"
+        steps += f"; resuming after step {run.resumed_from:,}"
     return [
         run.name,
         *_row("ranks", f"{ranks} on {run.device}{_launcher_text(run.launcher)}"),

@@ -109,7 +109,7 @@ class Tracker(Observer):
             if known is None:
                 raise TrainerError(
                     f'`logging.to` holds "{self._service.word}", but {self._service.name} cannot be used'
-                    f" ({_one_line(error)}); mend that, or take it out of `logging.to`"
+                    f" ({_one_line(error)}); fix that, or remove it from `logging.to`"
                 ) from error
             self._open = partial(self._open_run, run, known)
             self._complain(error)
@@ -140,7 +140,7 @@ class Tracker(Observer):
             self._inbox.put(record)
             self._thread.join(END_SECONDS + _LAST_WORDS_SECONDS)
             if self._thread.is_alive():
-                self._notes.put(f"{self._service.name} does not answer; what it lacks is in `metrics.jsonl`")
+                self._notes.put(f"{self._service.name} does not answer; missing points are in `metrics.jsonl`")
         self._pass_notes()
 
     def close(self) -> None:
@@ -204,8 +204,8 @@ class Tracker(Observer):
         if not self._has_complained:
             self._has_complained = True
             self._notes.put(
-                f"{self._service.name} cannot be written ({_one_line(error)}); the training goes on, and what is"
-                " missing is tried again"
+                f"{self._service.name} cannot be written ({_one_line(error)}); training continues, and missing"
+                " points are retried"
             )
 
 

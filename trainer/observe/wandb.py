@@ -84,7 +84,7 @@ class WandbService:
     def place(self) -> str:
         assert self._run is not None, "it is opened first"
         if self._run.disabled:
-            return "keeps nothing, as WANDB_MODE says"
+            return "disabled by WANDB_MODE; nothing is kept"
         if self._run.offline:
             folder = Path(self._run.dir).parent
             return f"offline in {folder}; `wandb sync {folder}` sends it"

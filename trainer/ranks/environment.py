@@ -124,16 +124,16 @@ def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: st
     mixed = flags.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if mixed not in ("no", precision):
         raise UsageError(
-            f"`precision` is {precision}, but `accelerate launch` was told --mixed_precision {mixed};"
+            f"`precision` is {precision}, but `accelerate launch` got --mixed_precision {mixed};"
             f" the recipe decides: drop the flag, or set `precision` in the recipe"
         )
     dynamo = flags.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if dynamo != "no":
-        raise UsageError(f"`accelerate launch` was told --dynamo_backend {dynamo}; the recipe decides: drop the flag")
+        raise UsageError(f"`accelerate launch` got --dynamo_backend {dynamo}; the recipe decides: drop the flag")
     for engine, strategies in ACCELERATE_ENGINES.items():
         if flags.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true" and strategy not in strategies:
             raise UsageError(
-                f"`parallel.strategy` is {strategy}, but `accelerate launch` was told --use_{engine.lower()};"
+                f"`parallel.strategy` is {strategy}, but `accelerate launch` got --use_{engine.lower()};"
                 f" the recipe decides: drop the flag"
                 + (f", or set `parallel.strategy` to one of {', '.join(strategies)}" if strategies else "")
             )

@@ -495,9 +495,9 @@ def _await_all(
             _say(f"{_missing_text(absent, environment.world_size)} yet at {_place(environment)}; waiting")
     raise TrainerError(
         f"rank {environment.rank} on {socket.gethostname()} waited at {_place(environment)}, but"
-        f" {_missing_text(missing(), environment.world_size)}; see that they were started, with MASTER_ADDR"
+        f" {_missing_text(missing(), environment.world_size)}; check that they were started, with MASTER_ADDR"
         f" {environment.master_addr} and MASTER_PORT {environment.master_port}, and that this port of that host is open"
-        " to them; `parallel.join_timeout` says how long to wait"
+        " to them; `parallel.join_timeout` sets the limit"
     )
 
 
@@ -520,9 +520,9 @@ def _give_up(environment: LaunchEnvironment) -> None:
 
 def _not_met(environment: LaunchEnvironment, problem: str) -> str:
     return (
-        f"rank {environment.rank} on {socket.gethostname()} could not meet the others at {_place(environment)}"
-        f" ({problem}); see that MASTER_ADDR is the machine of rank 0, that rank 0 was started, that the port is open"
-        " to this machine, and that no other program has it; `parallel.join_timeout` says how long to wait"
+        f"rank {environment.rank} on {socket.gethostname()} could not join the others at {_place(environment)}"
+        f" ({problem}); check that MASTER_ADDR is the machine of rank 0, that rank 0 was started, that the port is open"
+        " to this machine, and that no other program has it; `parallel.join_timeout` sets the limit"
     )
 
 
@@ -532,9 +532,9 @@ def _place(environment: LaunchEnvironment) -> str:
 
 def _missing_text(missing: list[int] | None, size: int) -> str:
     if missing is None:
-        return "rank 0, which lists the ranks, has not come"
+        return "rank 0, which lists the ranks, has not joined"
     ranks = listed(missing, 8)
-    return f"only {size - len(missing)} of {size} ranks have come, not rank{'s' * (len(missing) > 1)} {ranks}"
+    return f"only {size - len(missing)} of {size} ranks have joined, without rank{'s' * (len(missing) > 1)} {ranks}"
 
 
 def _say(text: str) -> None:

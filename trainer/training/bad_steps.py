@@ -66,7 +66,7 @@ def remedy(record: BadStepRecord) -> str:
 def describe(record: BadStepRecord) -> str:
     """Return the sentence that the user reads."""
     if record.diverged:
-        where = "the weights have diverged: the loss of the rows of the step before is not finite any more either"
+        where = "the weights have diverged: the loss of the previous step's rows is no longer finite either"
     elif record.rows:
         ranks = f"rank{'s' if len(record.ranks) > 1 else ''} {', '.join(map(str, record.ranks))}"
         rows = listed(record.rows, _SHOWN_ROWS)

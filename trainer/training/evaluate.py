@@ -40,7 +40,7 @@ class Evaluation:
         """Evaluate as the rank of `environment`, and return the exit code.
 
         Raises:
-            TrainerError: the user can mend the cause.
+            TrainerError: a user error.
         """
         recipe = resolved.recipe
         if recipe.data.validation is None:

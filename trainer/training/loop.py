@@ -190,8 +190,8 @@ class Loop:
             rate = f"(the learning rate is {result.learning_rate:.3g})"
             raise NonFiniteError(
                 f"training must continue with finite numbers: {remedy(record)} {rate}; or skip such steps"
-                f" (`training.max_bad_steps` is {allowed}). {describe(record)}; the weights are those of the step"
-                " before"
+                f" (`training.max_bad_steps` is {allowed}). {describe(record)}; the weights are those of the previous"
+                " step"
             )
         self.observers.note(f"{describe(record)}; skipped, {self.progress.bad_steps} of at most {allowed} bad steps")
 

@@ -131,7 +131,7 @@ class Prediction:
         """Predict as the rank of `environment`, and return the exit code.
 
         Raises:
-            TrainerError: the user can mend the cause.
+            TrainerError: a user error.
         """
         recipe = resolved.recipe
         plan = plan_run(recipe, environment.world_size, environment.local_world_size)

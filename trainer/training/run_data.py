@@ -87,7 +87,7 @@ def prepare_data(
         most_rows: the number of rows to encode of each split, and to read of large files; None: all.
         cache: the folder of the cache; None: that of the recipe, or of the user.
         load: loads the preparation.
-        observer: is told what is prepared.
+        observer: shows the preparation.
 
     Raises:
         TrainerError: model or data cannot be reached, or do not fit each other.

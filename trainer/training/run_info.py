@@ -173,12 +173,12 @@ def class_notes(task: Task, train: EncodedSplit, validation: EncodedSplit | None
             look_alike = len({unicodedata.normalize("NFKC", name) for name in names}) < len(names)
             shown = " and ".join(map(ascii if look_alike else repr, names))
             notes.append(
-                f"the classes {shown} differ only in case, space or form of Unicode; if they are one class, mend the"
+                f"the classes {shown} differ only in case, space or form of Unicode; if they are one class, fix the"
                 " labels"
             )
     if single := [name for name, count in counts if count == 1]:
         kind = f"classes {listed(list(map(repr, single)), 3)} have" if len(single) > 1 else f"class {single[0]!r} has"
-        notes.append(f"the {kind} one training row; a typing error in a label makes such a class")
+        notes.append(f"the {kind} one training row; a typo in a label creates such a class")
     if validation is None:
         return notes
     if train.content_hash == validation.content_hash:
