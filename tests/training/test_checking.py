@@ -22,8 +22,8 @@ from trainer.tasks.registry import build_task
 from trainer.tools.doctor.machine import Machine
 from trainer.tools.doctor.starting import parts
 from trainer.training import checking
+from trainer.training.data_notes import class_counts
 from trainer.training.run_data import prepare_data
-from trainer.training.run_info import class_counts
 
 NER = {"type": "token_classification"}
 HUB = {"config": None, "tokenizer": None, "name_or_path": "google-bert/bert-base-uncased"}

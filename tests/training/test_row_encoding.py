@@ -18,12 +18,12 @@ from trainer.recipe.schema import MaskedLM
 from trainer.tasks.registry import build_task
 from trainer.tasks.text.masking import Masking
 from trainer.training.checking import check_parts
+from trainer.training.data_notes import encoding_notes
 from trainer.training.row_encoding import (
     ImagePreparation,
     TextPreparation,
     load_preparation,
     resolve_task,
-    unknown_notes,
 )
 
 MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy"]}
@@ -198,5 +198,5 @@ def test_the_share_of_unknown_tokens_is_always_noted(tmp_path):
     preparation = load_preparation(recipe)
     train = load_splits(recipe.data).train
     encoded = preparation.encode(train, build_task(recipe.task).resolve(train.rows, train.where), tmp_path / "cache")
-    (note,) = unknown_notes(encoded, None)
+    (note,) = encoding_notes({"training": encoded}, 16)
     assert re.fullmatch(r"unknown to the tokenizer: 0.00% of \d+ training tokens", note)

@@ -190,21 +190,6 @@ def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tupl
     return ordered, [*converted, *notes]
 
 
-def unknown_notes(train: EncodedSplit, validation: EncodedSplit | None) -> list[str]:
-    """Return notes on the share of unknown tokens in each split of texts, and on rows without a token of a text."""
-    blank = [
-        f"special tokens only: {split.num_blank:,} of {len(split):,} {name} rows, which have no text"
-        for name, split in (("training", train), ("validation", validation))
-        if split is not None and split.num_blank
-    ]
-    return blank + [
-        f"unknown to the tokenizer: {unknown / max(tokens, 1):.2%} of {tokens:,} {name} tokens"
-        for name, split in (("training", train), ("validation", validation))
-        if split is not None and split.unknown_tokens is not None
-        for unknown, tokens in [split.unknown_tokens]
-    ]
-
-
 @dataclass(frozen=True)
 class TextPreparation:
     """Tokenises texts, cut at `max_length` tokens, for a model with embeddings for `vocab_size` (None: any) tokens.

@@ -9,23 +9,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trainer.base.errors import Problems
 from trainer.data.collate import TokenMasking
 from trainer.data.order import Mixture
 from trainer.data.sources import Split, Splits, load_splits, require_one_type
 from trainer.data.split import EncodedSplit
-from trainer.models.building import rotary_positions
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import cache_folder
-from trainer.recipe.schema import FileData, Recipe
+from trainer.recipe.schema import Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
 from trainer.tasks.types import EvaluatedSplit
-from trainer.training.row_encoding import Preparation, load_preparation, resolve_task, unknown_notes
-from trainer.training.run_info import class_notes
+from trainer.training.data_notes import (
+    class_notes,
+    encoding_notes,
+    mixture_notes,
+    position_notes,
+    row_notes,
+)
+from trainer.training.row_encoding import Preparation, load_preparation, resolve_task
 
 
 @dataclass(frozen=True)
@@ -54,19 +58,14 @@ class PreparedData:
             return None
         return Mixture(self.train.sources, weights, recipe.training.seed)
 
+    @property
+    def splits(self) -> dict[str, EncodedSplit]:
+        """The splits by name: `training`, and `validation` if there is one."""
+        return {"training": self.train} | ({} if self.validation is None else {"validation": self.validation})
+
     def notes(self, max_length: int) -> list[str]:
-        """Return notes on tokenizer and classes, on rows cut to `max_length` tokens, and on unknown tokens."""
-        cut = [
-            f"cut to `data.max_length` ({max_length} tokens): {split.num_cut:,} of {len(split):,} {name} rows"
-            for name, split in (("training", self.train), ("validation", self.validation))
-            if split is not None and split.num_cut
-        ]
-        targets = [
-            f"targets cut to `task.max_target_length`: {split.num_cut_targets:,} of {len(split):,} {name} rows"
-            for name, split in (("training", self.train), ("validation", self.validation))
-            if split is not None and split.num_cut_targets
-        ]
-        return [*self.preparation.notes, *self.data_notes, *cut, *targets, *unknown_notes(self.train, self.validation)]
+        """Return notes for the user on tokenizer, rows and classes; rows are cut to `max_length` tokens."""
+        return [*self.preparation.notes, *self.data_notes, *encoding_notes(self.splits, max_length)]
 
 
 class UnknownClassesError(Exception):
@@ -147,69 +146,24 @@ def prepare_data(
         for split in (splits.train, splits.validation)
         if most_rows is not None and split is not None and not split.first(most_rows).is_whole
     ]
-    found = (*_row_notes(recipe, task, used, train, validation), *class_notes(task, train, validation))
-    found = (*found, *_position_notes(preparation.config, train, validation))
     tokenizer = preparation.text_tokenizer
     own = task.tokenizer_notes(tokenizer) if tokenizer is not None and isinstance(task, TextTask) else []
-    notes = (*splits.notes, *data_notes, *own, *found, *bounded)
-    prepared = PreparedData(task, masking, preparation, train, validation, notes, evaluated)
-    return replace(prepared, data_notes=(*notes, *_mixture_notes(recipe, prepared)))
+    prepared = PreparedData(task, masking, preparation, train, validation, evaluated=evaluated)
+    source_rows = {"training": len(used.train.rows), "validation": len(used.validation.rows) if used.validation else 0}
+    notes = (
+        *splits.notes,
+        *data_notes,
+        *own,
+        *row_notes(recipe, task, prepared.splits, source_rows),
+        *class_notes(task, train, validation),
+        *position_notes(preparation.config, prepared.splits),
+        *bounded,
+        *mixture_notes(recipe, prepared.mixture(recipe), train.sources),
+    )
+    return replace(prepared, data_notes=notes)
 
 
 def _shown(split: Split, observer: Observer) -> Split:
     """Return the split, which tells the observer of its prepared rows."""
     observer.preparing(f"preparing {split.where}")
     return replace(split, show=partial(observer.preparing, f"preparing {split.where}"))
-
-
-def _position_notes(config: Any, train: EncodedSplit, validation: EncodedSplit | None) -> list[str]:
-    """Return a note on each split with later positions than those of a model with rotary positions."""
-    positions = rotary_positions(config)
-    notes = []
-    for name, split in (("training", train), ("validation", validation)):
-        if positions is None or split is None or not len(split):
-            continue
-        own = split.tokens.get("position_ids")  # of packed documents
-        longest = int(split.lengths.max()) if own is None else int(own.max()) + 1
-        if longest > positions:
-            notes.append(
-                f"{name} rows have up to {longest} tokens, more than the {positions} positions of the model"
-                " (`max_position_embeddings`), beyond which its quality suffers; lower `data.max_length`, or scale the"
-                " positions by `model.config.rope_parameters`"
-            )
-    return notes
-
-
-def _mixture_notes(recipe: Recipe, prepared: PreparedData) -> list[str]:
-    """Return a note on the share of each source in an epoch, or on a check that does not count the rows of sources."""
-    if recipe.data.source_weights is None:
-        return []
-    mixture = prepared.mixture(recipe)
-    if mixture is None:
-        return [
-            "mixture: this check read only a part of the rows, so the run finds weights that are too small at its start"
-        ]
-    assert isinstance(recipe.data, FileData)
-    return [
-        f"mixture: {count:,} of the {mixture.num_rows:,} rows of an epoch are of `{entry}`, which has {size:,}:"
-        f" {count / size:.2f} passes"
-        for entry, count, size in zip(recipe.data.train, mixture.counts, prepared.train.sources, strict=True)
-    ]
-
-
-def _row_notes(
-    recipe: Recipe, task: Task, splits: Splits, train: EncodedSplit, validation: EncodedSplit | None
-) -> list[str]:
-    """Return a note on each split that has another number of rows after its preparation, or too few for a batch."""
-    length = recipe.data.max_length
-    unit = "packed rows" if isinstance(task, TextTask) and task.packer(length) else "windows"
-    size = recipe.training.global_batch_size
-    batch = f"`training.global_batch_size` is {size}, but a step has at most the {len(train):,} rows of an epoch"
-    return [batch] * (size > len(train)) + [
-        f"{len(split.rows):,} {name} rows became {len(encoded):,} {unit} of at most {length} tokens"
-        for name, split, encoded in (
-            ("training", splits.train, train),
-            ("validation", splits.validation, validation),
-        )
-        if split is not None and encoded is not None and len(split.rows) != len(encoded)
-    ]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -17,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.base.text import listed
 from trainer.data.split import EncodedSplit
 from trainer.engine.optimizers.bf16_weights import stored_in_bf16
 from trainer.engine.optimizers.eight_bits import moment_bytes
@@ -33,12 +30,10 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.drawing import layout_table
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import SGD, Adafactor, AdamW8bit, Muon, Recipe
-from trainer.tasks.classes import NamedClasses, plain_name
+from trainer.tasks.classes import NamedClasses
 from trainer.tasks.task import Task
+from trainer.training.data_notes import class_counts
 from trainer.training.versions import versions
-
-_MOST_COMPARED = 500_000  # training rows; comparing more takes seconds at each start
-_USUAL_SHARE = 0.01  # of the rows
 
 
 def device_name(device: torch.device) -> str:
@@ -150,75 +145,6 @@ def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:
         return None
     counts = np.bincount(split.scalars["labels"])
     return MajorityClass(str(names[int(counts.argmax())]), float(counts.max() / counts.sum()))
-
-
-def class_counts(task: Task, split: EncodedSplit) -> tuple[tuple[str, int], ...]:
-    """Return the name of each class and its number of rows; empty if rows have no single class."""
-    names = task.model_options().get("id2label")
-    if names is None or "labels" not in split.scalars:
-        return ()
-    counts = np.bincount(split.scalars["labels"], minlength=len(names))
-    return tuple((str(names[index]), int(count)) for index, count in enumerate(counts))
-
-
-def class_notes(task: Task, train: EncodedSplit, validation: EncodedSplit | None) -> list[str]:
-    """Return warnings on classes that look like one or lack rows, and on rows that are there more than once."""
-    counts = class_counts(task, train)
-    notes = []
-    alike: dict[str, list[str]] = {}
-    for name, _ in counts:
-        alike.setdefault(plain_name(name), []).append(name)
-    for names in alike.values():
-        if len(names) > 1:
-            look_alike = len({unicodedata.normalize("NFKC", name) for name in names}) < len(names)
-            shown = " and ".join(map(ascii if look_alike else repr, names))
-            notes.append(
-                f"the classes {shown} differ only in case, space or form of Unicode; if they are one class, fix the"
-                " labels"
-            )
-    if single := [name for name, count in counts if count == 1]:
-        kind = f"classes {listed(list(map(repr, single)), 3)} have" if len(single) > 1 else f"class {single[0]!r} has"
-        notes.append(f"the {kind} one training row; a typo in a label creates such a class")
-    if validation is None:
-        return notes
-    if train.content_hash == validation.content_hash:
-        notes.append("the validation split holds the rows of the training split, so metrics do not show new rows")
-        return notes
-    held = dict(class_counts(task, validation))
-    if absent := [name for name, count in counts if count and not held[name]]:
-        notes.append(f"the validation split has no row of {listed(list(map(repr, absent)), 3)}")
-    if not counts and "labels" in validation.scalars and np.ptp(validation.scalars["labels"]) == 0:
-        value = validation.scalars["labels"].flat[0]
-        notes.append(f"all validation labels are {value:g}, so correlations are undefined, and shown as 0")
-    return notes + _repetitions(train, validation)
-
-
-def _repetitions(train: EncodedSplit, validation: EncodedSplit) -> list[str]:
-    """Return notes on validation rows that are training rows, and on equal training rows with different labels.
-
-    Rows are compared by their tokens. Small numbers of such rows are usual, and not noted.
-    """
-    labels = train.scalars.get("labels")
-    if labels is None or labels.ndim != 1 or len(train) > _MOST_COMPARED or "input_ids" not in train.tokens:
-        return []
-    found: dict[bytes, Any] = {}
-    differing = 0
-    for text, label in zip(_texts(train), labels.tolist(), strict=True):
-        differing += found.setdefault(text, label) != label
-    known = sum(text in found for text in _texts(validation))
-    notes = []
-    if differing > _USUAL_SHARE * len(train):
-        notes.append(f"{differing:,} of {len(train):,} training rows have the tokens of another row with another label")
-    if known > _USUAL_SHARE * len(validation):
-        notes.append(f"{known:,} of {len(validation):,} validation rows have the tokens of a training row")
-    return notes
-
-
-def _texts(split: EncodedSplit) -> Iterator[bytes]:
-    """Yield the tokens of each row."""
-    ids, ends = split.tokens["input_ids"], split.offsets[:: split.texts_per_row].tolist()
-    for start, end in itertools.pairwise(ends):
-        yield ids[start:end].tobytes()
 
 
 def _weights_of(models: Sequence[nn.Module], *kinds: type[nn.Module]) -> set[int]:

@@ -1,0 +1,159 @@
+"""Notes for the user on the data of a run: rows that were cut, joined or repeated, classes, and unknown tokens."""
+
+from __future__ import annotations
+
+import itertools
+import unicodedata
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from trainer.base.text import listed
+from trainer.data.order import Mixture
+from trainer.data.split import EncodedSplit
+from trainer.models.building import rotary_positions
+from trainer.recipe.schema import FileData, Recipe
+from trainer.tasks.classes import plain_name
+from trainer.tasks.task import Task, TextTask
+
+_MOST_COMPARED = 500_000  # training rows; comparing more takes seconds at each start
+_USUAL_SHARE = 0.01  # of the rows
+
+SplitsByName = Mapping[str, EncodedSplit]
+"""`training`, and `validation` if there is one."""
+
+
+def encoding_notes(splits: SplitsByName, max_length: int) -> list[str]:
+    """Return notes on rows cut to `max_length` tokens, rows without text, and unknown tokens."""
+    cut, targets, blank, unknown = [], [], [], []
+    for name, split in splits.items():
+        rows = f"of {len(split):,} {name} rows"
+        if split.num_cut:
+            cut.append(f"cut to `data.max_length` ({max_length} tokens): {split.num_cut:,} {rows}")
+        if split.num_cut_targets:
+            targets.append(f"targets cut to `task.max_target_length`: {split.num_cut_targets:,} {rows}")
+        if split.num_blank:
+            blank.append(f"special tokens only: {split.num_blank:,} {rows}, which have no text")
+        if split.unknown_tokens is not None:
+            number, tokens = split.unknown_tokens
+            share = number / max(tokens, 1)
+            unknown.append(f"unknown to the tokenizer: {share:.2%} of {tokens:,} {name} tokens")
+    return [*cut, *targets, *blank, *unknown]
+
+
+def row_notes(recipe: Recipe, task: Task, splits: SplitsByName, source_rows: Mapping[str, int]) -> list[str]:
+    """Return notes on splits with another number of rows than their sources, and on too few rows for a batch."""
+    length, size = recipe.data.max_length, recipe.training.global_batch_size
+    unit = "packed rows" if isinstance(task, TextTask) and task.packer(length) else "windows"
+    notes = []
+    if size > (rows := len(splits["training"])):
+        notes.append(f"`training.global_batch_size` is {size}, but a step has at most the {rows:,} rows of an epoch")
+    return notes + [
+        f"{source_rows[name]:,} {name} rows became {len(split):,} {unit} of at most {length} tokens"
+        for name, split in splits.items()
+        if source_rows[name] != len(split)
+    ]
+
+
+def position_notes(config: Any, splits: SplitsByName) -> list[str]:
+    """Return a note on each split with later positions than those of a model with rotary positions."""
+    positions = rotary_positions(config)
+    notes = []
+    for name, split in splits.items():
+        if positions is None or not len(split):
+            continue
+        own = split.tokens.get("position_ids")  # of packed documents
+        longest = int(split.lengths.max()) if own is None else int(own.max()) + 1
+        if longest > positions:
+            notes.append(
+                f"{name} rows have up to {longest} tokens, more than the {positions} positions of the model"
+                " (`max_position_embeddings`), beyond which its quality suffers; lower `data.max_length`, or scale the"
+                " positions by `model.config.rope_parameters`"
+            )
+    return notes
+
+
+def mixture_notes(recipe: Recipe, mixture: Mixture | None, source_rows: tuple[int, ...]) -> list[str]:
+    """Return a note on the share of each source in an epoch, or on a check that does not count the rows of sources."""
+    if recipe.data.source_weights is None:
+        return []
+    if mixture is None:
+        return [
+            "mixture: this check read only a part of the rows, so the run finds weights that are too small at its start"
+        ]
+    assert isinstance(recipe.data, FileData)
+    return [
+        f"mixture: {count:,} of the {mixture.num_rows:,} rows of an epoch are of `{entry}`, which has {size:,}:"
+        f" {count / size:.2f} passes"
+        for entry, count, size in zip(recipe.data.train, mixture.counts, source_rows, strict=True)
+    ]
+
+
+def class_counts(task: Task, split: EncodedSplit) -> tuple[tuple[str, int], ...]:
+    """Return the name of each class and its number of rows; empty if rows have no single class."""
+    names = task.model_options().get("id2label")
+    if names is None or "labels" not in split.scalars:
+        return ()
+    counts = np.bincount(split.scalars["labels"], minlength=len(names))
+    return tuple((str(names[index]), int(count)) for index, count in enumerate(counts))
+
+
+def class_notes(task: Task, train: EncodedSplit, validation: EncodedSplit | None) -> list[str]:
+    """Return warnings on classes that look like one or lack rows, and on rows that are there more than once."""
+    counts = class_counts(task, train)
+    notes = []
+    alike: dict[str, list[str]] = {}
+    for name, _ in counts:
+        alike.setdefault(plain_name(name), []).append(name)
+    for names in alike.values():
+        if len(names) > 1:
+            look_alike = len({unicodedata.normalize("NFKC", name) for name in names}) < len(names)
+            shown = " and ".join(map(ascii if look_alike else repr, names))
+            notes.append(
+                f"the classes {shown} differ only in case, space or form of Unicode; if they are one class, fix the"
+                " labels"
+            )
+    if single := [name for name, count in counts if count == 1]:
+        kind = f"classes {listed(list(map(repr, single)), 3)} have" if len(single) > 1 else f"class {single[0]!r} has"
+        notes.append(f"the {kind} one training row; a typo in a label creates such a class")
+    if validation is None:
+        return notes
+    if train.content_hash == validation.content_hash:
+        notes.append("the validation split holds the rows of the training split, so metrics do not show new rows")
+        return notes
+    held = dict(class_counts(task, validation))
+    if absent := [name for name, count in counts if count and not held[name]]:
+        notes.append(f"the validation split has no row of {listed(list(map(repr, absent)), 3)}")
+    if not counts and "labels" in validation.scalars and np.ptp(validation.scalars["labels"]) == 0:
+        value = validation.scalars["labels"].flat[0]
+        notes.append(f"all validation labels are {value:g}, so correlations are undefined, and shown as 0")
+    return notes + _repetitions(train, validation)
+
+
+def _repetitions(train: EncodedSplit, validation: EncodedSplit) -> list[str]:
+    """Return notes on validation rows that are training rows, and on equal training rows with different labels.
+
+    Rows are compared by their tokens. Small numbers of such rows are usual, and not noted.
+    """
+    labels = train.scalars.get("labels")
+    if labels is None or labels.ndim != 1 or len(train) > _MOST_COMPARED or "input_ids" not in train.tokens:
+        return []
+    found: dict[bytes, Any] = {}
+    differing = 0
+    for text, label in zip(_texts(train), labels.tolist(), strict=True):
+        differing += found.setdefault(text, label) != label
+    known = sum(text in found for text in _texts(validation))
+    notes = []
+    if differing > _USUAL_SHARE * len(train):
+        notes.append(f"{differing:,} of {len(train):,} training rows have the tokens of another row with another label")
+    if known > _USUAL_SHARE * len(validation):
+        notes.append(f"{known:,} of {len(validation):,} validation rows have the tokens of a training row")
+    return notes
+
+
+def _texts(split: EncodedSplit) -> Iterator[bytes]:
+    """Yield the tokens of each row."""
+    ids, ends = split.tokens["input_ids"], split.offsets[:: split.texts_per_row].tolist()
+    for start, end in itertools.pairwise(ends):
+        yield ids[start:end].tobytes()
