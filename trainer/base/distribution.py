@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import platform
 from functools import cache
 from importlib import metadata
 
+import trainer
+from trainer.base import extensions
+
 DISTRIBUTION = "recipe-trainer"
+
+COMPARED = ("torch", "transformers", "datasets", "tokenizers", "safetensors")
+"""Packages that must have the same version on all ranks."""
+
+_RECORDED = (*COMPARED, "accelerate", "deepspeed", "numpy")
 
 
 def install_command(*extras: str) -> str:
@@ -22,3 +31,11 @@ def installed(package: str) -> str | None:
         return version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a run names: of trainer, Python, the packages it uses, and those that extend it."""
+    found = {package: installed(package) for package in _RECORDED}
+    own = {"trainer": trainer.__version__, "python": platform.python_version()}
+    extending = dict(package.rsplit(" ", 1) for package in extensions.packages().values())
+    return own | {package: number for package, number in found.items() if number is not None} | extending

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from trainer.base.disk import read_plain
 from trainer.base.errors import UsageError
-from trainer.observe.metrics_file import step_line
+from trainer.observe.metrics_file import GrowingFile, encode_number, step_line
 from trainer.observe.observer import Observer
 from trainer.observe.records import EvaluationRecord, RunInfo, StepRecord
-from trainer.observe.run_files import GrowingFile, encode_number
 
 TRAINING_FILE_NAME = "metrics_training.csv"
 EVALUATION_FILE_NAME = "metrics_evaluation.csv"

@@ -1,12 +1,21 @@
-"""Rates over a logging interval, and model FLOPs utilisation."""
+"""Rates over a logging interval, model FLOPs utilisation, and peak memory."""
 
 from __future__ import annotations
 
 import re
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# getrusage(2) counts in KiB on Linux and in bytes on macOS.
+_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 def flops_per_token(
@@ -174,3 +183,12 @@ class TimeLeft:
         """Return the seconds left when `step` is done; None before the first step of this process is done."""
         done = step - self._first_step
         return (self._clock() - self._start) / done * (self._total_steps - step) if done > 0 else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory in bytes since the process started: of tensors on CUDA, else of the process."""
+    if device.type == "cuda":
+        import torch  # here, because observers load without it
+
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES

@@ -15,11 +15,10 @@ from typing import Any
 import trainer
 from trainer.base import extensions
 from trainer.base.digests import source_digest
-from trainer.base.distribution import installed
+from trainer.base.distribution import COMPARED, installed
 from trainer.base.errors import UsageError
 from trainer.base.text import listed
 from trainer.recipe.plan import RunPlan
-from trainer.training.versions import COMPARED
 
 _SHOWN_DIFFERENCES = 10
 _ABSENT = "missing"

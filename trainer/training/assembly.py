@@ -17,6 +17,7 @@ from pathlib import Path
 from torch import nn
 
 from trainer.base.disk import UNFINISHED, remove
+from trainer.base.distribution import versions
 from trainer.base.errors import TrainerError
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.host_memory import HostMemory
@@ -52,7 +53,6 @@ from trainer.training.model_card import complete_folder
 from trainer.training.run_data import PreparedData
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 from trainer.training.teaching import load_teacher
-from trainer.training.versions import versions
 
 
 @dataclass

@@ -11,9 +11,8 @@ import torch
 from trainer.base.errors import NonFiniteError, TrainerError
 from trainer.checkpoint.saving import Saver
 from trainer.engine.engine import Engine, StepResult
-from trainer.observe.meter import Meter
+from trainer.observe.meter import Meter, peak_memory_bytes
 from trainer.observe.observer import Observer
-from trainer.observe.peak_memory import peak_memory_bytes
 from trainer.observe.records import BestMetric, EvaluationRecord, StepRecord
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainer.base.digests import digest_of, file_digest, source_digest
 from trainer.base.disk import UNFINISHED, no_file, read_plain, remove, replace_text, sync
+from trainer.base.distribution import versions
 from trainer.base.errors import DataError, ExitCode, TrainerError, UsageError
 from trainer.data.chunked_rows import (
     INPUT_FORMATS,
@@ -52,7 +53,6 @@ from trainer.training.evaluation import RowTensors, in_row_order
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
 from trainer.training.row_encoding import Preparation, load_preparation, require_fitting_rotations
 from trainer.training.run_data import PreparedData
-from trainer.training.versions import versions
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.base.distribution import versions
 from trainer.data.split import EncodedSplit
 from trainer.engine.optimizers.bf16_weights import stored_in_bf16
 from trainer.engine.optimizers.eight_bits import moment_bytes
@@ -33,7 +34,6 @@ from trainer.recipe.schema import SGD, Adafactor, AdamW8bit, Muon, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.task import Task
 from trainer.training.data_notes import class_counts
-from trainer.training.versions import versions
 
 
 def device_name(device: torch.device) -> str:

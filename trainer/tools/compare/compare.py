@@ -54,7 +54,7 @@ def compare(
     """
     import torch
 
-    from trainer.training.versions import versions
+    from trainer.base.distribution import versions
 
     if detect().has_ranks:
         raise UsageError("`trainer compare` starts its own ranks; run it without a launcher")

@@ -451,8 +451,8 @@ def build_peer_model(recipe: Recipe, data: PreparedData) -> nn.Module:
 
 def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, environment: LaunchEnvironment) -> None:
     from trainer.engine.optimizers.build import learning_rate
+    from trainer.observe.meter import peak_memory_bytes
     from trainer.observe.metrics_file import MetricsFile
-    from trainer.observe.peak_memory import peak_memory_bytes
     from trainer.observe.records import StepRecord
     from trainer.parallel.placement import whole
     from trainer.training.assembly import train_batches

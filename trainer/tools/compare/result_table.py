@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.disk import replace_text
-from trainer.observe.run_files import encode_number
+from trainer.observe.metrics_file import encode_number
 from trainer.observe.summary import format_bytes
 from trainer.tools.compare.probe import PARTS
 from trainer.tools.compare.results import Result

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trainer.base.digests import digest_of, source_digest
 from trainer.base.disk import replace_text
+from trainer.base.distribution import versions
 from trainer.base.errors import ExitCode, TrainerError, UsageError, storage_error
 from trainer.launch.local import RankError, run_on_fresh_ranks
 from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
@@ -26,7 +27,6 @@ from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.tools.compare.contestants import Contestant
 from trainer.tools.compare.peers import PeerMeasurement, redirect_output, require_able
 from trainer.tools.compare.probe import STEPS, Probe, Shares, read_shares
-from trainer.training.versions import versions
 
 TURNS = 2
 _UNUSED = ("checkpoint.every", "evaluation.every", "evaluation.best", "evaluation.patience", "logging.project")
