@@ -1236,8 +1236,8 @@ _TRAINING = [
         "different_recipes_not_compared",
         "Ranks with different recipes train together.",
         "training/agreement.py",
-        "if all_same(digest):",
-        "if all_same(digest) is not None:",
+        "if meeting.all_same(digest, timeout_seconds):",
+        "if meeting.all_same(digest, timeout_seconds) is not None:",
         ("training/test_agreement.py",),
     ),
     Defect(

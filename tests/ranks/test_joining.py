@@ -85,12 +85,7 @@ def counted_meeting(rendezvous: Rendezvous, differ: bool) -> tuple[int, int]:
     rendezvous.arrive(time.monotonic() + 20)
     facts = {"torch": "2.9" if differ and own.rank == 1 else "2.10", "`model.config`": "x" * 1000}
     with pytest.raises(UsageError, match=r"torch is 2\.10 on") if differ else nullcontext():
-        check_agreement(
-            facts,
-            lambda text: rendezvous.all_same(text, 20),
-            lambda value: rendezvous.share(value, 20),
-            lambda value: rendezvous.gather(value, 20),
-        )
+        check_agreement(facts, rendezvous, 20)
     rendezvous.check_network(20)
     rendezvous.together(lambda: None, 20)
     return len(store.answers), sum(store.answers.values())

@@ -28,13 +28,18 @@ def all_gathered(value: Any) -> list[Any]:
     return values
 
 
-def shared(value: Any) -> Any:
-    return all_gathered(value)[0]
+class Meeting:
+    """A rendezvous over a process group."""
 
+    def all_same(self, text: str, timeout_seconds: float) -> bool:
+        return len(set(all_gathered(text))) == 1
 
-def gathered(value: Any) -> list[Any] | None:
-    values = all_gathered(value)
-    return None if dist.get_rank() else values
+    def share(self, value: Any, timeout_seconds: float) -> Any:
+        return all_gathered(value)[0]
+
+    def gather(self, value: Any, timeout_seconds: float) -> list[Any] | None:
+        values = all_gathered(value)
+        return None if dist.get_rank() else values
 
 
 def disagree() -> list[str]:
@@ -46,7 +51,7 @@ def disagree() -> list[str]:
         {"deepspeed": "0.19"} if rank == 0 else {},
     ):
         try:
-            check_agreement(facts, lambda text: len(set(all_gathered(text))) == 1, shared, gathered)
+            check_agreement(facts, Meeting(), 20)
             answers.append("agreed")
         except UsageError as error:
             answers.append(str(error))

@@ -129,7 +129,7 @@ class Rendezvous:
         """Wait until `dismiss` is called on another rank, and return its exit code.
 
         Raises:
-            LostPeerError: the store has gone.
+            LostPeerError: the store has ended.
         """
         with _lost_store("the training on the other ranks has ended with an error; their messages give the reason"):
             while not self.store.check(["dismissed/code"]):
@@ -154,7 +154,7 @@ class Rendezvous:
         except Exception as error:
             code = error.exit_code if isinstance(error, TrainerError) else ExitCode.FAILED
             text = str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
-            with suppress(dist.DistError):  # the store has gone with its rank
+            with suppress(dist.DistError):  # the store has ended with its rank
                 self._put(f"{name}/problem", [int(code), self._signed(text)])
                 self.store.set(f"{name}/all", "")
                 self._wait_for_readers(name)
@@ -179,7 +179,7 @@ class Rendezvous:
         """Return the `value` of every rank, in order of rank, on rank 0; None on the others.
 
         Raises:
-            TrainerError: a rank has gone.
+            TrainerError: a rank has exited.
         """
         name = self._next_question()
         self.together(lambda: self._put(f"{name}/{self._environment.rank}", value), timeout_seconds)
@@ -194,7 +194,7 @@ class Rendezvous:
         """Return rank 0's `value` on every rank.
 
         Raises:
-            TrainerError: a rank has gone.
+            TrainerError: a rank has exited.
         """
         name = self._next_question()
         own = self._environment.rank
@@ -208,7 +208,7 @@ class Rendezvous:
         """Return whether all ranks gave the same text, on every rank.
 
         Raises:
-            TrainerError: a rank has gone.
+            TrainerError: a rank has exited.
         """
         name = self._next_question()
 
@@ -442,12 +442,12 @@ def _listen_for_ranks(environment: LaunchEnvironment) -> int:
 
 @contextmanager
 def _lost_store(
-    text: str = "another rank has gone before all were ready; its message gives the reason",
+    text: str = "another rank exited before all were ready; its message gives the reason",
 ) -> Iterator[None]:
-    """Convert errors of a store that has gone with its rank or agent into an error with `text`.
+    """Convert errors of a store that has ended with its rank or agent to an error with `text`.
 
     Raises:
-        LostPeerError: the store has gone.
+        LostPeerError: the store has ended.
     """
     try:
         yield

@@ -9,7 +9,7 @@ import hashlib
 import json
 import platform
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import trainer
@@ -18,6 +18,7 @@ from trainer.base.digests import source_digest
 from trainer.base.distribution import COMPARED, installed
 from trainer.base.errors import UsageError
 from trainer.base.text import listed
+from trainer.ranks.joining import Rendezvous
 from trainer.recipe.plan import RunPlan
 
 _SHOWN_DIFFERENCES = 10
@@ -40,33 +41,27 @@ def run_facts(values: Mapping[str, Any], plan: RunPlan, device_type: str) -> dic
     return facts | {package: installed(package) or _ABSENT for package in packages}
 
 
-def check_agreement(
-    facts: Mapping[str, str],
-    all_same: Callable[[str], bool],
-    share: Callable[[Any], Any],
-    gather: Callable[[Any], list[Any] | None],
-) -> None:
+def check_agreement(facts: Mapping[str, str], meeting: Rendezvous, timeout_seconds: float) -> None:
     """Compare the facts of all ranks. All ranks must call it.
 
     If they differ, each rank sends only the facts that differ from those of rank 0.
 
     Args:
         facts: The facts of this rank.
-        all_same: A function that returns whether all ranks gave the same text.
-        share: A function that returns the value of rank 0 on every rank.
-        gather: A function that returns the values of all ranks on rank 0, and None on the others.
+        meeting: The rendezvous of all ranks.
+        timeout_seconds: The limit for other ranks.
 
     Raises:
         UsageError: Facts differ; the message names them with their ranks and hosts. Every rank raises it.
     """
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
-    if all_same(digest):
+    if meeting.all_same(digest, timeout_seconds):
         return
-    first: dict[str, str] = share(dict(facts))
+    first: dict[str, str] = meeting.share(dict(facts), timeout_seconds)
     names = dict.fromkeys((*first, *facts))
     own = {name: value for name in names if (value := facts.get(name, _ABSENT)) != first.get(name, _ABSENT)}
-    ranks: list[tuple[str, Mapping[str, str]]] | None = gather((socket.gethostname(), own))
-    raise UsageError(share(_text(ranks, first) if ranks else None))
+    ranks = meeting.gather((socket.gethostname(), own), timeout_seconds)
+    raise UsageError(meeting.share(_text(ranks, first) if ranks else None, timeout_seconds))
 
 
 def _text(ranks: Sequence[tuple[str, Mapping[str, str]]], first: Mapping[str, str]) -> str:

@@ -37,7 +37,7 @@ def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment) -> int:
         everyone: this rank among all.
 
     Raises:
-        TrainerError: a user error, ranks are missing, or they have gone.
+        TrainerError: a user error, ranks are missing, or they have exited.
     """
     plan = plan_on_ranks(resolved.recipe, everyone)
     size = plan.layout.world_size

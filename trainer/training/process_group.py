@@ -56,12 +56,7 @@ def meet_ranks(
         observer.preparing(f"waiting for {environment.world_size} ranks")
     timeout = plan.recipe.parallel.join_timeout.seconds
     rendezvous = join_ranks(environment, timeout)
-    check_agreement(
-        run_facts(resolved.values, plan, device_type()),
-        lambda text: rendezvous.all_same(text, timeout),
-        lambda value: rendezvous.share(value, timeout),
-        lambda value: rendezvous.gather(value, timeout),
-    )
+    check_agreement(run_facts(resolved.values, plan, device_type()), rendezvous, timeout)
     rendezvous.check_network(timeout)
     return rendezvous
 
@@ -116,7 +111,7 @@ def process_group(
     Raises:
         UsageError: DeepSpeed is needed and cannot be used.
         LaunchError: ranks have the same GPU.
-        LostPeerError: another rank has gone.
+        LostPeerError: another rank has exited.
     """
     if rendezvous is not None and device.type == "cuda":
         _check_gpus(rendezvous, environment, device, collective_timeout(plan.recipe).total_seconds())
