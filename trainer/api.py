@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -176,10 +177,8 @@ def assemble(
     environment, _ = plan_start(resolved, None if _is_rank() else 1, 0)
     set_threads(environment)
     plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
-    meeting = process_group.meet_ranks(resolved, plan, environment)
-    data = process_group.together(meeting, resolved.recipe, lambda: checking.prepare_checked(plan))
-    device = process_group.open_device(environment, resolved.recipe.tf32)
-    with process_group.process_group(plan, environment, device, meeting):
+    prepare = partial(checking.prepare_checked, plan)
+    with process_group.joined_ranks(resolved, plan, environment, prepare) as (device, data):
         parts = assembly.assemble(plan, process_group.open_mesh(plan.layout, device), data, adapt)
         try:
             yield weakref.proxy(parts)  # nothing may hold the parts when the ranks leave the process group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.training.assembly import assemble
-from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
+from trainer.training.process_group import joined_ranks, open_mesh
 from trainer.training.run_data import PreparedData, prepare_data
 
 if TYPE_CHECKING:
@@ -46,10 +47,8 @@ class Evaluation:
         if recipe.data.validation is None:
             raise UsageError("`data.validation` must name rows to evaluate on, but is null; set data.validation=FILE")
         plan = plan_run(recipe, environment.world_size, environment.local_world_size)
-        meeting = meet_ranks(resolved, plan, environment)
-        data = together(meeting, recipe, lambda: prepare_data(with_class_names(recipe)))
-        device = open_device(environment, recipe.tf32)
-        with process_group(plan, environment, device, meeting):
+        prepare = partial(prepare_data, with_class_names(recipe))
+        with joined_ranks(resolved, plan, environment, prepare) as (device, data):
             metrics = _evaluate(plan, data, device, environment.rank == 0)
         if environment.rank == 0:
             self._print(recipe, data, metrics)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,7 +51,7 @@ from trainer.tasks.types import EvaluatedSplit
 from trainer.training.assembly import Assembly, assemble
 from trainer.training.evaluate import progress_bar, with_class_names
 from trainer.training.evaluation import RowTensors, in_row_order
-from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
+from trainer.training.process_group import joined_ranks, open_mesh
 from trainer.training.row_encoding import Preparation, load_preparation, require_fitting_rotations
 from trainer.training.run_data import PreparedData
 
@@ -135,16 +136,14 @@ class Prediction:
         """
         recipe = resolved.recipe
         plan = plan_run(recipe, environment.world_size, environment.local_world_size)
-        meeting = meet_ranks(resolved, plan, environment)
-        preparation, task = together(meeting, recipe, lambda: _prepared(recipe, self.request.columns))
-        refuse_generation_in_parts(task, plan)
-        device = open_device(environment, recipe.tf32)
-        with process_group(plan, environment, device, meeting):
+        prepare = partial(_prepared, plan, self.request.columns)
+        with joined_ranks(resolved, plan, environment, prepare) as (device, (preparation, task)):
             _predict(self.request, plan, preparation, task, device)
         return ExitCode.DONE
 
 
-def _prepared(recipe: Recipe, columns: tuple[str, ...]) -> tuple[Preparation, Task]:
+def _prepared(plan: RunPlan, columns: tuple[str, ...]) -> tuple[Preparation, Task]:
+    recipe = plan.recipe
     preparation = load_preparation(recipe)
     task: Task = build_task(with_class_names(recipe).task).without_labels()
     if columns:
@@ -152,7 +151,9 @@ def _prepared(recipe: Recipe, columns: tuple[str, ...]) -> tuple[Preparation, Ta
             raise UsageError(f"`--column` names texts to embed, but `task.type` is {recipe.task.type}; remove it")
         task = replace(task, text_columns=tuple(dict.fromkeys(columns)))
     require_fitting_rotations(recipe, preparation.config, task)
-    return preparation, task.for_configuration(preparation.config)
+    task = task.for_configuration(preparation.config)
+    refuse_generation_in_parts(task, plan)
+    return preparation, task
 
 
 def _predict(request: Request, plan: RunPlan, preparation: Preparation, task: Task, device: torch.device) -> None:

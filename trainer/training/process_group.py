@@ -137,6 +137,22 @@ def process_group(
     dist.destroy_process_group()
 
 
+@contextmanager
+def joined_ranks(
+    resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvironment, prepare: Callable[[], Result]
+) -> Iterator[tuple[torch.device, Result]]:
+    """Meet the other ranks, prepare on all of them, and join them inside the block; give the device and the result.
+
+    Raises:
+        TrainerError: ranks are missing, or the error of any rank.
+    """
+    rendezvous = meet_ranks(resolved, plan, environment)
+    prepared = together(rendezvous, plan.recipe, prepare)
+    device = open_device(environment, plan.recipe.tf32)
+    with process_group(plan, environment, device, rendezvous):
+        yield device, prepared
+
+
 def _check_gpus(
     rendezvous: Rendezvous, environment: LaunchEnvironment, device: torch.device, timeout_seconds: float
 ) -> None:
