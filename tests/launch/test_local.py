@@ -241,6 +241,24 @@ def test_ranks_of_a_launcher_may_see_one_gpu_each(monkeypatch, visible):
         local.plan_start(load_recipe("bert_sample", ()), None, 0)
 
 
+def test_a_spawned_rank_repeats_registrations(tmp_path, monkeypatch):
+    from trainer.base import extensions
+    from trainer.launch import local
+    from trainer.ranks.environment import LaunchEnvironment
+    from trainer.recipe.reading.loading import load_recipe
+
+    (tmp_path / "own_recipes.py").write_text(f"import trainer\ntrainer.register_recipes({str(tmp_path)!r})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(extensions, "_registered", dict(extensions._registered))
+    row = ("recipes", str(tmp_path), "own_recipes")
+
+    def job(resolved, environment):
+        return int(row[:2] not in extensions._registered)
+
+    work = local._Work(load_recipe("bert_sample", ()), job, [row])
+    assert local._live(work, LaunchEnvironment("none", error_file=tmp_path / "error.json")) == 0
+
+
 @pytest.mark.slow
 def test_the_cursor_comes_back_after_a_killed_rank():
     """A second Ctrl-C kills ranks too, and a killed rank 0 cannot show the cursor that its bar hid."""

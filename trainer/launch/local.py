@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -278,7 +278,8 @@ def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: S
     if stop.signal is not None:
         raise _stopped_early(stop.signal)
     with scratch_folder() as folder:
-        ranks = LocalRanks(_live, (resolved, job), number, method, folder)
+        registered = extensions.needed_elsewhere() if method == "spawn" else []  # forks have it
+        ranks = LocalRanks(_live, _Work(resolved, job, registered), number, method, folder)
         ends = ranks.wait(stop)
         failures = [end for end in ends if end.has_failed]
         if not failures:
@@ -300,13 +301,23 @@ def _start_method() -> StartMethod:
     return "spawn" if _num_gpus() or sys.platform != "linux" else "fork"
 
 
-def _live(argument: tuple[ResolvedRecipe, Job | None], environment: LaunchEnvironment) -> int:
+@dataclass(frozen=True)
+class _Work:
+    """The work of the local ranks; `registered` is that of `extensions.needed_elsewhere`."""
+
+    resolved: ResolvedRecipe
+    job: Job | None
+    registered: Sequence[tuple[str, str, str]]
+
+
+def _live(work: _Work, environment: LaunchEnvironment) -> int:
     """Run one local rank; return its exit code, and write an error to the rank's error file."""
     kind: Kind = "error"
     command: Sequence[str] = ()
     try:
         extensions.load()  # a spawned rank has not loaded the recipe itself
-        return join(argument[0], environment, argument[1])
+        extensions.repeat(work.registered)
+        return join(work.resolved, environment, work.job)
     except TrainerError as error:
         code, message = error.exit_code, str(error)
         kind = "consequence" if isinstance(error, LostPeerError) else "error"
