@@ -20,8 +20,7 @@ import trainer
 from tests.helpers.processes import ROOT, environment, finish, kill, start
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.base import extensions
-from trainer.base.errors import ExitCode
-from trainer.launch import apart
+from trainer.base.errors import ExitCode, error_of_values, error_to_values
 from trainer.models.families import table  # noqa: F401  # refuses its own names
 
 
@@ -89,7 +88,7 @@ class TestErrors:
         ],
     )
     def test_keep_their_class_on_the_way(self, error):
-        other = apart._error(json.loads(apart._written(error)))
+        other = error_of_values(json.loads(json.dumps(error_to_values(error))))
         assert (type(other), str(other), other.exit_code) == (type(error), str(error), error.exit_code)
         assert getattr(other, "problems", None) == getattr(error, "problems", None)
 

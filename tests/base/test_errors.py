@@ -7,12 +7,19 @@ import pytest
 import requests
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from trainer.base.errors import DataError, ExitCode, NonFiniteError, TrainerError, storage_error
+from trainer.base.errors import (
+    DataError,
+    ExitCode,
+    NonFiniteError,
+    TrainerError,
+    error_of_values,
+    error_to_values,
+    storage_error,
+)
 from trainer.checkpoint.owner import FolderOwner
 from trainer.data import cache
 from trainer.data.readers import refuse_datasets_cache
 from trainer.models.building import not_found
-from trainer.ranks.messages import decode_error, encode_error
 
 
 @pytest.mark.parametrize(
@@ -59,7 +66,7 @@ def raised(cause: Exception, kind: type[TrainerError] = DataError) -> TrainerErr
 def test_only_what_the_user_wrote_ends_with_2(cause, code):
     error = raised(cause)
     assert error.exit_code == code
-    assert decode_error(encode_error(error)).exit_code == code, "on the other ranks"
+    assert error_of_values(error_to_values(error)).exit_code == code, "on the other ranks"
     assert raised(cause, NonFiniteError).exit_code == ExitCode.NON_FINITE
 
 

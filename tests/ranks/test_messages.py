@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from tests.helpers.hostile import Trap
-from trainer.base.errors import LaunchError, LostPeerError, NonFiniteError, TrainerError, UsageError
-from trainer.ranks.messages import decode, decode_error, encode, encode_error
+from trainer.base.errors import (
+    LaunchError,
+    LostPeerError,
+    NonFiniteError,
+    TrainerError,
+    UsageError,
+    error_of_values,
+    error_to_values,
+)
+from trainer.ranks.messages import decode, encode
 
 VALUES = [
     None,
@@ -71,12 +79,12 @@ def test_a_pickle_is_no_message(tmp_path):
     [
         (TrainerError, TrainerError),
         (UsageError, UsageError),
-        (LaunchError, UsageError),
+        (LaunchError, LaunchError),
         (NonFiniteError, NonFiniteError),
         (LostPeerError, LostPeerError),
     ],
 )
 def test_errors_keep_their_exit_code(sent, received):
     error = sent("the disk is full")
-    found = decode_error(decode(encode(encode_error(error))))
+    found = error_of_values(decode(encode(error_to_values(error))))
     assert (type(found), str(found), found.exit_code) == (received, "the disk is full", error.exit_code)

@@ -11,6 +11,7 @@ import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -187,3 +188,24 @@ class NonFiniteError(TrainerError):
     """The loss or the gradient norm is not finite; the message names the step, and no later state was saved."""
 
     _exit_code = ExitCode.NON_FINITE
+
+
+_KINDS = {kind.__name__: kind for kind in (
+    TrainerError, UsageError, OutOfMemoryError, RecipeError, DataError, DataProblemsError, LaunchError, LostPeerError,
+    StoppedError, NonFiniteError,
+)}  # fmt: skip
+_KINDS_OF_CODES = {ExitCode.USER: UsageError, ExitCode.NON_FINITE: NonFiniteError, ExitCode.STOPPED: StoppedError}
+
+
+def error_to_values(error: TrainerError) -> list[Any]:
+    """Convert an error to JSON values for another process."""
+    texts = list(error.problems) if isinstance(error, RecipeError) else [str(error)]
+    return [type(error).__name__, int(error.exit_code), texts]
+
+
+def error_of_values(values: list[Any]) -> TrainerError:
+    """Return the error of `error_to_values`; a class of another module becomes the class of its exit code."""
+    name, code, texts = values
+    error = _KINDS.get(name, _KINDS_OF_CODES.get(ExitCode(code), TrainerError))(*texts)
+    error.exit_code = ExitCode(code)
+    return error

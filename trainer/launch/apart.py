@@ -13,10 +13,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainer.base import errors, extensions
-from trainer.base.errors import ExitCode, RecipeError, TrainerError
+from trainer.base import extensions
+from trainer.base.errors import ExitCode, TrainerError, error_of_values, error_to_values
 from trainer.base.processes import child_variables
 from trainer.base.scratch import scratch_folder
 
@@ -81,30 +81,11 @@ def _outcome(folder: Path, code: int) -> int:
     """Return the exit code, or raise the error that the process left."""
     file = folder / "error.json"
     if file.exists():
-        raise _error(json.loads(file.read_text(encoding="utf-8")))
+        raise error_of_values(json.loads(file.read_text(encoding="utf-8")))
     if code not in (ExitCode.DONE, ExitCode.STOPPED):
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         raise TrainerError(f"the process that ran the recipe {how}; its output has the reason")
     return code
-
-
-def _error(left: dict[str, Any]) -> TrainerError:
-    """Return the exception that another process wrote with `_written`."""
-    if left["problems"] is not None:
-        return RecipeError(*left["problems"])
-    kind = getattr(errors, left["type"], None)
-    if kind is None:  # the launcher's error for a rank; its exit code tells the kind
-        codes = {ExitCode.USER: errors.UsageError, ExitCode.NON_FINITE: errors.NonFiniteError}
-        kind = codes.get(ExitCode(left["exit_code"]), TrainerError)
-    error: TrainerError = kind(left["message"])
-    error.exit_code = ExitCode(left["exit_code"])
-    return error
-
-
-def _written(error: TrainerError) -> str:
-    problems = list(error.problems) if isinstance(error, RecipeError) else None
-    kind = type(error).__name__
-    return json.dumps({"type": kind, "message": str(error), "problems": problems, "exit_code": int(error.exit_code)})
 
 
 def main(folder: Path) -> int:
@@ -121,7 +102,7 @@ def main(folder: Path) -> int:
         extensions.repeat(job["registered"])
         return run_or_join(load_recipe(str(folder / "recipe.json")), job["processes"], job["max_restarts"])
     except TrainerError as error:
-        (folder / "error.json").write_text(_written(error), encoding="utf-8")
+        (folder / "error.json").write_text(json.dumps(error_to_values(error)), encoding="utf-8")
         return error.exit_code
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.base.errors import TrainerError
-from trainer.ranks.messages import decode, decode_error, encode, encode_error
+from trainer.base.errors import TrainerError, error_of_values, error_to_values
+from trainer.ranks.messages import decode, encode
 
 Result = TypeVar("Result")
 
@@ -228,9 +228,9 @@ class ParallelMesh:
                 result = action()
             except TrainerError as raised:
                 error = raised
-        result, values = self.share((result, encode_error(error) if error else None))
+        result, values = self.share((result, error_to_values(error) if error else None))
         if values is not None:
-            raise error or decode_error(values)
+            raise error or error_of_values(values)
         return cast(Result, result)
 
     def barrier(self) -> None:

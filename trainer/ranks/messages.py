@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from trainer.base.errors import ExitCode, LostPeerError, NonFiniteError, StoppedError, TrainerError, UsageError
-
 _HEADER_BYTES = 8  # length of the JSON part, little-endian
 
 
@@ -38,24 +36,6 @@ def decode(message: bytes) -> Any:
     if len(message) < end:
         raise ValueError(f"a message between ranks must have at least {end} bytes, but has {len(message)}")
     return _restored(json.loads(message[_HEADER_BYTES:end]), load(message[end:]) if len(message) > end else {})
-
-
-def encode_error(error: TrainerError) -> list[Any]:
-    """Convert an error to values that `encode` takes."""
-    return [int(error.exit_code), isinstance(error, LostPeerError), str(error)]
-
-
-def decode_error(values: list[Any]) -> TrainerError:
-    """Return the error of `encode_error`, as the class of its exit code."""
-    code, is_consequence, text = values
-    if is_consequence:
-        return LostPeerError(text)
-    classes: dict[int, type[TrainerError]] = {
-        ExitCode.USER: UsageError,
-        ExitCode.NON_FINITE: NonFiniteError,
-        ExitCode.STOPPED: StoppedError,
-    }
-    return classes.get(code, TrainerError)(text)
 
 
 def _plain(value: Any, tensors: dict[str, Tensor]) -> Any:
