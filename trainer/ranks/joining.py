@@ -65,8 +65,8 @@ def join_ranks(environment: LaunchEnvironment, timeout_seconds: float) -> Rendez
         with _lost_store():
             if environment.has_agent_store:
                 store = PrefixStore(_this_start(store, environment, deadline), store)
-            rendezvous = Rendezvous(store, environment, hosts_store)
-            rendezvous.arrive(deadline, own_address)
+            rendezvous = Rendezvous(store, environment, hosts_store, own_address)
+            rendezvous.arrive(deadline)
     return rendezvous
 
 
@@ -77,28 +77,27 @@ class Rendezvous:
         store: store of all ranks.
         environment: of this rank.
         hosts_store: whether the store ends with this process.
+        own_address: address of this machine in its connection to the store.
     """
 
-    def __init__(self, store: Store, environment: LaunchEnvironment, hosts_store: bool = False) -> None:
+    def __init__(
+        self, store: Store, environment: LaunchEnvironment, hosts_store: bool = False, own_address: str | None = None
+    ) -> None:
         self.store = store
         self._environment = environment
         self._hosts_store = hosts_store
         self._size = environment.world_size
-        self._own_address: str | None = None
+        self._own_address = own_address
         self._questions = 0
 
-    def arrive(self, deadline: float, own_address: str | None = None) -> None:
-        """Wait for all ranks.
-
-        Args:
-            deadline: of the monotonic clock.
-            own_address: address of this machine in its connection to the store.
+    def arrive(self, deadline: float) -> None:
+        """Wait for all ranks until that time of the monotonic clock.
 
         Raises:
             LaunchError: the ranks were started with different world sizes.
             TrainerError: two processes are the same rank, or not all came.
         """
-        own, self._own_address = self._environment, own_address
+        own = self._environment
         size = self.store.compare_set("size", "", str(self._size)).decode()
         if size != str(self._size):
             raise LaunchError(
