@@ -69,7 +69,7 @@ def read_statuses(run_folder: Path) -> dict[int, Status]:
 
 
 def killed_ranks(run_folder: Path) -> list[Status]:
-    """Return the ranks of this machine whose processes have ended, but did not leave by themselves.
+    """Return the ranks of this machine that were killed: their processes have ended without an error of their own.
 
     It waits up to a second for the first of them: a dying process closes its connections before it has ended.
     """

@@ -44,7 +44,7 @@ def fold_fields(fields: Sequence[tuple[str, str]], width: int) -> str:
 
 
 class _Count(MofNCompleteColumn):
-    """The number of parts that are done; nothing if nobody knows how many there are."""
+    """The number of parts that are done; nothing while their number is unknown."""
 
     def render(self, task: Task) -> Text:
         return Text("") if task.total is None else super().render(task)
