@@ -35,7 +35,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.engine.builders import build_engine, partitioned_loading
-from trainer.engine.optimizers.build import build_optimizer
+from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.table import build_optimizer
 from trainer.models.building import build_model, freeze
 from trainer.observe.meter import peak_flops
 from trainer.parallel.mesh import ParallelMesh, init_process_group
@@ -279,7 +280,9 @@ def update(recipe: OptimizerSection, device: Device, tiny: bool) -> dict[str, An
     width = 64 if tiny else 1024
     shapes = [*[(width, width)] * 4, (4 * width, width), (width, 4 * width)] * (1 if tiny else 24)
     matrices = [nn.Parameter(torch.zeros(shape, device=device.device)) for shape in shapes]
-    optimizer = build_optimizer(recipe, [(str(number), matrix) for number, matrix in enumerate(matrices)], set())
+    optimizer = build_optimizer(
+        recipe, TrainedParameters({str(number): matrix for number, matrix in enumerate(matrices)})
+    )
     for matrix in matrices:
         matrix.grad = torch.randn_like(matrix)
     seconds = []

@@ -26,7 +26,7 @@ from trainer.checkpoint.host_memory import HostMemory
 from trainer.checkpoint.mirror import Mirror
 from trainer.checkpoint.saving import Saved, Saver, identity
 from trainer.checkpoint.store import CheckpointStore
-from trainer.engine.engine import EngineState, StateSource
+from trainer.engine.state import EngineState, StateSource
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.boxes import Box, TensorPart, whole_part

@@ -19,7 +19,7 @@ from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.format import WrittenFile, share_name, write_share
 from trainer.checkpoint.saving import Saved, Saver, identity
 from trainer.checkpoint.store import CheckpointStore
-from trainer.engine.engine import EngineState, StateSource
+from trainer.engine.state import EngineState, StateSource
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.boxes import whole_part

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from tests.engine.optimizers.test_eight_bits import CPU, PLACEMENTS, part, ranks_of
 from tests.gpu.test_eight_bits_gpu import assert_codes_of_a_cpu, gradients, own_maxima, stepped
 from trainer.engine.optimizers import eight_bits
-from trainer.engine.optimizers.build import build_optimizer
 from trainer.engine.optimizers.dynamic_map import FIRST, SECOND
 from trainer.engine.optimizers.eight_bits import SCALES, STEP
+from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.table import build_optimizer
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.placement import ParameterPlacement
 from trainer.recipe.schema import AdamW8bit
@@ -115,7 +116,7 @@ def test_the_addresses_of_many_parameters():
     """Learning rates and maxima are rows of larger tensors."""
     parameters = [nn.Parameter(torch.full((64, 64), float(number))) for number in range(3)]
     recipe = AdamW8bit(name="adamw_8bit", learning_rate=0.01)
-    optimizer = build_optimizer(recipe, [(str(number), one) for number, one in enumerate(parameters)], set())
+    optimizer = build_optimizer(recipe, TrainedParameters({str(number): one for number, one in enumerate(parameters)}))
     for last in (3, 2, 1):
         for number, parameter in enumerate(parameters):
             parameter.grad = torch.ones(64, 64) if number < last else None

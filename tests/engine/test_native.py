@@ -28,8 +28,8 @@ from tests.helpers.training import (
     whole_state,
 )
 from trainer.base.errors import TrainerError, UsageError
-from trainer.engine.engine import MODEL_PREFIX
 from trainer.engine.replicated import LossReplica
+from trainer.engine.state import MODEL_PREFIX
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
 from trainer.tasks.task import VocabularyLoss

@@ -16,8 +16,8 @@ from tests.helpers.training import TINY_BERT, VOCABULARY, tiny_recipe, tiny_trai
 from tests.parity.test_export import exported
 from tests.parity.test_resuming import DONE_STEPS, MORE_STEPS, first_steps, last_steps, tail
 from trainer.data.collate import Padding
-from trainer.engine.engine import StepResult
 from trainer.engine.pipelined import passes_of
+from trainer.engine.results import StepResult
 from trainer.models import attention
 from trainer.models.building import build_model
 from trainer.models.cutting import ModelCut, StageChoice

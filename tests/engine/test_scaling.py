@@ -20,7 +20,7 @@ from tests.helpers.training import (
 )
 from trainer.base.errors import ExitCode, NonFiniteError
 from trainer.engine import scaling
-from trainer.engine.engine import StepResult
+from trainer.engine.results import StepResult
 from trainer.engine.scaling import LossScaler
 from trainer.recipe.schema import Recipe
 

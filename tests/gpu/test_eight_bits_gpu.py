@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.optimizers.test_eight_bits import CPU, PLACEMENTS, part, ranks_of
-from trainer.engine.optimizers.build import build_optimizer
 from trainer.engine.optimizers.dynamic_map import FIRST, SECOND
 from trainer.engine.optimizers.eight_bits import SCALES
-from trainer.engine.optimizers.whole_matrices import WholeAccess
+from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.table import build_optimizer
+from trainer.engine.optimizers.whole_access import WholeAccess
 from trainer.parallel.placement import ParameterPlacement
 from trainer.recipe.schema import AdamW8bit
 
@@ -44,7 +45,7 @@ def stepped(
     parameter = nn.Parameter(weight.clone())
     recipe = AdamW8bit(name="adamw_8bit", learning_rate=0.01, weight_decay=0.1)
     access = WholeAccess({parameter: placement}, mesh)
-    optimizer = build_optimizer(recipe, [("weight", parameter)], set(), whole=access)
+    optimizer = build_optimizer(recipe, TrainedParameters({"weight": parameter}, whole=access))
     for step, gradient in enumerate(gradients):
         if flags:
             optimizer.found_inf = torch.tensor(flags[step], device=weight.device)
@@ -94,7 +95,7 @@ def test_a_bad_step_changes_nothing():
 
 def test_an_update_needs_no_memory_and_the_host_does_not_wait():
     parameter = nn.Parameter(torch.ones(8192, 8192, device=GPU))
-    optimizer = build_optimizer(AdamW8bit(name="adamw_8bit"), [("weight", parameter)], set())
+    optimizer = build_optimizer(AdamW8bit(name="adamw_8bit"), TrainedParameters({"weight": parameter}))
     parameter.grad = torch.ones_like(parameter)
     optimizer.found_inf = torch.zeros((), device=GPU)
     optimizer.step()  # makes the state

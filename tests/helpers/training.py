@@ -22,7 +22,9 @@ from trainer.checkpoint.counters import Progress
 from trainer.data.collate import Batching, Normalisation, Padding
 from trainer.data.loader import TrainLoader
 from trainer.data.split import EncodedSplit, Ragged
-from trainer.engine.engine import MODEL_PREFIX, Engine, StepResult
+from trainer.engine.engine import Engine
+from trainer.engine.results import StepResult
+from trainer.engine.state import MODEL_PREFIX
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.shards.boxes import Box, TensorPart, own_share

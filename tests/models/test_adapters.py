@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.helpers.families import CONFIGS
 from tests.helpers.training import NUM_CLASSES, TINY_BERT, tiny_recipe, tiny_training, weights_of
 from trainer.base.errors import UsageError
-from trainer.engine.engine import MODEL_PREFIX
+from trainer.engine.state import MODEL_PREFIX
 from trainer.models.adapters import adapt
 from trainer.models.cutting import ModelCut, StageChoice
 from trainer.recipe.schema import Model, Recipe

@@ -21,7 +21,7 @@ from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.format import SavedState
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
-from trainer.engine.engine import MODEL_PREFIX
+from trainer.engine.state import MODEL_PREFIX
 from trainer.recipe.schema import Recipe
 from trainer.training.export import export
 

@@ -24,7 +24,7 @@ from tests.parity.cases import GLOBAL_BATCH_SIZE, WIDE, assert_same_curve, large
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
-from trainer.engine.engine import OPTIMIZER_PREFIX
+from trainer.engine.state import OPTIMIZER_PREFIX
 from trainer.recipe.schema import Recipe
 
 DONE_STEPS = 7

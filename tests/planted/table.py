@@ -922,7 +922,7 @@ _ENGINE = [
     Defect(
         "warmup_ignored",
         "The learning rate ignores the warm-up.",
-        "engine/optimizers/build.py",
+        "engine/learning_rate.py",
         "if step < warmup:",
         "if step < 0:",
         ("engine/optimizers/test_build.py",),
@@ -930,7 +930,7 @@ _ENGINE = [
     Defect(
         "warmup_off_by_one",
         "The first step of the warm-up has the rate 0.",
-        "engine/optimizers/build.py",
+        "engine/learning_rate.py",
         "return (step + 1) / (warmup + 1)",
         "return step / (warmup + 1)",
         ("engine/optimizers/test_build.py",),
@@ -938,7 +938,7 @@ _ENGINE = [
     Defect(
         "decay_off_by_one",
         "The learning rate falls one step too early.",
-        "engine/optimizers/build.py",
+        "engine/learning_rate.py",
         "(step - warmup) / max(1, total_steps - warmup)",
         "(step + 1 - warmup) / max(1, total_steps - warmup)",
         ("engine/optimizers/test_build.py",),
@@ -946,7 +946,7 @@ _ENGINE = [
     Defect(
         "weight_decay_on_biases",
         "Weight decay applies to biases.",
-        "engine/optimizers/build.py",
+        "engine/optimizers/parameters.py",
         'if is_norm or name == "bias" or name.endswith("_bias"):',
         "if is_norm:",
         ("engine/optimizers/test_build.py",),
@@ -979,14 +979,14 @@ _ENGINE = [
         "overflow_is_applied",
         "A step with a gradient that is not finite is applied.",
         "engine/native.py",
-        "found_inf = flag.to(device)",
-        "found_inf = 0 * flag.to(device)",
+        "found_inf=flag.to(device)",
+        "found_inf=0 * flag.to(device)",
         ("engine/test_native.py::TestNonFinite",),
     ),
     Defect(
         "bad_step_moves_momentum",
         "A bad step under Muon leaves the weights, but not their momentum.",
-        "engine/optimizers/whole_matrices.py",
+        "engine/optimizers/muon.py",
         "write_unless(flag, momenta, old, momentum)",
         "write_unless(None, momenta, old, momentum)",
         ("engine/optimizers/test_skipping.py::test_steps_that_are_read_late_are_those_of_a_host_that_waits[muon]",),
@@ -1050,9 +1050,9 @@ _ENGINE = [
     Defect(
         "frozen_weights_in_the_optimizer",
         "The optimizer holds frozen parameters.",
-        "engine/optimizers/build.py",
-        "trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]",
-        "trainable = list(parameters)",
+        "engine/optimizers/parameters.py",
+        "return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}",
+        "return dict(self.named)",
         ("engine/optimizers/test_build.py",),
     ),
 ]

@@ -18,7 +18,7 @@ from tests.helpers.training import tiny_masking, tiny_recipe, tiny_split, tiny_t
 from trainer.data.collate import Padding
 from trainer.data.loader import EvalLoader
 from trainer.data.split import EncodedSplit
-from trainer.engine.engine import EvalResult
+from trainer.engine.results import EvalResult
 from trainer.observe.observer import Observer
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch

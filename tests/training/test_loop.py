@@ -19,7 +19,7 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
 from trainer.base.errors import NonFiniteError
 from trainer.checkpoint.counters import Progress
-from trainer.engine.engine import StepResult
+from trainer.engine.results import StepResult
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
 from trainer.observe.records import BadStepRecord, BestMetric, EvaluationRecord, StepRecord

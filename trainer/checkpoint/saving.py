@@ -31,7 +31,8 @@ from trainer.checkpoint.format import (
 from trainer.checkpoint.host_memory import Found, HostMemory, MemoryState
 from trainer.checkpoint.mirror import Mirror
 from trainer.checkpoint.store import CheckpointStore
-from trainer.engine.engine import MODEL_PREFIX, Engine, EngineState
+from trainer.engine.engine import Engine
+from trainer.engine.state import MODEL_PREFIX, EngineState
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.shards.boxes import own_share
 from trainer.parallel.shards.digest import joined, own_digest

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.engine.engine import EvalResult
 from trainer.engine.joint import JointLosses, joint_losses
-from trainer.engine.optimizers.bf16_weights import store_in_bf16
-from trainer.engine.precision import cast_forward
+from trainer.engine.precision import cast_forward, store_in_bf16
+from trainer.engine.results import EvalResult
 from trainer.models.attention import PACKED, padding_known
 from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import checkpoint_layers

@@ -17,29 +17,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.base.errors import UsageError
 from trainer.engine.accumulation import AccumulationSchedule, Schedule
-from trainer.engine.engine import (
-    MODEL_PREFIX,
-    OPTIMIZER_PREFIX,
-    EngineState,
-    EvalResult,
-    StateSource,
-    StepResult,
-    buffer_parts,
-    nothing,
-    optimizer_keys,
-    whole_tensors,
-)
+from trainer.engine.engine import nothing
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.graphs import CudaCapture, GraphedSchedule
-from trainer.engine.optimizers.bf16_weights import stored_in_bf16, written_dtype
-from trainer.engine.optimizers.build import build_optimizer, learning_rate, no_decay_names
-from trainer.engine.optimizers.schedule_free import NAME as SCHEDULE_FREE
-from trainer.engine.optimizers.schedule_free import AveragedWeights
-from trainer.engine.optimizers.whole_matrices import matrix_names, whole_access
-from trainer.engine.precision import sent_dtype
+from trainer.engine.learning_rate import learning_rate
+from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.table import build_optimizer
+from trainer.engine.precision import sent_dtype, stored_in_bf16, written_dtype
+from trainer.engine.results import EvalResult, StepResult
 from trainer.engine.rounded_weights import RoundedWeights, rounded_weights
 from trainer.engine.scaling import LossScaler
 from trainer.engine.sharded import defer_all_reduce, shard
+from trainer.engine.state import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    EngineState,
+    StateSource,
+    buffer_parts,
+    optimizer_keys,
+    whole_tensors,
+)
 from trainer.models.building import BuiltModel
 from trainer.models.saving import save_model
 from trainer.parallel.copying import begin_to_host
@@ -49,9 +46,8 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
 from trainer.parallel.placement import TENSOR_AXIS, Placements, whole
-from trainer.parallel.shards.boxes import TensorPart, tensor_part, whole_part
+from trainer.parallel.shards.boxes import TensorPart, tensor_part
 from trainer.parallel.shards.gathering import local_part
-from trainer.parallel.shards.stochastic_rounding import KeyedRounding
 from trainer.parallel.tensor.partial_gradients import sum_partial_gradients_
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
@@ -147,23 +143,8 @@ class NativeEngine:
         self._sent_in = sent_dtype(plan.recipe.parallel.communication)
         self._step = 0
         self.parameters = {name: p for model in models for name, p in model.named_parameters()}
-        no_decay = {name for model in models for name in no_decay_names(model)}
-        self._rounding: KeyedRounding | None = None
-        if plan.recipe.weights == "bf16_stochastic":
-            placed = {parameter: placements[name] for name, parameter in self.parameters.items()}
-            self._rounding = KeyedRounding(placed, mesh, plan.recipe.training.seed)
-        is_muon = plan.recipe.optimizer.name == "muon"
-        self.optimizer = build_optimizer(
-            plan.recipe.optimizer,
-            self.parameters.items(),
-            no_decay,
-            {name for model in models for name in matrix_names(model)} if is_muon else set(),
-            whole_access(self.parameters.items(), placements, mesh),
-            self._rounding,
-        )
-        self._averaged: AveragedWeights | None = None
-        if plan.recipe.optimizer.name == SCHEDULE_FREE:
-            self._averaged = AveragedWeights(self.optimizer, self._free_gathered)
+        trained = TrainedParameters.of(models, plan.recipe, placements, mesh)
+        self.optimizer = build_optimizer(plan.recipe.optimizer, trained)
         self._schedule = schedule
         self._settle: Callable[[], object] = nothing  # reads the last step, if that was not done
         self._scaler = LossScaler(mesh.device) if plan.recipe.precision == "fp16" else None
@@ -179,7 +160,7 @@ class NativeEngine:
         return self.begin_step(batch)()
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
-        self._hide_averages()
+        self._hide()
         scale = self._scaler.scale if self._scaler else None
         with self._rounded.use() if self._rounded else nullcontext():
             self._forward.begin_step(self._step, batch)
@@ -195,17 +176,14 @@ class NativeEngine:
         numbers = torch.stack([loss().double(), norm] if scale is None else [loss().double(), norm / scale, scale])
         read = _begin_read(numbers)
         before_update()
-        self._hide_averages()  # an evaluation there showed them
+        self._hide()  # an evaluation there showed other weights
         self._free_gathered()
         self._settle()  # the device is past these numbers; the rate depends on the steps that fp16 skipped
         rate = self._learning_rate()
-        counts = self._averaged.state() if self._averaged else {}
         # The host waits for the device only here.
-        self._settle = finish = cache(partial(self._result, read, rate, counts))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self._settle = finish = cache(partial(self._result, read, rate, self.optimizer.scalars()))
         flag = (numbers * 0.0).ne(0.0).any().float()  # fewer kernels than `isfinite`
-        self._update(numbers[1], flag)
+        self._update(rate, numbers[1], flag)
         if self._scaler:
             self._scaler.update(flag)
         self.optimizer.zero_grad(set_to_none=not self._recipe.cuda_graphs)  # graphs add to the gradients in place
@@ -215,17 +193,18 @@ class NativeEngine:
     def _result(self, read: Callable[[], list[float]], rate: float, counts: Mapping[str, float]) -> StepResult:
         loss, norm, *scale = read()
         result = StepResult(loss, norm, rate, loss_scale=scale[0] if scale else None)
-        if self._averaged and not result.is_finite:
-            self._averaged.count_as(counts)
+        if not result.is_finite:
+            self.optimizer.count_as(counts)
         if self._scaler:
             result = self._scaler.settle(result)
         self._settle = nothing
         return result
 
-    def _update(self, norm: Tensor, flag: Tensor) -> None:
+    def _update(self, rate: float, norm: Tensor, flag: Tensor) -> None:
         """Clip the gradients and step the optimizer, without a wait; a bad step changes nothing.
 
         Args:
+            rate: the learning rate.
             norm: the norm of the gradients without the loss scale, a scalar.
             flag: 1.0 in a bad step, else 0.0.
         """
@@ -235,22 +214,20 @@ class NativeEngine:
             factor = factor / self._scaler.scale
         if isinstance(factor, Tensor):
             multiply_gradients_(self.parameters.values(), factor)
-        if self._rounding is not None:
-            self._rounding.step = self._step
         # Parameters that are offloaded are on the host, which waits for this copy as it does for their gradients.
         device = local_part(next(iter(self.parameters.values()))).device
-        self.optimizer.found_inf = flag.to(device)  # type: ignore[attr-defined]
+        self.optimizer.begin(rate, self._step, found_inf=flag.to(device))
         self.optimizer.step()
 
     def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
-        self._show_averages()
+        self._show()
         return self._forward.begin_eval(microbatch)
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         return self.begin_eval(microbatch)()
 
     def begin_answer(self, microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:
-        self._show_averages()
+        self._show()
         return self._forward.begin_answer(microbatch)
 
     def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
@@ -262,13 +239,13 @@ class NativeEngine:
     def held(self) -> dict[str, Tensor]:
         return {name: local_part(parameter.detach()) for name, parameter in self.parameters.items()}
 
-    def _show_averages(self) -> None:
-        if self._averaged:
-            self._averaged.show()
+    def _show(self) -> None:
+        if self.optimizer.show():
+            self._free_gathered()
 
-    def _hide_averages(self) -> None:
-        if self._averaged:
-            self._averaged.hide()
+    def _hide(self) -> None:
+        if self.optimizer.hide():
+            self._free_gathered()
 
     def _free_gathered(self) -> None:
         """Free the gathered parameters of FSDP, which would keep their old values."""
@@ -277,15 +254,12 @@ class NativeEngine:
 
     def state(self) -> EngineState:
         self._settle()
-        self._show_averages()
+        self._show()
         own = [label for label in self.parameters if not self.placements[label].is_copy]
         parts = [part for label in own if self._is_saved(label) for part in self._parts(label)]
         return EngineState(
             (*parts, *buffer_parts(self._models, self._mesh)),
-            {
-                **(self._scaler.state() if self._scaler else {}),
-                **(self._averaged.state() if self._averaged else {}),
-            },
+            {**(self._scaler.state() if self._scaler else {}), **self.optimizer.scalars()},
             tuple(part for label in own if not self._is_saved(label) for part in self._parts(label)),
         )
 
@@ -298,43 +272,22 @@ class NativeEngine:
             name = self.placements[label].name
             if keys := optimizer_keys(source, name):
                 shapes = {key: source.shapes[f"{OPTIMIZER_PREFIX}{name}.{key}"] for key in keys}
-                self.optimizer.state[parameter] = {
-                    key: self._blank(key, parameter)
-                    if shape == self.placements[label].shape and not self._is_whole(key)
-                    else torch.zeros(shape, dtype=torch.float32, device=local_part(parameter).device)
-                    for key, shape in shapes.items()
-                }
+                self.optimizer.allocate(parameter, self.placements[label], shapes)
         source.fill(part for label in self.parameters if self._is_saved(label) for part in self._parts(label))
         if self._scaler:
             self._scaler.load_state(source.scalars)
-        if self._averaged:
-            self._averaged.load_state(source.scalars)
+        self.optimizer.load(source.scalars)
+        self._free_gathered()
         self._step = step
-
-    def _is_whole(self, key: str) -> bool:
-        """Whether a tensor of the optimizer's state is whole on every rank, whatever the placement of its parameter."""
-        return key in getattr(self.optimizer, "whole_keys", ())
-
-    def _blank(self, key: str, parameter: Tensor) -> Tensor:
-        """Return zeros for a tensor of the optimizer's state with the shape of its parameter."""
-        own: Mapping[str, torch.dtype] = getattr(self.optimizer, "state_dtypes", {})
-        if key in own:  # codes, or the bits that rounding cuts off, in the order of the elements
-            return torch.zeros_like(parameter, dtype=own[key], memory_format=torch.contiguous_format)
-        return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
     def _parts(self, label: str) -> Iterator[TensorPart]:
         """Yield the parts of a parameter and of its optimizer state."""
         parameter, placement = self.parameters[label], self.placements[label]
         yield tensor_part(f"{MODEL_PREFIX}{placement.name}", parameter.detach(), placement, self._mesh)
-        for key, value in self.optimizer.state.get(parameter, {}).items():
-            name = f"{OPTIMIZER_PREFIX}{placement.name}.{key}"
-            if self._is_whole(key):
-                yield whole_part(name, value, self._mesh)
-            else:
-                yield tensor_part(name, value, placement, self._mesh)
+        yield from self.optimizer.parts(parameter, placement, self._mesh)
 
     def export(self, folder: Path) -> None:
-        self._show_averages()
+        self._show()
         weights = {label: partial(at_least_fp32, parameter.detach()) for label, parameter in self.parameters.items()}
         tensors = whole_tensors(weights, self._models, self.placements, self._mesh)
         save_model(

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.engine.engine import EvalResult
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.native import NativeEngine
 from trainer.engine.precision import COMPUTE_DTYPES, sent_dtype
+from trainer.engine.results import EvalResult
 from trainer.engine.rounded_weights import rounded_weights
 from trainer.engine.sharded import shard
 from trainer.models.attention import padding_known

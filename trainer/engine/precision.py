@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import UsageError
+from trainer.models.building import BuiltModel
 from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.tensor.low_rank import LowRank
-from trainer.recipe.schema import Communication
+from trainer.recipe.schema import Communication, Recipe
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,6 +80,31 @@ def rounded_by_autocast(model: nn.Module) -> set[str]:
 def products(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of matrix products, by name."""
     return ((name, module) for name, module in model.named_modules() if type(module) in _PRODUCTS)
+
+
+def store_in_bf16(built: BuiltModel) -> None:
+    """Round the trained weights of matrix products to bf16, in place; their gradients are fp32.
+
+    Tied weights, embeddings and norms compute in fp32 and stay so, on stages of a pipeline too. Frozen weights stay as
+    their checkpoint has them.
+    """
+    placements = built.placements or {}
+    tied = {name for name, placement in placements.items() if placement.stages}
+    rounded = rounded_by_autocast(built.model) - tied
+    for name, parameter in built.model.named_parameters():
+        if name in rounded and parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+            parameter.grad_dtype = torch.float32
+
+
+def stored_in_bf16(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that `store_in_bf16` rounded, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.bfloat16}
+
+
+def written_dtype(recipe: Recipe) -> torch.dtype:
+    """Return the type of the weights of the final model."""
+    return torch.float32 if recipe.weights == "fp32" else torch.bfloat16
 
 
 def _require(precision: PrecisionName, device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import NonFiniteError
-from trainer.engine.engine import StepResult
+from trainer.engine.results import StepResult
 
 _INITIAL, _SMALLEST = 2.0**16, 1.0
 _GROWTH_INTERVAL = 2000

@@ -22,24 +22,24 @@ import torch
 from torch import Tensor, nn
 
 from trainer.engine.deepspeed_package import import_deepspeed
-from trainer.engine.engine import (
+from trainer.engine.engine import nothing
+from trainer.engine.forward import ModelForward, prepare_model
+from trainer.engine.learning_rate import learning_rate
+from trainer.engine.optimizers.base import EngineOptimizer
+from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.table import build_optimizer
+from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast, sent_dtype
+from trainer.engine.results import EvalResult, StepResult
+from trainer.engine.scaling import LossScaler
+from trainer.engine.state import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     EngineState,
-    EvalResult,
     StateSource,
-    StepResult,
     buffer_parts,
-    nothing,
     optimizer_keys,
     whole_tensors,
 )
-from trainer.engine.forward import ModelForward, prepare_model
-from trainer.engine.optimizers.build import build_optimizer, learning_rate, no_decay_names
-from trainer.engine.optimizers.schedule_free import NAME as SCHEDULE_FREE
-from trainer.engine.optimizers.schedule_free import TRAINED, AveragedWeights
-from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast, sent_dtype
-from trainer.engine.scaling import LossScaler
 from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import not_recorded
 from trainer.models.cutting import ShardChoice
@@ -56,9 +56,10 @@ from trainer.recipe.deepspeed_config import deepspeed_config
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
+_STEP = "step"
+"""The key of the count of steps in an optimizer's state; DeepSpeed flattens all other tensors as the weights."""
 _GATHERED_IN = "comm_dtype"
 """The attribute of a parameter with the type in which it is gathered; stage 3 of DeepSpeed reads it too."""
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "z", TRAINED)
 
 
 def load_deepspeed(device: torch.device) -> Any:
@@ -213,7 +214,7 @@ class ZeroEngine:
     Args:
         forward: the forward pass of the model through the DeepSpeed engine.
         engine: the engine of `deepspeed.initialize`.
-        optimizer: the torch optimizer that DeepSpeed steps.
+        optimizer: the optimizer that DeepSpeed steps.
         placements: the placement of each parameter.
         mesh: the ranks.
         plan: the plan of the run, with precision, optimizer and schedule.
@@ -224,7 +225,7 @@ class ZeroEngine:
         self,
         forward: ModelForward,
         engine: Any,
-        optimizer: torch.optim.Optimizer,
+        optimizer: EngineOptimizer,
         placements: Placements,
         mesh: ParallelMesh,
         plan: RunPlan,
@@ -242,16 +243,14 @@ class ZeroEngine:
         self._shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
         self._scaler = LossScaler(mesh.device) if plan.recipe.precision == "fp16" else None
         self._is_partitioned = plan.strategy.cuts_parameters  # stage 3
-        averages = plan.recipe.optimizer.name == SCHEDULE_FREE
-        self._averaged = AveragedWeights(optimizer, self._update_gathered) if averages else None
 
     def train_step(self, batch: RankBatch) -> StepResult:
         return self.begin_step(batch)()
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
         before_update()  # now, because DeepSpeed's own step waits for the device
-        if self._averaged:
-            self._averaged.hide()
+        if self.optimizer.hide():
+            self._update_gathered()
         self._forward.begin_step(self._step, batch)
         scale = self._scaler.scale.item() if self._scaler else None
         if scale is not None:
@@ -260,8 +259,7 @@ class ZeroEngine:
             self._engine.optimizer.override_loss_scale(scale / self._mesh.size("dp"))
         loss = self._accumulate(batch)
         rate = self._learning_rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self.optimizer.begin(rate, self._step)
         with nullcontext() if self._is_partitioned else _updates_gathered_rounded(self._engine.optimizer):
             self._engine.step()  # skips a step with a non-finite norm
         self._step += 1
@@ -277,14 +275,14 @@ class ZeroEngine:
         return lambda: result
 
     def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
-        self._show_averages()
+        self._show()
         return self._forward.begin_eval(microbatch)
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         return self.begin_eval(microbatch)()
 
     def begin_answer(self, microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:
-        self._show_averages()
+        self._show()
         return self._forward.begin_answer(microbatch)
 
     def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
@@ -298,9 +296,9 @@ class ZeroEngine:
             return {name: parameter.detach() for name, parameter in self.parameters.items()}
         return {name: self._partition(parameter) for name, parameter in self.parameters.items()}
 
-    def _show_averages(self) -> None:
-        if self._averaged:
-            self._averaged.show()
+    def _show(self) -> None:
+        if self.optimizer.show():
+            self._update_gathered()
 
     def _gather_updates(self) -> None:
         """Gather the parameters of stages 1 and 2 after a change of the master weights; a collective."""
@@ -312,7 +310,7 @@ class ZeroEngine:
         self._link_moments()
 
     def state(self) -> EngineState:
-        self._show_averages()
+        self._show()
         self._link_moments()
         saved: list[TensorPart] = []
         frozen: list[TensorPart] = []
@@ -320,10 +318,7 @@ class ZeroEngine:
             (saved if self._is_saved(name) else frozen).extend(self._parts(name))
         return EngineState(
             (*saved, *buffer_parts([self._engine.module], self._mesh)),
-            {
-                **(self._scaler.state() if self._scaler else {}),
-                **(self._averaged.state() if self._averaged else {}),
-            },
+            {**(self._scaler.state() if self._scaler else {}), **self.optimizer.scalars()},
             tuple(frozen),
         )
 
@@ -341,12 +336,11 @@ class ZeroEngine:
             self._gather_updates()
         if self._scaler:
             self._scaler.load_state(source.scalars)
-        if self._averaged:
-            self._averaged.load_state(source.scalars)
+        self.optimizer.load(source.scalars)
         self._step = step
 
     def export(self, folder: Path) -> None:
-        self._show_averages()
+        self._show()
         weights = {name: partial(self._whole, name) for name in self.parameters}
         tensors = whole_tensors(weights, [self._engine.module], self.placements, self._mesh)
         save_model(self._engine.module, folder, tensors, self._mesh, self._recipe.model.adapter)
@@ -387,7 +381,7 @@ class ZeroEngine:
             flat, start = self._fragment(name, key)
             yield self._flat_part(name, key, flat, start)
         if (count := self._step_count()) is not None:
-            yield whole_part(f"{OPTIMIZER_PREFIX}{name}.step", count, self._mesh)
+            yield whole_part(f"{OPTIMIZER_PREFIX}{name}.{_STEP}", count, self._mesh)
 
     def _flat_part(self, name: str, key: str | None, flat: Tensor, start: int) -> TensorPart:
         label = f"{OPTIMIZER_PREFIX}{name}.{key}" if key else f"{MODEL_PREFIX}{name}"
@@ -451,11 +445,10 @@ class ZeroEngine:
 
     def _moments(self) -> list[str]:
         """Return the keys of the optimizer's moments; empty before the first step."""
-        keys = {key for state in self.optimizer.state.values() for key in state}
-        return [key for key in _MOMENTS if key in keys]
+        return sorted({key for state in self.optimizer.state.values() for key in state} - {_STEP})
 
     def _step_count(self) -> Tensor | None:
-        return next((state["step"].detach().cpu() for state in self.optimizer.state.values() if "step" in state), None)
+        return next((state[_STEP].detach().cpu() for state in self.optimizer.state.values() if _STEP in state), None)
 
     def _link_moments(self) -> None:
         """Link each parameter to its moments in the flat partitions (stages 1 and 2).
@@ -474,11 +467,11 @@ class ZeroEngine:
         keys = {key for name in self.parameters for key in optimizer_keys(source, name)}
         zero = self._engine.optimizer
         for flat in zero.fp32_partitioned_groups_flat if self._is_partitioned else zero.single_partition_of_fp32_groups:
-            state = {key: torch.zeros_like(flat) for key in _MOMENTS if key in keys}
-            if "step" in keys:
-                state["step"] = torch.zeros((), device=flat.device)
+            state = {key: torch.zeros_like(flat) for key in sorted(keys - {_STEP})}
+            if _STEP in keys:
+                state[_STEP] = torch.zeros((), device=flat.device)
                 name = next(name for name, parameter in self.parameters.items() if parameter.requires_grad)
-                source.fill([whole_part(f"{OPTIMIZER_PREFIX}{name}.step", state["step"], self._mesh)])
+                source.fill([whole_part(f"{OPTIMIZER_PREFIX}{name}.{_STEP}", state[_STEP], self._mesh)])
             if state:
                 self.optimizer.state[flat] = state
         self._link_moments()
@@ -493,16 +486,6 @@ def _gather_rounded(model: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if name in rounded and len(getattr(parameter, "ds_shape", parameter.shape)) > 1:
             setattr(parameter, _GATHERED_IN, dtype)
-
-
-def _split_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Split each group of the optimizer by the type in which its parameters are gathered."""
-    optimizer.param_groups = [
-        {**group, "params": part}
-        for group in optimizer.param_groups
-        for is_rounded in (True, False)
-        if (part := [parameter for parameter in group["params"] if hasattr(parameter, _GATHERED_IN) == is_rounded])
-    ]
 
 
 def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> ZeroEngine:
@@ -528,9 +511,10 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
         placements = {name: replace(p, splits=(*p.splits, partition)) for name, p in placements.items()}
     if plan.recipe.precision != "fp32":
         _gather_rounded(model, COMPUTE_DTYPES[plan.recipe.precision])
-    optimizer = build_optimizer(plan.recipe.optimizer, model.named_parameters(), no_decay_names(model))
-    if not plan.strategy.cuts_parameters:
-        _split_groups(optimizer)
+    trained = TrainedParameters.of([model], plan.recipe, placements, mesh)
+    optimizer = build_optimizer(plan.recipe.optimizer, trained)
+    if not plan.strategy.cuts_parameters:  # a group is gathered in one type
+        optimizer.divide("is_rounded", lambda parameter: hasattr(parameter, _GATHERED_IN))
     with redirect_stdout(io.StringIO()), _flattened_in_place():
         engine, *_ = deepspeed.initialize(
             model=model,

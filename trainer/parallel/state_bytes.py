@@ -37,7 +37,7 @@ def state_bytes(
     cut_gradients: bool,
     cut_optimizer: bool,
     weight_bytes: Callable[[str], int],
-    optimizer_bytes: Callable[[str], int],
+    optimizer_bytes: Callable[[str, int], int],
 ) -> StateBytes:
     """Return the bytes on the rank that holds the most.
 
@@ -47,7 +47,7 @@ def state_bytes(
         cut_gradients: whether gradients are sharded over the shard group.
         cut_optimizer: whether the optimizer state is sharded over the shard group.
         weight_bytes: the bytes of an element of a parameter, by its name in `placements`.
-        optimizer_bytes: the bytes of the optimizer state for it: 8 for AdamW, 12 with a master copy, as in DeepSpeed.
+        optimizer_bytes: the bytes of the optimizer state, by the name of a parameter and its elements on the rank.
     """
     trainable = [placement for placement in placements.values() if placement.trainable]
     held = sum(placement.num_elements(sizes) * weight_bytes(name) for name, placement in placements.items())
@@ -58,7 +58,7 @@ def state_bytes(
         return number if "dp_shard" in placement.split_axes else ceil(number / sizes["dp_shard"])
 
     optimizer = sum(
-        (sharded(placement) if cut_optimizer else placement.num_elements(sizes)) * optimizer_bytes(name)
+        optimizer_bytes(name, sharded(placement) if cut_optimizer else placement.num_elements(sizes))
         for name, placement in placements.items()
         if placement.trainable
     )

@@ -27,7 +27,7 @@ from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.engine.builders import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
-from trainer.engine.optimizers.build import optimizer_notes
+from trainer.engine.optimizers.table import optimizer_class
 from trainer.models.attention import attention_notes
 from trainer.models.building import BuiltModel, build_model
 from trainer.models.compiled import compile_cache
@@ -156,7 +156,7 @@ class Assembly:
             *context_notes(model.config, recipe.parallel.context),
             *attention_notes(model, device),
             *dropout_notes(model, device),
-            *optimizer_notes(recipe.optimizer, device),
+            *optimizer_class(recipe.optimizer).notes(device),
         ]
         if recipe.cuda_graphs:
             notes.append("each shape of microbatches is captured as a CUDA graph when it comes again")

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from trainer.base.text import listed
-from trainer.engine.engine import Engine, StepResult
+from trainer.engine.engine import Engine
+from trainer.engine.results import StepResult
 from trainer.observe.records import BadStepRecord
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch

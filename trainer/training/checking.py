@@ -21,7 +21,7 @@ from trainer.base.errors import Problems
 from trainer.checkpoint.host_memory import KEPT, room_in
 from trainer.checkpoint.mirror import open_place
 from trainer.data.loader import require_fitting_rows
-from trainer.engine.optimizers.schedule_free import require_package
+from trainer.engine.optimizers.table import optimizer_class
 from trainer.engine.precision import rounded_by_autocast
 from trainer.models.adapters import adapt
 from trainer.models.building import build_on_meta, check_weights, load_config
@@ -69,7 +69,7 @@ def check_parts(plan: RunPlan) -> Checked:
     notes = list(hand.notes)
     problems = Problems()
     with problems.collect():
-        require_package(recipe.optimizer.name)
+        optimizer_class(recipe.optimizer).require_package()
     if recipe.checkpoint.mirror is not None:
         with problems.collect():
             open_place(recipe.checkpoint.mirror)
@@ -157,7 +157,7 @@ def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> Prepared
     problems = Problems()
     data = None
     with problems.collect():
-        require_package(recipe.optimizer.name)
+        optimizer_class(recipe.optimizer).require_package()
     if recipe.checkpoint.mirror is not None:
         with problems.collect():
             open_place(recipe.checkpoint.mirror)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from trainer.data.loader import EvalLoader
-from trainer.engine.engine import Engine, EvalResult
+from trainer.engine.engine import Engine
+from trainer.engine.results import EvalResult
 from trainer.observe.observer import Observer
 from trainer.parallel.copying import one_behind
 from trainer.parallel.mesh import ParallelMesh

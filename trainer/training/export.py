@@ -25,8 +25,8 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint.format import FACTS, MODEL_FOLDER, SavedState, open_verified
 from trainer.checkpoint.saving import FROZEN_WEIGHTS
 from trainer.checkpoint.store import CheckpointStore
-from trainer.engine.engine import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
+from trainer.engine.state import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.models.adapters import MergedWeights
 from trainer.models.building import build_base
 from trainer.models.peft_folder import write_adapter

@@ -10,7 +10,8 @@ import torch
 
 from trainer.base.errors import NonFiniteError, TrainerError
 from trainer.checkpoint.saving import Saver
-from trainer.engine.engine import Engine, StepResult
+from trainer.engine.engine import Engine
+from trainer.engine.results import StepResult
 from trainer.observe.meter import Meter, peak_memory_bytes
 from trainer.observe.observer import Observer
 from trainer.observe.records import BestMetric, EvaluationRecord, StepRecord

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, get_args
@@ -17,9 +17,9 @@ from torch import nn
 
 from trainer.base.distribution import versions
 from trainer.data.split import EncodedSplit
-from trainer.engine.optimizers.bf16_weights import stored_in_bf16
-from trainer.engine.optimizers.eight_bits import moment_bytes
-from trainer.engine.optimizers.whole_matrices import matrix_names
+from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.table import optimizer_class
+from trainer.engine.precision import stored_in_bf16
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
 from trainer.parallel.mesh import AXES, ParallelMesh
@@ -30,7 +30,7 @@ from trainer.parallel.tensor.linear import ColumnParallelLinear
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.drawing import layout_table
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.schema import SGD, Adafactor, AdamW8bit, Muon, Recipe
+from trainer.recipe.schema import Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.task import Task
 from trainer.training.data_notes import class_counts
@@ -101,42 +101,20 @@ def planned_state_bytes(
 ) -> StateBytes:
     """Return the bytes of the training state on the rank that holds the most, by formula. All ranks must call it."""
     models = list(models)
-    optimizer, strategy = plan.recipe.optimizer, plan.strategy
-    matrices = {name for model in models for name in matrix_names(model)} if isinstance(optimizer, Muon) else set()
-
-    def tensors(name: str) -> int:
-        if isinstance(optimizer, SGD):
-            return int(optimizer.momentum > 0)
-        return 0 if isinstance(optimizer, Adafactor) else 1 if name in matrices else 2
-
-    master_copies = int(strategy.zero_stage > 0)  # DeepSpeed keeps one beside the parameters, in fp32 too
-    weight_bytes = _weight_bytes(models)
-    has_compensation = plan.recipe.weights == "bf16_compensated"
-
-    def rest(name: str) -> int:
-        return weight_bytes(name) if has_compensation and weight_bytes(name) == 2 else 0
-
-    sizes = {axis: mesh.size(axis) for axis in AXES}
+    recipe, strategy = plan.recipe, plan.strategy
+    trained = TrainedParameters.of(models, recipe, placements, mesh)
+    bytes_of = optimizer_class(recipe.optimizer).state_bytes(recipe.optimizer, trained)
+    master_bytes = 4 if strategy.zero_stage else 0  # DeepSpeed keeps a copy beside the parameters, in fp32 too
     own = state_bytes(
         placements,
-        sizes,
+        {axis: mesh.size(axis) for axis in AXES},
         cut_gradients=strategy.cuts_gradients,
         cut_optimizer=strategy.cuts_optimizer,
-        weight_bytes=weight_bytes,
-        optimizer_bytes=lambda name: 4 * (tensors(name) + master_copies) + rest(name),
+        weight_bytes=_weight_bytes(models),
+        optimizer_bytes=lambda name, number: bytes_of(name, number) + master_bytes * number,
     )
-    if isinstance(optimizer, Adafactor):  # whole rows and columns on every rank
-        own = replace(own, optimizer=4 * sum(_factored(p.shape) for p in placements.values() if p.trainable))
-    if isinstance(optimizer, AdamW8bit):
-        moments = (moment_bytes(p.shape, p.num_elements(sizes)) for p in placements.values() if p.trainable)
-        own = replace(own, optimizer=sum(moments))
     gathered = mesh.gather(asdict(own)) if mesh.size("pp") > 1 else None
     return max((StateBytes(**values) for values in gathered), key=lambda stage: stage.total) if gathered else own
-
-
-def _factored(shape: tuple[int, ...]) -> int:
-    """Return the number of second moments that Adafactor keeps for a parameter."""
-    return prod(shape) if len(shape) < 2 else prod(shape[:-1]) + prod((*shape[:-2], shape[-1]))
 
 
 def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.training import tiny_recipe
 from trainer.engine.optimizers import batches
-from trainer.engine.optimizers.build import build_optimizer
-from trainer.engine.optimizers.whole_matrices import orthogonalised
+from trainer.engine.optimizers.muon import orthogonalised
+from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.table import build_optimizer
+from trainer.engine.optimizers.whole_access import WholeAccess
 from trainer.parallel.placement import ParameterPlacement
-from trainer.parallel.shards.stochastic_rounding import KeyedRounding
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Adafactor, AdamW, Muon, OptimizerSection
 from trainer.training.process_group import open_mesh
@@ -64,11 +65,12 @@ def num_operations(name: str, num_layers: int) -> int:
             parameters[f"{layer}.{kind}"] = parameter
     placements = {one: ParameterPlacement(label, tuple(one.shape)) for label, one in parameters.items()}
     mesh = open_mesh(plan_run(tiny_recipe(), 1).layout, torch.device("cpu"))
-    rounding = KeyedRounding(placements, mesh, 7) if name == "bf16_stochastic" else None
+    seed = 7 if name == "bf16_stochastic" else None
     matrices = {label for label in parameters if "bias" not in label}
     biases = parameters.keys() - matrices
-    optimizer = build_optimizer(RECIPES[name], parameters.items(), biases, matrices, rounding=rounding)
-    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    trained = TrainedParameters(parameters, biases, lambda: matrices, WholeAccess(placements, mesh), seed)
+    optimizer = build_optimizer(RECIPES[name], trained)
+    optimizer.found_inf = torch.zeros(())
     optimizer.step()  # makes the state
     with _Counter() as counter:
         optimizer.step()

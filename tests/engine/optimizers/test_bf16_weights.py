@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import MemorySource, build_tiny, tiny_recipe, train_tiny, whole_state
 from tests.parity.cases import model_config
-from trainer.engine.optimizers import batches, bf16_weights
-from trainer.engine.optimizers.bf16_weights import COMPENSATION, RoundedAdamW
-from trainer.engine.optimizers.build import build_optimizer
+from trainer.engine.optimizers import adamw, batches
+from trainer.engine.optimizers.adamw import COMPENSATION
+from trainer.engine.optimizers.base import EngineOptimizer
+from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.table import build_optimizer
+from trainer.engine.optimizers.whole_access import WholeAccess
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.boxes import tensor_part
@@ -37,12 +40,13 @@ def in_bf16(values: Tensor) -> nn.Parameter:
     return parameter
 
 
-def optimizer_of(parameter: nn.Parameter, mesh: ParallelMesh, weights: str, **options: Any) -> RoundedAdamW:
+def optimizer_of(parameter: nn.Parameter, mesh: ParallelMesh, weights: str, **options: Any) -> EngineOptimizer:
     placement = ParameterPlacement("weight", tuple(parameter.shape))
-    rounding = KeyedRounding({parameter: placement}, mesh, 7) if weights == "bf16_stochastic" else None
-    optimizer = build_optimizer(AdamW(**options), [("weight", parameter)], set(), rounding=rounding)
-    assert isinstance(optimizer, RoundedAdamW)
-    return optimizer
+    seed = 7 if weights == "bf16_stochastic" else None
+    trained = TrainedParameters(
+        {"weight": parameter}, whole=WholeAccess({parameter: placement}, mesh), rounding_seed=seed
+    )
+    return build_optimizer(AdamW(**options), trained)
 
 
 def updated(weights: str, mesh: ParallelMesh, steps: int = 200, **options: Any) -> tuple[nn.Parameter, Tensor]:
@@ -55,8 +59,7 @@ def updated(weights: str, mesh: ParallelMesh, steps: int = 200, **options: Any) 
     for step in range(steps):
         parameter.grad = 1.0 + torch.randn(512, generator=generator)
         expected.grad = parameter.grad.double()
-        if optimizer._rounding is not None:
-            optimizer._rounding.step = step
+        optimizer.begin(1e-4, step)
         optimizer.step()
         exact.step()
     return parameter, expected.detach()
@@ -80,7 +83,7 @@ class TestUpdates:
     def test_a_number_in_the_middle_of_two_loses_one_bit(self):
         for bits in (0x3F80_8000, 0x3F81_8000, -0x407F_8000, 0x3F80_7FFF, 0x3F81_8001):
             exact = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
-            found = exact.bfloat16().float().view(torch.int32) + bf16_weights._cut_off(exact)
+            found = exact.bfloat16().float().view(torch.int32) + adamw._cut_off(exact)
             assert 0 <= bits - int(found) <= 1
             assert torch.equal(found.view(torch.float32).bfloat16(), exact.bfloat16())
 
@@ -99,8 +102,8 @@ class TestUpdates:
             optimizer = optimizer_of(parameter, mesh, weights, learning_rate=1e-4)
         for step in range(1000):
             parameter.grad = (parameter.detach().float() - 0.9).to(parameter.grad_dtype)
-            if weights == "bf16_stochastic":
-                optimizer._rounding.step = step
+            if weights != "nearest":
+                optimizer.begin(1e-4, step)
             optimizer.step()
         found = parameter.detach().float()
         if weights == "nearest":
@@ -142,8 +145,7 @@ class TestRandomRounding:
     def round(self, mesh: ParallelMesh, value: float, step: int = 0, name: str = "weight", seed: int = 7) -> Tensor:
         parameter = in_bf16(torch.zeros(64, 1024))
         rounding = KeyedRounding({parameter: ParameterPlacement(name, (64, 1024))}, mesh, seed)
-        rounding.step = step
-        return rounding.round_([Piece(parameter, 0, 64 * 1024)], torch.full((64 * 1024,), value)).float()
+        return rounding.round_([Piece(parameter, 0, 64 * 1024)], torch.full((64 * 1024,), value), step).float()
 
     @pytest.mark.parametrize("sign", [1.0, -1.0])
     @pytest.mark.parametrize("share", [0.0, 1 / 65536, 0.3, 0.5, 0.99])
@@ -191,7 +193,7 @@ def same_gradients(weights: str, model_type: str, layouts: list[dict[str, Any]])
             for label, parameter in engine.parameters.items():
                 parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
                 fill(parameter.grad, engine.placements[label], training.mesh, step)
-            engine._update(torch.tensor(0.5), torch.zeros(()))
+            engine._update(5e-5, torch.tensor(0.5), torch.zeros(()))
             engine.optimizer.zero_grad()
             engine._step = step = step + 1
         source = whole_state(engine, training.mesh)

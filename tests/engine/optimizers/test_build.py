@@ -10,9 +10,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.helpers.training import TINY_BERT
+from trainer.engine.learning_rate import learning_rate_factor
 from trainer.engine.optimizers import batches
-from trainer.engine.optimizers.build import build_optimizer, learning_rate_factor, no_decay_names
-from trainer.engine.optimizers.whole_matrices import matrix_names
+from trainer.engine.optimizers.parameters import TrainedParameters, matrix_names, no_decay_names
+from trainer.engine.optimizers.table import build_optimizer
 from trainer.recipe.schema import SGD, Adafactor, AdamW, Muon, Schedule
 
 SMALL = {"vocab_size": 50, "num_labels": 3, "pad_token_id": 0}
@@ -71,14 +72,14 @@ def named() -> list[tuple[str, nn.Parameter]]:
 class TestBuildOptimizer:
     def test_two_groups_without_the_frozen(self):
         parameters = named()
-        optimizer = build_optimizer(AdamW(weight_decay=0.1), parameters, {"bias"})
+        optimizer = build_optimizer(AdamW(weight_decay=0.1), TrainedParameters(dict(parameters), {"bias"}))
         decayed, left = optimizer.param_groups
         assert [id(p) for p in decayed["params"]] == [id(parameters[0][1])]
         assert [id(p) for p in left["params"]] == [id(parameters[1][1])]
         assert (decayed["weight_decay"], left["weight_decay"]) == (0.1, 0.0)
 
     def test_an_empty_group_is_left_out(self):
-        (group,) = build_optimizer(AdamW(), named(), set()).param_groups
+        (group,) = build_optimizer(AdamW(), TrainedParameters(dict(named()))).param_groups
         assert len(group["params"]) == 2
 
     @pytest.mark.parametrize("steps", [1, 3])
@@ -96,7 +97,7 @@ class TestBuildOptimizer:
                 update = first / (1 - 0.8**step) / ((second / (1 - 0.95**step)).sqrt() + 1e-6)
                 theta = theta - 0.01 * update - 0.01 * (0.1 if name == "weight" else 0.0) * theta
             expected.append(theta)
-        optimizer = build_optimizer(recipe, parameters, {"bias"})
+        optimizer = build_optimizer(recipe, TrainedParameters(dict(parameters), {"bias"}))
         for _ in range(steps):
             optimizer.step()
         for (_, parameter), theta in zip(parameters, expected, strict=True):
@@ -107,15 +108,15 @@ class TestBuildOptimizer:
         (_, weight), (_, bias), _ = parameters = named()
         before, gradient = weight.detach().clone(), weight.grad.clone()
         bias_before = bias.detach().clone()
-        optimizer = build_optimizer(recipe, parameters, {"bias"})
+        optimizer = build_optimizer(recipe, TrainedParameters(dict(parameters), {"bias"}))
         optimizer.step()
         torch.testing.assert_close(weight.detach(), before - 0.1 * (gradient + 0.5 * before))
         optimizer.step()
         torch.testing.assert_close(bias.detach(), bias_before - 0.1 * bias.grad - 0.1 * 1.9 * bias.grad)
 
     def test_is_fused(self):
-        assert build_optimizer(AdamW(), named(), set()).defaults["fused"]
-        assert build_optimizer(SGD(name="sgd", learning_rate=1.0), named(), set()).defaults["fused"]
+        assert build_optimizer(AdamW(), TrainedParameters(dict(named()))).defaults["fused"]
+        assert build_optimizer(SGD(name="sgd", learning_rate=1.0), TrainedParameters(dict(named()))).defaults["fused"]
 
 
 def factors(name: str, warmup: int | float, total: int) -> list[float]:
@@ -187,7 +188,9 @@ class TestWholeMatrices:
 
         def ours(bert):
             recipe = Muon(name="muon", learning_rate=0.01, weight_decay=0.1)
-            return [build_optimizer(recipe, bert.named_parameters(), no_decay_names(bert), matrix_names(bert))]
+            named = dict(bert.named_parameters())
+            trained = TrainedParameters(named, no_decay_names(bert), lambda: matrix_names(bert))
+            return [build_optimizer(recipe, trained)]
 
         def torchs(bert):
             plain = no_decay_names(bert)
@@ -208,7 +211,8 @@ class TestWholeMatrices:
 
     def test_adafactor_is_that_of_torch(self):
         def ours(bert):
-            return [build_optimizer(Adafactor(name="adafactor"), bert.named_parameters(), no_decay_names(bert))]
+            trained = TrainedParameters(dict(bert.named_parameters()), no_decay_names(bert))
+            return [build_optimizer(Adafactor(name="adafactor"), trained)]
 
         found = self.two_steps(ours)
         expected = self.two_steps(lambda bert: [torch.optim.Adafactor(bert.parameters(), foreach=False)])

@@ -21,10 +21,11 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import build_tiny, tiny_recipe
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
 from trainer.engine.optimizers import eight_bits, fused_eight_bits
-from trainer.engine.optimizers.build import build_optimizer, optimizer_notes
 from trainer.engine.optimizers.dynamic_map import FIRST, MAPS, SECOND, code_index
 from trainer.engine.optimizers.eight_bits import SCALES, moment_bytes
-from trainer.engine.optimizers.whole_matrices import WholeAccess
+from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.table import build_optimizer, optimizer_class
+from trainer.engine.optimizers.whole_access import WholeAccess
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Split
@@ -138,7 +139,7 @@ def trained(placements: dict[str, ParameterPlacement], mesh: ParallelMesh | None
     named = list(parameters.items())
     access = WholeAccess({parameter: placements[name] for name, parameter in named}, mesh)
     recipe = AdamW8bit(name="adamw_8bit", learning_rate=0.01, weight_decay=0.1)
-    optimizer = build_optimizer(recipe, named, set(), whole=access)
+    optimizer = build_optimizer(recipe, TrainedParameters(parameters, whole=access))
     for _ in range(steps):
         for name, parameter in named:
             # Sizes differ by element, as those of gradients do.
@@ -176,7 +177,7 @@ class TestOneProcess:
             generator = torch.Generator().manual_seed(0)
             weight = torch.randn(size, generator=generator)
             parameter = nn.Parameter(weight.clone())
-            optimizer = build_optimizer(recipe, [("weight", parameter)], set())
+            optimizer = build_optimizer(recipe, TrainedParameters({"weight": parameter}))
             mean = torch.randn(size, generator=generator)
             for _ in range(steps):
                 parameter.grad = (mean + torch.randn(size, generator=generator)) * scale
@@ -203,7 +204,7 @@ class TestOneProcess:
 
     def test_without_a_gradient_nothing_changes_and_zeros_stay_zeros(self):
         parameter, other = nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(64, 64))
-        optimizer = build_optimizer(AdamW8bit(name="adamw_8bit"), [("a", parameter), ("b", other)], set())
+        optimizer = build_optimizer(AdamW8bit(name="adamw_8bit"), TrainedParameters({"a": parameter, "b": other}))
         parameter.grad = torch.zeros(64, 64)
         for _ in range(2):
             optimizer.step()
@@ -217,7 +218,9 @@ class TestOneProcess:
     def test_a_small_second_moment_beside_a_first_one_makes_no_huge_step(self):
         """A second moment that is rounded to 0 would."""
         parameter = nn.Parameter(torch.zeros(64, 64))
-        optimizer = build_optimizer(AdamW8bit(name="adamw_8bit", learning_rate=1.0), [("a", parameter)], set())
+        optimizer = build_optimizer(
+            AdamW8bit(name="adamw_8bit", learning_rate=1.0), TrainedParameters({"a": parameter})
+        )
         parameter.grad = torch.full((64, 64), 1e-4)
         parameter.grad[:, 0] = 1.0
         optimizer.step()
@@ -292,8 +295,9 @@ def test_a_run_on_a_gpu_notes_the_kernel_of_8_bit_moments(monkeypatch, capabilit
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     recipe = AdamW8bit(name="adamw_8bit")
-    assert optimizer_notes(recipe, torch.device("cuda", 0)) == [note]
-    assert optimizer_notes(recipe, torch.device("cpu")) == optimizer_notes(AdamW(), torch.device("cuda", 0)) == []
+    assert optimizer_class(recipe).notes(torch.device("cuda", 0)) == [note]
+    assert optimizer_class(recipe).notes(torch.device("cpu")) == []
+    assert optimizer_class(AdamW()).notes(torch.device("cuda", 0)) == []
 
 
 class TestPlans:
@@ -322,4 +326,4 @@ class TestPlans:
 def test_loaded_codes_are_in_the_order_of_the_elements():
     """The kernels read them so, whatever the strides of the parameter."""
     engine = build_tiny(tiny_recipe(optimizer={"name": "adamw_8bit"})).engine
-    assert all(engine._blank(key, torch.ones(4, 3).t()).is_contiguous() for key in MAPS)
+    assert all(engine.optimizer.blank(key, torch.ones(4, 3).t()).is_contiguous() for key in MAPS)

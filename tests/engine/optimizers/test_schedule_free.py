@@ -12,8 +12,8 @@ from torch import nn
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import build_tiny, parallel_keys, tiny_recipe, tiny_training, weights_of
 from trainer.base.errors import UsageError
-from trainer.engine.optimizers.build import build_optimizer
-from trainer.engine.optimizers.schedule_free import AveragedWeights
+from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.table import build_optimizer
 from trainer.recipe.schema import Recipe, ScheduleFreeAdamW
 
 SECTIONS: dict[str, Any] = {
@@ -30,8 +30,7 @@ def test_update_and_average_are_the_published_rule():
     )
     generator = torch.Generator().manual_seed(0)
     parameter = nn.Parameter(torch.randn(4, 3, generator=generator))
-    optimizer = build_optimizer(recipe, [("weight", parameter)], set())
-    averaged = AveragedWeights(optimizer, lambda: None)
+    optimizer = build_optimizer(recipe, TrainedParameters({"weight": parameter}))
     x = z = parameter.detach().double()
     second, weights = torch.zeros_like(x), 0.0
     for step, rate in enumerate((0.05, 0.1, 0.1, 0.1), start=1):
@@ -47,18 +46,18 @@ def test_update_and_average_are_the_published_rule():
             group["lr"] = rate
         optimizer.step()
         trained = parameter.detach().clone()
-        averaged.show()
+        optimizer.show()
         torch.testing.assert_close(parameter.detach().double(), x, atol=1e-6, rtol=1e-5)
-        averaged.hide()
+        optimizer.hide()
         assert torch.equal(parameter, trained)
 
 
 def test_a_group_without_gradients_counts_the_steps():
     recipe = ScheduleFreeAdamW(name="schedule_free_adamw", learning_rate=0.1)
-    parameters = [("weight", nn.Parameter(torch.ones(2))), ("bias", nn.Parameter(torch.ones(2)))]
-    optimizer = build_optimizer(recipe, parameters, {"bias"})
+    parameters = {"weight": nn.Parameter(torch.ones(2)), "bias": nn.Parameter(torch.ones(2))}
+    optimizer = build_optimizer(recipe, TrainedParameters(parameters, {"bias"}))
     optimizer.found_inf = torch.zeros(())
-    parameters[1][1].grad = torch.ones(2)
+    parameters["bias"].grad = torch.ones(2)
     optimizer.step()
     assert [group["k"] for group in optimizer.param_groups] == [1, 1]
 
@@ -103,4 +102,4 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "schedulefree", None)
     recipe = ScheduleFreeAdamW(name="schedule_free_adamw", learning_rate=0.1)
     with pytest.raises(UsageError, match=r'pip install "recipe-trainer\[schedule-free\]"'):
-        build_optimizer(recipe, [("weight", nn.Parameter(torch.ones(2)))], set())
+        build_optimizer(recipe, TrainedParameters({"weight": nn.Parameter(torch.ones(2))}))

@@ -16,8 +16,8 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.reads import NoReads
 from tests.helpers.training import TinyTraining, parallel_keys, tiny_recipe, tiny_training, whole_state
 from trainer.engine import native
-from trainer.engine.engine import StepResult
 from trainer.engine.optimizers.skipping import unchanged_if, write_unless
+from trainer.engine.results import StepResult
 from trainer.parallel.microbatch import RankBatch
 from trainer.recipe.schema import Recipe
 

@@ -75,7 +75,7 @@ def planned(files: dict[str, Any]) -> RunPlan:
 
 
 def rates(plan: RunPlan, steps: int) -> list[float]:
-    from trainer.engine.optimizers.build import learning_rate
+    from trainer.engine.learning_rate import learning_rate
 
     return [learning_rate(plan.recipe.optimizer, plan.recipe.schedule, step, steps) for step in range(steps)]
 

@@ -7,7 +7,7 @@ block. Ranks that shared the scales of their own parts would cut other blocks in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.engine.optimizers import fused_eight_bits  # noqa: F401  # defines its operations
+from trainer.engine.optimizers.adamw import PartlyAdamW, adamw_options
+from trainer.engine.optimizers.batches import stepped
 from trainer.engine.optimizers.dynamic_map import FIRST, MAPS, SECOND, code_index
-from trainer.engine.optimizers.skipping import flag_of, unchanged_if
-from trainer.engine.optimizers.whole_matrices import PartlyAdamW, WholeAccess
+from trainer.engine.optimizers.parameters import Groups, TrainedParameters, divided
+from trainer.engine.optimizers.skipping import unchanged_if
+from trainer.engine.optimizers.whole_access import WholeAccess
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.gathering import local_part
@@ -31,6 +34,7 @@ from trainer.parallel.shards.scale_blocks import (
     num_blocks,
     share_maxima,
 )
+from trainer.recipe import schema
 
 SMALLEST = 4096
 """The elements of a whole parameter from which on its moments have 8 bits; smaller ones cost little memory."""
@@ -81,13 +85,35 @@ class AdamW8bit(PartlyAdamW):
     whole_keys = frozenset((SCALES,))
     state_dtypes = MappingProxyType({key: codes.dtype for key, codes in MAPS.items()})
 
-    def __init__(self, groups: list[dict[str, Any]], whole: WholeAccess, **options: Any) -> None:
+    def __init__(self, groups: Groups, whole: WholeAccess, **options: Any) -> None:
         super().__init__(groups, **options)
         self._whole = whole
         self._tables: dict[torch.device, Tables] = {}
         self._rows: dict[nn.Parameter, BlockRows] = {}
 
-    def update(self, groups: list[dict[str, Any]]) -> None:
+    @classmethod
+    def build(cls, section: schema.AdamW8bit, trained: TrainedParameters) -> AdamW8bit:
+        groups = divided(
+            trained.groups(section.weight_decay),
+            IN_BLOCKS,
+            lambda parameter: is_in_blocks(trained.whole.placement(parameter).shape),
+        )
+        return cls(groups, trained.whole, **adamw_options(section, trained))
+
+    @classmethod
+    def state_bytes(cls, section: schema.AdamW8bit, trained: TrainedParameters) -> Callable[[str, int], int]:
+        return lambda name, number: moment_bytes(trained.whole.placement(trained.named[name]).shape, number)
+
+    @classmethod
+    def notes(cls, device: torch.device) -> list[str]:
+        if device.type != "cuda":
+            return []
+        obstacle = kernel_support.obstacle(device)
+        if obstacle is None:
+            return ["moments in 8 bits are updated in a fused kernel"]
+        return [f"moments in 8 bits are updated by operations of torch, because {obstacle}"]
+
+    def update(self, groups: Groups) -> None:
         mesh = self._whole.mesh
         shared: list[_Part] = []
         for part in (part for group in groups for part in self._parts(group)):
@@ -104,10 +130,10 @@ class AdamW8bit(PartlyAdamW):
 
     def _parts(self, group: Mapping[str, Any]) -> Iterator[_Part]:
         """Count a step of the parameters of a group with a gradient, and yield their parts."""
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        parameters = stepped(group["params"])
         if not parameters:
             return
-        states, flag = [self._state(parameter) for parameter in parameters], flag_of(self)
+        states, flag = [self._state(parameter) for parameter in parameters], self.found_inf
         steps = [state[STEP] for state in states]
         torch._foreach_add_(steps, 1)
         if flag is not None:
@@ -116,6 +142,7 @@ class AdamW8bit(PartlyAdamW):
         corrections = torch.stack((group["lr"] / first, 1 / second), 1).float()
         is_fused = kernel_support.obstacle(corrections.device) is None
         for parameter, state, own in zip(parameters, states, corrections, strict=True):
+            assert parameter.grad is not None
             weight, gradient = local_part(parameter.detach()), local_part(parameter.grad).contiguous()
             placement, device = self._whole.placement(parameter), weight.device
             if parameter not in self._rows:

@@ -1,8 +1,4 @@
-"""Updates that a flag on the device skips, so that the host need not wait for it.
-
-The flag is torch's: the attribute `found_inf` of an optimizer, a scalar that is 1.0 in a bad step. Torch's fused
-kernels read it themselves.
-"""
+"""Updates that a flag on the device skips, so that the host need not wait for it; see `EngineOptimizer.found_inf`."""
 
 from __future__ import annotations
 
@@ -11,11 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-
-
-def flag_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Return the flag of a bad step; None: the step is good."""
-    return getattr(optimizer, "found_inf", None)
 
 
 @contextmanager

@@ -47,10 +47,8 @@ class KeyedRounding:
         self._placements = placements
         self._mesh = mesh
         self._seed = seed
-        self.step = 0
-        """The number of steps before the current one, which keys its bits."""
 
-    def round_(self, pieces: Sequence[Piece], exact: Tensor) -> Tensor:
+    def round_(self, pieces: Sequence[Piece], exact: Tensor, step: int) -> Tensor:
         """Return elements of this rank's parts of parameters in bf16; `exact` is overwritten.
 
         Each becomes one of its two neighbours in bf16, at random; the expected value is `exact`.
@@ -58,6 +56,7 @@ class KeyedRounding:
         Args:
             pieces: the elements of each parameter, perhaps a DTensor.
             exact: the elements of all pieces, fp32 `[n]`.
+            step: the number of steps before the current one, which keys its bits.
         """
         lanes = torch.zeros(exact.shape, dtype=torch.int16, device=exact.device)
         sizes = [piece.stop - piece.start for piece in pieces]
@@ -71,7 +70,7 @@ class KeyedRounding:
                 views[_Place(box.start, box.shape, placement.shape)].append((placement.name, box.view))
         for place, named in views.items():
             names, boxes = zip(*named, strict=True)
-            keys = stream_keys((self._seed, self.step, "stochastic rounding"), ((name,) for name in names))
+            keys = stream_keys((self._seed, step, "stochastic rounding"), ((name,) for name in names))
             bits = _bits(to_device(torch.tensor(keys), exact.device), place)
             torch._foreach_copy_(list(boxes), list(bits))
         # The sum carries into the upper half with the probability of the lower one, which is then cut off.

@@ -108,12 +108,13 @@ class PeerTraining:
         """Return the recipe's optimizer and its learning rates."""
         from torch.optim.lr_scheduler import LambdaLR
 
-        from trainer.engine.optimizers.build import build_optimizer, learning_rate_factor, no_decay_names
-        from trainer.engine.optimizers.whole_matrices import matrix_names
+        from trainer.engine.learning_rate import learning_rate_factor
+        from trainer.engine.optimizers.parameters import TrainedParameters, matrix_names, no_decay_names
+        from trainer.engine.optimizers.table import build_optimizer
 
-        matrices = matrix_names(self.model) if self.recipe.optimizer.name == "muon" else set()
-        named = self.model.named_parameters()
-        made = build_optimizer(self.recipe.optimizer, named, no_decay_names(self.model), matrices)
+        named, no_decay = dict(self.model.named_parameters()), no_decay_names(self.model)
+        trained = TrainedParameters(named, no_decay, lambda: matrix_names(self.model))
+        made = build_optimizer(self.recipe.optimizer, trained)
         for group in made.param_groups:
             group["lr"] = self.recipe.optimizer.learning_rate
         return made, LambdaLR(made, lambda step: learning_rate_factor(self.recipe.schedule, step, self.total_steps))
@@ -450,7 +451,7 @@ def build_peer_model(recipe: Recipe, data: PreparedData) -> nn.Module:
 
 
 def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, environment: LaunchEnvironment) -> None:
-    from trainer.engine.optimizers.build import learning_rate
+    from trainer.engine.learning_rate import learning_rate
     from trainer.observe.meter import peak_memory_bytes
     from trainer.observe.metrics_file import MetricsFile
     from trainer.observe.records import StepRecord

@@ -15,7 +15,7 @@ from trainer.checkpoint.host_memory import KEPT
 from trainer.data.order import GlobalOrder
 from trainer.data.rank_rows import RowChunk, partition
 from trainer.engine.builders import planned_cuts
-from trainer.engine.optimizers.bf16_weights import written_dtype
+from trainer.engine.precision import written_dtype
 from trainer.models.building import build_shapes, count_weight_reads
 from trainer.models.saving import files_of_weights, writer_of
 from trainer.parallel.mesh import AXES, ParallelMesh

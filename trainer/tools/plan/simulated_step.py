@@ -19,8 +19,8 @@ from trainer.engine import native
 from trainer.engine.builders import build_engine, planned_cuts
 from trainer.engine.graphs import Capture
 from trainer.engine.native import NativeEngine
-from trainer.engine.optimizers.bf16_weights import store_in_bf16
-from trainer.engine.optimizers.build import updates_in_batches
+from trainer.engine.optimizers.table import optimizer_class
+from trainer.engine.precision import store_in_bf16
 from trainer.engine.zero import ZeroEngine
 from trainer.models.building import BuiltModel, build_shapes, freeze
 from trainer.models.teacher import Teacher
@@ -128,7 +128,7 @@ def simulate(plan: RunPlan, rank: int, length: int, cuda: bool, fused: bool = Tr
         stacks = [[] if plan.strategy.zero_stage else stacks_of(part.model) for part in built]
         numbers = {stack.number for part in stacks for stack in part}
         # Batches of equal tensors grow with the number of layers, up to a limit.
-        is_apart = bool(numbers) and whole.offload == "none" and updates_in_batches(plan.recipe)
+        is_apart = bool(numbers) and whole.offload == "none" and updates_in_batches(plan)
         short = replace(whole, stacks=stacks, updates=not is_apart)
         loaded, saved = _loaded(plan, built), sum(map(_saved, built))
         found = short.run(built)
@@ -138,6 +138,11 @@ def simulate(plan: RunPlan, rank: int, length: int, cuda: bool, fused: bool = Tr
         if is_apart:
             found = found.followed_by(*whole.update())
         return replace(found, loaded=loaded, saved=saved)
+
+
+def updates_in_batches(plan: RunPlan) -> bool:
+    """Return whether the optimizer of a plan updates batches of tensors, which have temporary copies."""
+    return optimizer_class(plan.recipe.optimizer).updates_in_batches(plan.recipe)
 
 
 @dataclass(frozen=True)
@@ -313,7 +318,7 @@ def _fill_gradients(engine: NativeEngine, ledger: Ledger) -> None:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             ledger.assign([parameter.grad], GRADIENTS)
-    engine.optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    engine.optimizer.found_inf = torch.zeros(())
 
 
 def _step(engine: NativeEngine) -> None:

@@ -1,15 +1,15 @@
-"""Weights of matrix products in bf16, without fp32 masters.
+"""AdamW, with weights in fp32 or in bf16.
 
-Autocast reads these weights in bf16 only, so the passes are those of fp32 masters. Updates are computed in fp32, and
-most are smaller than the distance of two bf16 numbers. Either the optimizer keeps the 16 bits that rounding cuts off,
-as a compensated sum does (Kahan 1965, doi:10.1145/363707.363723), but exactly. Or updates are rounded at random, so
-that their mean is right (Gupta et al. 2015, arXiv:1502.02551). Gradients are fp32, since each layout adds them in
-another order.
+Weights of matrix products in bf16 have no fp32 masters. Autocast reads these weights in bf16 only, so the passes are
+those of fp32 masters. Updates are computed in fp32, and most are smaller than the distance of two bf16 numbers. Either
+the optimizer keeps the 16 bits that rounding cuts off, as a compensated sum does (Kahan 1965,
+doi:10.1145/363707.363723), but exactly. Or updates are rounded at random, so that their mean is right (Gupta et al.
+2015, arXiv:1502.02551). Gradients are fp32, since each layout adds them in another order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -17,14 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.optimizers.batches import batches, most_elements, stepped
-from trainer.engine.optimizers.skipping import flag_of
-from trainer.engine.optimizers.whole_matrices import PartlyAdamW
-from trainer.engine.precision import rounded_by_autocast
-from trainer.models.building import BuiltModel
-from trainer.parallel.placement import Placements
+from trainer.engine.optimizers.parameters import Groups, TrainedParameters, divided
 from trainer.parallel.shards.gathering import local_part
 from trainer.parallel.shards.stochastic_rounding import KeyedRounding, Piece
+from trainer.recipe import schema
 from trainer.recipe.schema import Recipe
 
 COMPENSATION = "compensation"
@@ -33,32 +31,34 @@ IN_BF16 = "in_bf16"
 """The key of a parameter group: whether its weights are in bf16."""
 
 
-def store_in_bf16(built: BuiltModel) -> None:
-    """Round the trained weights of matrix products to bf16, in place; their gradients are fp32.
-
-    Tied weights, embeddings and norms compute in fp32 and stay so, on stages of a pipeline too. Frozen weights stay as
-    their checkpoint has them.
-    """
-    placements: Placements = built.placements or {}
-    tied = {name for name, placement in placements.items() if placement.stages}
-    rounded = rounded_by_autocast(built.model) - tied
-    for name, parameter in built.model.named_parameters():
-        if name in rounded and parameter.requires_grad:
-            parameter.data = parameter.data.bfloat16()
-            parameter.grad_dtype = torch.float32
+def adamw_options(section: schema.AdamW | schema.AdamW8bit | schema.Muon, trained: TrainedParameters) -> dict[str, Any]:
+    """Return the options of torch's AdamW for a recipe's section."""
+    first, second = section.betas
+    return {"lr": section.learning_rate, "betas": (first, second), "eps": section.epsilon, "fused": trained.fused}
 
 
-def stored_in_bf16(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that `store_in_bf16` rounded, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.bfloat16}
+class PartlyAdamW(EngineOptimizer, torch.optim.AdamW):
+    """AdamW of torch for some parameter groups; a subclass updates those that have its `key`."""
+
+    key: str
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        every = self.param_groups
+        self.param_groups = [group for group in every if self.key not in group]
+        try:
+            loss = super().step(closure) if self.param_groups else None
+        finally:
+            self.param_groups = every
+        self.update([group for group in every if self.key in group])
+        return loss
+
+    def update(self, groups: Groups) -> None:
+        """Update the parameters of groups with `key`."""
+        raise NotImplementedError
 
 
-def written_dtype(recipe: Recipe) -> torch.dtype:
-    """Return the type of the weights of the final model."""
-    return torch.float32 if recipe.weights == "fp32" else torch.bfloat16
-
-
-class RoundedAdamW(PartlyAdamW):
+class AdamW(PartlyAdamW):
     """AdamW with weights in bf16 and in fp32; its arithmetic is that of torch's in fp32.
 
     In steps with the flag `found_inf`, no bit changes: numbers that did not change are rounded as before.
@@ -72,11 +72,32 @@ class RoundedAdamW(PartlyAdamW):
     key = IN_BF16
     state_dtypes = MappingProxyType({COMPENSATION: torch.int16})
 
-    def __init__(self, groups: list[dict[str, Any]], rounding: KeyedRounding | None, **options: Any) -> None:
+    def __init__(self, groups: Groups, rounding: KeyedRounding | None, **options: Any) -> None:
         super().__init__(groups, **options)
         self._rounding = rounding
 
-    def update(self, groups: list[dict[str, Any]]) -> None:
+    @classmethod
+    def build(cls, section: schema.AdamW, trained: TrainedParameters) -> AdamW:
+        whole, seed, rounding = trained.whole, trained.rounding_seed, None
+        if seed is not None:
+            assert whole.mesh is not None, "random bits depend on the place of an element in its whole parameter"
+            rounding = KeyedRounding(whole.placements, whole.mesh, seed)
+        groups = divided(trained.groups(section.weight_decay), IN_BF16, _is_in_bf16)
+        return cls(groups, rounding, **adamw_options(section, trained))
+
+    @classmethod
+    def state_bytes(cls, section: schema.AdamW, trained: TrainedParameters) -> Callable[[str, int], int]:
+        def bytes_of(name: str, number: int) -> int:
+            has_compensation = _is_in_bf16(trained.named[name]) and trained.rounding_seed is None
+            return (8 + 2 * has_compensation) * number
+
+        return bytes_of
+
+    @classmethod
+    def updates_in_batches(cls, recipe: Recipe) -> bool:
+        return recipe.weights != "fp32"
+
+    def update(self, groups: Groups) -> None:
         for group in groups:
             parameters = stepped(group["params"])
             for parameter in parameters:
@@ -109,7 +130,7 @@ class RoundedAdamW(PartlyAdamW):
             fused=bool(group["fused"]),
             foreach=False,
             grad_scale=None,
-            found_inf=flag_of(self),
+            found_inf=self.found_inf,
             amsgrad=False,
             maximize=False,
             lr=group["lr"],
@@ -123,7 +144,7 @@ class RoundedAdamW(PartlyAdamW):
             _write(all_of(COMPENSATION), _cut_off(exact))
             _write(weights, exact.bfloat16())
         else:
-            _write(weights, self._rounding.round_(batch, exact))
+            _write(weights, self._rounding.round_(batch, exact, self.num_steps))
 
     def _first_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = {
@@ -134,6 +155,10 @@ class RoundedAdamW(PartlyAdamW):
         if self._rounding is None:
             state[COMPENSATION] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
+
+
+def _is_in_bf16(parameter: nn.Parameter) -> bool:
+    return parameter.dtype == torch.bfloat16
 
 
 def _pieces(parameters: Iterable[nn.Parameter], most: int) -> Iterator[Piece]:

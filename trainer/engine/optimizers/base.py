@@ -1,0 +1,125 @@
+"""The protocol of optimizers: engines and plans ask these questions, and know no optimizer by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.engine.optimizers.parameters import Groups, TrainedParameters, divided
+from trainer.engine.state import OPTIMIZER_PREFIX
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import ParameterPlacement
+from trainer.parallel.shards.boxes import TensorPart, tensor_part, whole_part
+from trainer.parallel.shards.gathering import local_part
+from trainer.recipe.schema import Recipe
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """An optimizer of torch that works under every layout. A subclass has its `build`, `state_bytes` and differences.
+
+    Attributes:
+        whole_keys: the keys of state that is whole on every rank, whatever the placement of its parameter.
+        state_dtypes: the types of state that is not at least fp32, by key.
+        found_inf: torch's flag of a bad step, which changes nothing: a scalar on the device, 1.0 in a bad step. The
+            host need not wait for it, and torch's fused kernels read it themselves. None: the step is good.
+        num_steps: the number of steps before the current one.
+    """
+
+    whole_keys: frozenset[str] = frozenset()
+    state_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+    found_inf: Tensor | None = None
+    num_steps = 0
+
+    @classmethod
+    def build(cls, section: Any, trained: TrainedParameters) -> EngineOptimizer:
+        """Return the optimizer of a recipe's section for the parameters of a model."""
+        raise NotImplementedError
+
+    @classmethod
+    def state_bytes(cls, section: Any, trained: TrainedParameters) -> Callable[[str, int], int]:
+        """Return a function from a parameter and the number of its elements on a rank to the bytes of its state."""
+        raise NotImplementedError
+
+    @classmethod
+    def updates_in_batches(cls, recipe: Recipe) -> bool:
+        """Return whether it updates `batches` of tensors, which have temporary copies."""
+        return False
+
+    @classmethod
+    def require_package(cls) -> None:
+        """Refuse a recipe whose optimizer needs a package that is not installed.
+
+        Raises:
+            UsageError: the package is not installed.
+        """
+
+    @classmethod
+    def notes(cls, device: torch.device) -> list[str]:
+        """Return notes for the start of a run on a device."""
+        return []
+
+    def begin(self, rate: float, num_steps: int, found_inf: Tensor | None = None) -> None:
+        """Set the learning rate and the flag of the step after `num_steps` steps, before `step`."""
+        for group in self.param_groups:
+            group["lr"] = rate
+        self.num_steps = num_steps
+        self.found_inf = found_inf
+
+    def divide(self, key: str, has_key: Callable[[nn.Parameter], bool]) -> None:
+        """Divide each group into the parameters with `key` and the others, for an engine that flattens groups."""
+        self.param_groups: Groups = divided(self.param_groups, key, has_key)
+
+    def show(self) -> bool:
+        """Put the weights for evaluations, checkpoints and exports into the parameters; return whether any changed."""
+        return False
+
+    def hide(self) -> bool:
+        """Put the weights of the training back, bit for bit; return whether any changed."""
+        return False
+
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers on the host that all parameters share; they count a bad step until `count_as`."""
+        return {}
+
+    def count_as(self, scalars: Mapping[str, float]) -> None:
+        """Set the numbers that `scalars` returned, which leaves out a bad step after it."""
+
+    def load(self, scalars: Mapping[str, float]) -> None:
+        """Continue from numbers of `scalars`, and from tensors that were saved while weights were shown."""
+
+    def parts(self, parameter: nn.Parameter, placement: ParameterPlacement, mesh: ParallelMesh) -> Iterator[TensorPart]:
+        """Yield this rank's parts of the state of a parameter, without copies; none before its first step."""
+        for key, value in self.state.get(parameter, {}).items():
+            name = f"{OPTIMIZER_PREFIX}{placement.name}.{key}"
+            if key in self.whole_keys:
+                yield whole_part(name, value, mesh)
+            else:
+                yield tensor_part(name, value, placement, mesh)
+
+    def allocate(
+        self, parameter: nn.Parameter, placement: ParameterPlacement, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Make the state of a parameter of zeros, for a saved state that is read into its `parts`.
+
+        Args:
+            parameter: the parameter.
+            placement: its placement.
+            shapes: the shape of each whole tensor of the saved state, by key.
+        """
+        self.state[parameter] = {
+            key: self.blank(key, parameter)
+            if shape == placement.shape and key not in self.whole_keys
+            else torch.zeros(shape, dtype=torch.float32, device=local_part(parameter).device)
+            for key, shape in shapes.items()
+        }
+
+    def blank(self, key: str, parameter: Tensor) -> Tensor:
+        """Return zeros for a tensor of the state with the shape of its parameter."""
+        if key in self.state_dtypes:  # codes, or the bits that rounding cuts off, in the order of the elements
+            dtype = self.state_dtypes[key]
+            return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+        return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))

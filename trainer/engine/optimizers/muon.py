@@ -1,0 +1,102 @@
+"""Muon: orthogonalised momentum for matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr, _zeropower_via_newtonschulz
+
+from trainer.engine.optimizers.adamw import PartlyAdamW, adamw_options
+from trainer.engine.optimizers.batches import stack_of
+from trainer.engine.optimizers.parameters import Groups, TrainedParameters
+from trainer.engine.optimizers.skipping import write_unless
+from trainer.engine.optimizers.whole_access import WholeAccess, gradients_of
+from trainer.parallel.shards.gathering import local_part
+from trainer.recipe import schema
+from trainer.recipe.schema import Recipe
+
+
+class Muon(PartlyAdamW):
+    """Momentum orthogonalised by Newton-Schulz iterations, for matrices (Jordan et al. 2024); AdamW for the rest.
+
+    Updates have the root mean square of AdamW's (Liu et al. 2025, arXiv:2502.16982), so both share the learning rate
+    and the weight decay. Momentum is sharded as the weights. Ranks gather updates in bf16, the type of the iterations.
+
+    Args:
+        groups: parameter groups; those with `momentum` hold matrices.
+        whole: the placement of the parameters.
+        options: the options of AdamW.
+    """
+
+    key = "momentum"
+
+    def __init__(self, groups: Groups, whole: WholeAccess, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self._whole = whole
+
+    @classmethod
+    def build(cls, section: schema.Muon, trained: TrainedParameters) -> Muon:
+        names = trained.matrices()
+        groups = trained.groups(section.weight_decay, left_out=names)
+        of_matrices = {key: getattr(section, key) for key in ("momentum", "iterations", "weight_decay")}
+        matrices = [parameter for name, parameter in trained.trainable.items() if name in names]
+        groups += [{"params": matrices, **of_matrices}] * bool(matrices)
+        return cls(groups, trained.whole, **adamw_options(section, trained))
+
+    @classmethod
+    def state_bytes(cls, section: schema.Muon, trained: TrainedParameters) -> Callable[[str, int], int]:
+        names = trained.matrices()
+        return lambda name, number: (4 if name in names else 8) * number
+
+    @classmethod
+    def updates_in_batches(cls, recipe: Recipe) -> bool:
+        return True
+
+    def update(self, groups: Groups) -> None:
+        for group in groups:
+            for batch in self._whole.batches(group["params"]):
+                self._update(batch, group)
+
+    def _update(self, batch: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
+        for parameter in batch:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        flag = self.found_inf
+        momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in batch]
+        gradient, old = stack_of(gradients_of(batch)), stack_of(momenta)
+        momentum = old.lerp(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]).bfloat16()  # Nesterov's
+        write_unless(flag, momenta, old, momentum)
+        del gradient, old, momentum
+        whole = self._whole.gather(batch, update)
+        rate = _adjust_lr(group["lr"], "match_rms_adamw", whole.shape[1:])
+        update = self._whole.parts(batch, orthogonalised(whole, group["iterations"]))
+        weights = [local_part(parameter.detach()) for parameter in batch]
+        old = stack_of(weights)
+        write_unless(flag, weights, old, (old * (1 - group["lr"] * group["weight_decay"])).add_(update, alpha=-rate))
+
+
+def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
+    """Return matrices with singular values near 1, by the Newton-Schulz iterations of torch's Muon in batched products.
+
+    `torch.func.vmap` of torch's own function would round to bf16 between a product and its sum, with twice the error.
+
+    Args:
+        matrices: the matrices, bf16 `[n, rows, columns]`, which may be overwritten.
+        iterations: the number of iterations.
+    """
+    if len(matrices) == 1:  # batched products of one matrix are slower on a CPU
+        return _zeropower_via_newtonschulz(matrices[0], (DEFAULT_A, DEFAULT_B, DEFAULT_C), iterations, EPS).unsqueeze(0)
+    is_tall = matrices.size(-2) > matrices.size(-1)
+    found = matrices.mT if is_tall else matrices
+    # Singular values are 1 at most.
+    found = found / torch.linalg.matrix_norm(found, keepdim=True).clamp(min=EPS)
+    for _ in range(iterations):
+        gram = found @ found.mT
+        found = torch.baddbmm(
+            found, torch.baddbmm(gram, gram, gram, beta=DEFAULT_B, alpha=DEFAULT_C), found, beta=DEFAULT_A
+        )
+    return found.mT if is_tall else found

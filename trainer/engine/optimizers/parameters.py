@@ -1,0 +1,117 @@
+"""The parameters that an optimizer trains: their groups, and what it may need to know about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from trainer.engine.optimizers.whole_access import WholeAccess
+from trainer.models.families.table import layers_of
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import Placements
+from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from trainer.recipe.schema import Recipe
+
+Groups = list[dict[str, Any]]
+"""Parameter groups of a torch optimizer."""
+NormTypes = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.RMSNorm)
+_LINEAR = (nn.Linear, Conv1D, ColumnParallelLinear, RowParallelLinear)
+
+
+def no_decay_names(model: nn.Module) -> set[str]:
+    """Return the parameters without weight decay: biases, and weights of normalisation layers.
+
+    Classes of transformers with names that end in "Norm" count as normalisation layers.
+    """
+    names = set()
+    for module_name, module in model.named_modules():
+        is_norm = isinstance(module, NormTypes) or type(module).__name__.endswith("Norm")
+        for name, _ in module.named_parameters(recurse=False):
+            if is_norm or name == "bias" or name.endswith("_bias"):
+                names.add(f"{module_name}.{name}" if module_name else name)
+    return names
+
+
+def matrix_names(model: nn.Module) -> set[str]:
+    """Return the names of the weights of linear layers in the repeated layers.
+
+    Raises:
+        UsageError: the layers of the model are unknown, because its family is not in the table.
+    """
+    inside = {
+        module.weight
+        for layer in layers_of(model).values()
+        for module in layer.modules()
+        if isinstance(module, _LINEAR)
+    }
+    return {name for name, parameter in model.named_parameters() if parameter in inside}
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """The parameters of a model that an optimizer trains.
+
+    Args:
+        named: the parameters by name; frozen ones are left out.
+        no_decay: the names of those without weight decay.
+        matrices: returns the names of the weights of linear layers in the repeated layers. It fails for a model of an
+            unknown family, so only an optimizer that needs them calls it.
+        whole: the access to whole tensors.
+        rounding_seed: the seed of the stochastic rounding of weights in bf16; None: such weights have a compensation.
+    """
+
+    named: Mapping[str, nn.Parameter]
+    no_decay: Set[str] = frozenset()
+    matrices: Callable[[], Set[str]] = frozenset
+    whole: WholeAccess = field(default_factory=lambda: WholeAccess({}))
+    rounding_seed: int | None = None
+
+    @classmethod
+    def of(
+        cls, models: Sequence[nn.Module], recipe: Recipe, placements: Placements, mesh: ParallelMesh
+    ) -> TrainedParameters:
+        """Return those of a model, or of this rank's stages of it, by their names in `placements`."""
+        named = {name: parameter for model in models for name, parameter in model.named_parameters()}
+        return cls(
+            named,
+            {name for model in models for name in no_decay_names(model)},
+            lambda: {name for model in models for name in matrix_names(model)},
+            WholeAccess({parameter: placements[name] for name, parameter in named.items()}, mesh),
+            recipe.training.seed if recipe.weights == "bf16_stochastic" else None,
+        )
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that are not frozen."""
+        return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
+
+    @property
+    def fused(self) -> bool | None:
+        """Whether fused kernels update all parameters in one pass over memory; None: torch decides."""
+        return all(parameter.device.type in ("cpu", "cuda") for parameter in self.trainable.values()) or None
+
+    def groups(self, weight_decay: float, left_out: Set[str] = frozenset()) -> Groups:
+        """Return two groups, with and without weight decay; one without parameters is left out.
+
+        Args:
+            weight_decay: the decay of the first group.
+            left_out: the names of parameters for other groups.
+        """
+        own = [(name, parameter) for name, parameter in self.trainable.items() if name not in left_out]
+        decays = ([p for n, p in own if n not in self.no_decay], [p for n, p in own if n in self.no_decay])
+        rates = (weight_decay, 0.0)
+        return [{"params": found, "weight_decay": rate} for found, rate in zip(decays, rates, strict=True) if found]
+
+
+def divided(groups: Iterable[dict[str, Any]], key: str, has_key: Callable[[nn.Parameter], bool]) -> Groups:
+    """Return the groups, each divided into the parameters with `key`, which their group gets, and the others."""
+    return [
+        {**group, "params": found, **({key: True} if chosen else {})}
+        for group in groups
+        for chosen in (True, False)
+        if (found := [parameter for parameter in group["params"] if has_key(parameter) == chosen])
+    ]

@@ -1,0 +1,32 @@
+"""The optimizers, by their names in a recipe."""
+
+from __future__ import annotations
+
+from trainer.engine.optimizers.adafactor import Adafactor
+from trainer.engine.optimizers.adamw import AdamW
+from trainer.engine.optimizers.base import EngineOptimizer
+from trainer.engine.optimizers.eight_bits import AdamW8bit
+from trainer.engine.optimizers.muon import Muon
+from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.schedule_free import ScheduleFreeAdamW
+from trainer.engine.optimizers.sgd import SGD
+from trainer.recipe.schema import OptimizerSection
+
+OPTIMIZERS: dict[str, type[EngineOptimizer]] = {
+    "adamw": AdamW,
+    "adamw_8bit": AdamW8bit,
+    "sgd": SGD,
+    "muon": Muon,
+    "adafactor": Adafactor,
+    "schedule_free_adamw": ScheduleFreeAdamW,
+}
+
+
+def optimizer_class(section: OptimizerSection) -> type[EngineOptimizer]:
+    """Return the class of a recipe's optimizer."""
+    return OPTIMIZERS[section.name]
+
+
+def build_optimizer(section: OptimizerSection, trained: TrainedParameters) -> EngineOptimizer:
+    """Return the recipe's optimizer for the parameters of a model."""
+    return optimizer_class(section).build(section, trained)

@@ -1,0 +1,79 @@
+"""Whole tensors of sharded parameters, for updates that depend on all elements of a matrix.
+
+The matrices of a batch are gathered one by one. All ranks compute their whole update and keep their parts, so a layout
+changes rounding only. Parameters of one shape are stacked and updated at once, so that a GPU starts few kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+from torch import Tensor, nn
+
+from trainer.engine.optimizers.batches import alike, batches, most_elements, stack_of, stepped
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import ParameterPlacement
+from trainer.parallel.shards.gathering import gather_on_all, is_whole, local_part, part_like
+
+
+@dataclass(frozen=True)
+class WholeAccess:
+    """Whole tensors of sharded parameters; without a mesh, every tensor is whole.
+
+    Args:
+        placements: the placement of each parameter.
+        mesh: the ranks.
+    """
+
+    placements: Mapping[nn.Parameter, ParameterPlacement]
+    mesh: ParallelMesh | None = None
+
+    def placement(self, parameter: nn.Parameter) -> ParameterPlacement:
+        """Return the placement of a parameter."""
+        if self.mesh is None:
+            return ParameterPlacement("", tuple(parameter.shape))
+        return self.placements[parameter]
+
+    def batches(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Yield batches of parameters of one shape and placement that have gradients; on all ranks in one order."""
+
+        def kind(one: nn.Parameter) -> Hashable:
+            placement = self.placement(one)
+            return placement.shape, placement.splits, one.dtype
+
+        for group in alike(stepped(parameters), kind):
+            most = most_elements(local_part(group[0]).device)
+            yield from batches(group, lambda one: prod(self.placement(one).shape), most)
+
+    def _cut_over(self, batch: Sequence[nn.Parameter]) -> ParallelMesh | None:
+        """Return the mesh if its ranks have parts of the parameters of a batch."""
+        mesh, first = self.mesh, batch[0]
+        return None if mesh is None or is_whole(first, self.placements[first], mesh) else mesh
+
+    def gather(self, parameters: Sequence[nn.Parameter], parts: Tensor) -> Tensor:
+        """Return whole tensors on every rank for this rank's parts; a collective for each one that is sharded.
+
+        Args:
+            parameters: parameters of one batch.
+            parts: plain tensors `[n, *shape]` with the shape of this rank's parts of them.
+        """
+        if (mesh := self._cut_over(parameters)) is None:
+            return parts
+        gathered = partial(gather_on_all, mesh=mesh)
+        return stack_of(
+            [gathered(part, one, self.placements[one]) for one, part in zip(parameters, parts, strict=True)]
+        )
+
+    def parts(self, parameters: Sequence[nn.Parameter], whole: Tensor) -> Tensor:
+        """Return this rank's parts of whole tensors `[n, *shape]`."""
+        if (mesh := self._cut_over(parameters)) is None:
+            return whole
+        cut = partial(part_like, mesh=mesh)
+        return stack_of([cut(full, one, self.placements[one]) for one, full in zip(parameters, whole, strict=True)])
+
+
+def gradients_of(batch: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [local_part(parameter.grad) for parameter in batch if parameter.grad is not None]
