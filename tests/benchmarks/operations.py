@@ -37,7 +37,7 @@ from transformers import (
 
 from tests.benchmarks.gpu import BASE, LLAMA, MODERN
 from trainer.engine import forward
-from trainer.engine.native import wrap_ddp
+from trainer.engine.ddp import wrap_ddp
 from trainer.models.families.table import layers_of
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe

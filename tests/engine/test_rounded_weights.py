@@ -23,9 +23,9 @@ LORA = {"adapter": {"type": "lora", "rank": 4, "alpha": 8}}
 
 def trained(by_autocast: bool, **sections: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
     training = build_tiny(tiny_recipe(**sections))
-    assert training.engine._rounded is not None
+    assert training.engine._forward._rounded is not None
     if by_autocast:
-        training.engine._rounded = None
+        training.engine._forward._rounded = None
     results = [training.engine.train_step(batch) for batch in islice(training.loader, 3)]
     evaluated = training.engine.eval_step(next(iter(training.loader)).microbatches[0])
     return [*results, evaluated.loss_sum], training.engine.held()

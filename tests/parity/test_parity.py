@@ -189,10 +189,10 @@ def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
 
 
 def _doubled_buckets():
-    from trainer.engine import native
+    from trainer.engine import ddp
 
     return _replaced(
-        native,
+        ddp,
         "_sum_gradients",
         lambda summed: (
             lambda group, sent_in, bucket: summed(group, sent_in, bucket).then(lambda future: future.value() * 2)

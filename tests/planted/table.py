@@ -802,7 +802,7 @@ _ENGINE = [
     Defect(
         "gradient_doubled",
         "The gradients of data-parallel ranks are summed and doubled.",
-        "engine/native.py",
+        "engine/ddp.py",
         "lambda _: buffer if sent is buffer else buffer.copy_(sent)",
         "lambda _: buffer.copy_(sent * 2)",
         _parity("ddp-2ranks-fp32-accumulated-dropout"),
@@ -970,7 +970,7 @@ _ENGINE = [
     Defect(
         "skipped_step_moves_the_schedule",
         "A step that fp16 skipped moves the learning rate on.",
-        "engine/native.py",
+        "engine/engine.py",
         "done = self._step - (self._scaler.skipped_steps if self._scaler else 0)",
         "done = self._step",
         ("engine/test_scaling.py::test_an_overflow_on_one_rank_is_skipped_by_all[2-ddp]",),
@@ -1043,8 +1043,8 @@ _ENGINE = [
         "filler_rows_evaluated",
         "The rows of a filler count in an evaluation.",
         "engine/forward.py",
-        "        if microbatch.filler:\n",
-        "        if False:\n",
+        "return ready, None if microbatch.filler else scores",
+        "return ready, scores",
         ("training/test_evaluation.py::test_the_rows_of_a_filler_do_not_count",),
     ),
     Defect(
@@ -1407,7 +1407,7 @@ _PLANNING = [
     Defect(
         "first_pipeline_rank_does_not_wait",
         "A backward pass of a stage begins before that of the next stage has ended.",
-        "engine/timeline.py",
+        "tools/report/timeline.py",
         "if stage < last:",
         "if stage > last:",
         ("tools/plan/test_timing.py::test_the_bubble_of_one_stage_a_rank",),

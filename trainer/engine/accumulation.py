@@ -1,10 +1,10 @@
-"""Forward and backward passes of the microbatches of one step; `pipelined.py` has those of pipelines."""
+"""Forward and backward passes of the microbatches of one step; `graphs.py` and `pipelined.py` have other schedules."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,37 +13,23 @@ from trainer.parallel.gradients import OverlappedSums
 from trainer.parallel.microbatch import Microbatch
 
 
-class Schedule(Protocol):
-    """Forward and backward of the microbatches of one step."""
-
-    def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
-        """Accumulate the gradient of scale * (sum of losses) / denominator; see `AccumulationSchedule.run`."""
-        ...
-
-    def idle_share(self) -> float | None:
-        """Return the idle share of the time in `run`; None without a pipeline."""
-        ...
-
-
-class AccumulationSchedule:
-    """Forward and backward of each microbatch in turn, with gradient sync in the last backward pass only.
+class Schedule(ABC):
+    """Forward and backward of the microbatches of one step, and the sums of gradients over data ranks.
 
     Args:
-        loss_sum: returns the sum of losses of a microbatch, a scalar with a graph.
-        no_sync: returns a context without gradient sync.
         sums: the sums of gradients that the wrapper of the model leaves out; None: there are none.
+        complete: completes the gradients after those that tensor ranks have in parts are summed; None: they are
+            complete.
     """
 
-    def __init__(
-        self,
-        loss_sum: Callable[[Microbatch], Tensor],
-        no_sync: Callable[[], AbstractContextManager[None]],
-        sums: OverlappedSums | None = None,
-    ) -> None:
-        self._loss_sum = loss_sum
-        self._no_sync = no_sync
-        self._sums = sums
+    adds_in_place = False
+    """Whether passes add to gradients in their memory of the step before."""
 
+    def __init__(self, sums: OverlappedSums | None = None, complete: Callable[[], None] | None = None) -> None:
+        self._sums = sums or OverlappedSums((), None)
+        self._complete = complete
+
+    @abstractmethod
     def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
         """Accumulate the gradient of scale * (sum of losses) / denominator.
 
@@ -55,17 +41,45 @@ class AccumulationSchedule:
         Returns:
             This rank's sum of losses / denominator, a detached scalar without the scale.
         """
+
+    def complete_gradients_(self) -> None:
+        """Complete the gradients of a step, in place, after the sums over tensor ranks."""
+        if self._complete is not None:
+            self._complete()
+
+    def idle_share(self) -> float | None:
+        """Return the idle share of the time in `run`; None without a pipeline."""
+        return None
+
+
+class AccumulationSchedule(Schedule):
+    """Forward and backward of each microbatch in turn, with gradient sync in the last backward pass only.
+
+    Args:
+        loss_sum: returns the sum of losses of a microbatch, a scalar with a graph.
+        no_sync: returns a context without gradient sync.
+        sums: see `Schedule`.
+        complete: see `Schedule`.
+    """
+
+    def __init__(
+        self,
+        loss_sum: Callable[[Microbatch], Tensor],
+        no_sync: Callable[[], AbstractContextManager[None]],
+        sums: OverlappedSums | None = None,
+        complete: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(sums, complete)
+        self._loss_sum = loss_sum
+        self._no_sync = no_sync
+
+    def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
         total = torch.zeros((), device=denominator.device)
-        if self._sums is not None:
-            self._sums.begin(len(microbatches))
+        self._sums.begin(len(microbatches))
         for index, microbatch in enumerate(microbatches):
             with nullcontext() if index == len(microbatches) - 1 else self._no_sync():
                 loss = self._loss_sum(microbatch) / denominator
                 (loss if scale is None else loss * scale).backward()  # type: ignore[no-untyped-call]
             total = total + loss.detach()
-        if self._sums is not None:
-            self._sums.finish()  # before anything else changes a gradient
+        self._sums.finish()  # before anything else changes a gradient
         return total
-
-    def idle_share(self) -> None:
-        return None

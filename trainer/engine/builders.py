@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from trainer.base.errors import UsageError
+from trainer.engine.ddp import build_ddp
 from trainer.engine.engine import Engine
-from trainer.engine.native import build_native
 from trainer.engine.pipelined import build_pipelined
 from trainer.engine.replicated import build_replicated
+from trainer.engine.sharded import build_sharded
 from trainer.engine.zero import build_zero, partitioned_loading
 from trainer.models.building import BuiltModel
 from trainer.models.cutting import ModelCut, ShardChoice, model_cuts
@@ -24,9 +25,9 @@ EngineBuilder = Callable[[BuiltModel, Task, ParallelMesh, RunPlan, int], Engine]
 """A builder of the engine of a strategy, for a model without pipeline stages."""
 
 BUILDERS: dict[str, EngineBuilder] = {
-    "ddp": build_native,
-    "fsdp": build_native,
-    "hsdp": build_native,
+    "ddp": build_ddp,
+    "fsdp": build_sharded,
+    "hsdp": build_sharded,
     "zero1": build_zero,
     "zero2": build_zero,
     "zero3": build_zero,

@@ -5,30 +5,68 @@ It cannot be finer: a pipeline schedule runs the backward pass, and DeepSpeed ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from trainer.engine.forward import ModelForward
+from trainer.engine.learning_rate import learning_rate
+from trainer.engine.optimizers.base import EngineOptimizer
+from trainer.engine.precision import written_dtype
 from trainer.engine.results import EvalResult, StepResult
-from trainer.engine.state import EngineState, StateSource
+from trainer.engine.scaling import LossScaler
+from trainer.engine.state import EngineState, StateSource, buffer_parts, whole_tensors
+from trainer.models.saving import save_model
+from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.placement import Placements
+from trainer.parallel.shards.boxes import TensorPart
+from trainer.recipe.plan import RunPlan
 
 
 def nothing() -> None:
     """Do nothing before an update."""
 
 
-class Engine(Protocol):
-    """The model and the optimizer, distributed over the ranks."""
+class Engine(ABC):
+    """The model and the optimizer, distributed over the ranks.
 
-    @property
-    def placements(self) -> Placements:
-        """The placement of each parameter."""
-        ...
+    Args:
+        forward: the forward pass of the model.
+        models: the model, or this rank's pipeline stages, with placed parameters.
+        optimizer: the optimizer.
+        placements: the placement of each parameter, by its name in `models`.
+        mesh: the ranks.
+        plan: the plan of the run, with precision, schedule and clipping.
+        total_steps: the last step of the learning rate's schedule.
+    """
 
+    def __init__(
+        self,
+        forward: ModelForward,
+        models: Sequence[nn.Module],
+        optimizer: EngineOptimizer,
+        placements: Placements,
+        mesh: ParallelMesh,
+        plan: RunPlan,
+        total_steps: int,
+    ) -> None:
+        self.placements = placements
+        self.parameters = {name: p for model in models for name, p in model.named_parameters()}
+        self.optimizer = optimizer
+        self._forward = forward
+        self._models = models
+        self._mesh = mesh
+        self._recipe = plan.recipe
+        self._total_steps = total_steps
+        self._step = 0
+        self._scaler = LossScaler(mesh.device) if plan.recipe.precision == "fp16" else None
+
+    @abstractmethod
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
         """Run forward, backward, gradient sync, clipping, optimizer and schedule for one global batch.
 
@@ -47,44 +85,101 @@ class Engine(Protocol):
             NonFiniteError: the loss scale of fp16 fell below 1 in the step before, if that was not read. The returned
                 function raises it for its own step.
         """
-        ...
 
     def train_step(self, batch: RankBatch) -> StepResult:
         """Begin a step and wait for its numbers."""
-        ...
+        return self.begin_step(batch)()
 
     def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
         """Begin a forward pass without dropout and gradients, and return a function that waits for its result."""
-        ...
+        self._show()
+        return self._forward.begin_eval(microbatch)
 
     def eval_step(self, microbatch: Microbatch) -> EvalResult:
         """Run a forward pass without dropout and without gradients."""
-        ...
+        return self.begin_eval(microbatch)()
 
     def begin_answer(self, microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:
         """Begin a forward pass of rows without labels, and return a function that waits for `answer`."""
-        ...
+        self._show()
+        return self._forward.begin_answer(microbatch)
 
     def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """Return the task's answers for rows without labels: CPU tensors `[batch, ...]`; empty for a filler."""
-        ...
+        return self.begin_answer(microbatch)()
 
     def idle_share(self) -> float | None:
         """Return the share of time in which this rank waited for other pipeline stages; None without stages."""
-        ...
+        return None
 
+    @abstractmethod
     def held(self) -> dict[str, Tensor]:
         """Return this rank's part of each parameter, without copies, by its name in the unsharded model."""
-        ...
 
     def state(self) -> EngineState:
         """Return this rank's part of a checkpoint; all ranks must call it."""
-        ...
+        self._show()
+        own = [label for label in self.parameters if not self.placements[label].is_copy]
+        return EngineState(
+            (*self._parts_of(own, saved=True), *buffer_parts(self._models, self._mesh)),
+            {**(self._scaler.state() if self._scaler else {}), **self.optimizer.scalars()},
+            tuple(self._parts_of(own, saved=False)),
+        )
 
+    @torch.no_grad()
     def load_state(self, source: StateSource, step: int) -> None:
         """Load a state saved after `step` steps under any layout; all ranks must call it."""
-        ...
+        self._fill(source)
+        if self._scaler:
+            self._scaler.load_state(source.scalars)
+        self.optimizer.load(source.scalars)
+        self._use_changed_weights()
+        self._step = step
 
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder, which all ranks share; a collective."""
-        ...
+        self._show()
+        weights = {label: partial(self._whole_weights, label) for label in self.parameters}
+        tensors = whole_tensors(weights, self._models, self.placements, self._mesh)
+        adapter, dtype = self._recipe.model.adapter, written_dtype(self._recipe)
+        save_model(self._models[0], folder, tensors, self._mesh, adapter, dtype)
+
+    @abstractmethod
+    def _parts(self, label: str) -> Iterator[TensorPart]:
+        """Yield the parts of a parameter and of its optimizer state."""
+
+    @abstractmethod
+    def _fill(self, source: StateSource) -> None:
+        """Read the saved parts of parameters and of the state of the optimizer, which it allocates first."""
+
+    @abstractmethod
+    def _whole_weights(self, label: str) -> Tensor:
+        """Return a parameter in fp32 without the split over the data ranks; perhaps a collective."""
+
+    @abstractmethod
+    def _use_changed_weights(self) -> None:
+        """Let the next pass use the weights that the optimizer or a checkpoint changed; perhaps a collective."""
+
+    def _is_saved(self, label: str) -> bool:
+        return not self._recipe.model.is_partly_frozen or self.parameters[label].requires_grad
+
+    def _parts_of(self, labels: Iterable[str], saved: bool) -> Iterator[TensorPart]:
+        """Yield the parts of those parameters that a checkpoint has, or of those that it leaves out."""
+        for label in labels:
+            if self._is_saved(label) == saved:
+                yield from self._parts(label)
+
+    def _show(self) -> None:
+        """Put the weights for evaluations into the model, which for most optimizers are those of the training."""
+        if self.optimizer.show():
+            self._use_changed_weights()
+
+    def _hide(self) -> None:
+        """Put the weights of the training back."""
+        if self.optimizer.hide():
+            self._use_changed_weights()
+
+    def _learning_rate(self) -> float:
+        """Return the learning rate of the next step; skipped steps do not count."""
+        done = self._step - (self._scaler.skipped_steps if self._scaler else 0)
+        return learning_rate(self._recipe.optimizer, self._recipe.schedule, done, self._total_steps)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.precision import cast_forward, store_in_bf16
 from trainer.engine.results import EvalResult
+from trainer.engine.rounded_weights import RoundedWeights
 from trainer.models.attention import PACKED, padding_known
 from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import checkpoint_layers
@@ -91,39 +92,40 @@ class ModelForward:
 
     Args:
         built: the model.
-        call: the model to call in training, perhaps wrapped by a strategy.
-        eval_call: the model to call in evaluations.
         task: the task, which computes the loss.
         mesh: the ranks.
-        seed: the seed of the recipe.
-        synced: whether each forward pass is a collective of the data-parallel ranks.
-        packs: whether the layers of the model process tokens without padding.
+        plan: the plan of the run.
+        call: the model to call in training, perhaps wrapped by a strategy; None: the model itself.
+        eval_call: the model to call in evaluations; None: the model itself.
+        rounded: the weights of matrix products in 16 bits for all passes of a step; None: autocast rounds them in each
+            pass, or nothing does.
     """
 
     def __init__(
         self,
         built: BuiltModel,
-        call: ModelCall,
-        eval_call: ModelCall,
         task: Task,
         mesh: ParallelMesh,
-        seed: int,
-        synced: bool = False,
-        packs: bool = False,
+        plan: RunPlan,
+        call: ModelCall | None = None,
+        eval_call: ModelCall | None = None,
+        rounded: RoundedWeights | None = None,
     ) -> None:
         self._model = built.model
         self._keys = built.dropout_keys
         self._compiled = built.compiled
         self._head = built.head
         self._teacher = built.teacher
-        self._call = call
-        self._eval_call = eval_call
+        self._call = call or built.model
+        self._eval_call = eval_call or built.model
+        self._rounded = rounded
         self._task = task
         self._eval_task = task.for_evaluation()
         self._mesh = mesh
-        self._seed = seed
-        self._synced = synced and mesh.size("dp_shard") > 1
-        self._packs = packs
+        self._seed = plan.recipe.training.seed
+        # Whether each forward pass is a collective of the data-parallel ranks.
+        self._synced = plan.strategy.cuts_parameters and mesh.size("dp_shard") > 1
+        self._packs = plan.recipe.data.packing  # the layers of the model process tokens without padding
         self._constants = without_cache(built.model)
         self._step = 0
         self._num_rows = 0
@@ -131,18 +133,21 @@ class ModelForward:
         # The first pass runs every dropout of the model, so the watch need not take time in later ones.
         self._watch: AbstractContextManager[object] = RefuseUnkeyedDropout() if built.dropout_keys else nullcontext()
 
-    def begin_step(self, step: int, batch: RankBatch) -> None:
-        """Prepare for the microbatches of the optimizer step after `step` steps.
+    @contextmanager
+    def step(self, step: int, batch: RankBatch) -> Iterator[None]:
+        """Run the passes of the microbatches of the optimizer step after `step` steps in this context.
 
         If the rows of `batch` depend on each other, a first pass computes their losses.
         """
         self._step = step
         self._num_rows, self._joint = batch.num_rows, None
-        self._set_training(True)
-        self._seed_dropout()
-        if self._task.rows_depend:
-            self._joint = self._joint_losses(batch)
-            self._seed_dropout()  # the second pass draws the same masks
+        with self._rounded.use() if self._rounded else nullcontext():
+            self._set_training(True)
+            self._seed_dropout()
+            if self._task.rows_depend:
+                self._joint = self._joint_losses(batch)
+                self._seed_dropout()  # the second pass draws the same masks
+            yield
 
     def dropout_table(self, device: torch.device) -> Tensor | None:
         """Return the keys of all calls of dropout sites in this step, on a device; None with torch's dropout."""
@@ -214,10 +219,9 @@ class ModelForward:
         """Begin a forward pass without dropout and gradients, and return a function that waits for its result."""
         self._set_training(False)
         num_valid = int(self._eval_task.num_valid(microbatch.labels))  # on the CPU, so the host need not wait
-        microbatch = self._ready(microbatch)
-        logits = self._scores(self._eval_call, microbatch, microbatch.labels)
+        microbatch, logits = self._evaluated(microbatch, labelled=True)
         generated = self._generated(microbatch)
-        if microbatch.filler:
+        if logits is None:
             return EvalResult.begin_read(None, 0, {})
         # The loss of rows that depend on each other is that of the whole split.
         loss_sum = None if self._task.rows_depend else self._eval_task.loss_sum(logits, microbatch.labels)
@@ -228,12 +232,22 @@ class ModelForward:
     def begin_answer(self, microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:
         """Begin to compute the task's answers for rows without labels; empty for a filler."""
         self._set_training(False)
-        microbatch = self._ready(microbatch)
         if self._task.generates:
-            generated = self._generated(microbatch)
+            generated = self._generated(self._ready(microbatch))
             return begin_to_host({} if microbatch.filler else generated)
-        logits = self._scores(self._eval_call, microbatch)
-        return begin_to_host({} if microbatch.filler else self._task.answers(logits, microbatch.inputs))
+        microbatch, logits = self._evaluated(microbatch, labelled=False)
+        return begin_to_host({} if logits is None else self._task.answers(logits, microbatch.inputs))
+
+    def _evaluated(self, microbatch: Microbatch, labelled: bool) -> tuple[Microbatch, Tensor | None]:
+        """Return a microbatch on this rank's device and its scores without dropout; None for a filler.
+
+        Args:
+            microbatch: the microbatch on the host.
+            labelled: whether the rows have labels, which a head that works in chunks of tokens needs.
+        """
+        ready = self._ready(microbatch)
+        scores = self._scores(self._eval_call, ready, ready.labels if labelled else None)
+        return ready, None if microbatch.filler else scores
 
     def _generated(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """Return the generated tokens of the rows `[batch, tokens]`, if the task needs them."""

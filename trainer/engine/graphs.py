@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import UsageError
+from trainer.engine.accumulation import Schedule
 from trainer.parallel.gradients import OverlappedSums
 from trainer.parallel.microbatch import Microbatch, has_padding
 
@@ -62,27 +63,31 @@ class _Numbers:
         self.total.zero_()
 
 
-class GraphedSchedule:
+class GraphedSchedule(Schedule):
     """A `Schedule` that replays the forward and backward pass of each microbatch.
 
     Args:
         loss_sum: returns the sum of losses of a microbatch, a scalar with a graph of autograd.
         dropout_table: returns the dropout keys of the current step on the device of a microbatch, always the same
             tensor until a call of a site is new; None with torch's dropout.
-        sums: the sums of gradients over the data ranks; None: there is one.
         capture: records a pass.
+        sums: see `Schedule`.
+        complete: see `Schedule`.
     """
+
+    adds_in_place = True
 
     def __init__(
         self,
         loss_sum: Callable[[Microbatch], Tensor],
         dropout_table: Callable[[torch.device], Tensor | None],
-        sums: OverlappedSums | None,
         capture: Capture,
+        sums: OverlappedSums | None = None,
+        complete: Callable[[], None] | None = None,
     ) -> None:
+        super().__init__(sums, complete)
         self._loss_sum = loss_sum
         self._dropout_table = dropout_table
-        self._sums = sums
         self._capture = capture
         self._numbers: _Numbers | None = None
         self._table: Tensor | None = None  # that the graphs read
@@ -93,8 +98,7 @@ class GraphedSchedule:
         if self._numbers is None:
             self._numbers = _Numbers(denominator, scale)
         self._numbers.begin(denominator, scale)
-        if self._sums is not None:
-            self._sums.begin(len(microbatches) + 1)  # no bucket is complete before `finish`: a replay calls no hook
+        self._sums.begin(len(microbatches) + 1)  # no bucket is complete before `finish`: a replay calls no hook
         for microbatch in microbatches:
             microbatch = replace(microbatch, is_padded=has_padding(microbatch.inputs))
             shape = _shape(microbatch)
@@ -103,12 +107,8 @@ class GraphedSchedule:
             else:
                 self._pass(microbatch, self._numbers)
                 self._seen.add(shape)
-        if self._sums is not None:
-            self._sums.finish()
+        self._sums.finish()
         return self._numbers.total.clone()
-
-    def idle_share(self) -> None:
-        return None
 
     def _pass(self, microbatch: Microbatch, numbers: _Numbers) -> None:
         loss = self._loss_sum(microbatch) / numbers.denominator

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.engine.accumulation import Schedule
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.native import NativeEngine
 from trainer.engine.precision import COMPUTE_DTYPES, sent_dtype
-from trainer.engine.results import EvalResult
-from trainer.engine.rounded_weights import rounded_weights
-from trainer.engine.sharded import shard
+from trainer.engine.rounded_weights import RoundedWeights, rounded_weights
+from trainer.engine.sharded import shard_built
 from trainer.models.attention import padding_known
 from trainer.models.building import BuiltModel
 from trainer.models.stage_split import StagePart
-from trainer.parallel.copying import begin_to_host, to_device
+from trainer.parallel.copying import to_device
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.gradients import OverlappedSums, TiedGradients, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
@@ -98,11 +98,19 @@ class PipelinedForward(ModelForward):
         task: the task, which computes the loss on the rank of the last stage.
         mesh: the ranks.
         plan: the plan of the run, with the pipeline and the seed.
+        rounded: see `ModelForward`.
     """
 
-    def __init__(self, built: Sequence[BuiltModel], task: Task, mesh: ParallelMesh, plan: RunPlan) -> None:
+    def __init__(
+        self,
+        built: Sequence[BuiltModel],
+        task: Task,
+        mesh: ParallelMesh,
+        plan: RunPlan,
+        rounded: RoundedWeights | None = None,
+    ) -> None:
         first = built[0]
-        super().__init__(first, first.model, first.model, task, mesh, plan.recipe.training.seed)
+        super().__init__(first, task, mesh, plan, rounded=rounded)
         assert plan.pipeline is not None
         self._built = built
         self._compiled = [layers for stage in built for layers in stage.compiled]
@@ -166,31 +174,13 @@ class PipelinedForward(ModelForward):
             self._task, self._mesh, batch.num_rows, real, [scores[: rows.num_rows] for rows, scores in parts]
         )
 
-    @torch.no_grad()
-    def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
-        """Begin a forward pass without dropout and gradients; the result is on the rank of the last stage."""
-        num_valid = int(self._eval_task.num_valid(microbatch.labels))
-        logits = self._scores_of(microbatch)
-        if logits is None:
-            return EvalResult.begin_read(None, 0, {})
-        labels = microbatch.labels.to(self._mesh.device)
-        loss_sum = None if self._task.rows_depend else self._eval_task.loss_sum(logits, labels)
-        return EvalResult.begin_read(loss_sum, num_valid, self._task.predictions(logits, labels))
-
-    @torch.no_grad()
-    def begin_answer(self, microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:
-        """Begin to compute the task's answers on the rank of the last stage; empty on other ranks."""
-        logits = self._scores_of(microbatch)
-        if logits is None:
-            return begin_to_host({})
-        return begin_to_host(self._task.answers(logits, microbatch.to(self._mesh.device).inputs))
-
-    def _scores_of(self, microbatch: Microbatch) -> Tensor | None:
+    def _evaluated(self, microbatch: Microbatch, labelled: bool) -> tuple[Microbatch, Tensor | None]:
         """Return the scores of a microbatch on the rank of the last stage; None on other ranks and for a filler."""
-        self._set_training(False)
         (rows,) = passes_of([microbatch], 1, self._pipeline.num_microbatches)
         scores = self._scores_of_pass(rows)
-        return None if microbatch.filler or scores is None else scores[: len(microbatch.rows)]
+        if microbatch.filler or scores is None:
+            return microbatch, None
+        return microbatch.to(self._mesh.device), scores[: len(microbatch.rows)]
 
     def _scores_of_pass(self, rows: Pass) -> Tensor | None:
         return self._driver.forward(self._inputs(rows), self._shapes(rows))
@@ -256,37 +246,41 @@ def _part(built: BuiltModel) -> StagePart:
     return built.part
 
 
-class PipelinedSchedule:
+class PipelinedSchedule(Schedule):
     """The passes of one step. Under fsdp and hsdp, torch sums gradients over the ranks in each pass.
 
     Args:
         forward: the stages.
         mesh: the ranks.
         plan: the plan of the run, with the number of passes and of microbatches in each pass.
-        sums: the sums of gradients over the data-parallel ranks; None if there is nothing to sum, or torch does.
+        sums: see `Schedule`.
+        complete: see `Schedule`.
     """
 
     def __init__(
-        self, forward: PipelinedForward, mesh: ParallelMesh, plan: RunPlan, sums: OverlappedSums | None
+        self,
+        forward: PipelinedForward,
+        mesh: ParallelMesh,
+        plan: RunPlan,
+        sums: OverlappedSums | None,
+        complete: Callable[[], None],
     ) -> None:
+        super().__init__(sums, complete)
         self._forward = forward
-        self._sums = sums
         self._mesh = mesh
         self._batch = plan.batch
         self._clock = BusyClock(mesh.device)
         self._num_runs = 0
 
     def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
-        """Run all passes, see `AccumulationSchedule.run`; every stage gets the share of the loss."""
+        """Run all passes; every stage gets the share of the loss."""
         if self._num_runs == 1:  # exclude the first run, which opens connections
             self._clock.reset()
             self._forward.busy.reset()
         self._num_runs += 1
-        if self._sums is not None:
-            self._sums.begin(self._batch.num_microbatches)
+        self._sums.begin(self._batch.num_microbatches)
         total: Tensor = self._clock.run(lambda: self._passes(microbatches, denominator, scale))
-        if self._sums is not None:
-            self._sums.finish()  # before anything else changes a gradient
+        self._sums.finish()  # before anything else changes a gradient
         return self._mesh.sum_(total, PIPELINE_AXIS)
 
     def idle_share(self) -> float | None:
@@ -308,44 +302,33 @@ def build_pipelined(
     assert plan.pipeline is not None
     models = [stage.model for stage in built]
     placements: Placements = {}
-    parallel, cuts = plan.recipe.parallel, plan.strategy.cuts_parameters
-    sent_in = sent_dtype(parallel.communication)
+    is_sharded, sent_in = plan.strategy.cuts_parameters, sent_dtype(plan.recipe.parallel.communication)
     for stage in built:
         assert stage.placements is not None
-        placed = stage.placements
         prepare_model(stage, mesh, plan)
-        if stage.shards is None:
+        if is_sharded:
+            placed = shard_built(stage, mesh, plan)
+        else:
             stage.model.to(mesh.device)
-        if cuts:
-            placed = shard(
-                stage.model,
-                placed,
-                mesh,
-                plan.recipe.precision,
-                parallel.reshard_after_forward,
-                offload_parameters=False,
-                shards=stage.shards,
-                sent_in=sent_in,
-            )
+            placed = stage.placements
         assert not placements.keys() & placed.keys(), "two stages of a rank have parameters of one name"
         placements |= placed
-    forward = PipelinedForward(built, task, mesh, plan)
+    # A backward pass that computes gradients of weights later finds them by the products that need them.
+    together = not plan.pipeline.schedule.splits_backward
+    rounded = None if is_sharded else rounded_weights(models, plan.recipe, together)
+    forward = PipelinedForward(built, task, mesh, plan, rounded)
     tied = _tied_gradients(built, placements, mesh, plan)
     parameters = [parameter for model in models for parameter in model.parameters()]
-    sums: OverlappedSums | None = None
-    if not cuts and (data_group := mesh.group("dp")) is not None:
-        sums = OverlappedSums(parameters, data_group, sent_in, forward.busy.leave_out)
-    schedule = PipelinedSchedule(forward, mesh, plan, sums)
+    data_group = None if is_sharded else mesh.group("dp")
+    sums = OverlappedSums(parameters, data_group, sent_in, forward.busy.leave_out) if data_group is not None else None
 
     def complete() -> None:
-        if sums is None and sent_in is not None and not cuts:
+        if sums is None and sent_in is not None and not is_sharded:
             round_gradients_(parameters, sent_in)
         tied.sum_()
 
-    # A backward pass that computes gradients of weights later finds them by the products that need them.
-    together = not plan.pipeline.schedule.splits_backward
-    rounded = None if cuts else rounded_weights(models, plan.recipe, together)
-    return NativeEngine(forward, models, schedule, placements, mesh, plan, total_steps, complete, rounded)
+    schedule = PipelinedSchedule(forward, mesh, plan, sums, complete)
+    return NativeEngine(forward, models, schedule, placements, mesh, plan, total_steps)
 
 
 def _tied_gradients(

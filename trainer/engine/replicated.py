@@ -45,8 +45,8 @@ class LossReplica(nn.Module):
 class ReplicatedForward(ModelForward):
     """The forward pass with each microbatch split over the GPUs; evaluations run on the first GPU."""
 
-    def __init__(self, built: BuiltModel, task: Task, mesh: ParallelMesh, seed: int) -> None:
-        super().__init__(built, built.model, built.model, task, mesh, seed)
+    def __init__(self, built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan) -> None:
+        super().__init__(built, task, mesh, plan)
         self._replicas = nn.DataParallel(LossReplica(built.model, task, built.dropout_keys))
 
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
@@ -76,6 +76,6 @@ def build_replicated(
     model: Any = built.model
     prepare_model(built, mesh, plan)
     model.to(mesh.device)
-    forward = ReplicatedForward(built, task, mesh, plan.recipe.training.seed)
+    forward = ReplicatedForward(built, task, mesh, plan)
     schedule = AccumulationSchedule(forward.loss_sum, nullcontext)
     return NativeEngine(forward, [model], schedule, whole(model), mesh, plan, total_steps)

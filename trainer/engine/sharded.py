@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,21 +29,41 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, rounded_by_autocast
+from trainer.engine.accumulation import AccumulationSchedule
+from trainer.engine.forward import ModelForward, prepare_model
+from trainer.engine.native import NativeEngine, placements_of
+from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, rounded_by_autocast, sent_dtype
+from trainer.models.building import BuiltModel
 from trainer.models.families.table import layers_of
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import Placements, Split
+from trainer.recipe.plan import RunPlan
+from trainer.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are sharded.
+
+    Args:
+        precision: the type of matrix products, in which their weights are gathered.
+        reshard_after_forward: whether to free gathered parameters between forward and backward.
+        offloads: whether to keep parameters, gradients and optimizer state in CPU memory.
+        sent_in: the type in which gradients are sent; None: their own.
+    """
+
+    precision: PrecisionName
+    reshard_after_forward: bool = True
+    offloads: bool = False
+    sent_in: torch.dtype | None = None
 
 
 def shard(
     model: nn.Module,
     placements: Placements,
     mesh: ParallelMesh,
-    precision: PrecisionName,
-    reshard_after_forward: bool,
-    offload_parameters: bool,
+    how: Sharding,
     shards: dict[str, Tensor] | None = None,
-    sent_in: torch.dtype | None = None,
 ) -> Placements:
     """Shard each layer of the model's family, then the rest as one group, over the mesh axis `dp_shard`.
 
@@ -53,11 +73,8 @@ def shard(
         model: the model on its device, or on `meta` with `shards`. Parts of tensor ranks are sharded further.
         placements: the placements of its parameters.
         mesh: the ranks.
-        precision: the type of matrix products, in which their weights are gathered.
-        reshard_after_forward: whether to free gathered parameters between forward and backward.
-        offload_parameters: whether to keep parameters, gradients and optimizer state in CPU memory.
+        how: types and memory.
         shards: this rank's rows of each parameter, by name, which are removed; None: those of the model's parameters.
-        sent_in: the type in which gradients are sent; None: their own.
 
     Returns:
         The placements of the sharded parameters.
@@ -69,16 +86,16 @@ def shard(
     # Torch warns of in-place changes of views. Logits of tokens are a view, but are never changed in place here.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
     axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
-    policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload_parameters else OffloadPolicy()
-    rounded = rounded_by_autocast(model) if precision != "fp32" else set()
-    if precision != "fp32":
-        sent_in = sent_in or torch.float32  # the gradients of weights that are gathered in 16 bits, too
-    types = MixedPrecisionPolicy(reduce_dtype=sent_in)
+    policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if how.offloads else OffloadPolicy()
+    rounded = rounded_by_autocast(model) if how.precision != "fp32" else set()
+    # Also the gradients of weights that are gathered in 16 bits.
+    exact = torch.float32 if how.precision != "fp32" else None
+    types = MixedPrecisionPolicy(reduce_dtype=how.sent_in or exact)
     for part in (*layers_of(model).values(), model):
         fully_shard(
             part,
             mesh=mesh.device_mesh[axes],
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=how.reshard_after_forward,
             mp_policy=types,
             offload_policy=policy,
         )
@@ -90,9 +107,9 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "a parameter was left whole"
     if shards is not None:
-        _fill(model, shards, torch.device("cpu") if offload_parameters else mesh.device)
+        _fill(model, shards, torch.device("cpu") if how.offloads else mesh.device)
     if rounded:
-        _gather_rounded(model, rounded, COMPUTE_DTYPES[precision])
+        _gather_rounded(model, rounded, COMPUTE_DTYPES[how.precision])
     return {
         name: replace(placement, splits=(*placement.splits, Split(dim=0, axis="dp_shard")))
         for name, placement in placements.items()
@@ -162,3 +179,26 @@ def defer_all_reduce(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.set_requires_all_reduce(True)
+
+
+def shard_built(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan) -> Placements:
+    """Shard a built model as its recipe says, and return the placements of its parameters."""
+    parallel = plan.recipe.parallel
+    if parallel.offload == "none" and built.shards is None:
+        built.model.to(mesh.device)
+    how = Sharding(
+        plan.recipe.precision,
+        parallel.reshard_after_forward,
+        parallel.offload == "parameters",
+        sent_dtype(parallel.communication),
+    )
+    return shard(built.model, placements_of(built, mesh), mesh, how, built.shards)
+
+
+def build_sharded(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
+    """Return the engine of `fsdp` and `hsdp`."""
+    prepare_model(built, mesh, plan)
+    placements = shard_built(built, mesh, plan)
+    forward = ModelForward(built, task, mesh, plan)
+    schedule = AccumulationSchedule(forward.loss_sum, partial(defer_all_reduce, built.model))
+    return NativeEngine(forward, [built.model], schedule, placements, mesh, plan, total_steps)

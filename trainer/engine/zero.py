@@ -15,39 +15,33 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.engine.deepspeed_package import import_deepspeed
-from trainer.engine.engine import nothing
+from trainer.engine.engine import Engine, nothing
 from trainer.engine.forward import ModelForward, prepare_model
-from trainer.engine.learning_rate import learning_rate
 from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast, sent_dtype
-from trainer.engine.results import EvalResult, StepResult
-from trainer.engine.scaling import LossScaler
+from trainer.engine.results import StepResult
 from trainer.engine.state import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     EngineState,
     StateSource,
-    buffer_parts,
     optimizer_keys,
-    whole_tensors,
 )
 from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import not_recorded
 from trainer.models.cutting import ShardChoice
 from trainer.models.initialising import Gather, whole_already
 from trainer.models.names import aliases
-from trainer.models.saving import save_model
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
-from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.shards.boxes import TensorPart, flat_part, tensor_part, whole_part
 from trainer.parallel.tensor.partial_gradients import is_partial, sum_while_backward
@@ -208,7 +202,7 @@ class MeshTopology:
             setattr(self, f"get_{words}_parallel_group", partial(mesh.process_group, axis))
 
 
-class ZeroEngine:
+class ZeroEngine(Engine):
     """The engine of a model in DeepSpeed.
 
     Args:
@@ -217,7 +211,7 @@ class ZeroEngine:
         optimizer: the optimizer that DeepSpeed steps.
         placements: the placement of each parameter.
         mesh: the ranks.
-        plan: the plan of the run, with precision, optimizer and schedule.
+        plan: the plan of the run, with precision and schedule.
         total_steps: the last step of the learning rate's schedule.
     """
 
@@ -231,33 +225,21 @@ class ZeroEngine:
         plan: RunPlan,
         total_steps: int,
     ) -> None:
-        self.placements = placements
-        self._forward = forward
+        super().__init__(forward, [engine.module], optimizer, placements, mesh, plan, total_steps)
         self._engine = engine
-        self.optimizer = optimizer
-        self._mesh = mesh
-        self._recipe = plan.recipe
-        self._total_steps = total_steps
-        self._step = 0
-        self.parameters = dict(engine.module.named_parameters())
         self._shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
-        self._scaler = LossScaler(mesh.device) if plan.recipe.precision == "fp16" else None
         self._is_partitioned = plan.strategy.cuts_parameters  # stage 3
-
-    def train_step(self, batch: RankBatch) -> StepResult:
-        return self.begin_step(batch)()
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
         before_update()  # now, because DeepSpeed's own step waits for the device
-        if self.optimizer.hide():
-            self._update_gathered()
-        self._forward.begin_step(self._step, batch)
+        self._hide()
         scale = self._scaler.scale.item() if self._scaler else None
         if scale is not None:
             # DeepSpeed multiplies the loss by scale / N, and `_accumulate` by N. With scale * N instead, many ranks
             # would overflow fp16. DeepSpeed's average divides by N again.
             self._engine.optimizer.override_loss_scale(scale / self._mesh.size("dp"))
-        loss = self._accumulate(batch)
+        with self._forward.step(self._step, batch):
+            loss = self._accumulate(batch)
         rate = self._learning_rate()
         self.optimizer.begin(rate, self._step)
         with nullcontext() if self._is_partitioned else _updates_gathered_rounded(self._engine.optimizer):
@@ -274,91 +256,42 @@ class ZeroEngine:
             result = self._scaler.settle(result)
         return lambda: result
 
-    def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
-        self._show()
-        return self._forward.begin_eval(microbatch)
-
-    def eval_step(self, microbatch: Microbatch) -> EvalResult:
-        return self.begin_eval(microbatch)()
-
-    def begin_answer(self, microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:
-        self._show()
-        return self._forward.begin_answer(microbatch)
-
-    def answer(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        return self.begin_answer(microbatch)()
-
-    def idle_share(self) -> None:
-        return None
-
     def held(self) -> dict[str, Tensor]:
-        if not self._is_partitioned:
-            return {name: parameter.detach() for name, parameter in self.parameters.items()}
-        return {name: self._partition(parameter) for name, parameter in self.parameters.items()}
-
-    def _show(self) -> None:
-        if self.optimizer.show():
-            self._update_gathered()
-
-    def _gather_updates(self) -> None:
-        """Gather the parameters of stages 1 and 2 after a change of the master weights; a collective."""
-        with _updates_gathered_rounded(self._engine.optimizer):
-            self._engine.optimizer.update_lp_params()
-
-    def _update_gathered(self) -> None:
-        self._gather_updates()
-        self._link_moments()
+        held = self._partition if self._is_partitioned else Tensor.detach
+        return {name: held(parameter) for name, parameter in self.parameters.items()}
 
     def state(self) -> EngineState:
-        self._show()
         self._link_moments()
-        saved: list[TensorPart] = []
-        frozen: list[TensorPart] = []
-        for name in self.parameters:
-            (saved if self._is_saved(name) else frozen).extend(self._parts(name))
-        return EngineState(
-            (*saved, *buffer_parts([self._engine.module], self._mesh)),
-            {**(self._scaler.state() if self._scaler else {}), **self.optimizer.scalars()},
-            tuple(frozen),
-        )
+        return super().state()
 
-    def _is_saved(self, name: str) -> bool:
-        return not self._recipe.model.is_partly_frozen or self.parameters[name].requires_grad
+    def _use_changed_weights(self) -> None:
+        """Gather the parameters of stages 1 and 2 after a change of the master weights; a collective."""
+        if not self._is_partitioned:
+            with _updates_gathered_rounded(self._engine.optimizer):
+                self._engine.optimizer.update_lp_params()
+            self._link_moments()
 
-    @torch.no_grad()
-    def load_state(self, source: StateSource, step: int) -> None:
+    def _fill(self, source: StateSource) -> None:
         self._prepare_moments(source)
         if self._is_partitioned:
             for name in filter(self._is_saved, self.parameters):
                 self._fill_partition(name, source)
         else:
-            source.fill(part for name in filter(self._is_saved, self.parameters) for part in self._parts(name))
-            self._gather_updates()
-        if self._scaler:
-            self._scaler.load_state(source.scalars)
-        self.optimizer.load(source.scalars)
-        self._step = step
+            source.fill(self._parts_of(self.parameters, saved=True))
 
-    def export(self, folder: Path) -> None:
-        self._show()
-        weights = {name: partial(self._whole, name) for name in self.parameters}
-        tensors = whole_tensors(weights, [self._engine.module], self.placements, self._mesh)
-        save_model(self._engine.module, folder, tensors, self._mesh, self._recipe.model.adapter)
-
-    def _whole(self, name: str) -> Tensor:
-        """Return the fp32 weights of a parameter without the split over the data ranks; a collective."""
+    def _whole_weights(self, label: str) -> Tensor:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        parameter: Any = self.parameters[name]
+        parameter: Any = self.parameters[label]
         if parameter.requires_grad:
             weights: Tensor = safe_get_full_fp32_param(parameter)
-            return weights.reshape(self._shapes[name])
+            return weights.reshape(self._shapes[label])
         # DeepSpeed keeps no master weights of a frozen parameter.
         import deepspeed
 
         with _unrounded(parameter), deepspeed.zero.GatheredParameters([parameter], enabled=self._is_partitioned):
             frozen: Tensor = parameter.detach().clone()
-            return frozen.reshape(self._shapes[name])
+            return frozen.reshape(self._shapes[label])
 
     def _partition(self, parameter: Any) -> Tensor:
         """Return this rank's elements of a parameter of stage 3, without DeepSpeed's undefined padding."""
@@ -438,10 +371,6 @@ class ZeroEngine:
             taint = torch.where(torch.isfinite(total), 1.0, torch.nan) if is_last else 1.0
             self._engine.backward(loss * taint * self._mesh.size("dp"), scale_wrt_gas=False)
         return total
-
-    def _learning_rate(self) -> float:
-        done = self._step - (self._scaler.skipped_steps if self._scaler else 0)
-        return learning_rate(self._recipe.optimizer, self._recipe.schedule, done, self._total_steps)
 
     def _moments(self) -> list[str]:
         """Return the keys of the optimizer's moments; empty before the first step."""
@@ -523,12 +452,9 @@ def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
             mpu=MeshTopology(mesh) if mesh.size(TENSOR_AXIS) > 1 else None,
             dist_init_required=False,
         )
-    synced = plan.strategy.cuts_parameters
-    if synced:
+    if plan.strategy.cuts_parameters:
         gathering = engine.optimizer.parameter_offload
         for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
             setattr(gathering, name, not_recorded(getattr(gathering, name)))
-    forward = ModelForward(
-        built, engine, engine, task, mesh, plan.recipe.training.seed, synced, plan.recipe.data.packing
-    )
+    forward = ModelForward(built, task, mesh, plan, engine, engine)
     return ZeroEngine(forward, engine, optimizer, placements, mesh, plan, total_steps)

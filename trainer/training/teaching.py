@@ -13,7 +13,7 @@ import PIL.Image
 from trainer.base.errors import Problems, RecipeError, UsageError
 from trainer.engine.forward import without_cache
 from trainer.engine.precision import cast_forward
-from trainer.engine.sharded import shard
+from trainer.engine.sharded import Sharding, shard
 from trainer.models.building import (
     BuiltModel,
     build_model,
@@ -160,9 +160,7 @@ def place_teacher(built: BuiltModel, plan: RunPlan, mesh: ParallelMesh, task: Ta
     cast_forward(model, recipe.precision, mesh.device)
     model.to(mesh.device)
     if plan.strategy.cuts_parameters and not plan.strategy.zero_stage:
-        placements = shard(
-            model, placements, mesh, recipe.precision, reshard_after_forward=True, offload_parameters=False
-        )
+        placements = shard(model, placements, mesh, Sharding(recipe.precision))
     columns = _columns(recipe, task)
     return Teacher(model, recipe.distillation, without_cache(model), columns, built.vocabulary), placements
 

@@ -18,7 +18,6 @@ from tests.tools.plan.measured import recipe_of
 from tests.tools.plan.times import LAYOUTS, PAGE, Row, page, published, rank_correlation, regret
 from trainer.base.errors import UsageError
 from trainer.cli import main
-from trainer.engine.timeline import Action, as_svg, as_text, order_of, simulate
 from trainer.observe.meter import peak_flops
 from trainer.recipe.plan import Layout, PipelinePlan, plan_run
 from trainer.recipe.schedules import SCHEDULES
@@ -40,6 +39,7 @@ from trainer.tools.plan.timing import (
     step_time,
 )
 from trainer.tools.plan.work import ATTENTION, FORWARD, INTEGER, MATMUL, OTHER, REDUCTION, SPECIAL, VIEW, Kind
+from trainer.tools.report.timeline import Action, as_svg, as_text, order_of, simulate
 
 HARDWARE = Path(hardware.__file__).parent / "hardware"
 MEMORY = Cost(0.0, 1e11)

@@ -16,7 +16,6 @@ from trainer.engine.optimizers.skipping import write_unless
 from trainer.engine.optimizers.whole_access import WholeAccess, gradients_of
 from trainer.parallel.shards.gathering import local_part
 from trainer.recipe import schema
-from trainer.recipe.schema import Recipe
 
 
 class Adafactor(EngineOptimizer):
@@ -31,6 +30,7 @@ class Adafactor(EngineOptimizer):
         options: the options of torch's Adafactor.
     """
 
+    updates_in_batches = True
     whole_keys = frozenset(("step", "row_var", "col_var", "variance"))
 
     def __init__(self, groups: Groups, whole: WholeAccess, **options: Any) -> None:
@@ -55,10 +55,6 @@ class Adafactor(EngineOptimizer):
             return 4 * (prod(shape) if len(shape) < 2 else prod(shape[:-1]) + prod((*shape[:-2], shape[-1])))
 
         return bytes_of
-
-    @classmethod
-    def updates_in_batches(cls, recipe: Recipe) -> bool:
-        return True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

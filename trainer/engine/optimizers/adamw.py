@@ -23,7 +23,6 @@ from trainer.engine.optimizers.parameters import Groups, TrainedParameters, divi
 from trainer.parallel.shards.gathering import local_part
 from trainer.parallel.shards.stochastic_rounding import KeyedRounding, Piece
 from trainer.recipe import schema
-from trainer.recipe.schema import Recipe
 
 COMPENSATION = "compensation"
 """The key of the optimizer's state under which the rest of a rounded weight is kept, in units of fp32's last bit."""
@@ -92,10 +91,6 @@ class AdamW(PartlyAdamW):
             return (8 + 2 * has_compensation) * number
 
         return bytes_of
-
-    @classmethod
-    def updates_in_batches(cls, recipe: Recipe) -> bool:
-        return recipe.weights != "fp32"
 
     def update(self, groups: Groups) -> None:
         for group in groups:

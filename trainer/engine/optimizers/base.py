@@ -15,13 +15,13 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.boxes import TensorPart, tensor_part, whole_part
 from trainer.parallel.shards.gathering import local_part
-from trainer.recipe.schema import Recipe
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """An optimizer of torch that works under every layout. A subclass has its `build`, `state_bytes` and differences.
+    """An optimizer of torch that works under every layout. A subclass has `build` and its differences.
 
     Attributes:
+        updates_in_batches: whether it updates `batches` of tensors in fp32, which have temporary copies.
         whole_keys: the keys of state that is whole on every rank, whatever the placement of its parameter.
         state_dtypes: the types of state that is not at least fp32, by key.
         found_inf: torch's flag of a bad step, which changes nothing: a scalar on the device, 1.0 in a bad step. The
@@ -29,6 +29,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         num_steps: the number of steps before the current one.
     """
 
+    updates_in_batches = False
     whole_keys: frozenset[str] = frozenset()
     state_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
     found_inf: Tensor | None = None
@@ -42,12 +43,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     @classmethod
     def state_bytes(cls, section: Any, trained: TrainedParameters) -> Callable[[str, int], int]:
         """Return a function from a parameter and the number of its elements on a rank to the bytes of its state."""
-        raise NotImplementedError
-
-    @classmethod
-    def updates_in_batches(cls, recipe: Recipe) -> bool:
-        """Return whether it updates `batches` of tensors, which have temporary copies."""
-        return False
+        return lambda _, number: 8 * number  # two moments
 
     @classmethod
     def require_package(cls) -> None:

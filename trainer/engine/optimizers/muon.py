@@ -16,7 +16,6 @@ from trainer.engine.optimizers.skipping import write_unless
 from trainer.engine.optimizers.whole_access import WholeAccess, gradients_of
 from trainer.parallel.shards.gathering import local_part
 from trainer.recipe import schema
-from trainer.recipe.schema import Recipe
 
 
 class Muon(PartlyAdamW):
@@ -32,6 +31,7 @@ class Muon(PartlyAdamW):
     """
 
     key = "momentum"
+    updates_in_batches = True
 
     def __init__(self, groups: Groups, whole: WholeAccess, **options: Any) -> None:
         super().__init__(groups, **options)
@@ -50,10 +50,6 @@ class Muon(PartlyAdamW):
     def state_bytes(cls, section: schema.Muon, trained: TrainedParameters) -> Callable[[str, int], int]:
         names = trained.matrices()
         return lambda name, number: (4 if name in names else 8) * number
-
-    @classmethod
-    def updates_in_batches(cls, recipe: Recipe) -> bool:
-        return True
 
     def update(self, groups: Groups) -> None:
         for group in groups:

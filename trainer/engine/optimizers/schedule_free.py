@@ -20,7 +20,6 @@ from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.skipping import unchanged_if
 from trainer.parallel.shards.gathering import local_part
 from trainer.recipe import schema
-from trainer.recipe.schema import Recipe
 
 _TRAINED = "y"
 """The key of the state under which the trained weights are kept while parameters hold averages."""
@@ -49,6 +48,7 @@ class ScheduleFreeAdamW(EngineOptimizer):
     The flag of a bad step leaves out the numbers that the host counts.
     """
 
+    updates_in_batches = True
     _is_shown = False
 
     @classmethod
@@ -63,14 +63,6 @@ class ScheduleFreeAdamW(EngineOptimizer):
         )
         optimizer.train()  # a flag only; weights change in the first step
         return optimizer  # type: ignore[no-any-return]
-
-    @classmethod
-    def state_bytes(cls, section: schema.ScheduleFreeAdamW, trained: TrainedParameters) -> Callable[[str, int], int]:
-        return lambda _, number: 8 * number
-
-    @classmethod
-    def updates_in_batches(cls, recipe: Recipe) -> bool:
-        return True
 
     @classmethod
     def require_package(cls) -> None:

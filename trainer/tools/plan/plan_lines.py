@@ -10,7 +10,6 @@ from typing import Any
 from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
 from trainer.checkpoint.host_memory import KEPT
-from trainer.engine.timeline import as_svg, as_text
 from trainer.models.building import load_config
 from trainer.models.tensor_split import context_notes
 from trainer.tools.plan.ledger import COMPONENTS
@@ -26,6 +25,7 @@ from trainer.tools.plan.recipe_plan import (
 )
 from trainer.tools.plan.searching import MOST_SHOWN, Found
 from trainer.tools.plan.simulated_step import StepPlan
+from trainer.tools.report.timeline import as_svg, as_text
 
 
 def lines(made: RecipePlan, changes: Sequence[Change] | None) -> Iterator[str]:

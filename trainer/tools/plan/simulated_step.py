@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer.base.collector import without_collector
-from trainer.engine import native
+from trainer.engine import ddp
 from trainer.engine.builders import build_engine, planned_cuts
 from trainer.engine.graphs import Capture
 from trainer.engine.native import NativeEngine
@@ -141,8 +141,8 @@ def simulate(plan: RunPlan, rank: int, length: int, cuda: bool, fused: bool = Tr
 
 
 def updates_in_batches(plan: RunPlan) -> bool:
-    """Return whether the optimizer of a plan updates batches of tensors, which have temporary copies."""
-    return optimizer_class(plan.recipe.optimizer).updates_in_batches(plan.recipe)
+    """Return whether the optimizer of a plan updates batches of tensors; it updates all weights in bf16 so."""
+    return optimizer_class(plan.recipe.optimizer).updates_in_batches or plan.recipe.weights != "fp32"
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class _Simulation:
             counted_ahead(batch, ledger) if copies_ahead else nullcontext(),
             labelled_deepspeed(ledger, plan),
             copies_between_host_and_device(ledger, plan) if splits else nullcontext(),
-            mock.patch.object(native, "CudaCapture", _replayed),
+            mock.patch.object(ddp, "CudaCapture", _replayed),
         ):
             for part, own in zip(built, stacks, strict=True):
                 ledger.name_modules(shorten(part.model, own, longer))

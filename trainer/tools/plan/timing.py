@@ -13,9 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.engine.timeline import BACKWARD as FULL_BACKWARD
-from trainer.engine.timeline import FORWARD as FULL_FORWARD
-from trainer.engine.timeline import Action, Timeline, order_of, simulate
 from trainer.parallel.mesh import AXES
 from trainer.recipe.plan import Layout, RunPlan
 from trainer.tools.plan.hardware import LEAST, LIKELY, MOST, Machine, Speed, kernel_name
@@ -35,6 +32,9 @@ from trainer.tools.plan.work import (
     Kind,
     Work,
 )  # fmt: skip
+from trainer.tools.report.timeline import BACKWARD as FULL_BACKWARD
+from trainer.tools.report.timeline import FORWARD as FULL_FORWARD
+from trainer.tools.report.timeline import Action, Timeline, order_of, simulate
 
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "int64", torch.bool: "bool",

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import plotly.graph_objects as go
 
-from trainer.engine.timeline import ACTION_COLOURS, ACTION_NAMES, Timeline
 from trainer.tools.report.page import label
+from trainer.tools.report.timeline import ACTION_COLOURS, ACTION_NAMES, Timeline
 
 COLOURS = ("#3b7dd8", "#d8662a", "#2f9e6e", "#b5488f", "#8f7a1e", "#6a5fc1", "#c23b4b", "#2b97a6")
 _DASHES = ("solid", "dash", "dot", "dashdot")  # of curves beyond the colours

@@ -20,7 +20,6 @@ from trainer.base.errors import UsageError, storage_error
 from trainer.base.owned_lock import OwnedLock
 from trainer.checkpoint.owner import OWNER_FILE
 from trainer.checkpoint.store import CheckpointStore
-from trainer.engine.timeline import BACKWARD, order_of, simulate
 from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
 from trainer.observe.records import StepRecord
 from trainer.observe.summary import format_bytes, format_decimal, format_rate, format_seconds
@@ -29,6 +28,7 @@ from trainer.recipe.schema import Recipe
 from trainer.tasks import merit
 from trainer.tools.report.figures import Curve, Mark, bars, confusion, curves, ranks, timeline
 from trainer.tools.report.page import MISSING, Section, Table, Text, render
+from trainer.tools.report.timeline import BACKWARD, order_of, simulate
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,118 @@
+"""The model whole on every data rank: in DistributedDataParallel, or without a wrapper on one rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.base.errors import UsageError
+from trainer.engine.accumulation import AccumulationSchedule, Schedule
+from trainer.engine.forward import ModelForward, prepare_model
+from trainer.engine.graphs import CudaCapture, GraphedSchedule
+from trainer.engine.native import NativeEngine, placements_of
+from trainer.engine.precision import sent_dtype, stored_in_bf16
+from trainer.engine.rounded_weights import rounded_weights
+from trainer.models.building import BuiltModel
+from trainer.parallel.gradients import OverlappedSums, round_gradients_
+from trainer.parallel.mesh import ParallelMesh
+from trainer.recipe.plan import RunPlan
+from trainer.tasks.task import Task
+
+
+def _sum_gradients(group: dist.ProcessGroup, sent_in: torch.dtype | None, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Sum a bucket over the ranks, as DDP's hook: each rank's loss is already its share of the global mean."""
+    buffer: Tensor = bucket.buffer()
+    sent = buffer.to(sent_in or buffer.dtype)
+    work = dist.all_reduce(sent, group=group, async_op=True)
+    assert work is not None
+    summed: torch.futures.Future[Tensor] = work.get_future().then(
+        lambda _: buffer if sent is buffer else buffer.copy_(sent)
+    )
+    return summed
+
+
+def wrap_ddp(
+    model: nn.Module, mesh: ParallelMesh, sent_in: torch.dtype | None = None, left_out: Iterable[str] = ()
+) -> DistributedDataParallel:
+    """Return `model` in DDP, with gradients summed, not averaged, during the backward pass.
+
+    Args:
+        model: the model.
+        mesh: the ranks.
+        sent_in: the type in which gradients are sent; None: their own.
+        left_out: the names of parameters with gradients that DDP does not sum.
+    """
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)  # type: ignore[no-untyped-call]
+    group = mesh.group("dp")
+    # Buffers of transformers' models are constants, such as position ids; torch 2.13 renamed the option.
+    options = inspect.signature(DistributedDataParallel).parameters
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
+        process_group=group,
+        gradient_as_bucket_view=True,
+        **{sync_buffers: False},  # type: ignore[arg-type]
+    )
+    # A lambda, because DDP compares a hook's annotations with its own classes, and ours are strings.
+    wrapped.register_comm_hook(group, lambda group, bucket: _sum_gradients(group, sent_in, bucket))
+    return wrapped
+
+
+def _refuse_unused_parameters(model: nn.Module) -> None:
+    """Refuse unused parameters: DDP does not sum the gradients in their bucket, and fails one step too late."""
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        raise UsageError(
+            "`parallel.strategy` is ddp, which needs every parameter to take part in the loss, but of this model"
+            f" {', '.join(unused[:5])} do not ({len(unused)} in all); train it on one process"
+        )
+
+
+def build_ddp(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
+    """Return the engine of `ddp`; one data rank runs the model without a wrapper.
+
+    Raises:
+        UsageError: CUDA graphs cannot be captured for the task or on the device.
+    """
+    model, recipe, is_alone = built.model, plan.recipe, mesh.size("dp") == 1
+    sent_in = sent_dtype(recipe.parallel.communication)
+    prepare_model(built, mesh, plan)
+    model.to(mesh.device)
+    rounded = rounded_weights([model], recipe)
+    named = dict(model.named_parameters())
+    # DDP has gradients in the type of the weights only, and its hooks do not run in a CUDA graph.
+    left_out = {} if is_alone else named if recipe.cuda_graphs else stored_in_bf16(model)
+    sums = OverlappedSums(left_out.values(), mesh.group("dp"), sent_in)
+    call: nn.Module = model
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    if not is_alone and any(p.requires_grad and name not in left_out for name, p in named.items()):
+        call = wrapped = wrap_ddp(model, mesh, sent_in, left_out)
+        no_sync = wrapped.no_sync
+    complete: Callable[[], None] | None = None
+    if is_alone and sent_in is not None:
+        complete = partial(round_gradients_, list(named.values()), sent_in)
+    elif not is_alone and not recipe.cuda_graphs:
+        complete = partial(_refuse_unused_parameters, model)
+    if recipe.cuda_graphs:
+        if task.rows_depend:
+            raise UsageError(
+                "`cuda_graphs` is true, but each loss of this task depends on all rows of the batch, and the passes of"
+                " a graph see their microbatch only; set it to false"
+            )
+        forward = ModelForward(built, task, mesh, plan, call)
+        # A graph rounds the weights itself, because it reads the memory that it was captured with.
+        loss_sum = forward.loss_sum if rounded is None else rounded.used_in(forward.loss_sum)
+        schedule: Schedule = GraphedSchedule(loss_sum, forward.dropout_table, CudaCapture(mesh.device), sums, complete)
+    else:
+        forward = ModelForward(built, task, mesh, plan, call, rounded=rounded)
+        schedule = AccumulationSchedule(forward.loss_sum, no_sync, sums, complete)
+    return NativeEngine(forward, [model], schedule, placements_of(built, mesh), mesh, plan, total_steps)
