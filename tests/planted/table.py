@@ -925,7 +925,7 @@ _ENGINE = [
         "engine/learning_rate.py",
         "if step < warmup:",
         "if step < 0:",
-        ("engine/optimizers/test_build.py",),
+        ("engine/test_learning_rate.py",),
     ),
     Defect(
         "warmup_off_by_one",
@@ -933,7 +933,7 @@ _ENGINE = [
         "engine/learning_rate.py",
         "return (step + 1) / (warmup + 1)",
         "return step / (warmup + 1)",
-        ("engine/optimizers/test_build.py",),
+        ("engine/test_learning_rate.py",),
     ),
     Defect(
         "decay_off_by_one",
@@ -941,7 +941,7 @@ _ENGINE = [
         "engine/learning_rate.py",
         "(step - warmup) / max(1, total_steps - warmup)",
         "(step + 1 - warmup) / max(1, total_steps - warmup)",
-        ("engine/optimizers/test_build.py",),
+        ("engine/test_learning_rate.py",),
     ),
     Defect(
         "weight_decay_on_biases",
@@ -949,7 +949,7 @@ _ENGINE = [
         "engine/optimizers/parameters.py",
         'if is_norm or name == "bias" or name.endswith("_bias"):',
         "if is_norm:",
-        ("engine/optimizers/test_build.py",),
+        ("engine/optimizers/test_table.py",),
     ),
     Defect(
         "loss_scale_left_in_the_gradient",
@@ -1053,7 +1053,7 @@ _ENGINE = [
         "engine/optimizers/parameters.py",
         "return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}",
         "return dict(self.named)",
-        ("engine/optimizers/test_build.py",),
+        ("engine/optimizers/test_table.py",),
     ),
 ]
 
