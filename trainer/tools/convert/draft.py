@@ -103,10 +103,10 @@ class Draft:
         for tool in self.sources.files:
             find = self.sources.get if tool is Tool.TRAINING_ARGUMENTS else self.sources.written
             for name, row in tool.table.items():
-                item = find(tool, name)
-                if row.value is None or item is None or (tool, name) in self._lines:
+                if row.value is None or (tool, name) in self._lines:
                     continue
-                if item.value is None and item.is_default:
+                item = find(tool, name)
+                if item is None or (item.value is None and item.is_default):
                     continue
                 key, value = str(row.key), self.read(item, row.value, ...)
                 if isinstance(value, Todo):

@@ -47,7 +47,7 @@ def layout(draft: Draft) -> None:
 def offload_and_deepspeed(draft: Draft) -> None:
     """Complete the layout after the rows that set `parallel.offload`."""
     draft.combine(_OFFLOAD, {"optimizer", "parameters"}, "parameters")  # includes the optimizer
-    _passed_on(draft)
+    _deepspeed_keys(draft)
 
 
 def precision(draft: Draft) -> None:
@@ -107,7 +107,7 @@ def _of_arguments(draft: Draft) -> None:
     if strange:
         draft.refuse(_STRATEGY, f"fsdp {' '.join(sorted(strange))} is unknown", item)
         return
-    _sharded(draft, min(shardings, default="full_shard").upper(), item)
+    _take_sharding(draft, min(shardings, default="full_shard").upper(), item)
     if "offload" in words:
         draft.take(_OFFLOAD, "parameters", item)
     _fsdp_keys(draft, _TA, "fsdp_config.")
@@ -147,7 +147,7 @@ def _of_accelerate(draft: Draft) -> None:
             draft.unread("parallelism_config has precedence", sharding)
             _data_parallel(draft, copies, shards, item)
         else:
-            _sharded(draft, _sharding(draft), item, *([sharding] if sharding else []))
+            _take_sharding(draft, _sharding(draft), item, *([sharding] if sharding else []))
     elif kind == "DEEPSPEED":
         _accelerates_deepspeed(draft, item)
     elif kind == "MEGATRON_LM":
@@ -178,11 +178,11 @@ def _sharding(draft: Draft) -> str:
         if value.isdigit() and 1 <= int(value) <= len(_SHARDINGS):
             return list(_SHARDINGS)[int(value) - 1]
         if value in _SHARDINGS or (key == "sharding_strategy" and item.value is not None):
-            return value  # `_sharded` reports an unknown one
+            return value  # `_take_sharding` reports an unknown one
     return "FULL_SHARD"
 
 
-def _sharded(draft: Draft, sharding: str, *items: Item) -> None:
+def _take_sharding(draft: Draft, sharding: str, *items: Item) -> None:
     if sharding not in _SHARDINGS:
         draft.refuse(_STRATEGY, f"the sharding {sharding} is unknown", *items)
         return
@@ -228,7 +228,7 @@ def _accelerates_deepspeed(draft: Draft, kind: Item) -> None:
     if not named and stage is None and not sources.has(_DS):
         draft.take(_STRATEGY, "zero2", kind, note="the default stage of accelerate")
     if stage is not None and stage.value is not None:
-        _staged(draft, stage, kind)
+        _zero_stage(draft, stage, kind)
     elif sources.has(_DS):
         draft.say(kind, Outcome.CONVERTED, "the DeepSpeed file has the stage")
 
@@ -265,12 +265,12 @@ def _of_deepspeed(draft: Draft) -> None:
         return
     stage = draft.sources.written(_DS, "zero_optimization.stage")
     if stage is not None:
-        _staged(draft, stage)
+        _zero_stage(draft, stage)
     elif not draft.sources.written(_AC, "deepspeed_config.zero_stage"):
         draft.take(_STRATEGY, "ddp", Item(_DS, "zero_optimization.stage", 0, None), note="without ZeRO")
 
 
-def _staged(draft: Draft, stage: Item, *others: Item) -> None:
+def _zero_stage(draft: Draft, stage: Item, *others: Item) -> None:
     if stage.is_auto:
         draft.refuse(_STRATEGY, 'DeepSpeed reads the stage "auto" as 0; write the number', stage, *others)
         return
@@ -279,7 +279,7 @@ def _staged(draft: Draft, stage: Item, *others: Item) -> None:
     draft.take(_STRATEGY, _ZERO_STAGES.get(number, unknown), stage, *others)
 
 
-def _passed_on(draft: Draft) -> None:
+def _deepspeed_keys(draft: Draft) -> None:
     """Propose the keys of `parallel.deepspeed`, under a strategy of DeepSpeed."""
     strategy = draft.value(_STRATEGY)
     for key, item in draft.sources.items.get(_DS, {}).items():
