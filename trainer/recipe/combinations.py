@@ -155,12 +155,12 @@ _TOKENS = Condition("training.micro_batch_tokens", "a number", lambda value: val
 _USE_DDP = "use ddp, which runs on any number of processes"
 _ONE_FALSE = "set it to false, or set the other to false"
 _FLATTENS = "DeepSpeed flattens and cuts weights, but"
-_OFFLOADED = Condition("parallel.offload", '`"parameters"`', lambda value: value == "parameters")
+_OFFLOADED = _is("parallel.offload", "parameters")
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     *_of_strategies(_above_one(_STAGES), lambda row: row.no_pipeline),
     *_excludes(
-        Condition("parallel.offload", '`"optimizer"`, `"parameters"`', lambda value: value != "none"),
+        _is("parallel.offload", "optimizer", "parameters"),
         (_above_one(_STAGES), "the combination is not tested", 'set it to "none"'),
     ),
     *_of_schedules(),
