@@ -67,7 +67,7 @@ def state(name: str, strategy: str, num_ranks: int, tensor: int = 1) -> StateByt
         cut_gradients=row.cuts_gradients,
         cut_optimizer=row.cuts_optimizer,
         weight_bytes=lambda _: 4,
-        optimizer_bytes=lambda _: 12 if row.zero_stage else 8,
+        optimizer_bytes=lambda _, number: (12 if row.zero_stage else 8) * number,
     )
 
 
