@@ -348,7 +348,7 @@ def _error_of(
         return _first_error(reports, statuses, number)
     if stop.signal is not None and first.exit_code == -signal.SIGTERM:
         return _stopped_early(stop.signal)
-    rank = _described(first.rank, first.pid, statuses)
+    rank = _described(first.rank, statuses, first.pid)
     if first.exit_code < 0:
         reason = "; the system does so when memory runs out" if first.exit_code == -signal.SIGKILL else ""
         return RankError(f"{rank} was killed by {_signal_name(-first.exit_code)}{reason}", ExitCode.FAILED)
@@ -362,11 +362,12 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _described(rank: int, pid: int, statuses: Mapping[int, Status]) -> str:
-    """Describe a rank, with its progress if it had begun to train."""
-    status = statuses.get(rank)
-    how_far = f", {status}," if status is not None and status.pid == pid else ""
-    return f"rank {rank} (process {pid} on {socket.gethostname()}){how_far}"
+def _described(rank: int, statuses: Mapping[int, Status], pid: int | None = None) -> str:
+    """Describe a rank, with its progress if it had begun to train; `pid` is its process if that is known."""
+    status, host = statuses.get(rank), socket.gethostname()
+    if status is not None and pid in (None, status.pid):
+        return f"rank {rank} (process {status.pid} on {host}), {status},"
+    return f"rank {rank}" if pid is None else f"rank {rank} (process {pid} on {host})"
 
 
 def _first_error(reports: Sequence[Report], statuses: Mapping[int, Status], number: int) -> RankError:
@@ -376,13 +377,8 @@ def _first_error(reports: Sequence[Report], statuses: Mapping[int, Status], numb
     if code is not ExitCode.FAILED or first.kind == "stall":
         return RankError(first.message, code)
     silent = sorted(set(range(number)) - {report.rank for report in reports})
-    names = [_described(rank, statuses[rank].pid, statuses) if rank in statuses else f"rank {rank}" for rank in silent]
+    names = [_described(rank, statuses) for rank in silent]
     hint = f"\n{', '.join(names)} left no error; the system may have killed it" if silent else ""
     is_shared = sum(report.message == first.message for report in reports) > 1  # the error of any rank, on all of them
-    who = "" if is_shared else f"{_described_report(first, statuses)} failed:\n"
+    who = "" if is_shared else f"{_described(first.rank, statuses)} failed:\n"
     return RankError(f"{who}{first.message}{hint}", code, first.plan_command)
-
-
-def _described_report(report: Report, statuses: Mapping[int, Status]) -> str:
-    status = statuses.get(report.rank)
-    return f"rank {report.rank}" if status is None else _described(report.rank, status.pid, statuses)

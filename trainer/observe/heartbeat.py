@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from trainer.base.disk import open_plain, read_plain, remove
 from trainer.base.errors import TrainerError
 from trainer.base.processes import start_of, this_machine
@@ -46,15 +48,7 @@ class Status:
         return f"after step {self.step}, {self.doing}"
 
 
-_TYPES = {
-    "rank": (int,),
-    "host": (str,),
-    "pid": (int,),
-    "step": (int,),
-    "doing": (str,),
-    "time": (int, float),
-    "left": (bool,),
-}
+_STATUS = TypeAdapter(Status)
 
 
 def ranks_folder(run_folder: Path) -> Path:
@@ -90,10 +84,8 @@ def _host() -> str:
 def _parsed(folder: Path) -> Iterator[Status]:
     for file in folder.glob("machine-*.jsonl"):
         for record in _records(file):
-            with suppress(ValueError, TypeError):
-                status = Status(**json.loads(record))
-                if all(type(getattr(status, name)) in kinds for name, kinds in _TYPES.items()):
-                    yield status
+            with suppress(ValueError):
+                yield _STATUS.validate_json(record, strict=True)
 
 
 def _records(file: Path) -> list[bytes]:

@@ -125,11 +125,11 @@ def process_group(
     try:
         with linear_restored():
             yield
-        _let_go()
+        gc.collect()  # frees all that holds the process group: with gloo, the interpreter would abort at exit
         dist.barrier()
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # their variables hold model and engine
-        _let_go()
+        gc.collect()
         _abort()
         if _is_lost_peer(error):
             raise LostPeerError(_lost_peer(Path(plan.recipe.checkpoint.folder))) from error
@@ -197,8 +197,3 @@ def _lost_peer(run_folder: Path) -> str:
         were = "were" if len(killed) > 1 else "was"
         return f"{' and '.join(killed)} {were} killed or crashed; the system kills processes when memory runs out"
     return "another rank failed or was killed, so this one cannot go on; the error of that rank names the cause"
-
-
-def _let_go() -> None:
-    """Free all that still holds the process group: with gloo, the interpreter would abort at exit."""
-    gc.collect()
