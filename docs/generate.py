@@ -14,9 +14,10 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import getdoc
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,16 @@ from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
 from trainer.recipe.foreign.accelerate import ACCELERATE
-from trainer.recipe.foreign.counterpart import Counterpart
+from trainer.recipe.foreign.counterpart import Counterpart, Kind
 from trainer.recipe.foreign.deepspeed import DEEPSPEED
 from trainer.recipe.foreign.megatron import MEGATRON
 from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
 from trainer.recipe.reading.keys import default_tag, kinds, section_models
-from trainer.recipe.reading.shipped import is_base, shipped_recipes, summary
+from trainer.recipe.reading.shipped import is_base, shipped_recipes
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.schema import Recipe, Section
-from trainer.recipe.schema.section import descriptions
 from trainer.recipe.strategies import STRATEGIES, Strategy
-from trainer.tools.doctor.table import CHECKS
+from trainer.tools.doctor.table import CHECKS, Check
 from trainer.tools.plan.hardware import known_devices
 
 if sys.version_info >= (3, 11):
@@ -54,7 +54,7 @@ THROUGHPUT = ROOT / "docs" / "throughput.json"
 GPUS = ROOT / "docs" / "gpu"
 _BLOCK = re.compile(r"(?P<begin><!-- generated: (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-_REQUIRED = "required"
+_LISTED_VALUES = re.compile(r'one of .*|("\w+"(, | or |$)){2,}')  # notes that repeat the table of the key
 _BY_DEFAULT = "default_ratio"
 
 
@@ -103,22 +103,20 @@ def _strategy(row: Strategy) -> tuple[str, ...]:
 
 
 def _shipped() -> str:
-    rows = [(f"`{name}`", summary(path)) for name, path in shipped_recipes().items() if not is_base(path)]
-    return _table(("name", "what it trains"), rows)
+    return ", ".join(f"`{name}`" for name, path in shipped_recipes().items() if not is_base(path))
 
 
 def _keys() -> str:
-    """Return tables of the plain keys of a recipe, then of each section, its subsections and its kinds."""
+    """Return lists of the plain keys of a recipe, then of each section, its subsections and its kinds."""
     return "\n\n".join(_section_keys("", Recipe, "###"))
 
 
 def _section_keys(prefix: str, model: type[Section], heading: str) -> Iterator[str]:
-    """Iterate over the table of the plain keys of a section, then the texts of its subsections."""
-    plain = {name: field for name, field in model.model_fields.items() if not section_models(field.annotation)}
-    yield _key_table(prefix, model, plain)
-    for name, field in model.model_fields.items():
-        if name not in plain:
-            yield from _section(f"{prefix}{name}", field, heading)
+    """Iterate over the list of the plain keys of a section, then the texts of its subsections."""
+    sections = {name: field for name, field in model.model_fields.items() if section_models(field.annotation)}
+    yield "\n".join(_key_lines(prefix, model, sections))
+    for name, field in sections.items():
+        yield from _section(f"{prefix}{name}", field, heading)
 
 
 def _section(name: str, field: FieldInfo, heading: str) -> Iterator[str]:
@@ -126,57 +124,52 @@ def _section(name: str, field: FieldInfo, heading: str) -> Iterator[str]:
     if not of_kind:
         (model,) = section_models(field.annotation)
         yield f"{heading} `{name}`\n\n{getdoc(model)}"
-        yield _key_table(f"{name}.", model, model.model_fields)
+        yield "\n".join(_key_lines(f"{name}.", model))
         return
-    yield f"{heading} `{name}`\n\n{_kinds(name, field, list(of_kind))}"
-    shared = _shared_keys(list(of_kind.values()))
+    default = default_tag(field)
+    note = "" if default is None else f"The default is `{json.dumps(default)}`."
+    yield "\n\n".join(filter(None, [f"{heading} `{name}`", field.description, note]))
+    lines_of = {tag: list(_key_lines(f"{name}.", model, (field.discriminator,))) for tag, model in of_kind.items()}
+    first, *others = lines_of.values()
+    shared = [line for line in first if all(line in lines for lines in others)]
     if shared:
-        yield _key_table(f"{name}.", next(iter(of_kind.values())), shared)
+        yield "\n".join(shared)
+    shown: dict[str, str] = {}
     for tag, model in of_kind.items():
-        own = {key: row for key, row in model.model_fields.items() if key not in (field.discriminator, *shared)}
+        lines = [line for line in lines_of[tag] if line not in shared]
         yield f"{heading}# `{name}.{field.discriminator}`: `{json.dumps(tag)}`\n\n{getdoc(model)}"
-        yield _key_table(f"{name}.", model, own)
+        yield "\n".join([line for line in lines if line not in shown] + list(_as_before(lines, shown)))
+        shown = dict.fromkeys(lines, tag) | shown
 
 
-def _kinds(name: str, field: FieldInfo, tags: list[str]) -> str:
-    named = ", ".join(f"`{json.dumps(tag)}`" + " (the default)" * (tag == default_tag(field)) for tag in tags)
-    return " ".join(filter(None, [field.description, f"`{name}.{field.discriminator}` says which: {named}."]))
+def _as_before(lines: Sequence[str], shown: Mapping[str, str]) -> Iterator[str]:
+    """Iterate over the names of the keys that earlier kinds have in the same form."""
+    for tag in dict.fromkeys(shown[line] for line in lines if line in shown):
+        names = ", ".join(line.split()[1] for line in lines if shown.get(line) == tag)
+        yield f"- as under `{json.dumps(tag)}`: {names}"
 
 
-def _shared_keys(models: list[type[Section]]) -> dict[str, FieldInfo]:
-    """Return the keys that have the same type, default and meaning in every kind of a section."""
-    first, *others = models
-    return {
-        key: row
-        for key, row in first.model_fields.items()
-        if all(
-            repr(other.model_fields.get(key)) == repr(row)
-            and descriptions(other).get(key) == descriptions(first).get(key)
-            for other in others
-        )
-    }
-
-
-def _key_table(prefix: str, model: type[Section], fields: Mapping[str, FieldInfo]) -> str:
-    return _table(("key", "value", "default", "meaning"), list(_key_rows(prefix, model, fields)))
-
-
-def _key_rows(prefix: str, model: type[Section], fields: Mapping[str, FieldInfo]) -> Iterator[tuple[str, ...]]:
+def _key_lines(prefix: str, model: type[Section], without: Collection[str | None] = ()) -> Iterator[str]:
     properties = model.model_json_schema()["properties"]
-    for key, field in fields.items():
+    for key, field in model.model_fields.items():
         inner = section_models(field.annotation)
+        if key in without:
+            continue
         if inner:  # a nested section: its keys are listed among the others
-            yield from _key_rows(f"{prefix}{key}.", inner[0], inner[0].model_fields)
+            yield from _key_lines(f"{prefix}{key}.", inner[0])
         else:
-            meaning = properties[key].get("description", "")
-            yield f"`{prefix}{key}`", _values(properties[key]), _default(field), meaning
+            values = _with_default(_values(properties[key]), field)
+            yield f"- `{prefix}{key}` ({values}): {properties[key].get('description', '')}"
 
 
-def _default(field: FieldInfo) -> str:
-    default = field.get_default(call_default_factory=True)
+def _with_default(values: str, field: FieldInfo) -> str:
+    """Return the values of a key with its default in bold."""
     if field.is_required():
-        return _REQUIRED
-    return f"`{json.dumps(default, default=str)}`"
+        return f"{values}, required"
+    default = f"`{json.dumps(field.get_default(call_default_factory=True), default=str)}`"
+    if default in values:
+        return values.replace(default, f"**{default}**")
+    return f"{values}, **{default}**"
 
 
 def _values(schema: Mapping[str, Any]) -> str:
@@ -243,8 +236,8 @@ def _exclusions() -> str:
     def words(condition: Condition) -> str:
         return f"`{condition.key}` {condition.values}"
 
-    rows = [(words(row.first), words(row.second), _reason(row), row.remedy) for row in EXCLUSIONS]
-    return _table(("this", "does not go with", "because", "instead"), rows)
+    rows = [(words(row.first), words(row.second), _reason(row)) for row in EXCLUSIONS]
+    return _table(("this", "does not go with", "because"), rows)
 
 
 def _reason(row: Exclusion) -> str:
@@ -274,20 +267,28 @@ def _pipeline_families() -> str:
 
 
 def _checks() -> str:
-    rows = [(f"{check.group}: {check.name}", " ".join(str(getdoc(check.examine)).split())) for check in CHECKS]
-    return _table(("check", "what it looks at"), rows)
+    groups = groupby(CHECKS, lambda check: check.group)
+    return "\n\n".join(f"**{group}**\n\n" + "\n".join(map(_check, checks)) for group, checks in groups)
+
+
+def _check(check: Check) -> str:
+    return f"- {check.name}: {' '.join(str(getdoc(check.examine)).split())}"
 
 
 def _counterparts(table: Mapping[str, Counterpart]) -> str:
-    """Return tables of another tool's keys: those with a counterpart in a recipe, then the others by reason."""
-    here = [(f"`{key}`", f"`{row.key}`", row.note) for key, row in table.items() if row.key is not None]
-    others: dict[tuple[str, str], list[str]] = {}
+    """Return a table of the keys that have a counterpart in a recipe, then lists of the others by kind."""
+    found: dict[tuple[str, str], list[str]] = {}
+    others: dict[str, list[str]] = {}
     for key, row in table.items():
         if row.key is None:
-            others.setdefault((row.kind.value, row.note), []).append(f"`{key}`")
-    rows = [(", ".join(keys), kind, note) for (kind, note), keys in others.items()]
-    header = ("there", "what becomes of it", "because")
-    return f"{_table(('there', 'here', 'remark'), here)}\n\n{_table(header, rows)}"
+            reason = f" ({row.note})" if row.kind is Kind.REFUSED else ""
+            others.setdefault(row.kind.value, []).append(f"`{key}`{reason}")
+        else:
+            here = "parallel.deepspeed" if row.key.startswith("parallel.deepspeed.") else row.key
+            found.setdefault((here, _LISTED_VALUES.sub("", row.note)), []).append(f"`{key}`")
+    rows = [(", ".join(keys), f"`{here}`", note) for (here, note), keys in found.items()]
+    lists = [f"- {kind}: {', '.join(keys)}" for kind, keys in others.items()]
+    return f"{_table(('there', 'here', 'remark'), rows)}\n\n" + "\n".join(lists)
 
 
 def _read(file: Path) -> Any:
@@ -344,7 +345,7 @@ def operations(figures: Mapping[str, Mapping[str, float]]) -> str:
 def with_spread(quartiles: Sequence[float]) -> str:
     """Return the median of `quartiles`, and the others in brackets."""
     low, middle, high = quartiles
-    return f"{middle:.3f} ({low:.2f} to {high:.2f})"
+    return f"{middle:.3f} ({low:.2f}-{high:.2f})"
 
 
 def gpu_figures(results: Iterable[Mapping[str, Any]]) -> str:
@@ -381,18 +382,27 @@ def _gpu_row(name: str, row: Mapping[str, Any], result: Mapping[str, Any]) -> tu
 
 
 def _command_line() -> str:
-    """Return the `--help` texts of the program and of each verb."""
+    """Return the usage, the description and the options of each verb."""
     program = typer.main.get_command(app)
-    with program.make_context("trainer", [], resilient_parsing=True, terminal_width=_HELP_WIDTH) as context:
-        return "\n\n".join(_help("trainer", program, context))
+    with program.make_context("trainer", [], resilient_parsing=True) as context:
+        return "\n\n".join(_verbs("trainer", program, context))
 
 
-def _help(name: str, command: Any, context: Any) -> Iterator[str]:
-    yield f"## `{name}`\n\n```text\n{command.get_help(context).rstrip()}\n```"
-    for verb in command.list_commands(context) if hasattr(command, "list_commands") else ():
+def _verbs(name: str, command: Any, context: Any) -> Iterator[str]:
+    for verb in command.list_commands(context):
         below = command.get_command(context, verb)
         with below.make_context(verb, [], parent=context, resilient_parsing=True) as inner:
-            yield from _help(f"{name} {verb}", below, inner)
+            yield _verb(f"{name} {verb}", below, inner)
+            if hasattr(below, "list_commands"):
+                yield from _verbs(f"{name} {verb}", below, inner)
+
+
+def _verb(name: str, command: Any, context: Any) -> str:
+    """Return the section of a verb, without what the page describes once: recipe, overrides and `--help`."""
+    usage = " ".join([name, *command.collect_usage_pieces(context)[1:]])
+    shown = [param for param in command.get_params(context) if param.name not in _DESCRIBED_ONCE]
+    rows = [f"- `{left}`: {' '.join(text.split())}" for left, text in (one.get_help_record(context) for one in shown)]
+    return "\n\n".join(filter(None, [f"## `{name}`", f"`{re.sub('[{}]', '', usage)}`", command.help, "\n".join(rows)]))
 
 
 def _state() -> str:
@@ -452,7 +462,7 @@ def _size(number: float) -> str:
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
 
 
-_HELP_WIDTH = 100
+_DESCRIBED_ONCE = ("recipe", "overrides", "help")
 _RANKS = 8
 _BATCH = costs.Microbatch(rows=8, length=128)
 
