@@ -44,14 +44,7 @@ def _begin_read(numbers: Tensor) -> Callable[[], list[float]]:
 class NativeEngine(Engine):
     """One model, one optimizer of torch, one schedule of microbatches.
 
-    Args:
-        forward: the forward pass of the model.
-        models: the model, or this rank's pipeline stages, with placed parameters.
-        schedule: the forward and backward passes of the microbatches of a step.
-        placements: the placement of each parameter, by its name in `models`.
-        mesh: the ranks.
-        plan: the plan of the run, with precision, optimizer, schedule and clipping.
-        total_steps: the last step of the learning rate's schedule.
+    `schedule` has the forward and backward passes of the microbatches of a step; for other arguments see `Engine`.
     """
 
     def __init__(

@@ -205,14 +205,7 @@ class MeshTopology:
 class ZeroEngine(Engine):
     """The engine of a model in DeepSpeed.
 
-    Args:
-        forward: the forward pass of the model through the DeepSpeed engine.
-        engine: the engine of `deepspeed.initialize`.
-        optimizer: the optimizer that DeepSpeed steps.
-        placements: the placement of each parameter.
-        mesh: the ranks.
-        plan: the plan of the run, with precision and schedule.
-        total_steps: the last step of the learning rate's schedule.
+    `engine` is that of `deepspeed.initialize`, which steps `optimizer`; for other arguments see `Engine`.
     """
 
     def __init__(
