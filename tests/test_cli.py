@@ -16,8 +16,8 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from tests.helpers.processes import ROOT, environment, finish, kill, start
-from trainer import __version__, cli
-from trainer.base.errors import DataError, ExitCode, NonFiniteError, RecipeError
+from trainer import __version__
+from trainer.base.errors import INTERRUPTED, DataError, ExitCode, NonFiniteError, RecipeError
 from trainer.cli import main
 from trainer.launch import local
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
@@ -326,7 +326,7 @@ def test_the_rank_that_deepspeed_adds_is_taken_anywhere(
         (NonFiniteError("the loss is nan"), 3, "error: the loss is nan\n"),
         (RecipeError("one", "two"), 2, "error: one\nerror: two\n"),
         (DataError("no column \x1b[2J\u202ea"), 2, "error: no column \\x1b[2J\\u202ea\n"),
-        (KeyboardInterrupt(), cli.INTERRUPTED, ""),
+        (KeyboardInterrupt(), INTERRUPTED, ""),
     ],
 )
 def test_errors_become_exit_codes_without_a_traceback(
@@ -399,4 +399,4 @@ def test_ctrl_c_shows_no_traceback(tmp_path: Path) -> None:
             kill(process)
         assert "Traceback" not in done.stderr
         # -SIGINT: before the interpreter was up
-        assert done.returncode in (cli.INTERRUPTED, ExitCode.USER, -signal.SIGINT)
+        assert done.returncode in (INTERRUPTED, ExitCode.USER, -signal.SIGINT)

@@ -24,7 +24,7 @@ def test_the_wheel_holds_the_recipes_with_their_data(tmp_path):
     assert len(shipped) > 5
     assert shipped <= held
     assert {path for path in held if Path(path).parts[0] == "trainer"} >= {
-        "trainer/cli.py",
+        "trainer/cli/program.py",
         "trainer/py.typed",
         "trainer/training/run.py",
     }

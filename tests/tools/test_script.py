@@ -21,7 +21,8 @@ import yaml
 
 from tests.helpers.processes import ROOT, finish, kill, run, start
 from trainer.base.errors import ExitCode
-from trainer.cli import Target, main
+from trainer.cli import main
+from trainer.cli.launch_script import Target
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.script import KINDS, Options, write_launch_script
 

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.base.errors import UsageError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -108,6 +110,21 @@ def replace_text(path: Path, text: str) -> None:
             remove(new)
         raise
     sync(path.parent)
+
+
+def write_new(path: Path, text: str, option: str) -> None:
+    """Write a new file for the user; `option` of the command line names it.
+
+    Raises:
+        UsageError: the file exists, or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UsageError(f"{option} must name a new file, but {path} exists; name another") from error
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be written: {error.strerror}; name another") from error
 
 
 def replace_folder(new: Path, place: Path) -> None:

@@ -23,7 +23,7 @@ _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 def listed(values: Sequence[object], most: int, separator: str = ", ") -> str:
     """Return the first `most` values and the number of those left out: "1, 2 and 3 more"."""
     shown = separator.join(map(str, values[:most]))
-    return f"{shown} and {len(values) - most} more" if len(values) > most else shown
+    return f"{shown} and {len(values) - most:,} more" if len(values) > most else shown
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

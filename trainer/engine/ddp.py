@@ -16,13 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.base.errors import UsageError
 from trainer.engine.accumulation import AccumulationSchedule, Schedule
 from trainer.engine.forward import ModelForward, prepare_model
-from trainer.engine.graphs import CudaCapture, GraphedSchedule
+from trainer.engine.graphs import CudaCapture, GraphedSchedule, replay_eagerly
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import sent_dtype, stored_in_bf16
 from trainer.engine.rounded_weights import rounded_weights
 from trainer.models.building import BuiltModel
 from trainer.parallel.gradients import OverlappedSums, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.simulated_device import simulated
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
@@ -60,6 +61,7 @@ def wrap_ddp(
         device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
         process_group=group,
         gradient_as_bucket_view=True,
+        init_sync=simulated() is None,  # a plan has no other ranks to compare weights with
         **{sync_buffers: False},  # type: ignore[arg-type]
     )
     # A lambda, because DDP compares a hook's annotations with its own classes, and ours are strings.
@@ -111,7 +113,8 @@ def build_ddp(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, 
         forward = ModelForward(built, task, mesh, plan, call)
         # A graph rounds the weights itself, because it reads the memory that it was captured with.
         loss_sum = forward.loss_sum if rounded is None else rounded.used_in(forward.loss_sum)
-        schedule: Schedule = GraphedSchedule(loss_sum, forward.dropout_table, CudaCapture(mesh.device), sums, complete)
+        capture = replay_eagerly if simulated() else CudaCapture(mesh.device)
+        schedule: Schedule = GraphedSchedule(loss_sum, forward.dropout_table, capture, sums, complete)
     else:
         forward = ModelForward(built, task, mesh, plan, call, rounded=rounded)
         schedule = AccumulationSchedule(forward.loss_sum, no_sync, sums, complete)

@@ -25,6 +25,11 @@ Capture = Callable[[Callable[[], None]], Callable[[], object]]
 """A function that records the operations of its argument, without running them, and returns their replay."""
 
 
+def replay_eagerly(function: Callable[[], None]) -> Callable[[], object]:
+    """Run the operations in each replay; a `Capture` for plans, which count them."""
+    return function
+
+
 class CudaCapture:
     """Capture CUDA graphs in one pool of memory, because one graph replays at a time and keeps nothing.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Microbatch:
     rows: Tensor
     filler: bool = False
     packed: PackedTokens | None = None
-    ahead: CopyAhead | None = None
+    ahead: BegunCopy | None = None
     is_padded: bool | None = None
 
     @property
@@ -75,6 +76,13 @@ def has_padding(inputs: Mapping[str, Tensor]) -> bool | None:
     """Return whether a mask in `inputs`, which are on the host, hides a position; None without a mask."""
     hidden = hidden_positions(inputs)
     return None if hidden is None else int(hidden.sum()) > 0
+
+
+class BegunCopy(Protocol):
+    """A copy of a microbatch on the device of the model that was begun before it is needed."""
+
+    def take(self) -> Microbatch | None:
+        """Return the copy; None if it was taken before."""
 
 
 class CopyAhead:

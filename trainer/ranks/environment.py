@@ -179,6 +179,17 @@ def set_local_rank(number: int | None, environ: MutableMapping[str, str] = os.en
         environ["LOCAL_RANK"] = str(number)
 
 
+@contextmanager
+def variables_restored(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Give back all variables after the block."""
+    before = dict(environ)
+    try:
+        yield
+    finally:
+        environ.clear()
+        environ.update(before)
+
+
 def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables for a child process that is no rank and sees no GPU."""
     of_launchers = ("TORCHELASTIC_", "ACCELERATE_", "OMPI_COMM_", "PMI_", "MPI_", "MV2_COMM_", "SLURM_")

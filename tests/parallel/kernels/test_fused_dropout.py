@@ -15,7 +15,8 @@ from tests.tools.plan.measured import SMALL_BERT, recipe_of
 from trainer.parallel.kernels import fused_dropout
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan.ledger import ACTIVATIONS
-from trainer.tools.plan.simulated_step import StepPlan, plan_step
+from trainer.tools.plan.simulated_step import plan_step
+from trainer.tools.plan.step_plan import StepPlan
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 

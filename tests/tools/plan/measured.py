@@ -20,7 +20,8 @@ from trainer.recipe.schema import Recipe
 from trainer.tools.plan.ledger import PARAMETERS, Ledger
 from trainer.tools.plan.recipe_plan import traffic_by_axis
 from trainer.tools.plan.shape_batch import blank_batch
-from trainer.tools.plan.simulated_step import StepPlan, group_axes, plan_step, planned_task
+from trainer.tools.plan.simulated_step import group_axes, plan_step, planned_task
+from trainer.tools.plan.step_plan import StepPlan
 
 LENGTH = 24
 _STEPS = 3  # under the ledger
@@ -106,5 +107,5 @@ def measure(keys: Mapping[str, Any]) -> Measured:
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         most = max(most, now)
-    step = StepPlan(mesh.rank, 0, {}, ledger.peak, ledger.totals, group_axes(mesh, engine))
+    step = StepPlan(mesh.rank, 0, {}, ledger.peaks, ledger.totals, group_axes(mesh, engine))
     return Measured(resident, most, alive - resident, traffic_by_axis(step))

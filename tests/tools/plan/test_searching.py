@@ -25,8 +25,8 @@ from trainer.tools.plan import searching
 from trainer.tools.plan.hardware import parse_devices
 from trainer.tools.plan.ledger import PARAMETERS
 from trainer.tools.plan.pipeline_plan import plan_steps
-from trainer.tools.plan.recipe_plan import plan_recipe, traffic_by_axis
-from trainer.tools.plan.searching import Choice, Search, Tried, write_recipe
+from trainer.tools.plan.recipe_plan import Choice, plan_recipe, traffic_by_axis
+from trainer.tools.plan.searching import Search, Tried, write_recipe
 from trainer.tools.plan.simulated_step import plan_step
 from trainer.tools.plan.timing import BUBBLE, COMMUNICATION, COPIES, OPTIMIZER
 
@@ -66,7 +66,7 @@ def test_the_fastest_layouts_are_planned_and_written(recipe: Path, capsys: pytes
     assert size == f"training.micro_batch_size={written.training.micro_batch_size}"
     again = answer(capsys, file, "--gpus", "2xA100-40")
     assert again["time"]["seconds"]["likely"] == seconds[0]
-    with pytest.raises(UsageError, match="which exists"):
+    with pytest.raises(UsageError, match=r"must name a new file, but .* exists"):
         write_recipe(file, str(recipe), ())
 
 
@@ -154,9 +154,9 @@ class TestVariants:
             tried.append(layout)
             cut = sum(map(int, re.findall(r"(?:tensor|stages)=(\d)", " ".join(layout))))
             try:
-                return Tried([choice_of(search, layout, 1.0 + cut)], "", 1)
+                return Tried(layout, [choice_of(search, layout, 1.0 + cut)], "", 1)
             except TrainerError:  # too few rows for the stages
-                return Tried([], "it has too few rows", 0)
+                return Tried(layout, [], "it has too few rows", 0)
 
         with (
             mock.patch.object(search, "_try", attempt),

@@ -14,7 +14,8 @@ from trainer.recipe.plan import plan_run
 from trainer.tools.plan import shortening
 from trainer.tools.plan.ledger import Place
 from trainer.tools.plan.recipe_plan import traffic_by_axis
-from trainer.tools.plan.simulated_step import StepPlan, plan_step, simulate
+from trainer.tools.plan.simulated_step import plan_step
+from trainer.tools.plan.step_plan import StepPlan
 from trainer.tools.plan.work import OPTIMIZER_STEP
 
 DEEP_BERT: dict[str, Any] = {"config": {**SMALL_BERT, "num_hidden_layers": 8}, "tokenizer": "none"}
@@ -74,9 +75,9 @@ def test_batches_of_tensors_are_those_of_all_layers(name: str, world_size: int, 
     optimizer = {"name": name, "learning_rate": 0.1}
     keys = {"optimizer": optimizer, "schedule": {"name": "constant"}}
     plan = plan_run(recipe_of({"model": DEEP_BERT, "training": FEW_ROWS, **keys}), world_size)
-    short = simulate(plan, 0, LENGTH, cuda=True)
+    short = plan_step(plan, 0, LENGTH, cuda=True)
     monkeypatch.setattr(shortening, "_MOST", 99)
-    whole = simulate(plan, 0, LENGTH, cuda=True)
+    whole = plan_step(plan, 0, LENGTH, cuda=True)
     update = Place("", backward=False, update=True)
     assert short.peaks[update].num_bytes == pytest.approx(whole.peaks[update].num_bytes, abs=256)  # some scalars
     found, expected = (

@@ -194,8 +194,7 @@ def test_the_rest_of_a_measured_step_is_lost_beside_its_collectives(monkeypatch:
     for collective, traffic in step.totals.traffic.items():
         calls[step.axes.get(collective.group) == "tp"] += traffic.calls
     assert measured[TENSOR] - seconds()[TENSOR] == pytest.approx(3e-4 * calls[True] + 1e-4 * calls[False])
-    measuring._add_waiting(figures, machine, list(measured.values()))
-    assert figures["measured"]["2"]["waiting"] == pytest.approx(lost)
+    assert measuring._waiting(machine, list(measured.values())) == pytest.approx(lost)
 
 
 def test_a_shift_of_a_ring_waits_once():

@@ -9,18 +9,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from trainer.parallel.simulated_device import is_cpu
+
 _Item = TypeVar("_Item")
 
 MOST, MOST_ON_CPU = 2**23, 2**18
 """The most elements of a batch on a GPU, to bound its temporary copies, and on a CPU, for its caches.
 
-A larger tensor is alone. A plan for a GPU sets `MOST_ON_CPU` to `MOST`, because its tensors are on the CPU.
+A larger tensor is alone.
 """
 
 
 def most_elements(device: torch.device) -> int:
     """Return the elements of a batch on a device."""
-    return MOST_ON_CPU if device.type == "cpu" else MOST
+    return MOST_ON_CPU if is_cpu(device) else MOST
 
 
 def takes_lists(device: torch.device) -> bool:

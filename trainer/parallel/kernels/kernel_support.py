@@ -11,6 +11,8 @@ from importlib.util import find_spec
 
 import torch
 
+from trainer.parallel.simulated_device import simulated
+
 _LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs, for which Triton and FlashAttention are built and tested
 
 
@@ -29,7 +31,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def obstacle(device: torch.device) -> str | None:
     """Return the reason why the kernels do not run on a device; None if they run."""
-    if is_interpreted():
+    of_plan = simulated()
+    if is_interpreted() or (of_plan is not None and of_plan.runs_kernels):
         return None
     if device.type != "cuda":
         return f"the device is a {device.type}, and the kernel needs an NVIDIA GPU"

@@ -24,17 +24,12 @@ LEAST, LIKELY, MOST = range(3)
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds of work of a given size.
+    """The seconds of work of a given size."""
 
-    Args:
-        latency: seconds of the smallest work.
-        rate: size per second; ignored if there are points.
-        points: measured pairs of size and seconds. Between them, logarithms are interpolated. Smaller work takes the
-            seconds of the first point, and larger work has the rate of the last one.
-    """
-
-    latency: float
-    rate: float = math.inf
+    latency: float  # seconds of the smallest work
+    rate: float = math.inf  # size per second; ignored if there are points
+    # measured pairs of size and seconds. Between them, logarithms are interpolated. Smaller work takes the seconds of
+    # the first point, and larger work has the rate of the last one
     points: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, size: float) -> float:
@@ -59,36 +54,23 @@ class Cost:
 
 @dataclass(frozen=True)
 class Speed:
-    """The costs of one device and its links.
+    """The costs of one device and its links."""
 
-    Args:
-        matmul: of a matrix product or attention by floating-point operations, for each type.
-        memory: of reading and writing bytes.
-        attention: of doing so in attention, which does more than matrix products with each element.
-        special: of doing so with an exponential of each element.
-        reduction: of doing so in sums and norms.
-        integer: of doing so with integers of 64 bits.
-        inside: of sending bytes to a device of the same machine.
-        between: of sending bytes to another machine, for a device that has the network to itself.
-        host: of moving bytes between host and device, and of the host's own memory traffic for a device.
-        operation: the seconds in which the host issues one operation.
-        kernels: of operations that were measured, by `kernel_name`: by floating-point operations, or by bytes.
-        collectives: of sending bytes in collectives that were measured, by torch's names.
-        waiting: the seconds that ranks lose beside each collective, by its kind.
-    """
-
-    matmul: Mapping[str, Cost]
-    memory: Cost
-    attention: Cost
-    special: Cost
-    reduction: Cost
-    integer: Cost
-    inside: Cost
-    between: Cost
-    host: Cost
-    operation: float
+    matmul: Mapping[str, Cost]  # of a matrix product or attention by floating-point operations, for each type
+    memory: Cost  # of reading and writing bytes
+    attention: Cost  # of doing so in attention, which does more than matrix products with each element
+    special: Cost  # of doing so with an exponential of each element
+    reduction: Cost  # of doing so in sums and norms
+    integer: Cost  # of doing so with integers of 64 bits
+    inside: Cost  # of sending bytes to a device of the same machine
+    between: Cost  # of sending bytes to another machine, for a device that has the network to itself
+    host: Cost  # of moving bytes between host and device, and of the host's own memory traffic for a device
+    operation: float  # the seconds in which the host issues one operation
+    # of operations that were measured, by `kernel_name`: by floating-point operations, or by bytes
     kernels: Mapping[str, Cost] = field(default_factory=dict)
+    # of sending bytes in collectives that were measured, by torch's names
     collectives: Mapping[str, Cost] = field(default_factory=dict)
+    # the seconds that ranks lose beside each collective, by its kind
     waiting: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -99,20 +81,12 @@ def kernel_name(operation: str, dtype: str) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """Machines of equal devices.
-
-    Args:
-        name: the name of the device.
-        local_ranks: the devices of each machine.
-        link: the link between them, a key of `links_gb_per_second`.
-        network_bytes: the bytes that a machine sends to others in a second.
-        figures: the figures of the hardware file.
-    """
+    """Machines of equal devices."""
 
     name: str
-    local_ranks: int
-    link: str
-    network_bytes: float
+    local_ranks: int  # the devices of each machine
+    link: str  # the link between them, a key of `links_gb_per_second`
+    network_bytes: float  # the bytes that a machine sends to others in a second
     figures: Mapping[str, Any]
 
     @property
@@ -154,6 +128,12 @@ class Machine:
         }
         teraflops = {**self.figures["teraflops"], "fp32": self.figures["teraflops"]["tf32"]}
         return replace(self, figures={**self.figures, "teraflops": teraflops, "measured": measured})
+
+    def with_waiting(self, seconds: Mapping[str, float]) -> Machine:
+        """Return the measured machine with the seconds that ranks lose beside each collective, by its kind."""
+        measured, count = self.figures["measured"], str(self.local_ranks)
+        of_ranks = {**measured[count], "waiting": seconds}
+        return replace(self, figures={**self.figures, "measured": {**measured, count: of_ranks}})
 
     def peak(self, precision: str) -> float:
         """Return the peak of one device in FLOP/s; types that it lacks are computed in fp32."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -53,41 +53,31 @@ COMPONENTS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective: its operation, its group, and the module in which it runs.
+    """One kind of collective: its operation, its group, and the module in which it runs."""
 
-    Args:
-        operation: the name of torch's operation, such as `allreduce_`.
-        group: the name of the process group.
-        module: the name of the innermost module; empty outside of the model.
-        phase: the phase of the step, one of `trainer.tools.plan.work.PHASES`.
-    """
-
-    operation: str
-    group: str
-    module: str
-    phase: str
+    operation: str  # the name of torch's operation, such as `allreduce_`
+    group: str  # the name of the process group
+    module: str  # the name of the innermost module; empty outside of the model
+    phase: str  # the phase of the step, one of `trainer.tools.plan.work.PHASES`
 
 
-@dataclass
-class Traffic:
+class Traffic(NamedTuple):
     """The calls of a collective and the bytes of their largest tensors: one rank's input or output, whole."""
 
-    calls: int = 0
-    num_bytes: int = 0
+    calls: int
+    num_bytes: int
+
+    def plus(self, other: Traffic, times: int = 1) -> Traffic:
+        """Return the sum of this traffic and `times` the other, which may be negative."""
+        return Traffic(self.calls + times * other.calls, self.num_bytes + times * other.num_bytes)
 
 
 class Place(NamedTuple):
-    """A part of a step.
+    """A part of a step."""
 
-    Args:
-        module: the name of the innermost module; empty outside of the model.
-        backward: whether it is in a backward pass.
-        update: whether it is outside of the model, and after a backward pass or without recording for one.
-    """
-
-    module: str
-    backward: bool
-    update: bool = False
+    module: str  # the name of the innermost module; empty outside of the model
+    backward: bool  # whether it is in a backward pass
+    update: bool = False  # whether it is outside of the model, and after a backward pass or without recording for one
 
 
 class Peak(NamedTuple):
@@ -102,7 +92,7 @@ class Peak(NamedTuple):
 class Totals:
     """The collectives and the work of one period, and the bytes that move between host and device."""
 
-    traffic: dict[Collective, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
+    traffic: dict[Collective, Traffic] = field(default_factory=dict)
     work: dict[Kind, Amount] = field(default_factory=dict)
     moved: int = 0
 
@@ -126,25 +116,18 @@ class Totals:
             return key.operation == "allreduce_" and axes.get(key.group, "").startswith("dp")
 
         traffic = {
-            key: replace(traffic)
+            key: traffic
             for key, traffic in self.traffic.items()
             if key.operation in POINT_TO_POINT
             or (key.module and key.phase != OPTIMIZER_STEP and not sums_gradients(key))
         }
         work = {kind: amount for kind, amount in self.work.items() if kind.phase != OPTIMIZER_STEP}
-        return Totals(defaultdict(Traffic, traffic), work, self.moved)
+        return Totals(traffic, work, self.moved)
 
     def plus(self, other: Totals, times: int = 1) -> Totals:
         """Return the sum of these totals and `times` the others, which may be negative."""
-        total = Totals(
-            defaultdict(Traffic, {key: replace(traffic) for key, traffic in self.traffic.items()}),
-            sum_of(self.work, other.work, times),
-            self.moved + times * other.moved,
-        )
-        for key, traffic in other.traffic.items():
-            total.traffic[key].calls += times * traffic.calls
-            total.traffic[key].num_bytes += times * traffic.num_bytes
-        return total
+        moved = self.moved + times * other.moved
+        return Totals(sum_of(self.traffic, other.traffic, times), sum_of(self.work, other.work, times), moved)
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -272,23 +255,19 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _set_size(self, key: int, size: int) -> None:
         with self._lock:
-            self._change_size(key, size)
-
-    def _change_size(self, key: int, size: int) -> None:
-        change = size - self._bytes[key]
-        self._bytes[key] = size
-        component = self._component[key]
-        self._alive[component] += change
-        if component.endswith(_ON_HOST):
-            self._now_on_host += change
-            if self._now_on_host > sum(self.most_on_host.values()):
-                self.most_on_host = self.alive_on_host
-            return
-        if component == GRADIENTS:
-            self.most_gradients = max(self.most_gradients, self._alive[GRADIENTS])
-        self._now += change
-        if change > 0:
-            self._note_peak()
+            change, component = size - self._bytes[key], self._component[key]
+            self._bytes[key] = size
+            self._alive[component] += change
+            if component.endswith(_ON_HOST):
+                self._now_on_host += change
+                if self._now_on_host > sum(self.most_on_host.values()):
+                    self.most_on_host = self.alive_on_host
+                return
+            if component == GRADIENTS:
+                self.most_gradients = max(self.most_gradients, self._alive[GRADIENTS])
+            self._now += change
+            if change > 0:
+                self._note_peak()
 
     def _note_peak(self) -> None:
         backward = _in_backward()
@@ -300,7 +279,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, key: int) -> None:
         with self._lock:
-            self._change_size(key, 0)
+            self._set_size(key, 0)
             del self._bytes[key], self._component[key]
 
     def name_modules(self, names: Mapping[nn.Module, str]) -> None:
@@ -328,11 +307,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 cast(dict[str, str], tensor.grad_fn.metadata)[_MODULE] = name  # its backward pass begins here
 
-    def _follow_backward(self) -> None:
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            self._behind = cast(dict[str, str], node.metadata).get(_MODULE, self._behind)
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is torch.ops.prim.device.default:  # autocast asks for it several times for each operation
@@ -342,7 +316,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._answers and function in _ANSWERS:
             return _ANSWERS[function](*args)
         if _in_backward():
-            self._follow_backward()
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                self._behind = cast(dict[str, str], node.metadata).get(_MODULE, self._behind)
             self._has_passed = True
             self.held = self.held or self.alive
         else:
@@ -355,7 +331,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             component = on_host(TEMPORARY)
         for tensor in outputs:
             self._add(tensor.untyped_storage(), component)
-        self._count(function, args, kwargs, inputs, outputs, result)
+        if function.namespace == "c10d":
+            self._count_collective(function, args, inputs)
+        else:
+            kind, amount = work_of(self._phase(), function, args, kwargs, inputs, outputs, result)
+            self.totals.work[kind] = self.totals.work.get(kind, NOTHING).plus(amount)
         return result
 
     def _component_of(self, function: Any, inputs: list[Tensor], outputs: list[Tensor]) -> str:
@@ -364,7 +344,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function.namespace == "fsdp":
             return GATHERED if "all_gather" in function.__name__ or "split" in function.__name__ else COMMUNICATION
         is_smaller = function in _CASTING and outputs[0].dtype.itemsize < inputs[0].dtype.itemsize
-        if is_smaller and self._holds(inputs[0]) in (PARAMETERS, GATHERED):
+        if is_smaller and self._component.get(inputs[0].untyped_storage()._cdata) in (PARAMETERS, GATHERED):
             return CASTS
         if not self._inside:
             return TEMPORARY if _in_backward() else LOSS
@@ -372,19 +352,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return any((self._component.get(s._cdata) or "").endswith(_ON_HOST) for s in _storages(tensor))
-
-    def _holds(self, tensor: Tensor) -> str | None:
-        return self._component.get(tensor.untyped_storage()._cdata)
-
-    def _count(
-        self, function: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor], result: Any
-    ) -> None:
-        if function.namespace == "c10d":
-            self._count_collective(function, args, inputs)
-            return
-        kind, amount = work_of(self._phase(), function, args, kwargs, inputs, outputs, result)
-        before = self.totals.work.get(kind, NOTHING)
-        self.totals.work[kind] = before.plus(amount)
 
     def _phase(self) -> str:
         if _in_backward():
@@ -398,13 +365,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )  # fmt: skip
         name = function._overloadpacket.__name__
         collective = Collective(name, group, self._module(_in_backward()), self._phase())
-        traffic = self.totals.traffic[collective]
-        traffic.calls += 1
-        traffic.num_bytes += max((_num_bytes(tensor) for tensor in inputs), default=0)
+        call = Traffic(1, max((tensor.nbytes for tensor in inputs), default=0))
+        self.totals.traffic[collective] = self.totals.traffic.get(collective, Traffic(0, 0)).plus(call)
         if "reduce_scatter" in name:  # of sharded gradients; the input is a buffer
             for tensor in inputs:
                 self._assign(tensor.untyped_storage(), COMMUNICATION)
-            self._assign(min(inputs, key=_num_bytes).untyped_storage(), GRADIENTS)
+            self._assign(min(inputs, key=lambda tensor: tensor.nbytes).untyped_storage(), GRADIENTS)
 
 
 def on_host(component: str) -> str:
@@ -414,10 +380,6 @@ def on_host(component: str) -> str:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,12 +26,10 @@ from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
 from trainer.parallel.communication import all_gather_single, reduce_scatter_single
 from trainer.ranks.environment import available_cores
-from trainer.recipe.plan import RunPlan
 from trainer.tools.plan import reference
 from trainer.tools.plan.hardware import Machine, kernel_name
 from trainer.tools.plan.ledger import Ledger
 from trainer.tools.plan.pipeline_plan import plan_steps
-from trainer.tools.plan.simulated_step import StepPlan
 from trainer.tools.plan.timing import step_time, type_name
 from trainer.tools.plan.work import VIEW
 
@@ -85,7 +82,7 @@ def measure_machine(file: Path) -> dict[str, Any]:
     for count, of_ranks in found.items():
         if steps := [rank["steps"] for rank in of_ranks if rank["steps"]]:
             machine = Machine("measured", int(count), "measured", 1.0, figures)
-            _add_waiting(figures, machine, [max(seconds) for seconds in zip(*steps, strict=True)])
+            ranks[count]["waiting"] = _waiting(machine, [max(seconds) for seconds in zip(*steps, strict=True)])
     try:
         replace_text(file, json.dumps(figures, indent=1) + "\n")
     except OSError as error:
@@ -119,31 +116,23 @@ def _figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _add_waiting(figures: dict[str, Any], machine: Machine, measured: Sequence[float]) -> None:
-    """Add the seconds that ranks lose beside each collective, by its kind: waiting for others, and work of the host.
+def _waiting(machine: Machine, measured: Sequence[float]) -> dict[str, float]:
+    """Return the seconds that ranks lose beside each collective, by its kind: waiting for others, and the host's work.
 
     They are the rest between a measured step and its plan by all other figures, divided by the plan's growth with them.
-
-    Args:
-        figures: the hardware file without them.
-        machine: the machine with these figures, and as many devices as the steps have ranks.
-        measured: the seconds of a step of each training of `reference.of_strategies`.
+    `measured` are the seconds of a step of each training of `reference.of_strategies`.
     """
-    number = machine.local_ranks
     waiting: dict[str, float] = {}
-    figures["measured"][str(number)]["waiting"] = waiting
     rests: dict[str, list[float]] = defaultdict(list)
     for (kind, training), seconds in zip(reference.of_strategies(), measured, strict=True):
-        plan = training.plan(number)
+        plan = training.plan(machine.local_ranks)
         steps = plan_steps(plan, training.length, cuda=False)
-
-        def planned(lost: float, kind: str = kind, plan: RunPlan = plan, steps: Sequence[StepPlan] = steps) -> float:
-            waiting[kind] = lost
-            return step_time(plan, steps, machine).likely
-
-        without = planned(0.0)
-        rests[kind].append(max(0.0, seconds - without) * _LOST / (planned(_LOST) - without))
+        without, with_lost = (
+            step_time(plan, steps, machine.with_waiting({**waiting, kind: lost})).likely for lost in (0.0, _LOST)
+        )
+        rests[kind].append(max(0.0, seconds - without) * _LOST / (with_lost - without))
         waiting[kind] = statistics.mean(rests[kind])
+    return waiting
 
 
 def _median(series: Sequence[Points]) -> Points:
@@ -205,8 +194,9 @@ class _Measurement:
         """Return pairs of size and seconds, and the seconds in which the host issues an operation."""
         matmul = {name: self._matmul(kind) for name, kind in _TYPES.items() if self._device == "cuda" or name != "fp16"}
         if self._device == "cuda" and torch.cuda.get_device_capability() >= (8, 0):
-            with mock.patch.object(torch.backends.cuda.matmul, "allow_tf32", True):
-                matmul["tf32"] = self._matmul(torch.float32)
+            torch.backends.cuda.matmul.allow_tf32 = True
+            matmul["tf32"] = self._matmul(torch.float32)
+            torch.backends.cuda.matmul.allow_tf32 = False
         memory = self._elementwise(lambda a, b: a + b, torch.float32, operands=2)
         return {
             "matmul": matmul,

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from trainer.models.building import build_on_meta
 from trainer.models.stage_split import split_stages
-from trainer.recipe.plan import PipelinePlan, RunPlan
+from trainer.recipe.plan import RunPlan
 from trainer.recipe.schedules import SCHEDULES
 from trainer.tasks.task import Task
 from trainer.tools.plan.ledger import ACTIVATIONS, BATCH, GRADIENTS, LOSS, TEMPORARY, Peak
-from trainer.tools.plan.shortening import Found
-from trainer.tools.plan.simulated_step import StepPlan, planned_task, simulate, step_plan
+from trainer.tools.plan.simulated_step import plan_step, planned_task
+from trainer.tools.plan.step_plan import StepPlan
 
 _ONE_BY_ONE = "gpipe"  # the schedule in which a single microbatch runs
 _REPEATED = ("gpipe", "1f1b")
@@ -23,45 +23,29 @@ def plan_steps(plan: RunPlan, length: int, cuda: bool = True, fused: bool = True
     """Plan one rank of each pipeline stage; the others are like one of them.
 
     A stage is planned with one microbatch, and stages with equally many layers between the first and the last one are
-    planned once. All microbatches are alike, and the schedule knows how many of them wait for their backward pass.
+    planned once. All microbatches are equal, and the schedule knows how many of them wait for their backward pass.
     Schedules with several stages on a rank or with split backward passes, and sharded parameters, run whole.
-
-    Args:
-        plan: the recipe and its layout.
-        length: the tokens of each text.
-        cuda: whether the device is a GPU.
-        fused: whether that GPU runs the project's kernels.
+    The arguments are those of `plan_step`.
 
     Raises:
         UsageError: see `plan_step`.
     """
     size = plan.layout.world_size // plan.layout.pp  # pipeline ranks are outermost
-    ranks = [stage * size for stage in range(plan.layout.pp)]
-    pipeline = plan.pipeline
-    if pipeline is None or not _repeats(plan, pipeline):
-        return tuple(plan_rank(plan, rank, length, cuda, fused) for rank in ranks)
-    single = _with_one_microbatch(plan, pipeline)
-    known: dict[tuple[bool, bool, int], Found] = {}
-    steps: list[StepPlan] = []
-    for rank, kind in zip(ranks, _kinds(plan, planned_task(plan)), strict=True):
+    single = _with_one_microbatch(plan)
+    kinds = range(plan.layout.pp) if single is plan else _kinds(plan, planned_task(plan))
+    known: dict[object, StepPlan] = {}
+    for stage, kind in enumerate(kinds):
         if kind not in known:
-            known[kind] = simulate(single, rank, length, cuda, fused)
-        steps.append(step_plan(plan, rank, _repeated(known[kind], plan, pipeline, len(steps))))
-    return tuple(steps)
+            known[kind] = plan_step(single, stage * size, length, cuda, fused)
+    found = [replace(known[kind], rank=stage * size, stage=stage) for stage, kind in enumerate(kinds)]
+    return tuple(found if single is plan else (_repeated(one, plan) for one in found))
 
 
-def plan_rank(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True) -> StepPlan:
-    """Plan one rank; see `plan_steps`."""
-    pipeline = plan.pipeline
-    if pipeline is None or not _repeats(plan, pipeline):
-        return step_plan(plan, rank, simulate(plan, rank, length, cuda, fused))
-    found = simulate(_with_one_microbatch(plan, pipeline), rank, length, cuda, fused)
-    stage = rank * plan.layout.pp // plan.layout.world_size
-    return step_plan(plan, rank, _repeated(found, plan, pipeline, stage))
-
-
-def _repeats(plan: RunPlan, pipeline: PipelinePlan) -> bool:
-    return pipeline.schedule.name in _REPEATED and not plan.strategy.cuts_parameters
+def plan_rank(plan: RunPlan, rank: int, length: int) -> StepPlan:
+    """Plan one rank on GPUs; see `plan_steps`."""
+    single = _with_one_microbatch(plan)
+    found = plan_step(single, rank, length)
+    return found if single is plan else _repeated(found, plan)
 
 
 def _kinds(plan: RunPlan, task: Task) -> list[tuple[bool, bool, int]]:
@@ -72,7 +56,11 @@ def _kinds(plan: RunPlan, task: Task) -> list[tuple[bool, bool, int]]:
     return [(stage == 0, stage == last, len(split.layers_of(stage))) for stage in range(plan.layout.pp)]
 
 
-def _with_one_microbatch(plan: RunPlan, pipeline: PipelinePlan) -> RunPlan:
+def _with_one_microbatch(plan: RunPlan) -> RunPlan:
+    """Return a plan with a single microbatch; the plan itself if its microbatches are not equal."""
+    pipeline = plan.pipeline
+    if pipeline is None or pipeline.schedule.name not in _REPEATED or plan.strategy.cuts_parameters:
+        return plan
     rows = plan.batch.micro_batch_size * plan.batch.data_parallel_size
     return replace(
         plan,
@@ -81,14 +69,16 @@ def _with_one_microbatch(plan: RunPlan, pipeline: PipelinePlan) -> RunPlan:
     )
 
 
-def _repeated(found: Found, plan: RunPlan, pipeline: PipelinePlan, stage: int) -> Found:
+def _repeated(found: StepPlan, plan: RunPlan) -> StepPlan:
     """Return the result for all microbatches of a step from that for one.
 
     The buffers of received tensors and the rows of the batch stay for each microbatch of a pass. Activations stay for
     each microbatch in flight.
     """
+    pipeline = plan.pipeline
+    assert pipeline is not None
     number = pipeline.num_microbatches
-    flight = number if pipeline.schedule.name == "gpipe" else min(number, pipeline.num_ranks - stage)
+    flight = number if pipeline.schedule.name == "gpipe" else min(number, pipeline.num_ranks - found.stage)
     more = Counter({LOSS: found.resident.get(LOSS, 0), BATCH: found.resident.get(BATCH, 0)})
     resident = Counter(found.resident) + _times(more, number - 1)
     held = Counter({ACTIVATIONS: found.held.get(ACTIVATIONS, 0)})
@@ -98,7 +88,7 @@ def _repeated(found: Found, plan: RunPlan, pipeline: PipelinePlan, stage: int) -
     for place, peak in found.peaks.items():
         own = Counter(peak.by_component) + waiting
         later = Counter({**own, GRADIENTS: found.gradients}) if place.module or place.backward else own
-        if stage > 0 and place.backward:
+        if found.stage > 0 and place.backward:
             later = later + Counter({TEMPORARY: _received_bytes(found)})
         # The first backward passes begin with all that is in flight. Gradients are whole in those after it.
         moments = [own if place.update else own + _times(held, flight - 1)]
@@ -117,7 +107,7 @@ def _times(counts: Mapping[str, int], factor: int) -> Counter[str]:
     return Counter({key: factor * count for key, count in counts.items()})
 
 
-def _received_bytes(found: Found) -> int:
+def _received_bytes(found: StepPlan) -> int:
     """Return the bytes of the tensors that a stage gets for one microbatch from the stage before it."""
     return max(
         (

@@ -15,7 +15,7 @@ from trainer.models.tensor_split import context_notes
 from trainer.tools.plan.ledger import COMPONENTS
 from trainer.tools.plan.recipe_plan import (
     HOST_RESERVED,
-    Change,
+    Choice,
     RecipePlan,
     TrainingCost,
     as_object,
@@ -23,17 +23,15 @@ from trainer.tools.plan.recipe_plan import (
     traffic_by_axis,
     traffic_by_module,
 )
-from trainer.tools.plan.searching import MOST_SHOWN, Found
-from trainer.tools.plan.simulated_step import StepPlan
+from trainer.tools.plan.searching import MOST_SHOWN, SearchResult
+from trainer.tools.plan.step_plan import StepPlan
 from trainer.tools.report.timeline import as_svg, as_text
 
 
-def lines(made: RecipePlan, changes: Sequence[Change] | None) -> Iterator[str]:
+def plan_lines(made: RecipePlan, changes: Sequence[Choice] | None) -> Iterator[str]:
     """Yield the lines of a plan: layout, memory of each stage's ranks, communication, arithmetic and verdict.
 
-    Args:
-        made: the plan.
-        changes: changes that make it fit; None if none was tried.
+    `changes` make it fit; None if none was tried.
     """
     plan = made.plan
     yield f"layout    {plan.layout}"
@@ -48,7 +46,7 @@ def lines(made: RecipePlan, changes: Sequence[Change] | None) -> Iterator[str]:
         yield ""
         several = plan.layout.pp > 1
         yield from rank_lines(
-            made, step, f" of stage {step.stage} (rank {step.rank}; its other ranks are alike)" * several
+            made, step, f" of stage {step.stage} (rank {step.rank}; the other ranks are equal)" * several
         )
     yield ""
     loaded = max(step.loaded for step in made.steps)
@@ -175,16 +173,16 @@ def _spare(needed: int, memory: int) -> str:
     return f"{size(needed)} of {size(memory)}, {rest}"
 
 
-def _advice(changes: Sequence[Change]) -> Iterator[str]:
+def _advice(changes: Sequence[Choice]) -> Iterator[str]:
     if not changes:
         yield "No change of batch, precision, recomputation or strategy that was tried makes it fit; use more devices."
         return
     yield "These changes make it fit, in place of other values of these keys:"
     for change in changes:
-        yield f"  {' '.join(change.overrides)}  ({size(change.needed)})"
+        yield f"  {' '.join(change.overrides)}  ({size(change.made.needed)})"
 
 
-def search_lines(found: Found, most: int = MOST_SHOWN) -> Iterator[str]:
+def search_lines(found: SearchResult, most: int = MOST_SHOWN) -> Iterator[str]:
     """Yield the table of a search: the fastest layouts that fit, then a count of the others."""
     yield f"{'time of a step':>14}  {'range':>21}  {'samples/s':>9}  {'MFU':>5}  {'memory':>9}  overrides"
     for choice in found.choices[:most]:
@@ -197,7 +195,7 @@ def search_lines(found: Found, most: int = MOST_SHOWN) -> Iterator[str]:
         )
     if not found.choices:
         yield "no layout fits; use more devices"
-    for reason, number in Counter(failure.reason for failure in found.failures).items():
+    for reason, number in Counter(failure.problem for failure in found.failures).items():
         yield f"{number} layout{'s' * (number > 1)} left out: {reason}"
     if found.too_slow:
         yield f"{found.too_slow} layouts cannot be among the fastest: plans with the same cuts bound their time"
@@ -205,11 +203,11 @@ def search_lines(found: Found, most: int = MOST_SHOWN) -> Iterator[str]:
         yield f"{found.left_out} layouts were not planned; --plans N allows more plans"
 
 
-def search_as_object(found: Found) -> Mapping[str, Any]:
+def search_as_object(found: SearchResult) -> Mapping[str, Any]:
     """Return the result of a search as JSON values."""
     return {
         "choices": [{"overrides": choice.overrides, **as_object(choice.made, [])} for choice in found.choices],
-        "failures": [{"overrides": failure.overrides, "reason": failure.reason} for failure in found.failures],
+        "failures": [{"overrides": failure.overrides, "reason": failure.problem} for failure in found.failures],
         "left_out": found.left_out,
         "too_slow": found.too_slow,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.pipeline_plan import plan_steps
-from trainer.tools.plan.simulated_step import StepPlan
+from trainer.tools.plan.step_plan import StepPlan
 from trainer.tools.plan.timing import StepTime, link_of, step_time
 
 RESERVED = 2**30
@@ -28,19 +28,12 @@ HOST_RESERVED = 2 * 2**30
 
 @dataclass(frozen=True)
 class RecipePlan:
-    """The plan of a recipe.
+    """The plan of a recipe."""
 
-    Args:
-        plan: the recipe and its layout.
-        devices: the devices of each machine.
-        length: the tokens of each text.
-        steps: the plan of one rank of each pipeline stage; the other ranks are like one of them.
-    """
-
-    plan: RunPlan
-    devices: Devices
-    length: int
-    steps: tuple[StepPlan, ...]
+    plan: RunPlan  # the recipe and its layout
+    devices: Devices  # the devices of each machine
+    length: int  # the tokens of each text
+    steps: tuple[StepPlan, ...]  # the plan of one rank of each pipeline stage; the other ranks are like one of them
 
     @property
     def heaviest(self) -> StepPlan:
@@ -115,21 +108,23 @@ class RecipePlan:
 
 
 @dataclass(frozen=True)
-class Change:
-    """Overrides, and the bytes that a rank needs with them."""
+class Choice:
+    """Overrides of a recipe, and its plan with them."""
 
     overrides: tuple[str, ...]
-    needed: int
+    made: RecipePlan
+
+    @property
+    def seconds(self) -> float:
+        """The likely seconds of a step."""
+        assert self.made.time is not None
+        return self.made.time.likely
 
 
 def plan_recipe(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, length: int | None = None) -> RecipePlan:
     """Plan one training step of a recipe.
 
-    Args:
-        resolved: the recipe.
-        devices: the devices of each machine.
-        nodes: the number of machines.
-        length: the tokens of each text; None: `data.max_length`.
+    Texts have `length` tokens; None: `data.max_length`.
 
     Raises:
         TrainerError: the recipe cannot be laid out over the devices, or its step cannot be planned.
@@ -144,22 +139,21 @@ def plan_recipe(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, leng
 
 def changes_that_fit(
     recipe: str, overrides: tuple[str, ...], made: RecipePlan, nodes: int, most: int = 3
-) -> list[Change]:
+) -> list[Choice]:
     """Return changes with which the recipe fits, the cheapest ones first; each of them was planned.
 
     A change replaces the user's override of the same key.
     """
-    found: list[Change] = []
+    found: list[Choice] = []
     for change in _candidates(made.plan) if most else ():
         changed = {word.partition("=")[0] for word in change}
         kept = [word for word in overrides if word.partition("=")[0] not in changed]
         try:
-            resolved = load_recipe(recipe, [*kept, *change])
-            other = plan_recipe(resolved, made.devices, nodes, made.length)
+            other = plan_recipe(load_recipe(recipe, [*kept, *change]), made.devices, nodes, made.length)
         except TrainerError:
             continue  # this recipe cannot be changed like this
         if other.fits:
-            found.append(Change(change, other.needed))
+            found.append(Choice(change, other))
         if len(found) == most:
             break
     return found
@@ -167,45 +161,37 @@ def changes_that_fit(
 
 def _candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
     """Yield overrides that save memory, those first that cost the least time."""
-    recipe, ranks = plan.recipe, plan.layout.data_parallel_size
-    single: list[tuple[str, ...]] = []
-    if recipe.precision == "fp32":
-        single.append(("precision=bf16",))
-    micro = plan.batch.micro_batch_size
-    tokens = plan.batch.micro_batch_tokens
+    recipe, batch = plan.recipe, plan.batch
+    fsdp = ["parallel.strategy=fsdp"] * (plan.layout.data_parallel_size > 1 and not plan.strategy.cuts_anything)
+    micro, tokens = batch.micro_batch_size, batch.micro_batch_tokens
     key, largest = ("micro_batch_size", micro) if tokens is None else ("micro_batch_tokens", tokens)
     smaller = [f"training.{key}={largest * size // micro}" for size in _halves(micro)]
-    single += [(text,) for text in smaller[:2]]
-    recomputed = [
-        f"activation_checkpointing={how}" for how in ("selective", "full") if recipe.activation_checkpointing != how
-    ] if recipe.activation_checkpointing != "full" else []  # fmt: skip
-    single += [(text,) for text in recomputed]
-    if ranks > 1 and not plan.strategy.cuts_anything:
-        single.append(("parallel.strategy=fsdp",))
-    yield from single
+    levels = ("none", "selective", "full")
+    more = levels[levels.index(recipe.activation_checkpointing) + 1 :]
+    recomputed = [f"activation_checkpointing={level}" for level in more]
+    bf16 = ["precision=bf16"] * (recipe.precision == "fp32")
+    for word in (*bf16, *smaller[:2], *recomputed, *fsdp):
+        yield (word,)
     full = (*recomputed[-1:], *smaller[-1:])
     if len(full) > 1:
         yield full
-    if ranks > 1 and not plan.strategy.cuts_anything:
-        yield ("parallel.strategy=fsdp", *full)
-        yield ("parallel.strategy=fsdp", "precision=bf16", *full)
-    for offload in plan.strategy.offloads[1:]:
-        if recipe.parallel.offload == "none":
+    if fsdp:
+        yield (*fsdp, *full)
+        yield (*fsdp, "precision=bf16", *full)
+    if recipe.parallel.offload == "none":
+        for offload in plan.strategy.offloads[1:]:
             yield (f"parallel.offload={offload}", *full)
-    if ranks > 1 and not plan.strategy.cuts_anything:
-        yield ("parallel.strategy=fsdp", "parallel.offload=parameters", *full)
-    world = plan.layout.world_size
+    if fsdp:
+        yield (*fsdp, "parallel.offload=parameters", *full)
     for degree in (2, 4, 8):
-        if world % degree == 0 and recipe.parallel.tensor == 1:
+        if plan.layout.world_size % degree == 0 and recipe.parallel.tensor == 1:
             yield (f"parallel.tensor={degree}", *full)
 
 
-def _halves(size: int) -> list[int]:
-    sizes = []
+def _halves(size: int) -> Iterator[int]:
     while size > 1:
         size = -(-size // 2)
-        sizes.append(size)
-    return sizes
+        yield size
 
 
 def traffic_by_axis(step: StepPlan) -> dict[tuple[str, str], tuple[int, int]]:
@@ -253,10 +239,7 @@ class TrainingCost:
 def cost_of(made: RecipePlan, rows: int | None, price_of_hour: float | None) -> TrainingCost | None:
     """Return the cost of the whole training; None if its steps or the time of a step are unknown.
 
-    Args:
-        made: the plan.
-        rows: the rows of an epoch; None if they are unknown.
-        price_of_hour: the price of a GPU for an hour.
+    `rows` is the number of rows of an epoch, if it is known.
 
     Raises:
         UsageError: there is a price, but no time.
@@ -272,7 +255,7 @@ def cost_of(made: RecipePlan, rows: int | None, price_of_hour: float | None) -> 
     return TrainingCost(steps, hours, gpu_hours, None if price_of_hour is None else gpu_hours * price_of_hour)
 
 
-def as_object(made: RecipePlan, changes: list[Change]) -> Mapping[str, Any]:
+def as_object(made: RecipePlan, changes: Sequence[Choice]) -> Mapping[str, Any]:
     """Return the plan as JSON values; sizes are bytes."""
     return {
         "layout": str(made.plan.layout),
@@ -286,7 +269,7 @@ def as_object(made: RecipePlan, changes: list[Change]) -> Mapping[str, Any]:
         "host_bytes_of_checkpoints_in_memory": made.in_memory,
         "time": _time_as_object(made.time),
         "ranks": [rank_as_object(made, step) for step in made.steps],
-        "changes": [{"overrides": list(change.overrides), "needed_bytes": change.needed} for change in changes],
+        "changes": [{"overrides": list(change.overrides), "needed_bytes": change.made.needed} for change in changes],
     }
 
 

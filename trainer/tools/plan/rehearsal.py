@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import UsageError
+from trainer.base.text import listed
 from trainer.checkpoint.format import WrittenFile, share_name
 from trainer.checkpoint.host_memory import KEPT
 from trainer.data.order import GlobalOrder
@@ -28,7 +28,8 @@ from trainer.tools.plan.pipeline_plan import plan_rank
 from trainer.tools.plan.plan_lines import rank_lines, size
 from trainer.tools.plan.recipe_plan import HOST_RESERVED, RecipePlan, rank_as_object
 from trainer.tools.plan.simulated_rank import simulated_mesh
-from trainer.tools.plan.simulated_step import StepPlan, planned_task, updated_engine
+from trainer.tools.plan.simulated_step import planned_task, updated_engine
+from trainer.tools.plan.step_plan import StepPlan
 
 _USUAL_RANKS = 8  # of a machine
 _MOST_SHOWN = 8  # rows or files on a line
@@ -36,55 +37,33 @@ _MOST_SHOWN = 8  # rows or files on a line
 
 @dataclass(frozen=True)
 class StateFiles:
-    """The share of a rank in a checkpoint.
+    """The share of a rank in a checkpoint."""
 
-    Args:
-        name: the name of its file.
-        written: the bytes of the tensors that it writes, and copies to the host before.
-        tensors: the number of these tensors or parts of them.
-        read: the bytes of the tensors that it reads to resume.
-        report: the bytes of its message to rank 0, which names its file.
-        shapes: the bytes of its tensors' names and shapes, which one of the ranks with the same tensors sends.
-    """
-
-    name: str
-    written: int
-    tensors: int
-    read: int
-    report: int
-    shapes: int
+    name: str  # the name of its file
+    written: int  # the bytes of the tensors that it writes, and copies to the host before
+    tensors: int  # the number of these tensors or parts of them
+    read: int  # the bytes of the tensors that it reads to resume
+    report: int  # the bytes of its message to rank 0, which names its file
+    shapes: int  # the bytes of its tensors' names and shapes, which one of the ranks with the same tensors sends
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One rank of a run.
+    """One rank of a run."""
 
-    Args:
-        plan: the recipe and its layout.
-        local_ranks: the number of ranks of each machine.
-        length: the tokens of each text.
-        position: the index of the rank along each axis.
-        step: the memory, communication and arithmetic of its step.
-        microbatches: the places of its rows in the global batch of the first step; None if they depend on the data.
-        rows: the row ids at these places; None if the number of rows is unknown.
-        weights_read: the bytes that it reads of each file of pretrained weights, at most; None if these are not on this
-            machine.
-        state: its share of a checkpoint.
-        model_files: the bytes of each file of the final model that it writes.
-        num_model_files: the number of files of the final model.
-    """
-
-    plan: RunPlan
-    local_ranks: int
-    length: int
-    position: Mapping[str, int]
-    step: StepPlan
+    plan: RunPlan  # the recipe and its layout
+    local_ranks: int  # the number of ranks of each machine
+    length: int  # the tokens of each text
+    position: Mapping[str, int]  # the index of the rank along each axis
+    step: StepPlan  # the memory, communication and arithmetic of its step
+    # the places of its rows in the global batch of the first step; None if they depend on the data
     microbatches: list[list[int]] | None
-    rows: list[list[int]] | None
+    rows: list[list[int]] | None  # the row ids at these places; None if the number of rows is unknown
+    # the bytes that it reads of each file of pretrained weights, at most; None if these are not on this machine
     weights_read: Mapping[str, int] | None
-    state: StateFiles
-    model_files: Mapping[str, int]
-    num_model_files: int
+    state: StateFiles  # its share of a checkpoint
+    model_files: Mapping[str, int]  # the bytes of each file of the final model that it writes
+    num_model_files: int  # the number of files of the final model
 
     @cached_property
     def planned(self) -> RecipePlan:
@@ -244,7 +223,7 @@ def lines(found: Rehearsal) -> Iterator[str]:
         copy = ", with the copy of a rank of another host" if found.in_memory > KEPT * state.written else ""
         yield f"          {size(found.in_memory)} on the host for {KEPT} checkpoints in memory{copy}"
     yield f"resume    reads {size(state.read)} of tensors from a checkpoint of this layout"
-    written = _some([f"{name} ({size(count)})" for name, count in found.model_files.items()])
+    written = listed([f"{name} ({size(count)})" for name, count in found.model_files.items()], _MOST_SHOWN)
     files = f"{found.num_model_files:,} file{'s' * (found.num_model_files > 1)}"
     yield f"model     writes {written or 'none'} of the {files} of weights of the final model"
     needed = ", ".join(f"{size(count)} {when}" for when, count in zip(_HOST, found.host.values(), strict=True))
@@ -258,11 +237,11 @@ def _rows_text(found: Rehearsal) -> str:
     if found.microbatches is None:
         return "the rows of a microbatch depend on their tokens; at most " + str(found.plan.batch)
     number, batches = sum(map(len, found.microbatches)), len(found.microbatches)
-    places = _some([str(place) for chunk in found.microbatches for place in chunk])
+    places = listed([str(place) for chunk in found.microbatches for place in chunk], _MOST_SHOWN)
     counted = f"{number} row{'s' * (number != 1)} in {batches} microbatch{'es' * (batches != 1)} a step"
     text = f"{counted}, at the places {places or '(none)'} of a global batch"
     if found.rows is not None:
-        return f"{text}; first the rows {_some([str(row) for chunk in found.rows for row in chunk])}"
+        return f"{text}; first the rows {listed([str(row) for chunk in found.rows for row in chunk], _MOST_SHOWN)}"
     why = "`data.group_by_length` orders them by length" if found.plan.recipe.data.group_by_length else "add --rows N"
     return f"{text}; which rows is unknown: {why}"
 
@@ -276,18 +255,13 @@ def _load_text(found: Rehearsal) -> str:
     if not found.weights_read:
         is_shared = found.plan.recipe.parallel.load == "broadcast"
         return f"{built}, from the first rank of its machine" if is_shared else f"{built}, from no file"
-    names = _some([f"{name} ({size(count)})" for name, count in found.weights_read.items()])
+    names = listed([f"{name} ({size(count)})" for name, count in found.weights_read.items()], _MOST_SHOWN)
     return f"{built}, from {size(sum(found.weights_read.values()))} of {names}"
 
 
-def _some(texts: list[str]) -> str:
-    more = f" and {len(texts) - _MOST_SHOWN:,} more" if len(texts) > _MOST_SHOWN else ""
-    return ", ".join(texts[:_MOST_SHOWN]) + more
-
-
-def as_json(found: Rehearsal) -> str:
-    """Return a rehearsal as a JSON object; sizes are bytes."""
-    values = {
+def as_object(found: Rehearsal) -> Mapping[str, Any]:
+    """Return a rehearsal as JSON values; sizes are bytes."""
+    return {
         "layout": str(found.plan.layout),
         "ranks": found.plan.layout.world_size,
         "local_ranks": found.local_ranks,
@@ -303,4 +277,3 @@ def as_json(found: Rehearsal) -> str:
         "num_model_files": found.num_model_files,
         "host_needed": found.host,
     }
-    return json.dumps(values, indent=2)

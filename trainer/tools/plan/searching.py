@@ -11,20 +11,21 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.base.disk import write_new
 from trainer.base.errors import TrainerError, UsageError
 from trainer.models.building import load_config, max_positions
 from trainer.ranks.environment import available_cores
 from trainer.recipe.plan import RunPlan, plan_run
-from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tools.plan.hardware import Devices
-from trainer.tools.plan.recipe_plan import RecipePlan, plan_recipe
+from trainer.tools.plan.recipe_plan import Choice, RecipePlan, plan_recipe
 from trainer.tools.plan.simulated_step import planned_task
 from trainer.tools.plan.timing import BUBBLE, COMMUNICATION, OPTIMIZER
 
@@ -40,66 +41,50 @@ _SCHEDULES = tuple(sorted(set(SCHEDULES) - {"gpipe"}, key=lambda name: (name != 
 _VARIANTS_AT_ONCE = 4
 _ROUNDS = 4  # microbatches for each stage of a pipeline; fewer make the bubble long
 _RECOMPUTED = "activation_checkpointing=full"
-_NUMBERS = (1, 2, 4, 8)  # of devices on one machine; then whole machines of the last number
-_MOST_NODES = 128
+_SIZES = ((1, 1), (2, 1), (4, 1), *((8, 2**power) for power in range(8)))  # devices of a machine, and machines
 _GUESSES = 5
 _MOST_WORKERS = 4  # each has about half a GiB
 _LAYOUTS_OF_A_WORKER = 8  # a worker imports torch first, which takes as long as some plans
 _MOST_ROWS, _MOST_TOKENS, _MOST_HEADS = 2**20, 2**17, 512
 _WIDTHS = (
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "n_inner",
-    "ffn_dim",
-    "hidden_dim",
-)
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "n_inner", "ffn_dim", "hidden_dim"
+)  # fmt: skip
 """Keys of configurations that grow with the width of a model; a key that a configuration leaves open follows it."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Overrides of a recipe, and its plan with them."""
+class Tried(NamedTuple):
+    """The result of one layout."""
 
-    overrides: tuple[str, ...]
-    made: RecipePlan
-
-    @property
-    def seconds(self) -> float:
-        """The likely seconds of a step."""
-        assert self.made.time is not None
-        return self.made.time.likely
+    overrides: tuple[str, ...]  # the layout
+    fitting: Sequence[Choice]  # its plans that fit
+    problem: str  # the reason if none fits, or if it cannot run; else empty
+    made: int  # the number of plans made
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Overrides with which a recipe does not fit or cannot run, and the reason."""
-
-    overrides: tuple[str, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class Found:
-    """The result of a search: layouts that fit, the fastest first; those that do not; the number not planned.
+class SearchResult:
+    """The layouts that were planned, and the number of those that were not.
 
     `too_slow` is the number of layouts that cannot be among the fastest, by a bound from plans of their neighbours.
     """
 
-    choices: Sequence[Choice]
-    failures: Sequence[Failure]
-    left_out: int
+    tried: Sequence[Tried]
+    left_out: int = 0
     too_slow: int = 0
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The layouts that fit, the fastest first."""
+        return sorted((choice for one in self.tried for choice in one.fitting), key=lambda choice: choice.seconds)
+
+    @property
+    def failures(self) -> list[Tried]:
+        """The layouts that do not fit or cannot run."""
+        return [one for one in self.tried if one.problem]
 
 
 def layouts(local: int, world: int) -> Iterator[tuple[Strategy, int, int, tuple[str, ...]]]:
-    """Yield strategy, tensor degree, stages and overrides of every layout; those that cut the model less come first.
-
-    Args:
-        local: the ranks of a machine.
-        world: all ranks.
-    """
+    """Yield strategy, tensor degree, stages and overrides of every layout; those that cut the model less come first."""
     cuts = [(t, s) for t in _TENSOR for s in _STAGES if local % t == 0 and world % (t * s) == 0]
     for tensor, stages in sorted(cuts, key=lambda cut: (cut[0] * cut[1], cut[0])):
         for row in STRATEGIES.values():
@@ -122,10 +107,7 @@ def layouts(local: int, world: int) -> Iterator[tuple[Strategy, int, int, tuple[
 def changes(words: Iterable[str], own: Mapping[str, Any], given: Container[str]) -> tuple[str, ...]:
     """Return the overrides that change a recipe, without those of keys that the user gave.
 
-    Args:
-        words: overrides.
-        own: the recipe as JSON values.
-        given: keys.
+    `own` is the recipe as JSON values.
     """
 
     def holds(key: str, text: str) -> bool:
@@ -139,40 +121,18 @@ def changes(words: Iterable[str], own: Mapping[str, Any], given: Container[str])
 
 
 class Variant(NamedTuple):
-    """A layout with a strategy or a schedule that has a faster-planned neighbour with the same cuts.
-
-    Args:
-        row: its strategy.
-        schedule: its pipeline schedule; empty without a pipeline.
-        cuts: the overrides of tensor, sequence and stages, which neighbours share.
-        overrides: all its overrides.
-    """
+    """A layout with a strategy or a schedule that has a faster-planned neighbour with the same cuts."""
 
     row: Strategy
-    schedule: str
-    cuts: tuple[str, ...]
-    overrides: tuple[str, ...]
-
-
-class Tried(NamedTuple):
-    """The result of one layout: its plans that fit; the problem if none does, else empty; the number of plans made."""
-
-    fitting: Sequence[Choice]
-    problem: str
-    made: int
+    schedule: str  # its pipeline schedule; empty without a pipeline
+    cuts: tuple[str, ...]  # the overrides of tensor, sequence and stages, which neighbours share
+    overrides: tuple[str, ...]  # all its overrides
 
 
 class Search:
     """The plans of a recipe on given devices under different overrides.
 
-    Args:
-        recipe: the name or path of the recipe.
-        overrides: those of the user, which the search does not change.
-        devices: the devices of each machine.
-        nodes: the number of machines.
-        length: the tokens of each text; None: `data.max_length`.
-        most_plans: the number of plans after which the search ends.
-        any_precision: whether fp32 may become bf16.
+    It changes no override of the user. Texts have `length` tokens; None: `data.max_length`. It ends after `most_plans`.
 
     Raises:
         TrainerError: the recipe is wrong under every layout.
@@ -195,7 +155,7 @@ class Search:
         self._any_precision = any_precision
         self._own = load_recipe(recipe, self._overrides).recipe.model_dump(mode="json")
 
-    def fastest(self) -> Found:
+    def fastest(self) -> SearchResult:
         """Plan layouts: DDP, FSDP and HSDP with tensor ranks, DDP with stages; then their variants within bounds.
 
         A layout is planned with the largest microbatches that fit. If these have one row, or none fits, it is planned
@@ -211,23 +171,23 @@ class Search:
                 f"`--search` compares times, but no speed is known for {self._devices.name}; give --gpus a name, such"
                 " as 8xA100-80, or a file of `trainer plan --measure FILE.json`"
             )
-        choices: list[Choice] = []
-        failures: list[Failure] = []
-        layouts = self._with_precisions(self._layouts())
-        if rest := self._plan_all(layouts, choices, failures):
-            return _sorted(choices, failures, rest + len(self._variants()), 0)
-        variants = sorted(((self._bound(v, choices), i, v) for i, v in enumerate(self._variants())))
-        for begin in range(0, len(variants), _VARIANTS_AT_ONCE):
-            limit = sorted(choice.seconds for choice in choices)[MOST_SHOWN - 1 : MOST_SHOWN]
-            batch = variants[begin : begin + _VARIANTS_AT_ONCE]
-            some = [v.overrides for bound, _, v in batch if not limit or bound < limit[0]]
-            rest = self._plan_all(self._with_precisions(some), choices, failures)
-            others = len(variants) - begin - len(some)
-            if rest:
-                return _sorted(choices, failures, rest + others, 0)
-            if len(some) < len(batch):  # bounds ascend
-                return _sorted(choices, failures, 0, others)
-        return _sorted(choices, failures, 0, 0)
+        tried, left = self._tried(self._layouts())
+        if left:
+            return SearchResult(tried, left + len(self._variants()))
+        choices = SearchResult(tried).choices
+        variants = sorted((self._bound(one, choices), index, one) for index, one in enumerate(self._variants()))
+        while variants:
+            limit = [choice.seconds for choice in SearchResult(tried).choices][MOST_SHOWN - 1 : MOST_SHOWN] or [inf]
+            fast = [one.overrides for bound, _, one in variants[:_VARIANTS_AT_ONCE] if bound < limit[0]]
+            more, left = self._tried(fast)
+            tried += more
+            is_over = len(fast) < len(variants[:_VARIANTS_AT_ONCE])  # bounds ascend
+            variants = variants[len(fast) :]
+            if left:
+                return SearchResult(tried, left + len(variants))
+            if is_over:
+                return SearchResult(tried, too_slow=len(variants))
+        return SearchResult(tried)
 
     def _with_precisions(self, layouts: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
         found = list(layouts)
@@ -235,19 +195,16 @@ class Search:
             found = [(*layout, *more) for layout in found for more in ((), self._free("precision=bf16"))]
         return list(dict.fromkeys(found))
 
-    def _plan_all(self, layouts: Sequence[tuple[str, ...]], choices: list[Choice], failures: list[Failure]) -> int:
-        """Plan layouts, add the results to the lists, and return the number that was left out."""
+    def _tried(self, layouts: Iterable[tuple[str, ...]]) -> tuple[list[Tried], int]:
+        """Plan layouts until no plan is left; return the results, and the number of layouts that was left out."""
+        found: list[Tried] = []
+        wanted = self._with_precisions(layouts)
         # Results are taken in the order of the layouts, so that the number of workers does not change them.
-        with closing(self._tried(layouts)) as results:
-            for index, layout in enumerate(layouts):
-                if self._left <= 0:
-                    return len(layouts) - index
-                fitting, problem, made = next(results)
-                self._left -= made
-                choices += fitting
-                if problem:
-                    failures.append(Failure(layout, problem))
-        return 0
+        with closing(self._results(wanted)) as results:
+            while self._left > 0 and len(found) < len(wanted):
+                found.append(next(results))
+                self._left -= found[-1].made
+        return found, len(wanted) - len(found)
 
     def _variants(self) -> list[Variant]:
         """Return the layouts that `_layouts` leaves to bounds; none of a strategy or a schedule that the user gave."""
@@ -295,7 +252,7 @@ class Search:
             bounds.append(seconds)
         return min(bounds, default=0.0)
 
-    def _tried(self, layouts: Sequence[tuple[str, ...]]) -> Generator[Tried, None, None]:
+    def _results(self, layouts: Sequence[tuple[str, ...]]) -> Generator[Tried, None, None]:
         """Yield the result of each layout, from several processes if there are many layouts."""
         workers = min(_MOST_WORKERS, available_cores(), self._left, len(layouts) // _LAYOUTS_OF_A_WORKER)
         if workers < 2:
@@ -321,7 +278,7 @@ class Search:
             problem = "" if fitting else "does not fit, even with recomputation, microbatches of one row and offload"
         except TrainerError as error:
             fitting, problem = [], str(error).splitlines()[0]
-        return Tried(fitting, problem, self._left - search._left)
+        return Tried(layout, fitting, problem, self._left - search._left)
 
     def _layouts(self) -> Iterator[tuple[str, ...]]:
         local, world = self._devices.number, self._devices.number * self._nodes
@@ -357,7 +314,7 @@ class Search:
 
     def _offloaded(self, layout: tuple[str, ...]) -> tuple[str, ...]:
         """Return a layout with recomputation and the most offload; empty if it has none that the user left open."""
-        parallel = load_recipe(self._recipe, [*self._overrides, *layout]).recipe.parallel
+        parallel = self._load(layout).recipe.parallel
         most = STRATEGIES[parallel.strategy].offloads[-1]
         if parallel.offload != "none" or most == "none" or "parallel.offload" in self._given:
             return ()
@@ -370,8 +327,7 @@ class Search:
             TrainerError: the recipe cannot be laid out with these overrides.
         """
         key = "training.micro_batch_size"
-        resolved = load_recipe(self._recipe, [*self._overrides, *overrides])
-        plan = plan_run(resolved.recipe, self._devices.number * self._nodes, self._devices.number)
+        plan = self._run_plan(overrides)
         rows = plan.batch.rank_batch_size
         if key in self._given or plan.batch.micro_batch_tokens is not None:
             made = self.plan(overrides)
@@ -382,33 +338,23 @@ class Search:
 
     def largest_batch(self) -> Choice | None:
         """Return the plan with the largest global batch of one microbatch that fits; None if one row does not fit."""
-        resolved = load_recipe(self._recipe, self._overrides)
-        world = self._devices.number * self._nodes
-        layout = plan_run(resolved.recipe, world, self._devices.number).layout
+        plan = self._run_plan()
+        layout = plan.layout
         microbatches = 2 * layout.pp if layout.pp > 1 else 1
         ranks = layout.data_parallel_size * microbatches
         return self._largest(
             lambda rows: (
                 f"training.global_batch_size={rows * ranks}",
                 f"training.micro_batch_size={rows}",
-                *["training.micro_batch_tokens=null"] * (resolved.recipe.training.micro_batch_tokens is not None),
+                *["training.micro_batch_tokens=null"] * (plan.recipe.training.micro_batch_tokens is not None),
             ),
             range(1, _MOST_ROWS),
         )
 
     def largest_length(self) -> Choice | None:
         """Return the plan with the longest texts that fit, at most the model's positions; None if no length fits."""
-        config = self._config(self._plan())
-        positions = max_positions(config)
-        return self._largest(lambda length: (f"data.max_length={length}",), range(8, (positions or _MOST_TOKENS) + 1))
-
-    def _plan(self) -> RunPlan:
-        recipe = load_recipe(self._recipe, self._overrides).recipe
-        return plan_run(recipe, self._devices.number * self._nodes, self._devices.number)
-
-    @staticmethod
-    def _config(plan: RunPlan) -> Any:
-        return load_config(plan.recipe.model, planned_task(plan).model_options())
+        most = max_positions(_config(self._run_plan())) or _MOST_TOKENS
+        return self._largest(lambda length: (f"data.max_length={length}",), range(8, most + 1))
 
     def largest_model(self) -> Choice | None:
         """Return the plan of the largest model of the recipe's shape that fits; None if the smallest does not fit.
@@ -419,7 +365,7 @@ class Search:
         Raises:
             UsageError: the weights are pretrained, or the configuration has no such single shape.
         """
-        plan = self._plan()
+        plan = self._run_plan()
         model, layout = plan.recipe.model, plan.layout
         if not model.is_random:
             raise UsageError(
@@ -427,7 +373,7 @@ class Search:
                 f" {str(model.name_or_path)!r}, which has one; describe a model in `model.config`, and set"
                 " `model.name_or_path` to null"
             )
-        config = self._config(plan)
+        config = _config(plan)
         names = {name: config.attribute_map.get(name, name) for name in (*_WIDTHS, "num_hidden_layers")}
         found = {key: getattr(config, key, None) for key in names.values()}
         own = {key: value for key, value in found.items() if isinstance(value, int) and value > 0}
@@ -502,8 +448,17 @@ class Search:
             TrainerError: the recipe cannot be laid out over the devices, or its step cannot be planned.
         """
         self._left -= 1
-        resolved = load_recipe(self._recipe, [*self._overrides, *overrides])
-        return plan_recipe(resolved, self._devices, self._nodes, self._length)
+        return plan_recipe(self._load(overrides), self._devices, self._nodes, self._length)
+
+    def _load(self, overrides: Iterable[str]) -> ResolvedRecipe:
+        return load_recipe(self._recipe, [*self._overrides, *overrides])
+
+    def _run_plan(self, overrides: Iterable[str] = ()) -> RunPlan:
+        return plan_run(self._load(overrides).recipe, self._devices.number * self._nodes, self._devices.number)
+
+
+def _config(plan: RunPlan) -> Any:
+    return load_config(plan.recipe.model, planned_task(plan).model_options())
 
 
 def fewest_devices(
@@ -513,23 +468,13 @@ def fewest_devices(
 
     FSDP with recomputation and microbatches of one row needs the least memory; tensor parallelism cuts activations.
 
-    Args:
-        recipe: the name or path of the recipe.
-        overrides: those of the user.
-        device: one device.
-        length: the tokens of each text.
-
     Raises:
         UsageError: it fits on no number of devices, or the recipe cannot be laid out over any.
     """
-    sizes = [(number, 1) for number in _NUMBERS]
-    nodes = 2
-    while nodes <= _MOST_NODES:
-        sizes.append((_NUMBERS[-1], nodes))
-        nodes *= 2
     reason = "its plan failed"
-    for number, nodes in sizes:
-        search = Search(recipe, overrides, _several(device, number), nodes, length)
+    for number, nodes in _SIZES:
+        devices = replace(device, number=number, machine=device.machine and replace(device.machine, local_ranks=number))
+        search = Search(recipe, overrides, devices, nodes, length)
         for layout in _lean(number * nodes):
             try:
                 choice = search.largest_microbatch(search._free(*layout))
@@ -537,14 +482,9 @@ def fewest_devices(
                 reason = str(error).splitlines()[0]
                 continue
             if choice is not None:
-                return _several(device, number), nodes, choice
+                return devices, nodes, choice
             reason = "it needs more memory"
-    raise UsageError(f"no number of {device.name} up to {sizes[-1][0] * sizes[-1][1]} was found to fit: {reason}")
-
-
-def _several(device: Devices, number: int) -> Devices:
-    machine = device.machine and replace(device.machine, local_ranks=number)
-    return replace(device, number=number, machine=machine)
+    raise UsageError(f"no number of {device.name} up to {number * nodes} was found to fit: {reason}")
 
 
 def _lean(world: int) -> Iterator[tuple[str, ...]]:
@@ -553,7 +493,7 @@ def _lean(world: int) -> Iterator[tuple[str, ...]]:
     yield (strategy,)
     yield (strategy, _RECOMPUTED)
     if world > 1:
-        tensor = min(world, _NUMBERS[-1])
+        tensor = min(world, 8)
         yield (strategy, f"parallel.tensor={tensor}", "parallel.sequence=true", _RECOMPUTED)
 
 
@@ -562,17 +502,8 @@ def _cuts(overrides: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(word for word in overrides if word.partition("=")[0] in keys))
 
 
-def _sorted(choices: Iterable[Choice], failures: Sequence[Failure], left_out: int, too_slow: int) -> Found:
-    return Found(sorted(choices, key=lambda choice: choice.seconds), failures, left_out, too_slow)
-
-
 def write_recipe(file: Path, recipe: str, overrides: Sequence[str]) -> None:
     """Write a recipe that extends another one with overrides.
-
-    Args:
-        file: the new file.
-        recipe: the name or path of the extended recipe.
-        overrides: the words `key=value`.
 
     Raises:
         UsageError: the file exists, or cannot be written.
@@ -589,10 +520,4 @@ def write_recipe(file: Path, recipe: str, overrides: Sequence[str]) -> None:
             place[key] = json.loads(text)
         except ValueError:
             place[key] = text
-    try:
-        with file.open("x", encoding="utf-8") as opened:
-            opened.write(json.dumps(written, indent=2) + "\n")
-    except FileExistsError as error:
-        raise UsageError(f"`--write` is {file}, which exists; name another file") from error
-    except OSError as error:
-        raise UsageError(f"`--write` is {file}, which cannot be written ({error.strerror}); name another") from error
+    write_new(file, json.dumps(written, indent=2) + "\n", "--write")

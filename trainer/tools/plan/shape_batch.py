@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -31,12 +30,7 @@ from trainer.tools.plan.ledger import BATCH, Ledger
 def blank_batch(recipe: Recipe, task: Task, config: Any, batch: BatchPlan, length: int) -> RankBatch:
     """Return the batch of a rank on which every row has `length` tokens.
 
-    Args:
-        recipe: the recipe.
-        task: its task.
-        config: the configuration of its model.
-        batch: the split of the global batch over ranks and microbatches.
-        length: the tokens of each text; of a target, at most `task.max_target_length`.
+    A target has at most `task.max_target_length`.
 
     Raises:
         UsageError: the inputs of the task are unknown, because it is registered by an extension.
@@ -103,30 +97,38 @@ def _labels(section: Any, task: Task, rows: int, length: int) -> Tensor:
     raise UsageError(f"`task.type` is {section.type}, which no plan covers yet: the shapes of its inputs are unknown")
 
 
-@contextmanager
-def counted_ahead(batch: RankBatch, ledger: Ledger) -> Iterator[None]:
-    """Count two microbatches on a GPU: that of the present passes, and the next one, which a run copies ahead.
+def copied_ahead(batch: RankBatch, ledger: Ledger) -> RankBatch:
+    """Return a batch with its copies on a GPU: that of the present passes, and the next one, which a run makes ahead.
 
     The copy of the first one begins in the step before.
     """
-    batches = batch.microbatches
-    following = {_identity(one): other for one, other in zip(batches, [*batches[1:], batches[0]], strict=True)}
-    ahead: dict[int, Microbatch] = {}
-
-    def to(microbatch: Microbatch, _: torch.device) -> Microbatch:
-        after = following.get(_identity(microbatch))
-        if after is None:  # the tensors of a CUDA graph are on the GPU
-            return microbatch
-        present = ahead.pop(_identity(microbatch), None)
-        ahead.clear()
-        with ledger.creating(BATCH):
-            ahead[_identity(after)] = after.map(torch.empty_like)
-            return present or microbatch.map(torch.empty_like)
-
-    with mock.patch.object(Microbatch, "to", to):
-        yield
+    copies = _Copies(batch.microbatches, ledger)
+    ahead = [replace(one, ahead=_Copy(copies, index)) for index, one in enumerate(batch.microbatches)]
+    return replace(batch, microbatches=ahead)
 
 
-def _identity(microbatch: Microbatch) -> int:
-    """Return a number of the tensors on the host; a graph takes them in another `Microbatch`."""
-    return id(microbatch.tensors[0])
+class _Copies:
+    """The copies of microbatches on a GPU, two at most."""
+
+    def __init__(self, microbatches: Sequence[Microbatch], ledger: Ledger) -> None:
+        self._microbatches, self._ledger = microbatches, ledger
+        self._following: dict[int, Microbatch] = {}
+
+    def take(self, index: int) -> Microbatch:
+        """Return the copy of a microbatch, and copy the next one."""
+        present, following = self._following.pop(index, None), (index + 1) % len(self._microbatches)
+        self._following.clear()
+        with self._ledger.creating(BATCH):
+            self._following[following] = self._microbatches[following].map(torch.empty_like)
+            return present or self._microbatches[index].map(torch.empty_like)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The place of one microbatch in `_Copies`."""
+
+    copies: _Copies
+    index: int
+
+    def take(self) -> Microbatch:
+        return self.copies.take(self.index)

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from trainer.tools.plan.ledger import BATCH, LOSS, Peak, Place, Totals
+from trainer.tools.plan.ledger import Peak, Place
+from trainer.tools.plan.step_plan import StepPlan
 
 FEWEST = 2
 """Layers of a shortened stack: the first and the last one. In another run, a third one stands for all between them."""
@@ -29,44 +30,6 @@ class Stack:
     number: int
 
 
-@dataclass(frozen=True)
-class Found:
-    """The result of a run.
-
-    Args:
-        resident: the bytes alive between two steps, by component.
-        peaks: the moment with the most bytes alive at each place.
-        held: the bytes alive at the begin of the first backward pass, by component.
-        gradients: the most bytes of gradients.
-        host: the bytes of the host's peak, by component.
-        totals: collectives and operations.
-        axes: the axis of each process group, by the group's name.
-        share: see `StepPlan`.
-        loaded: see `StepPlan`.
-        saved: see `StepPlan`.
-    """
-
-    resident: Mapping[str, int]
-    peaks: Mapping[Place, Peak]
-    held: Mapping[str, int]
-    gradients: int
-    host: Mapping[str, int]
-    totals: Totals
-    axes: Mapping[str, str]
-    share: int = 0
-    loaded: int = 0
-    saved: int = 0
-
-    def followed_by(self, update: Peak, totals: Totals) -> Found:
-        """Return the result with an update after this run, from its peak, in which no batch counts, and its totals."""
-        loss = update.by_component.get(LOSS, 0) + self.resident.get(LOSS, 0)  # such as the buffers of a pipeline
-        alive = {**update.by_component, LOSS: loss, BATCH: self.resident.get(BATCH, 0)}
-        peak = Peak(sum(alive.values()), alive, update.place)
-        before = self.peaks.get(peak.place, peak)
-        highest = max(before, peak, key=lambda found: found.num_bytes)
-        return replace(self, peaks={**self.peaks, peak.place: highest}, totals=self.totals.plus(totals))
-
-
 def stacks_of(model: Any) -> list[Stack]:
     """Return the stacks of a model that are worth shortening."""
     if len(set(getattr(model.config, "layer_types", None) or ())) > 1:
@@ -82,10 +45,7 @@ def stacks_of(model: Any) -> list[Stack]:
 def shorten(model: nn.Module, stacks: Iterable[Stack], longer: int | None) -> dict[nn.Module, str]:
     """Shorten stacks of a model, and return the names of its modules with the positions of layers in them.
 
-    Args:
-        model: the model.
-        stacks: its stacks.
-        longer: the number of layers of those stacks that keep a layer more; None: no stack does.
+    Stacks with `longer` layers keep a layer more.
     """
     names = {module: name for name, module in model.named_modules()}
     for stack in stacks:
@@ -100,13 +60,10 @@ def shorten(model: nn.Module, stacks: Iterable[Stack], longer: int | None) -> di
     return names
 
 
-def lengthen(base: Found, longer: Mapping[int, Found], stacks: Sequence[Stack]) -> Found:
+def lengthen(base: StepPlan, longer: Mapping[int, StepPlan], stacks: Sequence[Stack]) -> StepPlan:
     """Return the result for whole stacks.
 
-    Args:
-        base: the result with `FEWEST` layers in each stack.
-        longer: results with a layer more in the stacks with that number of layers.
-        stacks: the stacks.
+    `base` has `FEWEST` layers in each stack; those in `longer` have a layer more in the stacks of that number.
     """
     totals, gradients, share = base.totals, base.gradients, base.share
     resident, held, host = Counter(base.resident), Counter(base.held), Counter(base.host)
@@ -139,10 +96,19 @@ def lengthen(base: Found, longer: Mapping[int, Found], stacks: Sequence[Stack]) 
             named = place._replace(module=_indexed(place.module, stacks))
             if named not in peaks or peaks[named].num_bytes < sum(whole.values()):
                 peaks[named] = Peak(sum(whole.values()), whole, named)
-    return Found(+resident, peaks, +held, gradients, +host, totals, base.axes, share)
+    return replace(
+        base,
+        resident=+resident,
+        peaks=peaks,
+        held=+held,
+        gradients=gradients,
+        host=+host,
+        totals=totals,
+        share=share,
+    )
 
 
-def _slopes(base: Found, longer: Mapping[int, Found], place: Place) -> dict[int, Counter[str]]:
+def _slopes(base: StepPlan, longer: Mapping[int, StepPlan], place: Place) -> dict[int, Counter[str]]:
     """Return the bytes that a layer more adds at a place, by component, for the stacks of each number of layers."""
     slopes = {}
     for number, found in longer.items():

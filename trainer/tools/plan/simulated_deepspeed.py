@@ -10,16 +10,18 @@ import pkgutil
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
-from unittest import mock
 
 from torch import Tensor
 
 from trainer.engine.deepspeed_package import linear_restored, ready_deepspeed
 from trainer.engine.zero import ZeroEngine
+from trainer.ranks.environment import variables_restored
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.strategies import Offload
 from trainer.tools.plan.ledger import COMMUNICATION, GATHERED, GRADIENTS, MASTER, Ledger, on_host
+from trainer.tools.plan.replaced import replaced, within
 
 _STAGES_1_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"
@@ -57,19 +59,19 @@ def simulated_deepspeed(plan: RunPlan) -> Iterator[None]:
     if not plan.strategy.zero_stage:
         yield
         return
-    with ExitStack() as stack, mock.patch.dict("os.environ"), warnings.catch_warnings(), linear_restored():
+    with ExitStack() as stack, variables_restored(), warnings.catch_warnings(), linear_restored():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which it checks to be aligned
         ready_deepspeed(0, on_cpu=False)  # without real collectives, it need not compile its operation for CPUs
         from deepspeed.accelerator import real_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        stack.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", CPU_Accelerator()))
+        stack.enter_context(replaced(real_accelerator, ds_accelerator=CPU_Accelerator()))
         for path, values in _STATE.items():
-            stack.enter_context(mock.patch.multiple(path, **values))
+            stack.enter_context(replaced(pkgutil.resolve_name(path), **values))
         for path, values in _ANSWERS.items():
-            for name, answer in values.items():
-                method = _answering(getattr(pkgutil.resolve_name(path), name), answer)
-                stack.enter_context(mock.patch.multiple(path, **{name: method}))
+            owner = pkgutil.resolve_name(path)
+            answering = {name: _answering(getattr(owner, name), answer) for name, answer in values.items()}
+            stack.enter_context(replaced(owner, **answering))
         yield
 
 
@@ -110,19 +112,12 @@ def labelled_deepspeed(ledger: Ledger, plan: RunPlan) -> Iterator[None]:
     with ExitStack() as stack:
         for path, methods in _CREATORS.items():
             kind = pkgutil.resolve_name(path)
-            for method, component in methods.items():
-                made = _creating(ledger, getattr(kind, method), component)
-                stack.enter_context(mock.patch.object(kind, method, made))
+            creating = {
+                name: within(partial(ledger.creating, component), getattr(kind, name))
+                for name, component in methods.items()
+            }
+            stack.enter_context(replaced(kind, **creating))
         yield
-
-
-def _creating(ledger: Ledger, method: Any, component: str) -> Any:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with ledger.creating(component):
-            return method(*args, **kwargs)
-
-    return call
 
 
 def label_zero(ledger: Ledger, engine: ZeroEngine, offload: Offload) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import pkgutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.recipe.plan import RunPlan
 from trainer.tools.plan.ledger import GATHERED, GRADIENTS, Ledger, on_host
+from trainer.tools.plan.replaced import replaced, within
 
 _SHARDING = "torch.distributed.fsdp._fully_shard"
 _TO_DEVICE = {
@@ -57,18 +57,7 @@ def copies_between_host_and_device(ledger: Ledger, plan: RunPlan) -> Iterator[No
         for table, to_host in ((_TO_DEVICE, False), (_TO_HOST, True)):
             for path, name in table[kind].items():
                 owner = pkgutil.resolve_name(path)
-                stack.enter_context(mock.patch.object(owner, name, _copying(getattr(owner, name), ledger, to_host)))
+                # Autograd's passes drop an outer mode, so that each function enters one.
+                copying = within(partial(_Copies, ledger, to_host), getattr(owner, name))
+                stack.enter_context(replaced(owner, **{name: copying}))
         yield
-
-
-def _copying(function: Any, ledger: Ledger, to_host: bool) -> Any:
-    """Return a function, or a property, that copies where tensors move; autograd's passes drop an outer mode."""
-    if isinstance(function, property):
-        return property(_copying(function.fget, ledger, to_host))
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _Copies(ledger, to_host):
-            return function(*args, **kwargs)
-
-    return call

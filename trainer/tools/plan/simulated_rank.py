@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torch.nn.parallel.distributed as data_parallel
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import (
@@ -21,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 from torch.utils._python_dispatch import _disable_current_modes
@@ -28,11 +27,10 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from trainer.base.errors import UsageError
-from trainer.engine.optimizers import batches
-from trainer.parallel import norms
-from trainer.parallel.kernels import kernel_support
 from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.simulated_device import simulated_device
 from trainer.recipe.plan import Layout
+from trainer.tools.plan.replaced import replaced
 
 
 @contextmanager
@@ -101,32 +99,24 @@ _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 def shapes_only(cuda: bool, fused: bool = True) -> Iterator[None]:
     """Make every new tensor a fake one.
 
-    Args:
-        cuda: whether to choose the types that autocast has on CUDA.
-        fused: whether the project's kernels run, as on newer GPUs; ignored without `cuda`.
+    With `cuda`, autocast has the types of CUDA, and with `fused` the project's kernels run, as on newer GPUs.
 
     Raises:
         UsageError: an operation needs the values of a tensor, or has no rule for shapes.
     """
     with ExitStack() as stack:
-        # DDP compares shapes and sends weights between ranks at its start, below the operations that can be faked.
-        for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
-            stack.enter_context(mock.patch.object(data_parallel, name, return_value=True))
-        stack.enter_context(mock.patch.object(data_parallel.DistributedDataParallel, "_pre_forward", _pre_forward))
+        # DDP sends the new order of its buckets between ranks.
+        stack.enter_context(replaced(DistributedDataParallel, _pre_forward=_pre_forward))
         # FSDP lists the shards of all ranks to take one; a thousand fake tensors for each parameter take minutes.
-        stack.enter_context(mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks))
+        stack.enter_context(replaced(_fsdp_param, _chunk_with_empty=_Chunks))
         # All tensors are on one device; and torch refuses to move the parameters of a module if they are fake.
         for kind in (nn.Module, PreTrainedModel):
-            stack.enter_context(mock.patch.object(kind, "to", lambda module, *_, **__: module))
+            stack.enter_context(replaced(kind, to=lambda module, *_, **__: module))
         # The ranks of a part of a mesh are tensors with values.
-        stack.enter_context(mock.patch.object(DeviceMesh, "__getitem__", _part_of_mesh(DeviceMesh.__getitem__)))
+        stack.enter_context(replaced(DeviceMesh, __getitem__=_part_of_mesh(DeviceMesh.__getitem__)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(simulated_device(cuda, fused))
         if cuda:
-            # On a GPU, the norm of a tensor is one operation.
-            stack.enter_context(mock.patch.object(norms, "_PIECE", torch.iinfo(torch.int64).max))
-            stack.enter_context(mock.patch.object(batches, "MOST_ON_CPU", batches.MOST))
-            if fused:
-                stack.enter_context(mock.patch.object(kernel_support, "obstacle", return_value=None))
             stack.enter_context(_AutocastOfCuda())
             stack.enter_context(_autocast_of_recomputation())
         try:
@@ -162,7 +152,6 @@ def _part_of_mesh(part: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
 
 
 def _pre_forward(wrapped: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Replace the method of DDP that sends the new order of its buckets between ranks."""
     if torch.is_grad_enabled() and wrapped.require_backward_grad_sync:
         wrapped.reducer.prepare_for_forward()
     return inputs, kwargs

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
 from typing import cast
-from unittest import mock
 
 import torch
 from torch import nn
 
 from trainer.base.collector import without_collector
-from trainer.engine import ddp
 from trainer.engine.builders import build_engine, planned_cuts
-from trainer.engine.graphs import Capture
 from trainer.engine.native import NativeEngine
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.engine.precision import store_in_bf16
@@ -26,6 +23,7 @@ from trainer.models.building import BuiltModel, build_shapes, freeze
 from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.placement import PIPELINE_AXIS
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.strategies import Offload
 from trainer.tasks.classes import NamedClasses
@@ -43,44 +41,17 @@ from trainer.tools.plan.ledger import (
     Totals,
     on_host,
 )
-from trainer.tools.plan.shape_batch import blank_batch, counted_ahead
-from trainer.tools.plan.shortening import Found, Stack, lengthen, shorten, stacks_of
+from trainer.tools.plan.replaced import replaced
+from trainer.tools.plan.shape_batch import blank_batch, copied_ahead
+from trainer.tools.plan.shortening import Stack, lengthen, shorten, stacks_of
 from trainer.tools.plan.simulated_deepspeed import group_of, label_zero, labelled_deepspeed, simulated_deepspeed
 from trainer.tools.plan.simulated_offload import copies_between_host_and_device
 from trainer.tools.plan.simulated_rank import shapes_only, simulated_mesh
+from trainer.tools.plan.step_plan import StepPlan
 from trainer.training.teaching import described_teacher, has_teacher, place_teacher, teacher_classes, teacher_cut
 
 _MICROBATCHES = 3
 _FP32_BYTES = 4
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The memory, communication and arithmetic of one step of one rank.
-
-    Args:
-        rank: the rank.
-        stage: its index along the pipeline axis.
-        resident: the bytes alive between two steps, by component.
-        peak: the moment of the step with the most bytes alive.
-        totals: collectives and operations of the step.
-        axes: the axis of each process group, by the group's name.
-        host: the bytes of the host's peak in the step, by component; empty without `parallel.offload`.
-        share: the bytes of the rank's share of a checkpoint.
-        loaded: the bytes of the fp32 weights that the rank builds on the host at the start.
-        saved: the bytes of the fp32 weights of its stage in an exported model.
-    """
-
-    rank: int
-    stage: int
-    resident: Mapping[str, int]
-    peak: Peak
-    totals: Totals
-    axes: Mapping[str, str]
-    host: Mapping[str, int] = field(default_factory=dict)
-    share: int = 0
-    loaded: int = 0
-    saved: int = 0
 
 
 def planned_task(plan: RunPlan) -> Task:
@@ -108,19 +79,6 @@ def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: b
         UsageError: the model's configuration cannot be read, the model cannot be cut like this, or the recipe has a
             part that cannot be simulated.
     """
-    return step_plan(plan, rank, simulate(plan, rank, length, cuda, fused))
-
-
-def step_plan(plan: RunPlan, rank: int, found: Found) -> StepPlan:
-    """Return the plan of a rank from the result of its simulation."""
-    peak = max(found.peaks.values(), key=lambda peak: peak.num_bytes)
-    stage = rank * plan.layout.pp // plan.layout.world_size  # pipeline ranks are outermost
-    kept = found.share, found.loaded, found.saved
-    return StepPlan(rank, stage, found.resident, peak, found.totals, found.axes, found.host, *kept)
-
-
-def simulate(plan: RunPlan, rank: int, length: int, cuda: bool, fused: bool = True) -> Found:
-    """Run two steps of a rank, and return the result of the second; see `plan_step`."""
     with without_collector(), simulated_mesh(plan.layout, rank) as mesh, simulated_deepspeed(plan):
         whole = _Simulation(plan, planned_task(plan), mesh, length, cuda, fused)
         built = whole.build()
@@ -147,27 +105,17 @@ def updates_in_batches(plan: RunPlan) -> bool:
 
 @dataclass(frozen=True)
 class _Simulation:
-    """The simulation of one rank.
+    """The simulation of one rank."""
 
-    Args:
-        plan: the recipe and its layout.
-        task: its task.
-        mesh: the simulated mesh.
-        length: the tokens of each text.
-        cuda: whether the device is a GPU.
-        fused: whether that GPU runs the project's kernels.
-        stacks: the stacks to shorten of each part of the model; None: all layers run.
-        updates: whether `run` steps the optimizer.
-    """
-
-    plan: RunPlan
+    plan: RunPlan  # the recipe and its layout
     task: Task
-    mesh: ParallelMesh
-    length: int
-    cuda: bool
-    fused: bool
+    mesh: ParallelMesh  # the simulated mesh
+    length: int  # the tokens of each text
+    cuda: bool  # whether the device is a GPU
+    fused: bool  # whether that GPU runs the project's kernels
+    # the stacks to shorten of each part of the model; None: all layers run
     stacks: Sequence[Sequence[Stack]] | None = None
-    updates: bool = True
+    updates: bool = True  # whether `run` steps the optimizer
 
     @property
     def offload(self) -> Offload:
@@ -181,7 +129,7 @@ class _Simulation:
             for cut in planned_cuts(self.plan, self.mesh)
         ]
 
-    def run(self, built: Sequence[BuiltModel], longer: int | None = None) -> Found:
+    def run(self, built: Sequence[BuiltModel], longer: int | None = None) -> StepPlan:
         """Run two steps, and return the result of the second; see `shorten` for `longer`."""
         with self.opened(built, longer) as (engine, ledger, batch):
             engine.train_step(_smallest(batch, self.plan))  # makes the state of the optimizer
@@ -189,17 +137,20 @@ class _Simulation:
             gc.collect()  # cycles of the first step
             ledger.restart()
             resident = dict(ledger.alive)
-            with nullcontext() if self.updates else mock.patch.object(engine.optimizer, "step"):
+            with nullcontext() if self.updates else replaced(engine.optimizer, step=lambda *_: None):
                 totals = _run(engine, batch, ledger, self.plan)
-            return Found(
+            stage, axes = self.mesh.index(PIPELINE_AXIS), group_axes(self.mesh, engine)
+            return StepPlan(
+                self.mesh.rank,
+                stage,
                 resident,
                 dict(ledger.peaks),
-                ledger.held,
-                ledger.most_gradients,
-                ledger.most_on_host,
                 totals,
-                group_axes(self.mesh, engine),
-                _share(engine),
+                axes,
+                held=ledger.held,
+                gradients=ledger.most_gradients,
+                host=ledger.most_on_host,
+                share=_share(engine),
             )
 
     def update(self) -> tuple[Peak, Totals]:
@@ -230,13 +181,12 @@ class _Simulation:
         copies_ahead = self.cuda and plan.copies_ahead
         with (
             shapes_only(self.cuda, self.fused),
-            nullcontext(blank_batch(plan.recipe, task, built[0].model.config, plan.batch, self.length)) as batch,
+            nullcontext(blank_batch(plan.recipe, task, built[0].model.config, plan.batch, self.length)) as rows,
             Ledger(answers=True, splits=splits) as ledger,
-            counted_ahead(batch, ledger) if copies_ahead else nullcontext(),
             labelled_deepspeed(ledger, plan),
             copies_between_host_and_device(ledger, plan) if splits else nullcontext(),
-            mock.patch.object(ddp, "CudaCapture", _replayed),
         ):
+            batch = copied_ahead(rows, ledger) if copies_ahead else rows
             for part, own in zip(built, stacks, strict=True):
                 ledger.name_modules(shorten(part.model, own, longer))
                 _allocate(part.model)
@@ -307,11 +257,6 @@ def updated_engine(
             yield engine, mesh
 
 
-def _replayed(device: torch.device) -> Capture:
-    """Return a capture of graphs that runs the operations of a pass in each replay, so that a ledger sees them."""
-    return lambda function: function
-
-
 def _fill_gradients(engine: NativeEngine, ledger: Ledger) -> None:
     """Make the inputs of an update: gradients, and the flag of a bad step."""
     for parameter in engine.parameters.values():
@@ -342,12 +287,7 @@ def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, pl
 
 
 class _Divided(list[Microbatch]):
-    """Microbatches that divide the totals of a step: `parts` gets those before each of them.
-
-    Args:
-        microbatches: the microbatches.
-        ledger: the ledger of the step.
-    """
+    """Microbatches that divide the totals of a step: `parts` gets those before each of them."""
 
     def __init__(self, microbatches: Iterable[Microbatch], ledger: Ledger) -> None:
         super().__init__(microbatches)

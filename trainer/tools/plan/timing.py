@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from trainer.parallel.mesh import AXES
 from trainer.recipe.plan import Layout, RunPlan
 from trainer.tools.plan.hardware import LEAST, LIKELY, MOST, Machine, Speed, kernel_name
 from trainer.tools.plan.ledger import POINT_TO_POINT
-from trainer.tools.plan.simulated_step import StepPlan
+from trainer.tools.plan.step_plan import StepPlan
 from trainer.tools.plan.work import (
     ATTENTION,
     BACKWARD,
@@ -44,27 +45,16 @@ _DATA_AXES = frozenset(("dp", "dp_replicate", "dp_shard"))
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of one optimizer step.
+    """The time of one optimizer step."""
 
-    Args:
-        least: the seconds if the device reaches the largest achievable share of its peaks.
-        likely: the seconds in the middle.
-        most: the seconds with the smallest share.
-        parts: the likely seconds of each part; their sum is `likely`.
-        samples_per_second: rows of the global batch per second.
-        tokens_per_second: their tokens, with padding.
-        mfu: the floating-point operations of the model, without recomputation, as a share of the devices' peak.
-        timeline: the likely timeline of one pass through the pipeline; None without one.
-    """
-
-    least: float
-    likely: float
-    most: float
-    parts: Mapping[str, float]
-    samples_per_second: float
-    tokens_per_second: float
-    mfu: float
-    timeline: Timeline | None
+    least: float  # the seconds if the device reaches the largest achievable share of its peaks
+    likely: float  # the seconds in the middle
+    most: float  # the seconds with the smallest share
+    parts: Mapping[str, float]  # the likely seconds of each part; their sum is `likely`
+    samples_per_second: float  # rows of the global batch per second
+    tokens_per_second: float  # their tokens, with padding
+    mfu: float  # the floating-point operations of the model, without recomputation, as a share of the devices' peak
+    timeline: Timeline | None  # the likely timeline of one pass through the pipeline; None without one
 
 
 COMPUTE, COMMUNICATION, COPIES, BUBBLE, OPTIMIZER, HOST = (
@@ -75,23 +65,15 @@ COMPUTE, COMMUNICATION, COPIES, BUBBLE, OPTIMIZER, HOST = (
 def step_time(plan: RunPlan, steps: Sequence[StepPlan], machine: Machine, length: int = 1) -> StepTime:
     """Return the time of one optimizer step.
 
-    Args:
-        plan: the recipe and its layout.
-        steps: the plan of one rank of each pipeline stage.
-        machine: the machines.
-        length: the tokens of each text.
+    `steps` has one rank of each pipeline stage; texts have `length` tokens.
     """
     machine = machine.with_tf32() if plan.recipe.tf32 else machine
-    parts: dict[int, dict[str, float]] = {}
-    timeline = None
-    for level in (LEAST, LIKELY, MOST):
-        estimate = _Estimate(plan, steps, machine, machine.speed(level))
-        parts[level] = estimate.parts()
-        timeline = estimate.timeline if level == LIKELY else timeline
-    least, likely, most = (sum(parts[level].values()) for level in (LEAST, LIKELY, MOST))
+    found = [_Estimate(plan, steps, machine, machine.speed(level)).parts() for level in (LEAST, LIKELY, MOST)]
+    least, likely, most = (sum(parts.values()) for parts, _ in found)
+    parts, timeline = found[LIKELY]
     samples = plan.batch.global_batch_size / likely
     ideal = sum(_ideal_seconds(step.totals.work, machine) for step in steps) / len(steps)
-    return StepTime(least, likely, most, parts[LIKELY], samples, samples * length, ideal / likely, timeline)
+    return StepTime(least, likely, most, parts, samples, samples * length, ideal / likely, timeline)
 
 
 def _ideal_seconds(work: Work, machine: Machine) -> float:
@@ -129,17 +111,11 @@ def operation_seconds(kind: Kind, flops: float, num_bytes: float, speed: Speed) 
 
 @dataclass(frozen=True)
 class Link:
-    """The way between the ranks of a group.
+    """The way between the ranks of a group."""
 
-    Args:
-        ranks: the ranks of the group.
-        together: its ranks on one machine.
-        local_ranks: all ranks of a machine, which share its network.
-    """
-
-    ranks: int
-    together: int
-    local_ranks: int
+    ranks: int  # the ranks of the group
+    together: int  # its ranks on one machine
+    local_ranks: int  # all ranks of a machine, which share its network
 
     @property
     def across(self) -> bool:
@@ -162,11 +138,7 @@ def link_of(layout: Layout, axis: str, local_ranks: int) -> Link:
 def collective_seconds(operation: str, num_bytes: float, link: Link, speed: Speed) -> float:
     """Return the seconds of one collective.
 
-    Args:
-        operation: the name of torch's operation.
-        num_bytes: the bytes of its largest tensor.
-        link: the way between the ranks.
-        speed: the speed of the device and its links.
+    `num_bytes` are those of its largest tensor; `operation` is torch's name.
     """
     ranks = link.ranks
     if ranks == 1:
@@ -202,28 +174,35 @@ def waiting_kind(operation: str, axis: str) -> str:
     return SUMS if "allreduce" in operation else SHARDS
 
 
+class _Collective(NamedTuple):
+    """The calls of a collective in a step, and their seconds."""
+
+    operation: str
+    axis: str
+    phase: str
+    calls: int
+    seconds: float
+
+
 class _Estimate:
     """The parts of a step at one level of speed."""
 
     def __init__(self, plan: RunPlan, steps: Sequence[StepPlan], machine: Machine, speed: Speed) -> None:
         self._plan, self._steps, self._machine, self._speed = plan, steps, machine, speed
-        self.timeline: Timeline | None = None
 
-    def parts(self) -> dict[str, float]:
-        """Return the seconds of each part."""
-        if self._plan.pipeline is not None:
-            return self._pipelined()
-        (step,) = self._steps
-        compute, host = self._compute(step)
-        passes = (FORWARD, BACKWARD, RECOMPUTED)
+    def parts(self) -> tuple[dict[str, float], Timeline | None]:
+        """Return the seconds of each part, and the timeline of a pipeline; its slowest rank decides."""
+        found = [self._compute(step) for step in self._steps]
+        slowest, bubble, sent, timeline = self._pipelined(found)
+        step, (compute, host) = self._steps[slowest], found[slowest]
         return {
-            COMPUTE: sum(compute[phase] for phase in passes),
-            COMMUNICATION: self._exposed(step, compute),
+            COMPUTE: sum(compute[phase] for phase in (FORWARD, BACKWARD, RECOMPUTED)),
+            COMMUNICATION: self._exposed(step, compute) + sent,
             COPIES: self._speed.host.seconds(step.totals.moved),
-            BUBBLE: 0.0,
+            BUBBLE: bubble,
             OPTIMIZER: compute[OPTIMIZER_STEP],
             HOST: sum(host.values()),
-        }
+        }, timeline
 
     def _compute(self, step: StepPlan) -> tuple[dict[str, float], dict[str, float]]:
         """Return the seconds of the device in each phase, and those in which it waits for the host."""
@@ -246,29 +225,26 @@ class _Estimate:
             issued |= dict.fromkeys((FORWARD, BACKWARD, RECOMPUTED), 0.0)
         return device, {phase: max(0.0, issued[phase] - device[phase]) for phase in PHASES}
 
-    def _communication(self, step: StepPlan, wanted: Callable[[str, str, str], bool]) -> tuple[float, int]:
-        """Return the seconds and the calls of the collectives that `wanted` chooses by operation, axis and phase."""
-        seconds, calls = 0.0, 0
+    def _collectives(self, step: StepPlan) -> list[_Collective]:
+        """Return the collectives of a step with their seconds."""
+        found = []
         for collective, traffic in step.totals.traffic.items():
-            axis = step.axes.get(collective.group, "all")
-            if traffic.calls > 0 and wanted(collective.operation, axis, collective.phase):
+            if traffic.calls > 0:
+                axis, calls = step.axes.get(collective.group, "all"), traffic.calls
                 link = link_of(self._plan.layout, axis, self._machine.local_ranks)
-                each = collective_seconds(collective.operation, traffic.num_bytes / traffic.calls, link, self._speed)
-                seconds += traffic.calls * each
-                calls += traffic.calls
-        return seconds, calls
+                each = collective_seconds(collective.operation, traffic.num_bytes / calls, link, self._speed)
+                found.append(_Collective(collective.operation, axis, collective.phase, calls, calls * each))
+        return found
 
-    def _waiting(self, step: StepPlan, phase: str) -> float:
-        """Return the measured seconds that a rank loses beside the collectives of a phase."""
+    def _waiting(self, collectives: Iterable[_Collective]) -> float:
+        """Return the measured seconds that a rank loses beside collectives."""
         seconds = 0.0
-        for collective, traffic in step.totals.traffic.items():
-            if collective.phase != phase:
-                continue
-            axis, calls = step.axes.get(collective.group, "all"), float(traffic.calls)
-            if axis == "tp" and collective.operation in POINT_TO_POINT:
+        for one in collectives:
+            calls = float(one.calls)
+            if one.axis == "tp" and one.operation in POINT_TO_POINT:
                 # Around a ring, keys and values, or their gradients, are sent and received together: one wait.
-                calls = calls / 2 if collective.operation == "send" else 0.0
-            seconds += calls * self._speed.waiting.get(waiting_kind(collective.operation, axis), 0.0)
+                calls = calls / 2 if one.operation == "send" else 0.0
+            seconds += calls * self._speed.waiting.get(waiting_kind(one.operation, one.axis), 0.0)
         return seconds
 
     def _exposed(self, step: StepPlan, compute: Mapping[str, float], phases: Iterable[str] = PHASES) -> float:
@@ -284,32 +260,29 @@ class _Estimate:
             share = 0.0
         exposed = 0.0
         for phase in phases:
-            exposed += self._waiting(step, phase)
-            waited, _ = self._communication(
-                step,
-                lambda operation, axis, own, phase=phase: (  # type: ignore[misc]
-                    own == phase
-                    and (operation not in POINT_TO_POINT or (operation == "send" and axis == "tp"))
-                    and (axis not in _DATA_AXES or phase == OPTIMIZER_STEP)
-                ),
+            own = [one for one in self._collectives(step) if one.phase == phase]
+            exposed += self._waiting(own)
+            over_data = [one for one in own if one.axis in _DATA_AXES]
+            exposed += sum(
+                one.seconds
+                for one in own
+                if (one.operation not in POINT_TO_POINT or (one.operation == "send" and one.axis == "tp"))
+                and (one.axis not in _DATA_AXES or phase == OPTIMIZER_STEP)
             )
-            exposed += waited
-            if phase == OPTIMIZER_STEP:
+            if phase == OPTIMIZER_STEP or not over_data:
                 continue
-            hidden, calls = self._communication(
-                step,
-                lambda _, axis, own, phase=phase: own == phase and axis in _DATA_AXES,  # type: ignore[misc]
-            )
-            first = hidden / calls if calls else 0.0
-            covered = min(hidden - first, compute[phase] * share) * self._machine.overlap
-            exposed += hidden - covered
+            hidden = sum(one.seconds for one in over_data)
+            first = hidden / sum(one.calls for one in over_data)
+            exposed += hidden - min(hidden - first, compute[phase] * share) * self._machine.overlap
         return exposed
 
-    def _pipelined(self) -> dict[str, float]:
-        """Return the parts of a step of a pipeline; its slowest rank decides."""
+    def _pipelined(
+        self, found: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]
+    ) -> tuple[int, float, float, Timeline | None]:
+        """Return the slowest rank, the seconds of its bubble and of messages between stages, and the timeline."""
         plan, pipeline = self._plan, self._plan.pipeline
-        assert pipeline is not None
-        found = [self._compute(step) for step in self._steps]
+        if pipeline is None:
+            return 0, 0.0, 0.0, None
         number = plan.batch.num_microbatches * pipeline.stages_per_rank
         seconds: dict[str, list[float]] = defaultdict(list)  # of one action of each rank
         for step, (compute, host) in zip(self._steps, found, strict=True):
@@ -318,14 +291,13 @@ class _Estimate:
             backward = sum(compute[phase] + host[phase] for phase in behind) + self._exposed(step, compute, behind)
             seconds[FULL_FORWARD].append(forward / number)
             seconds[FULL_BACKWARD].append(backward / number)
-        sent, calls = zip(
-            *(
-                self._communication(step, lambda operation, axis, _: operation in POINT_TO_POINT and axis != "tp")
-                for step in self._steps
-            ),
-            strict=True,
-        )
-        send = sum(sent) / max(1, sum(calls))
+        messages = [
+            one
+            for step in self._steps
+            for one in self._collectives(step)
+            if one.operation in POINT_TO_POINT and one.axis != "tp"
+        ]
+        send = sum(one.seconds for one in messages) / max(1, sum(one.calls for one in messages))
 
         def cost(action: Action) -> float:
             rank = pipeline.rank_of(action.stage)
@@ -335,19 +307,8 @@ class _Estimate:
             return whole if action.kind == FULL_BACKWARD else whole / 2
 
         order = order_of(pipeline)
-        self.timeline = simulate(order, cost, send)
+        timeline = simulate(order, cost, send)
         without = simulate(order, cost, 0.0).seconds
-        slowest = max(range(pipeline.num_ranks), key=self.timeline.busy)
-        step, (compute, host) = self._steps[slowest], found[slowest]
-        passes = (FORWARD, BACKWARD, RECOMPUTED)
-        inside = self._exposed(step, compute, passes)
-        return {
-            COMPUTE: sum(compute[phase] for phase in passes),
-            COMMUNICATION: inside
-            + self._exposed(step, compute, [OPTIMIZER_STEP])
-            + plan.batch.num_passes * (self.timeline.seconds - without),
-            COPIES: self._speed.host.seconds(step.totals.moved),
-            BUBBLE: plan.batch.num_passes * (without - self.timeline.busy(slowest)),
-            OPTIMIZER: compute[OPTIMIZER_STEP],
-            HOST: sum(host.values()),
-        }
+        slowest = max(range(pipeline.num_ranks), key=timeline.busy)
+        bubble, sent = without - timeline.busy(slowest), timeline.seconds - without
+        return slowest, plan.batch.num_passes * bubble, plan.batch.num_passes * sent, timeline

@@ -6,7 +6,7 @@ Source: Williams et al. 2009, "Roofline: an insightful visual performance model 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,67 +63,41 @@ def _register(operation: Any, formula: Callable[[Mapping[str, Any]], int]) -> No
 _register(torch.ops.trainer.keyed_attention, _forward_flops)
 _register(torch.ops.trainer.keyed_attention_backward, _backward_flops)
 
-_aten = torch.ops.aten
-FLOPS = {
-    **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
+_ON_CPU = {f"_scaled_dot_product_flash_attention_for_cpu{end}": end for end in ("", "_backward")}
+FLOPS = flop_registry | {
+    getattr(torch.ops.aten, name): flop_registry[getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{end}")]
+    for name, end in _ON_CPU.items()
 }
 """Formulas of the floating-point operations of matrix products and attention, by operation."""
-_LOOKUPS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))  # read only the rows they return
+
+
+def _operations(*names: str) -> frozenset[Any]:
+    return frozenset(getattr(torch.ops.aten, name) for name in " ".join(names).split())
+
+
+_LOOKUPS = _operations("embedding index index_select gather")  # read only the rows that they return
 _IN_8_BITS = frozenset((torch.ops.trainer.adamw_8bit, torch.ops.trainer.raise_maxima_8bit))
-_EMPTY = frozenset(
-    (
-        *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
-        *(_aten.detach, _aten._unsafe_view),
-    )
-)  # write nothing
-_SPECIAL = frozenset(
-    (
-        *(
-            _aten.gelu,
-            _aten.gelu_backward,
-            _aten.silu,
-            _aten.silu_backward,
-            _aten.tanh,
-            _aten.exp,
-            _aten.erf,
-            _aten.pow,
-        ),
-        *(_aten._softmax, _aten._softmax_backward_data, _aten._log_softmax, _aten._log_softmax_backward_data),
-    )
-)  # a CPU computes exponentials for each element
-
-
-_REDUCTIONS = frozenset(
-    (
-        *(_aten.sum, _aten.mean, _aten.native_layer_norm, _aten.native_layer_norm_backward),
-        *(_aten.native_group_norm, _aten.native_group_norm_backward),
-    )
-)  # read much of what they read twice, or across rows
+_WRITES_NOTHING = _operations("empty empty_like empty_strided new_empty new_empty_strided detach _unsafe_view")
+_SPECIAL = _operations(  # a CPU computes exponentials for each element
+    "gelu gelu_backward silu silu_backward tanh exp erf pow",
+    "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data",
+)
+_REDUCTIONS = _operations(  # read twice much of their input, or across rows
+    "sum mean native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward"
+)
 
 
 class Kind(NamedTuple):
-    """Operations that take about the same time: of one phase, class and type, with sizes within a factor of two.
+    """Operations that take about the same time: of one phase, class and type, with sizes within a factor of two."""
 
-    Args:
-        phase: one of `PHASES`.
-        operation: `MATMUL`, `ATTENTION`, `SPECIAL` for exponentials, `REDUCTION` for sums and norms, `INTEGER` for
-            those of 64 bits, `OTHER`, or `VIEW` for operations without work on the device.
-        name: the name of torch's operation; empty for views.
-        dtype: the type of the operands.
-        flops_size: the bits of the floating-point operations of one operation.
-        bytes_size: the bits of the bytes that one operation reads and writes.
-    """
-
-    phase: str
+    phase: str  # one of `PHASES`
+    # `MATMUL`, `ATTENTION`, `SPECIAL` for exponentials, `REDUCTION` for sums and norms, `INTEGER` for those of 64 bits,
+    # `OTHER`, or `VIEW` for operations without work on the device
     operation: str
-    name: str
-    dtype: torch.dtype | None
-    flops_size: int
-    bytes_size: int
+    name: str  # the name of torch's operation; empty for views
+    dtype: torch.dtype | None  # the type of the operands
+    flops_size: int  # the bits of the floating-point operations of one operation
+    bytes_size: int  # the bits of the bytes that one operation reads and writes
 
 
 class Amount(NamedTuple):
@@ -145,12 +119,16 @@ class Amount(NamedTuple):
 NOTHING = Amount(0, 0, 0)
 Work = Mapping[Kind, Amount]
 
+_Key = TypeVar("_Key")
+_Sum = TypeVar("_Sum")
 
-def sum_of(first: Work, second: Work, times: int = 1) -> dict[Kind, Amount]:
-    """Return the sum of two amounts of work, the second one taken `times` times, which may be negative."""
-    total = dict(first)
-    for kind, amount in second.items():
-        total[kind] = total.get(kind, NOTHING).plus(amount, times)
+
+def sum_of(first: Mapping[_Key, _Sum], second: Mapping[_Key, _Sum], times: int = 1) -> dict[_Key, _Sum]:
+    """Return the sums of two tables, the second one taken `times` times, which may be negative."""
+    total: dict[_Key, Any] = dict(first)
+    amount: Any
+    for key, amount in second.items():
+        total[key] = total[key].plus(amount, times) if key in total else amount.plus(amount, times - 1)
     return total
 
 
@@ -159,7 +137,7 @@ def work_of(
 ) -> tuple[Kind, Amount]:
     """Return the kind and amount of one operation below autograd."""
     packet = function._overloadpacket
-    if function.is_view or packet in _EMPTY or not (inputs or outputs):
+    if function.is_view or packet in _WRITES_NOTHING or not (inputs or outputs):
         return Kind(phase, VIEW, "", None, 0, 0), Amount(1, 0, 0)
     read = outputs if packet in _LOOKUPS else inputs
     if packet in _IN_8_BITS:
@@ -168,7 +146,9 @@ def work_of(
     moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
     # The size of an operation on all parameters depends on the number of layers; its sums must be linear in it.
     several = packet.__name__.startswith(("_fused_adam", "_fused_sgd", "_foreach_"))
-    if several and not outputs and packet is not _aten._foreach_copy_:  # which reads one list and writes the other
+    if (
+        several and not outputs and packet is not torch.ops.aten._foreach_copy_
+    ):  # which reads one list and writes the other
         moved = moved * 7 // 4 if "_fused" in packet.__name__ else moved * 2  # all but the gradients is written too
     formula = FLOPS.get(packet)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

@@ -1,0 +1,50 @@
+"""`trainer convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from trainer.cli.options import print_json
+
+
+def convert(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE", help="TrainingArguments as JSON, a DeepSpeed JSON, an accelerate YAML."),
+    ],
+    source: Annotated[
+        Literal["training-arguments", "deepspeed", "accelerate"] | None,
+        typer.Option("--from", help="Tool that the file belongs to; default: its keys decide."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The recipe to write; it must be new.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Ranks of that training; their batches together make a step.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Report also keys without an effect, such as defaults.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print recipe and report as one JSON object.")] = False,
+) -> None:
+    """Turn the files of Trainer, DeepSpeed and accelerate into a recipe.
+
+    The recipe goes to the standard output or into a new file. A report on each key goes to the standard error.
+    """
+    from trainer.base.disk import write_new
+    from trainer.tools.convert.convert import convert as convert_files
+    from trainer.tools.convert.sources import Tool
+
+    done = convert_files(files, Tool(source) if source else None, processes, output.parent if output else Path())
+    if output is not None:
+        write_new(output, done.text(), "--output")
+    if as_json:
+        print_json(done.as_json())
+        return
+    if output is None:
+        typer.echo(done.text(), nl=False)
+    typer.echo(done.report(everything), nl=False, err=True)
+    typer.echo(f"next: trainer check {output or 'RECIPE'}", err=True)

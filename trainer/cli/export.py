@@ -1,0 +1,40 @@
+"""`trainer export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from trainer.base.text import for_terminal
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Its folder, or that of a run: then its newest whole one.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="To write; empty, or not there yet.")],
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        typer.Option(help="The type of the weights; a run stores fp32 unless the recipe sets `weights`."),
+    ] = "fp32",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapter alone, in the format of PEFT; default: merged weights.")
+    ] = False,
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder.
+
+    Needs nothing but the checkpoint: no GPU, no network, neither the recipe nor the model that it began with. A
+    checkpoint of an adapter or of frozen weights needs that model too.
+    """
+    from trainer.training.export import export as export_checkpoint
+
+    done = export_checkpoint(checkpoint, folder, dtype, adapter=adapter)
+    for note in done.notes:
+        typer.echo(f"note: {for_terminal(note)}", err=True)
+    files = f"{len(done.weights)} files of weights" if len(done.weights) > 1 else done.weights[0]
+    typer.echo(
+        f"exported {done.checkpoint} (step {done.step:,}) to {done.folder}: {files}, {dtype}, "
+        f"{done.num_bytes / 1e6:,.1f} MB"
+    )

@@ -1,0 +1,37 @@
+"""Arguments and options that several verbs share, and their output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.", show_default=False)
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Overrides, such as training.epochs=1.", show_default=False),
+]
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="The folder of a run or of an exported model; of a run, best/ or else model/."),
+]
+ModelRecipeOption = Annotated[
+    str | None, typer.Option("--recipe", metavar="RECIPE", help="The recipe of a model that trainer did not export.")
+]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Ranks to start on this machine; default: one for each GPU, or one."),
+]
+LengthOption = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Tokens of each text; default: data.max_length.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON value."""
+    typer.echo(json.dumps(value, indent=2))

@@ -1,0 +1,117 @@
+"""`trainer plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from trainer.cli.options import JsonOption, LengthOption, OverridesArgument, RecipeArgument, print_json
+
+_AUTO = "autox"  # before a device: the fewest of them
+
+
+def _measure(file: Path | None) -> None:
+    if file is None:
+        return
+    from trainer.tools.plan.measuring import measure_machine
+
+    figures = measure_machine(file)
+    speeds = ", ".join(f"{number:,.3f} TFLOP/s in {name}" for name, number in figures["teraflops"].items())
+    typer.echo(f"measured  {speeds}; {figures['memory_gb_per_second']:,.1f} GB/s of memory")
+    typer.echo(f"wrote     {file}; plan for it with: trainer plan RECIPE --gpus {file}")
+    raise typer.Exit
+
+
+def plan(
+    recipe: RecipeArgument,
+    gpus: Annotated[
+        str,
+        typer.Option(
+            "--gpus",
+            metavar="NxMEMORY",
+            help="GPUs of each machine, such as 8x80GiB or 8xA100-80 (an unknown name shows all names), or autoxA100-80"
+            " for the fewest that are needed.",
+            show_default=False,
+        ),
+    ],
+    overrides: OverridesArgument = None,
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines.")] = 1,
+    length: LengthOption = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Link between the GPUs of a machine: nvlink or pcie.")
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(metavar="100Gb", help="Network of each machine, such as 100Gb or 8x400Gb.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="512GiB", help="Memory of each machine, for a verdict on it.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, metavar="N", help="Rows of an epoch, for its hours.")] = None,
+    price: Annotated[
+        float | None, typer.Option("--price-per-gpu-hour", min=0, metavar="PRICE", help="Price of a GPU for an hour.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the pipeline's timeline; `-` draws it as text.")
+    ] = None,
+    _measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--measure",
+            metavar="FILE.json",
+            is_eager=True,
+            callback=_measure,
+            help="Measure this machine for half a minute, write its speeds for --gpus, and exit.",
+        ),
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="Plan other layouts, and show the fastest ones.")] = False,
+    also: Annotated[Literal["precision"] | None, typer.Option(help="Let the search change fp32 to bf16, too.")] = None,
+    largest: Annotated[
+        Literal["batch", "length", "model"] | None,
+        typer.Option(
+            help="Plan the largest batch of one microbatch, the longest texts, or the largest model of the recipe's"
+            " shape, that fit."
+        ),
+    ] = None,
+    plans: Annotated[int, typer.Option(min=1, metavar="N", help="Plans of a search.")] = 60,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a recipe that extends this one with the layout found.")
+    ] = None,
+    most_changes: Annotated[
+        int, typer.Option("--changes", min=0, metavar="N", help="Changes to show if the recipe does not fit.")
+    ] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Show whether a recipe fits the memory of given GPUs, and the communication and time of a step.
+
+    The engine itself runs one step of one rank without data, weights or GPUs; the model's configuration is enough. If
+    the recipe does not fit, changes are planned until `--changes` of them fit. A search plans other layouts.
+    """
+    from trainer.base.collector import importing
+    from trainer.recipe.reading.loading import load_recipe
+    from trainer.tools.plan.hardware import parse_devices
+    from trainer.tools.plan.request import PlanRequest
+
+    devices = parse_devices(gpus.removeprefix(_AUTO), link, network, host_memory)
+    request = PlanRequest(
+        recipe, tuple(overrides or ()), devices, gpus.startswith(_AUTO), nodes, length, rows, price, timeline,
+        search=search, any_precision=also is not None, largest=largest, most_plans=plans, write=write,
+        most_changes=most_changes,
+    )  # fmt: skip
+    request.check()
+    for word in request.replaced:
+        typer.echo(f"note: {word} gives way to --largest {largest}", err=True)
+    resolved = load_recipe(recipe, request.overrides)
+
+    with importing():
+        from trainer.tools.plan.answer import answer
+        from trainer.tools.plan.plan_lines import draw_timeline
+
+    answered = answer(request, resolved)
+    if as_json:
+        print_json(answered.values)
+    else:
+        typer.echo("\n".join(answered.lines))
+    if timeline is not None and answered.made is not None:
+        typer.echo(draw_timeline(answered.made, timeline), nl=False, err=as_json)

@@ -1,0 +1,71 @@
+"""`trainer predict`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from trainer.cli.options import ModelArgument, ModelRecipeOption, OverridesArgument, RanksOption
+from trainer.cli.trained import trained_recipe
+
+
+def predict(
+    run: ModelArgument,
+    input_: Annotated[
+        str,
+        typer.Option(
+            "--input",
+            metavar="FILE",
+            help="Rows: JSON Lines, CSV, Parquet or CoNLL by the ending, or - for JSON Lines on stdin.",
+        ),
+    ],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The file to write, or - for JSON Lines on stdout.")
+    ],
+    overrides: OverridesArgument = None,
+    recipe: ModelRecipeOption = None,
+    processes: RanksOption = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Rows of one forward pass; default: evaluation.batch_size.")
+    ] = None,
+    chunk_rows: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Rows in memory at once; a kill loses the work on one chunk.")
+    ] = 10_000,
+    keep: Annotated[
+        Literal["all", "none"], typer.Option(help="Columns of the input that the output has, beside the predictions.")
+    ] = "all",
+    top: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Write the probabilities of the N most probable classes; default: of all."
+        ),
+    ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Column of texts to embed, perhaps several times; default: the first one."),
+    ] = None,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Write the error of a bad row in its place, and go on.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+) -> None:
+    """Write the predictions of a trained model, one row for each row of a file.
+
+    After a kill, the same command goes on where it stopped. The columns are those of the recipe's task; it needs no
+    labels.
+    """
+    from trainer.training.predict import STANDARD, Prediction, Request, spooled
+
+    sizes = [] if batch_size is None else [f"evaluation.batch_size={batch_size}"]
+    resolved = trained_recipe(run, recipe, [*(overrides or ()), *sizes], processes, evaluates=False)
+
+    from trainer.launch.local import run_or_join
+
+    with spooled(input_) as file:
+        shown = "stdin" if input_ == STANDARD else input_
+        job = Prediction(
+            Request(file, shown, output, chunk_rows, keep, top, overwrite, skip_bad_rows, tuple(column or ()))
+        )
+        code = run_or_join(resolved, processes, job=job)
+    raise typer.Exit(code)

@@ -1,0 +1,105 @@
+"""The program: its verbs, the errors that it shows, and its exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from inspect import signature
+from typing import Annotated
+
+import typer
+
+from trainer import __version__
+from trainer.base.errors import INTERRUPTED, ExitCode, RecipeError, TrainerError
+from trainer.base.text import for_terminal, without_secrets
+from trainer.cli import (
+    check,
+    compare,
+    convert,
+    doctor,
+    evaluate,
+    export,
+    launch_script,
+    plan,
+    predict,
+    recipes,
+    rehearse,
+    report,
+    run,
+    runs,
+    schema,
+)
+from trainer.ranks.environment import forbid_telemetry
+
+_VERBS = (
+    run.run,
+    check.check,
+    plan.plan,
+    rehearse.rehearse,
+    compare.compare,
+    report.report,
+    runs.runs,
+    doctor.doctor,
+    launch_script.launch_script,
+    export.export,
+    evaluate.evaluate,
+    predict.predict,
+    convert.convert,
+    schema.schema,
+)
+app = typer.Typer(
+    help="Fine-tunes Hugging Face models from one JSON recipe, on one process or many.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help; the styled one takes longer to import than all else together
+)
+for _verb in _VERBS:
+    # An unknown option counts as an override, so that the error for `--learning_rate 2e-5` names the key to write.
+    app.command(context_settings={"ignore_unknown_options": "overrides" in signature(_verb).parameters})(_verb)
+app.add_typer(recipes.app, name="recipes")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line, and return its exit code; `argv` holds the arguments after the program's name."""
+    forbid_telemetry()
+    arguments = _without_local_rank(sys.argv[1:] if argv is None else argv)
+    try:
+        typer.main.get_command(app).main(list(arguments), prog_name="trainer")
+        sys.stdout.flush()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except TrainerError as error:
+        for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
+            print(f"error: {for_terminal(without_secrets(problem))}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of the output has closed it, as in `trainer schema | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ExitCode.DONE
+
+
+def _without_local_rank(argv: Sequence[str]) -> Iterator[str]:
+    """Drop the `--local_rank=N` of the deepspeed launcher; its environment variables hold the same number."""
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument in ("--local_rank", "--local-rank"):
+            next(arguments, None)
+        elif not argument.startswith(("--local_rank=", "--local-rank=")):
+            yield argument
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trainer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,41 @@
+"""`trainer recipes`."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Annotated
+
+import typer
+
+from trainer.base import extensions
+from trainer.base.errors import UsageError
+
+app = typer.Typer(help="List the shipped recipes.")
+
+
+@app.callback(invoke_without_command=True)
+def recipes(context: typer.Context) -> None:
+    """List the shipped recipes."""
+    extensions.load()
+    if context.invoked_subcommand is not None:
+        return
+    from trainer.recipe.reading.shipped import is_base, shipped_recipes, summary
+
+    shipped = shipped_recipes()
+    width = max(map(len, shipped), default=0)
+    for name, path in sorted(shipped.items(), key=lambda item: is_base(item[1])):
+        typer.echo(f"{name:<{width}}  {'(to extend) ' if is_base(path) else ''}{summary(path)}")
+
+
+@app.command()
+def show(name: Annotated[str, typer.Argument(help="As `trainer recipes` lists it.", show_default=False)]) -> None:
+    """Print a shipped recipe."""
+    from trainer.recipe.reading.shipped import shipped_recipes
+
+    shipped = shipped_recipes()
+    path = shipped.get(name.removesuffix(".json"))
+    if path is None:
+        near = get_close_matches(name, shipped, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(shipped)}"
+        raise UsageError(f"no shipped recipe is called {name!r}; {hint}")
+    typer.echo(path.read_text(encoding="utf-8"), nl=False)

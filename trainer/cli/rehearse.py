@@ -1,0 +1,44 @@
+"""`trainer rehearse`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from trainer.cli.options import JsonOption, LengthOption, OverridesArgument, RecipeArgument, print_json
+
+
+def rehearse(
+    recipe: RecipeArgument,
+    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks of the run; none needs to exist.")],
+    overrides: OverridesArgument = None,
+    rank: Annotated[int, typer.Option(metavar="R", help="The rank to build.")] = 0,
+    local_ranks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks of each machine; default: the most up to 8 that divide all."),
+    ] = None,
+    length: LengthOption = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Rows of an epoch, to show those of the first step.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what one rank of a large run holds, sends, reads and writes, without its hardware.
+
+    The engine, optimizer and checkpoints of a run work on one rank of N, with tensors that have shapes and no memory.
+    The model's configuration is enough; data and weights are not needed.
+    """
+    from trainer.base.collector import importing
+    from trainer.recipe.reading.loading import load_recipe
+
+    resolved = load_recipe(recipe, overrides or ())
+
+    with importing():
+        from trainer.tools.plan import rehearsal
+
+    found = rehearsal.rehearse(resolved, ranks, rank, local_ranks, length, rows)
+    if as_json:
+        print_json(rehearsal.as_object(found))
+    else:
+        typer.echo("\n".join(rehearsal.lines(found)))

@@ -1,0 +1,32 @@
+"""`trainer report`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The page; default: report.html in the first folder."),
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Draw curves in the terminal, and write no page.")] = False,
+) -> None:
+    """Write one HTML page with the curves of runs, the differences of their recipes, and the facts of each.
+
+    The page needs no network. Runs may still train, or may have been killed.
+    """
+    from trainer.tools.report.report import read_runs, write_report
+
+    if not plain:
+        typer.echo(write_report(runs, output))
+        return
+    from trainer.tools.report.plain import plain_lines
+
+    for line in plain_lines(read_runs(runs), shutil.get_terminal_size().columns):
+        typer.echo(line)

@@ -1,0 +1,22 @@
+"""`trainer runs`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="The folder above the runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each run.")] = False,
+) -> None:
+    """List the runs in a folder: state, step, best evaluation, time and size on disk."""
+    from trainer.tools.report.listing import find_runs, listing
+
+    found = find_runs(folder)
+    for line in [json.dumps(asdict(one)) for one in found] if as_json else listing(found):
+        typer.echo(line)

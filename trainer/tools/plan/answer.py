@@ -1,0 +1,70 @@
+"""The answer to a request of `trainer plan`: plans of the recipe's layout or of those that a search finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.base.errors import UsageError
+from trainer.recipe.reading.loading import ResolvedRecipe
+from trainer.tools.plan.hardware import Devices
+from trainer.tools.plan.plan_lines import cost_lines, plan_lines, search_as_object, search_lines
+from trainer.tools.plan.recipe_plan import RecipePlan, as_object, changes_that_fit, cost_of, plan_recipe
+from trainer.tools.plan.request import PlanRequest
+from trainer.tools.plan.searching import Search, fewest_devices, write_recipe
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer as lines and as JSON values, and the plan of its one layout; None for a search."""
+
+    lines: Sequence[str]
+    values: Mapping[str, Any]
+    made: RecipePlan | None = None
+
+
+def answer(request: PlanRequest, resolved: ResolvedRecipe) -> Answer:
+    """Make the plans of a request, and write the recipe that it asks for.
+
+    Raises:
+        TrainerError: the recipe cannot be planned, nothing fits, or the recipe cannot be written.
+    """
+    devices, nodes, words = request.devices, request.nodes, request.overrides
+    length = None if request.largest == "length" else request.length
+    if request.search:
+        search = Search(request.recipe, words, devices, nodes, length, request.most_plans, request.any_precision)
+        result = search.fastest()
+        if result.choices:
+            _write(request, result.choices[0].overrides)
+        return Answer([_name(nodes, devices), *search_lines(result)], search_as_object(result))
+    found: tuple[str, ...] = ()
+    if request.is_auto:
+        devices, nodes, choice = fewest_devices(request.recipe, words, devices, length)
+        found, made = choice.overrides, choice.made
+    elif request.largest is not None:
+        search = Search(request.recipe, words, devices, nodes, length)
+        sizes = {"batch": search.largest_batch, "length": search.largest_length, "model": search.largest_model}
+        fitting = sizes[request.largest]()
+        if fitting is None:
+            raise UsageError(f"no {request.largest} fits on {_name(nodes, devices)}; plan without --largest")
+        found, made = fitting.overrides, fitting.made
+    else:
+        made = plan_recipe(resolved, devices, nodes, length)
+    _write(request, found)
+    changes = None
+    if not made.fits and request.most_changes:
+        changes = changes_that_fit(request.recipe, words, made, nodes, request.most_changes)
+    cost = cost_of(made, request.rows, request.price)
+    title = [f"found     {_name(nodes, devices)}: {' '.join(found)}"] if found else []
+    values = {**as_object(made, changes or []), "overrides": found, "training": cost and asdict(cost)}
+    return Answer([*title, *plan_lines(made, changes), *cost_lines(cost)], values, made)
+
+
+def _name(nodes: int, devices: Devices) -> str:
+    return f"{nodes} x {devices.number} {devices.name}"
+
+
+def _write(request: PlanRequest, found: Sequence[str]) -> None:
+    if request.write is not None:
+        write_recipe(request.write, request.recipe, (*request.overrides, *found))
