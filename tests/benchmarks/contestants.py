@@ -27,21 +27,14 @@ from trainer.observe.observer import Observers
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
-from trainer.tools.compare.peers import PeerTraining, plain_pytorch
+from trainer.tools.compare.peers import PEERS, PeerTraining
 from trainer.training.loop import Loop
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 
 
-def hand_written(setting: Setting, batches: Iterable[RankBatch]) -> None:
-    """Train with the loop of plain PyTorch."""
-    plain_pytorch(_of(setting), batches)
-
-
-def peer(
-    loop: Callable[[PeerTraining, Iterable[RankBatch]], None], setting: Setting, batches: Iterable[RankBatch]
-) -> None:
+def peer(name: str, setting: Setting, batches: Iterable[RankBatch]) -> None:
     """Train with the loop of another tool, which logs nothing here."""
-    loop(_of(setting), batches)
+    PEERS[name].train(_of(setting), batches, None)
 
 
 def trainer_by_default(setting: Setting, steps: Iterable[object]) -> None:

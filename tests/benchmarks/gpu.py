@@ -44,7 +44,7 @@ from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW, AdamW8bit, OptimizerSection, Recipe
 from trainer.recipe.strategies import STRATEGIES
-from trainer.tools.compare.peers import PeerTraining, plain_pytorch, transformers_trainer
+from trainer.tools.compare.peers import PEERS, PeerTraining
 from trainer.tools.plan.shape_batch import blank_batch
 from trainer.tools.plan.simulated_step import plan_step, planned_task
 
@@ -174,7 +174,7 @@ def _shortened(microbatch: Microbatch, generator: torch.Generator) -> Microbatch
 
 
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
-PEERS = {"plain": plain_pytorch, "transformers": transformers_trainer}
+TOOLS = {"plain": "pytorch", "transformers": "transformers"}
 """The other loops, by the name of their results."""
 
 
@@ -253,7 +253,7 @@ def train(case: Case, device: Device, planned: Mapping[str, Any] | None) -> dict
     return found
 
 
-def train_by_peer(case: Case, device: Device, peer: Callable[..., None]) -> dict[str, Any]:
+def train_by_peer(case: Case, device: Device, peer: str) -> dict[str, Any]:
     """Train a case by another loop on the same batches with torch's dropout, and return its figures."""
     recipe = case.recipe()
     plan, task = plan_run(recipe, 1), planned_task(plan_run(recipe, 1))
@@ -269,7 +269,7 @@ def train_by_peer(case: Case, device: Device, peer: Callable[..., None]) -> dict
                 times.append(device.now())
             yield batch
 
-    peer(PeerTraining(recipe, plan, task, model, len(batches), len(batches)), timed())
+    PEERS[peer].train(PeerTraining(recipe, plan, task, model, len(batches), len(batches)), timed(), None)
     step = (times[1] - times[0]) / (STEPS - 1)
     return {"step_seconds": step, "rows_per_second": case.rows / step, "peak_bytes": device.peak_bytes()}
 
@@ -326,7 +326,7 @@ def run(models: Sequence[str], tiny: bool, until: float, out: Path, plans: Path 
     device = Device()
     chosen = {case.name: shrunk(case) if tiny else case for case in cases() if case.model in models}
     results: dict[str, Any] = {"device": device.name, "torch": torch.__version__, "tiny": tiny}
-    results |= {part: {} for part in ("plans", "updates", "training", *PEERS)}
+    results |= {part: {} for part in ("plans", "updates", "training", *TOOLS)}
 
     def save() -> None:
         out.write_text(json.dumps(results, indent=2) + "\n")
@@ -342,8 +342,8 @@ def run(models: Sequence[str], tiny: bool, until: float, out: Path, plans: Path 
     for name, case in chosen.items():
         planned = results["plans"].get(name.replace(", CUDA graphs", ""))  # the same arithmetic
         attempt(results["training"], name, until, partial(train, case, device, planned))
-        for peer, loop in PEERS.items() if case.beside_peers else ():
-            attempt(results[peer], name, until, partial(train_by_peer, case, device, loop))
+        for peer, tool in TOOLS.items() if case.beside_peers else ():
+            attempt(results[peer], name, until, partial(train_by_peer, case, device, tool))
         save()
     for recipe in (AdamW(), AdamW8bit(name="adamw_8bit")):
         attempt(results["updates"], recipe.name, until, partial(update, recipe, device, tiny))

@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from docs.generate import with_spread
-from tests.benchmarks.contestants import hand_written, ours, peer, trainer_by_default
+from tests.benchmarks.contestants import ours, peer, trainer_by_default
 from tests.benchmarks.setting import MODELS, TASKS, Setting, benchmark_recipe
 from tests.benchmarks.turns import Contestant, Cost
 from tests.helpers.ranks import RankPool
@@ -35,13 +35,7 @@ from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.schema import MaskedLM, Recipe
-from trainer.tools.compare.peers import (
-    accelerate_fsdp2,
-    accelerate_loop,
-    name_ranks,
-    plain_deepspeed,
-    transformers_trainer,
-)
+from trainer.tools.compare.peers import name_ranks
 
 BASELINE = "PyTorch by hand"
 TORCHS_DROPOUT = "ours, torch's dropout"
@@ -77,15 +71,15 @@ def _contestants(recipes: Mapping[str, Recipe], world_size: int, by_default: boo
     ready = list(torchs.batches())
     # Our loop prepares batches while it trains; the others get prepared batches.
     found = [
-        Contestant(BASELINE, partial(hand_written, torchs), ready),
+        Contestant(BASELINE, partial(peer, "pytorch", torchs), ready),
         *(Contestant(name, partial(ours, one), one.batches()) for name, one in settings.items()),
-        Contestant("transformers' Trainer", partial(peer, transformers_trainer, torchs), ready),
-        Contestant("accelerate", partial(peer, accelerate_loop, torchs), ready),
+        Contestant("transformers' Trainer", partial(peer, "transformers", torchs), ready),
+        Contestant("accelerate", partial(peer, "accelerate", torchs), ready),
     ]
     if world_size > 1:
-        found.append(Contestant("DeepSpeed, ZeRO-1", partial(peer, plain_deepspeed, torchs), ready))
+        found.append(Contestant("DeepSpeed, ZeRO-1", partial(peer, "deepspeed", torchs), ready))
         if not isinstance(torchs.recipe.task, MaskedLM):  # accelerate shards the tied bias twice, and fails
-            found.append(Contestant("accelerate, FSDP2", partial(peer, accelerate_fsdp2, torchs), ready))
+            found.append(Contestant("accelerate, FSDP2", partial(peer, "accelerate_fsdp2", torchs), ready))
     if by_default:
         found.append(Contestant(BY_DEFAULT, partial(trainer_by_default, torchs), repeat(RankBatch([], 0, 0))))
     return found

@@ -49,8 +49,8 @@ def compare(
     stages, recomputation and each precision. Each layout trains in turns in new processes, without checkpoints. One
     that fails is shown with its reason. After Ctrl-C, the same command goes on.
     """
+    from trainer.tools.compare.compare import CompareRequest
     from trainer.tools.compare.compare import compare as compare_layouts
 
-    raise typer.Exit(
-        compare_layouts(recipe, overrides or (), layouts, processes, steps, output, hardware, peers or (), typer.echo)
-    )
+    request = CompareRequest(recipe, overrides or (), layouts, processes, steps, output, hardware, peers or ())
+    raise typer.Exit(compare_layouts(request, typer.echo))

@@ -26,7 +26,7 @@ from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.tools.compare import turns
 from trainer.tools.compare.comparison_page import write_page
 from trainer.tools.compare.contestants import contestants, kind_of
-from trainer.tools.compare.peers import NAMES, PEERS, require_able
+from trainer.tools.compare.peers import PEERS, require_able
 from trainer.tools.compare.result_table import table
 from trainer.tools.compare.results import TOLERANCES, results, warm_up
 from trainer.tools.compare.turns import Comparison
@@ -300,7 +300,8 @@ def test_layouts_and_peers_on_two_processes(tmp_path: Path):
     assert "plain PyTorch trains " in ended.stdout
     assert "failed    tensor=3: `parallel.tensor` must divide the 2 processes" in ended.stdout
     assert len(figures_of(output / "compare.html")["peak memory of the process of each rank"]) == 2
-    assert [trace["name"] for trace in figures_of(output / "compare.html")["loss"]][2:] == list(NAMES.values())
+    names = [trace["name"] for trace in figures_of(output / "compare.html")["loss"]]
+    assert names[2:] == [peer.title for peer in PEERS.values()]
     found = json.loads((output / "compare.json").read_text())["results"]
     assert [result["reason"] is None for result in found] == [True, True, False, False, *[True] * len(PEERS)]
     assert [result["peer"] for result in found] == [*[None] * 4, *PEERS]

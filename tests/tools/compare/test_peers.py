@@ -15,7 +15,7 @@ from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.compare.peers import PEERS, PeerTraining, _Flat, build_peer_model, name_ranks
+from trainer.tools.compare.peers import PEERS, FlatBatches, PeerTraining, build_peer_model, name_ranks
 from trainer.training.assembly import assemble, train_batches
 from trainer.training.process_group import open_mesh
 from trainer.training.run_data import prepare_data
@@ -39,7 +39,9 @@ def losses(sample: str, folder: Path, peers: tuple[str, ...]) -> dict[str, list[
         model = build_peer_model(recipe, data)
         of_peer = found[peer] = []
         one = PeerTraining(recipe, plan, task, model, STEPS, STEPS)
-        PEERS[peer](one, train_batches(plan, mesh, data), lambda batch, loss, norm, into=of_peer: into.append(loss))
+        PEERS[peer].train(
+            one, train_batches(plan, mesh, data), lambda batch, loss, norm, into=of_peer: into.append(loss)
+        )
     return found
 
 
@@ -74,4 +76,4 @@ def test_trainer_refuses_a_batch_that_is_not_full():
     rows = Microbatch({}, torch.zeros(1), torch.zeros(1))
     for microbatches in ([rows], [rows, replace(rows, filler=True)]):
         with pytest.raises(UsageError, match="but step 1 has the last rows of an epoch"):
-            list(_Flat([RankBatch(microbatches, 1, 1)], [], training))
+            list(FlatBatches([RankBatch(microbatches, 1, 1)], training))

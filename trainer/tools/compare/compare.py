@@ -7,9 +7,13 @@ import platform
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import torch
+
+from trainer.base.distribution import versions
 from trainer.base.errors import INTERRUPTED, ExitCode, UsageError
 from trainer.base.text import for_terminal
 from trainer.launch.local import number_of_ranks
@@ -19,62 +23,50 @@ from trainer.tools.compare.comparison_page import write_page
 from trainer.tools.compare.contestants import Contestant, contestants
 from trainer.tools.compare.peers import PEERS
 from trainer.tools.compare.result_table import table, write
-from trainer.tools.compare.results import Result, results, with_plan
+from trainer.tools.compare.results import results, with_plan
 from trainer.tools.compare.turns import TURNS, Comparison
+from trainer.tools.plan.hardware import parse_devices
 
 _WIDE = 1000  # characters of a line where the output is no terminal
 
 
-def compare(
-    recipe: str,
-    words: Sequence[str],
-    layouts: Path | None,
-    processes: int | None,
-    steps: int,
-    output: Path | None,
-    hardware: str | None,
-    peers: Sequence[str],
-    tell: Callable[[str], None],
-) -> int:
-    """Compare layouts or recipes, write the results, and return the exit code.
+@dataclass(frozen=True)
+class CompareRequest:
+    """The options of `trainer compare`."""
 
-    Args:
-        recipe: the name or path of the recipe.
-        words: overrides, perhaps with several values.
-        layouts: a file of layouts; None: `words` or the layouts that make sense here.
-        processes: the number of ranks; None: one for each GPU, or one.
-        steps: the steps of each turn.
-        output: the folder of the results; None: `runs/NAME-compare`.
-        hardware: a device as in `trainer plan --gpus`, for planned times.
-        peers: other trainings of the recipe, by the names of `trainer.tools.compare.peers.PEERS`.
-        tell: shows a line.
+    recipe: str  # the name or path of the recipe
+    words: Sequence[str]  # overrides, perhaps with several values
+    layouts: Path | None  # a file of layouts; None: `words` or the layouts that make sense here
+    processes: int | None  # the number of ranks; None: one for each GPU, or one
+    steps: int  # the steps of each turn
+    output: Path | None  # the folder of the results; None: `runs/NAME-compare`
+    hardware: str | None  # a device as in `trainer plan --gpus`, for planned times
+    peers: Sequence[str]  # other trainings of the recipe, by the names of `trainer.tools.compare.peers.PEERS`
+
+
+def compare(request: CompareRequest, echo: Callable[[str], None]) -> int:
+    """Compare layouts or recipes, write the results, and return the exit code; `echo` shows a line.
 
     Raises:
         TrainerError: no layout can start, or the results cannot be written.
     """
-    import torch
-
-    from trainer.base.distribution import versions
-
     if detect().has_ranks:
         raise UsageError("`trainer compare` starts its own ranks; run it without a launcher")
-    if hardware is not None:
-        from trainer.tools.plan.hardware import parse_devices
-
-        parse_devices(f"1x{hardware}")
-    gpus, ranks = torch.cuda.device_count(), number_of_ranks(processes)
-    common, found = contestants(recipe, words, layouts, ranks, gpus)
-    for peer in peers:
+    if request.hardware is not None:
+        parse_devices(f"1x{request.hardware}")
+    gpus, ranks = torch.cuda.device_count(), number_of_ranks(request.processes)
+    common, found = contestants(request.recipe, request.words, request.layouts, ranks, gpus)
+    for peer in request.peers:
         if peer not in PEERS:
             raise UsageError(f"`--with` is {peer!r}; use {', '.join(PEERS)}")
-    found += [Contestant((), ranks, peer) for peer in dict.fromkeys(peers)]
-    folder = output or Path("runs") / f"{load_recipe(recipe, common).recipe.name}-compare"
-    comparison = Comparison(recipe, common, found, steps, folder)
-    tell(f"{len(found)} layouts, {TURNS} turns of {steps} steps each on {ranks} processes, in {folder}")
+    found += [Contestant((), ranks, peer) for peer in dict.fromkeys(request.peers)]
+    folder = request.output or Path("runs") / f"{load_recipe(request.recipe, common).recipe.name}-compare"
+    comparison = Comparison(request.recipe, common, found, request.steps, folder)
+    echo(f"{len(found)} layouts, {TURNS} turns of {request.steps} steps each on {ranks} processes, in {folder}")
     is_interrupted = False
 
     def show(line: str) -> None:
-        tell(for_terminal(line))
+        echo(for_terminal(line))
 
     try:
         comparison.run(show)
@@ -85,23 +77,25 @@ def compare(
     if not is_interrupted:
         show("planning the layouts")
         with suppress(KeyboardInterrupt):
-            made = [with_plan(result, trial, hardware) for result, trial in zip(made, comparison.trials, strict=True)]
-    facts = {"recipe": recipe, "overrides": common, "processes": ranks, "steps": steps, "device": _device(gpus)}
-    facts |= {"versions": versions(), "written": datetime.now().astimezone().isoformat(" ", "minutes")}
+            made = [
+                with_plan(result, trial, request.hardware)
+                for result, trial in zip(made, comparison.trials, strict=True)
+            ]
+    facts = {
+        "recipe": request.recipe,
+        "overrides": common,
+        "processes": ranks,
+        "steps": request.steps,
+        "device": torch.cuda.get_device_name(0) if gpus else f"cpu, {platform.machine()}, {os.cpu_count()} cores",
+        "versions": versions(),
+        "written": datetime.now().astimezone().isoformat(" ", "minutes"),
+    }
     write(made, folder, facts)
     write_page(made, folder, facts, is_cpu=gpus == 0)
     show("")
     for line in table(made, gpus == 0, shutil.get_terminal_size((_WIDE, 0)).columns):
         show(line)
     show(f"wrote     {folder / 'compare.html'}, compare.json and compare.csv")
-    return INTERRUPTED if is_interrupted else _code(made)
-
-
-def _device(gpus: int) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(0) if gpus else f"cpu, {platform.machine()}, {os.cpu_count()} cores"
-
-
-def _code(made: Sequence[Result]) -> int:
+    if is_interrupted:
+        return INTERRUPTED
     return ExitCode.DONE if any(result.is_complete for result in made) else ExitCode.FAILED

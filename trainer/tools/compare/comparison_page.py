@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
 
 from trainer.base.disk import replace_text
+from trainer.observe.records import StepRecord
 from trainer.tools.compare.probe import PARTS
 from trainer.tools.compare.result_table import HEADER, cells, remarks
 from trainer.tools.compare.results import Result, difference
@@ -23,11 +25,7 @@ EQUAL = 1e-9
 def write_page(results: Sequence[Result], folder: Path, facts: Mapping[str, Any], is_cpu: bool) -> None:
     """Write `compare.html` into a folder.
 
-    Args:
-        results: the results.
-        folder: an existing folder.
-        facts: the command's inputs, by name.
-        is_cpu: whether the ranks ran on a CPU, where memory is that of the whole process.
+    `is_cpu`: the ranks ran on a CPU, where memory is that of the whole process.
     """
     trained = [result for result in results if result.records]
     rows = [cells(result) for result in trained]
@@ -47,12 +45,7 @@ def _text(value: Any) -> str:
 
 
 def _costs(trained: Sequence[Result], is_cpu: bool) -> Iterator[go.Figure]:
-    times = [
-        (result.name, (1e3 * low, 1e3 * middle, 1e3 * high))
-        for result in trained
-        if result.step_seconds is not None
-        for low, middle, high in (result.step_seconds,)
-    ]
+    times = [(one.name, [1e3 * seconds for seconds in one.step_seconds]) for one in trained if one.step_seconds]
     yield ranges("time of a step, median and quartiles", times, "ms")
     names = [result.name for result in trained]
     if any(result.shares for result in trained):
@@ -85,28 +78,19 @@ def _planned(trained: Sequence[Result], name: str) -> list[tuple[str, list[float
 
 
 def _learning(trained: Sequence[Result]) -> Iterator[go.Figure]:
+    def curve(one: Result, value: Callable[[StepRecord], float]) -> Curve:
+        return Curve(one.name, [record.step for record in one.records], list(map(value, one.records)))
+
     for title, name in (("loss", "loss"), ("gradient norm before clipping", "grad_norm")):
-        found = [
-            Curve(one.name, [record.step for record in one.records], [getattr(record, name) for record in one.records])
-            for one in trained
-        ]
-        yield curves(title, found)
+        yield curves(title, [curve(one, attrgetter(name)) for one in trained])
     first = next((one for one in trained if one.is_reference), trained[0])
     expected = {record.step: record for record in first.records}
-    for title, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
-        apart = [
-            Curve(
-                one.name,
-                [record.step for record in one.records],
-                [
-                    max(EQUAL, difference(getattr(record, name), getattr(expected[record.step], name)))
-                    for record in one.records
-                ],
-            )
-            for one in trained
-            if one.likeness is not None
-        ]
-        if apart:
+    for title, value in (("loss", attrgetter("loss")), ("gradient norm", attrgetter("grad_norm"))):
+
+        def apart(record: StepRecord, value: Callable[[StepRecord], float] = value) -> float:
+            return max(EQUAL, difference(value(record), value(expected[record.step])))
+
+        if found := [curve(one, apart) for one in trained if one.likeness is not None]:
             yield curves(
-                f"relative difference of the {title} from the reference; {EQUAL:g} if equal", apart, is_log=True
+                f"relative difference of the {title} from the reference; {EQUAL:g} if equal", found, is_log=True
             )

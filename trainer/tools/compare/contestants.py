@@ -17,7 +17,7 @@ from trainer.checkpoint.saving import identity
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy
-from trainer.tools.compare.peers import NAMES
+from trainer.tools.compare.peers import PEERS
 from trainer.tools.plan.searching import changes, layouts
 
 Kind = Literal["layout", "precision", "training"]
@@ -39,7 +39,7 @@ class Contestant:
     def name(self) -> str:
         """The name of the peer; or the overrides without their sections, or `recipe`."""
         if self.peer is not None:
-            return NAMES[self.peer]
+            return PEERS[self.peer].title
         return " ".join(
             word.partition("=")[0].rpartition(".")[2] + word[word.index("=") :] for word in self.overrides
         ) or ("recipe")
@@ -50,12 +50,7 @@ def contestants(
 ) -> tuple[list[str], list[Contestant]]:
     """Return the overrides of all contestants, and the contestants; the first is the reference.
 
-    Args:
-        recipe: the name or path of the recipe.
-        words: overrides; one with several values, `key=a,b`, is an axis of a grid.
-        file: a layout a line, as overrides; None: no file.
-        processes: the number of ranks.
-        gpus: the GPUs of this machine.
+    `key=a,b` among the words is an axis of a grid. Each line of the file is a layout, as overrides.
 
     Raises:
         UsageError: the file cannot be read, or a line of it is not of overrides.

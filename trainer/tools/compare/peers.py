@@ -11,65 +11,74 @@ import math
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
 from trainer.base.errors import ExitCode, UsageError
+from trainer.engine.deepspeed_package import ready_deepspeed
+from trainer.engine.forward import denominator_of, without_cache
+from trainer.engine.learning_rate import learning_rate, learning_rate_factor
+from trainer.engine.optimizers.parameters import TrainedParameters, matrix_names, no_decay_names
+from trainer.engine.optimizers.table import build_optimizer
+from trainer.engine.zero import load_deepspeed
+from trainer.models.building import build_model
+from trainer.models.families.table import layers_of
+from trainer.observe.meter import Meter, peak_memory_bytes
+from trainer.observe.metrics_file import MetricsFile
+from trainer.observe.records import StepRecord
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.placement import whole
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe
 from trainer.recipe.schema import Embedding, Recipe
+from trainer.tasks.task import Task
+from trainer.training.assembly import train_batches
+from trainer.training.checking import prepare_checked
+from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
+from trainer.training.run_data import PreparedData
+from trainer.training.run_info import run_info
 
 if TYPE_CHECKING:
-    import torch
     from accelerate import FullyShardedDataParallelPlugin
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
 
-    from trainer.parallel.mesh import ParallelMesh
-    from trainer.parallel.microbatch import Microbatch, RankBatch
-    from trainer.tasks.task import Task
-    from trainer.training.run_data import PreparedData
-
-    Told = Callable[["RankBatch", float, float], None]
-    """A function that gets each batch after its step, with the loss of the global batch and the gradient norm."""
-
-NAMES = {
-    "pytorch": "plain PyTorch",
-    "transformers": "transformers' Trainer",
-    "accelerate": "a loop of accelerate",
-    "accelerate_fsdp2": "a loop of accelerate, FSDP2",
-    "deepspeed": "plain DeepSpeed, ZeRO-1",
-}
-"""The names of the peers in a table."""
+OnStep = Callable[[RankBatch, float, float], None]
+"""A function that gets each batch after its step, with the loss of the global batch and the gradient norm."""
 
 
 @dataclass(frozen=True)
 class PeerTraining:
-    """The parts of a training that the loops share.
-
-    Args:
-        recipe: the recipe.
-        plan: its plan, with data-parallel ranks only.
-        task: its task, which computes the loss.
-        model: a new model on the device of this rank, the same on all ranks.
-        num_steps: the steps to take.
-        total_steps: the steps of the schedule.
-    """
+    """The parts of a training that the loops share."""
 
     recipe: Recipe
-    plan: RunPlan
-    task: Task
-    model: nn.Module
-    num_steps: int
-    total_steps: int
+    plan: RunPlan  # its plan, with data-parallel ranks only
+    task: Task  # its task, which computes the loss
+    model: nn.Module  # a new model on the device of this rank, the same on all ranks
+    num_steps: int  # the steps to take
+    total_steps: int  # the steps of the schedule
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.layout.world_size
+
+    @property
+    def is_bf16(self) -> bool:
+        return self.recipe.precision == "bf16"
 
     @property
     def device(self) -> torch.device:
@@ -78,18 +87,13 @@ class PeerTraining:
 
     @cached_property
     def _constants(self) -> dict[str, bool]:
-        from trainer.engine.forward import without_cache
-
         return without_cache(self.model)
 
     def num_labels(self, batch: RankBatch) -> Tensor:
         """Return the number of valid labels in the global batch, by which its sum of losses is divided."""
-        import torch.distributed as dist
-
-        from trainer.engine.forward import denominator_of
 
         def sum_(local: Tensor) -> Tensor:
-            if self.plan.layout.world_size > 1:
+            if self.ranks > 1:
                 dist.all_reduce(local)
             return local
 
@@ -106,12 +110,6 @@ class PeerTraining:
 
     def optimizer(self) -> tuple[Optimizer, LRScheduler]:
         """Return the recipe's optimizer and its learning rates."""
-        from torch.optim.lr_scheduler import LambdaLR
-
-        from trainer.engine.learning_rate import learning_rate_factor
-        from trainer.engine.optimizers.parameters import TrainedParameters, matrix_names, no_decay_names
-        from trainer.engine.optimizers.table import build_optimizer
-
         named, no_decay = dict(self.model.named_parameters()), no_decay_names(self.model)
         trained = TrainedParameters(named, no_decay, lambda: matrix_names(self.model))
         made = build_optimizer(self.recipe.optimizer, trained)
@@ -120,67 +118,173 @@ class PeerTraining:
         return made, LambdaLR(made, lambda step: learning_rate_factor(self.recipe.schedule, step, self.total_steps))
 
 
-def plain_pytorch(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
-    """Train with the shortest loop of PyTorch and DistributedDataParallel that takes the same steps."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.nn.utils import clip_grad_norm_
+class _PyTorch:
+    """The shortest loop of PyTorch and DistributedDataParallel that takes the same steps.
 
-    recipe, ranks, model = training.recipe, training.plan.layout.world_size, training.model.train()
-    device = training.device
-    optimizer, schedule = training.optimizer()
-    ddp: Any = model
-    if ranks > 1:
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    The other loops replace its parts. All tools average gradients over the ranks.
+    """
+
+    autocasts = True
+    """Whether the loop enters autocast; a tool may do so itself."""
+
+    def __init__(self, training: PeerTraining) -> None:
+        self._most_norm = training.recipe.training.max_grad_norm or math.inf
+        self._optimizer, self._schedule = training.optimizer()
+        self.model: Any = training.model.train()
+        self._is_parallel = training.ranks > 1
+        if self._is_parallel:
+            self.model = DistributedDataParallel(training.model, gradient_as_bucket_view=True)
+
+    def passes(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Return the context of the passes of one microbatch of a step."""
+        return self.model.no_sync() if self._is_parallel and not is_last else nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of one microbatch."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> Any:
+        """Update the weights, and return the gradient norm before clipping."""
+        norm = self._clip()
+        self._optimizer.step()
+        self._schedule.step()
+        self._optimizer.zero_grad()
+        return norm
+
+    def _clip(self) -> Any:
+        return clip_grad_norm_(self.model.parameters(), self._most_norm)
+
+
+class _Accelerate(_PyTorch):
+    """The loop that accelerate's documentation shows, and DistributedDataParallel."""
+
+    autocasts = False
+
+    def __init__(self, training: PeerTraining) -> None:
+        from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
+
+        plugin = self._plugin(training)
+        self._accelerator = accelerator = Accelerator(
+            cpu=training.device.type == "cpu",
+            mixed_precision="bf16" if training.is_bf16 else "no",
+            fsdp_plugin=plugin,
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        )
+        os.environ.pop("ACCELERATE_USE_FSDP", None)  # the plugin set it, for all later trainings in this process
+        if plugin is not None and not accelerator.is_fsdp2:  # accelerate shards on CPUs too, but asks for GPUs here
+            # Objects of this type share their attributes; those of a copy leave other trainings alone.
+            accelerator.state = copy.copy(accelerator.state)
+            vars(accelerator.state).update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        self._most_norm = training.recipe.training.max_grad_norm or math.inf
+        made, self._schedule = training.optimizer()
+        self.model, self._optimizer = accelerator.prepare(training.model.train(), made)
+        assert (plugin is None) != isinstance(self.model, FSDPModule), "accelerate ignored the plugin"
+
+    def _plugin(self, training: PeerTraining) -> FullyShardedDataParallelPlugin | None:
+        """Return the settings of FSDP2; None: DistributedDataParallel."""
+        return None
+
+    def passes(self, is_last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if is_last else self._accelerator.no_sync(self.model)
+
+    def backward(self, loss: Tensor) -> None:
+        self._accelerator.backward(loss)
+
+    def _clip(self) -> Any:
+        return self._accelerator.clip_grad_norm_(self.model.parameters(), self._most_norm)
+
+
+class _AccelerateFSDP2(_Accelerate):
+    """The loop of accelerate, and FSDP2 of each layer."""
+
+    def _plugin(self, training: PeerTraining) -> FullyShardedDataParallelPlugin:
+        from accelerate import FullyShardedDataParallelPlugin
+
+        # By default it also takes BERT's embeddings as a layer, and then fails because it shards their table twice.
+        layers = {type(layer).__name__ for layer in layers_of(training.model).values()}
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=sorted(layers)
+        )
+        if training.is_bf16:
+            plugin.set_mixed_precision("bf16")
+        return plugin
+
+
+class _DeepSpeed(_PyTorch):
+    """The loop that DeepSpeed's documentation shows, under ZeRO-1."""
+
+    def __init__(self, training: PeerTraining) -> None:
+        made, self._schedule = training.optimizer()
+        self.model, *_ = load_deepspeed(training.device).initialize(
+            model=training.model.train(),
+            optimizer=made,
+            dist_init_required=False,
+            config={
+                "train_micro_batch_size_per_gpu": training.plan.batch.micro_batch_size,
+                "gradient_accumulation_steps": 1,  # the loop marks the last microbatch
+                "gradient_clipping": training.recipe.training.max_grad_norm or 0.0,
+                "zero_optimization": {"stage": 1},
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+            },
+        )
+
+    def passes(self, is_last: bool) -> AbstractContextManager[Any]:
+        self.model.set_gradient_accumulation_boundary(is_last)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        self.model.backward(loss)
+        self.model.step()
+
+    def update(self) -> Any:
+        self._schedule.step()
+        return self.model.get_global_grad_norm()
+
+
+def _train_in_loop(
+    tool: type[_PyTorch], training: PeerTraining, batches: Iterable[RankBatch], on_step: OnStep | None = None
+) -> None:
+    device, loop = training.device, tool(training)
     for batch in islice(batches, training.num_steps):
         total, labels = torch.zeros((), device=device), training.num_labels(batch)
         for microbatch in batch.microbatches:
-            if ranks > 1:
-                ddp.require_backward_grad_sync = microbatch is batch.microbatches[-1]
             rows = microbatch.to(device)
-            with torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext():
-                output = ddp(**training.inputs(rows))
-            loss = training.loss_sum(output, rows) / labels
-            (loss * ranks).backward()  # type: ignore[no-untyped-call]  # DDP averages over the ranks
-            total += loss.detach()
-        norm = clip_grad_norm_(model.parameters(), recipe.training.max_grad_norm or math.inf)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if tell is not None:
-            if ranks > 1:
+            with loop.passes(microbatch is batch.microbatches[-1]):
+                with torch.autocast(device.type, torch.bfloat16, enabled=loop.autocasts and training.is_bf16):
+                    output = loop.model(**training.inputs(rows))
+                loss = training.loss_sum(output, rows) / labels
+                loop.backward(loss * training.ranks)
+                total += loss.detach()
+        norm = loop.update()
+        if on_step is not None:
+            if training.ranks > 1:
                 dist.all_reduce(total)
-            tell(batch, total.item(), norm.item())
+            on_step(batch, total.item(), float(norm))
 
 
-def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
-    """Train with transformers' Trainer. It neither evaluates nor saves, and logs each step if `tell` is given."""
-    import torch
+def _train_in_trainer(training: PeerTraining, batches: Iterable[RankBatch], on_step: OnStep | None = None) -> None:
+    """Train with transformers' Trainer. It neither evaluates nor saves, and logs each step for `on_step`."""
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    from trainer.parallel.microbatch import Microbatch
-
-    taken: list[tuple[RankBatch, Tensor]] = []
+    flat = FlatBatches(batches, training)
 
     class OnOurBatches(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
-            return _Flat(batches, taken, training)
+            return flat
 
         def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
             labels = inputs.pop("labels")
             rows = Microbatch(inputs, labels, torch.empty(0))
-            num_labels = taken[-1][1]
             # Trainer divides by the microbatches, and DistributedDataParallel by the ranks.
-            factor = self.current_gradient_accumulation_steps * training.plan.layout.world_size
+            factor = self.current_gradient_accumulation_steps * training.ranks
             loss = training.loss_sum(model(**training.inputs(rows)), rows)
-            return torch.mul(loss, factor / num_labels)
+            return torch.mul(loss, factor / flat.num_labels)
 
-    class Tell(TrainerCallback):  # type: ignore[misc]
+    class Log(TrainerCallback):  # type: ignore[misc]
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if tell is not None and "loss" in logs:
-                of_step = taken[state.global_step - 1][0]
-                tell(of_step, logs["loss"], logs["grad_norm"])
+            if on_step is not None and "loss" in logs:
+                on_step(flat.taken[state.global_step - 1], logs["loss"], logs["grad_norm"])
 
     recipe, batch = training.recipe, training.plan.batch
     on_cpu = training.device.type == "cpu"
@@ -191,8 +295,8 @@ def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], t
             per_device_train_batch_size=batch.micro_batch_size,
             gradient_accumulation_steps=batch.num_microbatches,
             max_grad_norm=recipe.training.max_grad_norm or math.inf,
-            bf16=recipe.precision == "bf16",
-            logging_strategy="no" if tell is None else "steps",
+            bf16=training.is_bf16,
+            logging_strategy="no" if on_step is None else "steps",
             logging_steps=1,
             save_strategy="no",
             eval_strategy="no",
@@ -203,139 +307,24 @@ def transformers_trainer(training: PeerTraining, batches: Iterable[RankBatch], t
             ddp_find_unused_parameters=False,
             ddp_broadcast_buffers=False,
         )
-        trainer = OnOurBatches(training.model, arguments, optimizers=training.optimizer(), callbacks=[Tell()])
-        trainer.model_accepts_loss_kwargs = False  # Trainer need not count labels, because `taken` has their number
+        trainer = OnOurBatches(training.model, arguments, optimizers=training.optimizer(), callbacks=[Log()])
+        trainer.model_accepts_loss_kwargs = False  # Trainer need not count labels; `flat` did
         trainer.remove_callback(PrinterCallback)
         trainer.train()
 
 
-def accelerate_loop(
-    training: PeerTraining,
-    batches: Iterable[RankBatch],
-    tell: Told | None = None,
-    plugin: FullyShardedDataParallelPlugin | None = None,
-) -> None:
-    """Train with the loop that accelerate's documentation shows, and DistributedDataParallel.
-
-    Args:
-        training: the training.
-        batches: its batches.
-        tell: gets each batch after its step.
-        plugin: the settings of FSDP2, in place of DistributedDataParallel.
-    """
-    import torch
-    from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
-    from torch.distributed.fsdp import FSDPModule
-
-    recipe, ranks, device = training.recipe, training.plan.layout.world_size, training.device
-    accelerator = Accelerator(
-        cpu=device.type == "cpu",
-        mixed_precision="bf16" if recipe.precision == "bf16" else "no",
-        fsdp_plugin=plugin,
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
-    )
-    os.environ.pop("ACCELERATE_USE_FSDP", None)  # the plugin set it, for all later trainings in this process
-    if plugin is not None and not accelerator.is_fsdp2:  # accelerate shards on CPUs too, but asks for GPUs here
-        # Objects of this type share their attributes; those of a copy leave other trainings alone.
-        accelerator.state = copy.copy(accelerator.state)
-        vars(accelerator.state).update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
-    made, schedule = training.optimizer()
-    model, optimizer = accelerator.prepare(training.model.train(), made)
-    assert (plugin is None) != isinstance(model, FSDPModule), "accelerate ignored the plugin"
-    for batch in islice(batches, training.num_steps):
-        total, labels = torch.zeros((), device=device), training.num_labels(batch)
-        for microbatch in batch.microbatches:
-            is_last = microbatch is batch.microbatches[-1]
-            with nullcontext() if is_last else accelerator.no_sync(model):
-                rows = microbatch.to(device)
-                loss = training.loss_sum(model(**training.inputs(rows)), rows) / labels
-                accelerator.backward(loss * ranks)  # DistributedDataParallel averages over the ranks
-                total += loss.detach()
-        norm = accelerator.clip_grad_norm_(model.parameters(), recipe.training.max_grad_norm or math.inf)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if tell is not None:
-            tell(batch, accelerator.reduce(total).item(), norm.item())
-
-
-def accelerate_fsdp2(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
-    """Train with the loop of accelerate, and FSDP2 of each layer."""
-    from accelerate import FullyShardedDataParallelPlugin
-
-    from trainer.models.families.table import layers_of
-
-    # By default it also takes BERT's embeddings as a layer, and then fails because it shards their table twice.
-    layers = {type(layer).__name__ for layer in layers_of(training.model).values()}
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=sorted(layers)
-    )
-    if training.recipe.precision == "bf16":
-        plugin.set_mixed_precision("bf16")
-    accelerate_loop(training, batches, tell, plugin)
-
-
-def plain_deepspeed(training: PeerTraining, batches: Iterable[RankBatch], tell: Told | None = None) -> None:
-    """Train with the loop that DeepSpeed's documentation shows, under ZeRO-1."""
-    import torch
-    import torch.distributed as dist
-
-    from trainer.engine.zero import load_deepspeed
-
-    recipe, ranks, device = training.recipe, training.plan.layout.world_size, training.device
-    made, schedule = training.optimizer()
-    engine, *_ = load_deepspeed(device).initialize(
-        model=training.model.train(),
-        optimizer=made,
-        dist_init_required=False,
-        config={
-            "train_micro_batch_size_per_gpu": training.plan.batch.micro_batch_size,
-            "gradient_accumulation_steps": 1,  # the loop marks the last microbatch
-            "gradient_clipping": recipe.training.max_grad_norm or 0.0,
-            "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        },
-    )
-    for batch in islice(batches, training.num_steps):
-        total, labels = torch.zeros((), device=device), training.num_labels(batch)
-        for microbatch in batch.microbatches:
-            rows = microbatch.to(device)
-            engine.set_gradient_accumulation_boundary(microbatch is batch.microbatches[-1])
-            with torch.autocast(device.type, torch.bfloat16) if recipe.precision == "bf16" else nullcontext():
-                output = engine(**training.inputs(rows))
-            loss = training.loss_sum(output, rows) / labels
-            engine.backward(loss * ranks)  # DeepSpeed averages over the ranks
-            engine.step()
-            total += loss.detach()
-        schedule.step()
-        if tell is not None:
-            dist.all_reduce(total)
-            tell(batch, total.item(), float(engine.get_global_grad_norm()))
-
-
-PEERS: dict[str, Callable[[PeerTraining, Iterable[RankBatch], Told | None], None]] = {
-    "pytorch": plain_pytorch,
-    "transformers": transformers_trainer,
-    "accelerate": accelerate_loop,
-    "accelerate_fsdp2": accelerate_fsdp2,
-    "deepspeed": plain_deepspeed,
-}
-
-
-class _Flat:
+class FlatBatches:
     """The microbatches of rank batches as dictionaries for transformers' Trainer, without a length.
-
-    `taken` gets each batch with its number of labels.
 
     Raises:
         UsageError: a batch has fewer microbatches than others, or a filler; Trainer would add those of the next batch.
     """
 
-    def __init__(
-        self, batches: Iterable[RankBatch], taken: list[tuple[RankBatch, Tensor]], training: PeerTraining
-    ) -> None:
-        self._batches, self._taken, self._training = batches, taken, training
+    def __init__(self, batches: Iterable[RankBatch], training: PeerTraining) -> None:
+        self._batches, self._training = batches, training
+        self.taken: list[RankBatch] = []
+        self.num_labels: Tensor | int = 0
+        """The valid labels of the last batch that was taken."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         number = self._training.plan.batch.num_microbatches
@@ -343,12 +332,31 @@ class _Flat:
             if len(batch.microbatches) != number or any(rows.filler for rows in batch.microbatches):
                 raise UsageError(
                     f"`--with transformers` needs {number} full microbatches on each rank, but step"
-                    f" {len(self._taken) + 1} has the last rows of an epoch, which are too few; use"
-                    f" `--steps {len(self._taken)}` or fewer"
+                    f" {len(self.taken) + 1} has the last rows of an epoch, which are too few; use"
+                    f" `--steps {len(self.taken)}` or fewer"
                 )
-            self._taken.append((batch, self._training.num_labels(batch)))
+            self.taken.append(batch)
+            self.num_labels = self._training.num_labels(batch)
             for microbatch in batch.microbatches:
                 yield {**microbatch.inputs, "labels": microbatch.labels}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The name of a peer in a table, its function, and whether it shards the optimizer, for which it has limits."""
+
+    title: str
+    train: Callable[[PeerTraining, Iterable[RankBatch], OnStep | None], None]
+    shards: bool = False
+
+
+PEERS = {
+    "pytorch": Peer("plain PyTorch", partial(_train_in_loop, _PyTorch)),
+    "transformers": Peer("transformers' Trainer", _train_in_trainer),
+    "accelerate": Peer("a loop of accelerate", partial(_train_in_loop, _Accelerate)),
+    "accelerate_fsdp2": Peer("a loop of accelerate, FSDP2", partial(_train_in_loop, _AccelerateFSDP2), shards=True),
+    "deepspeed": Peer("plain DeepSpeed, ZeRO-1", partial(_train_in_loop, _DeepSpeed), shards=True),
+}
 
 
 def name_ranks(environment: LaunchEnvironment) -> None:
@@ -383,12 +391,9 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
         % (processes * plan_run(recipe, processes).batch.micro_batch_size)
         != 0,
     }
-    shards = peer in ("deepspeed", "accelerate_fsdp2")
+    shards = PEERS[peer].shards
     if shards:
-        wrong |= {
-            "processes": processes == 1,
-            "optimizer.name": recipe.optimizer.name not in ("adamw", "sgd"),
-        }
+        wrong |= {"processes": processes == 1, "optimizer.name": recipe.optimizer.name not in ("adamw", "sgd")}
     if found := [key for key, is_wrong in wrong.items() if is_wrong]:
         raise UsageError(
             f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it needs `parallel.strategy` ddp"
@@ -416,10 +421,6 @@ class PeerMeasurement:
     output: Path
 
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
-        from trainer.engine.deepspeed_package import ready_deepspeed
-        from trainer.training.checking import prepare_checked
-        from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
-
         redirect_output(self.output)
         require_able(self.peer, resolved.recipe, environment.world_size)
         plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
@@ -436,8 +437,6 @@ class PeerMeasurement:
 
 def build_peer_model(recipe: Recipe, data: PreparedData) -> nn.Module:
     """Build the recipe's model with torch's dropout, with the same weights at each call and on each rank."""
-    from trainer.models.building import build_model
-
     task = data.task
     return build_model(
         recipe.model,
@@ -451,49 +450,41 @@ def build_peer_model(recipe: Recipe, data: PreparedData) -> nn.Module:
 
 
 def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, environment: LaunchEnvironment) -> None:
-    from trainer.engine.learning_rate import learning_rate
-    from trainer.observe.meter import peak_memory_bytes
-    from trainer.observe.metrics_file import MetricsFile
-    from trainer.observe.records import StepRecord
-    from trainer.parallel.placement import whole
-    from trainer.training.assembly import train_batches
-    from trainer.training.run_info import run_info
-
     recipe, task = plan.recipe, data.task
     model = build_peer_model(recipe, data).to(mesh.device)
     total = plan.total_steps(len(data.train))
     training = PeerTraining(recipe, plan, task, model, min(total, recipe.training.stop_at_step or total), total)
     records: list[StepRecord] = []
-    last = time.perf_counter()
+    samples = tokens = 0
+    meter = Meter()
 
-    def tell(batch: RankBatch, loss: float, norm: float) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        seconds, last = now - last, now
-        before = records[-1] if records else None
-        tokens = (before.tokens or 0 if before else 0) + batch.num_tokens
+    def record(batch: RankBatch, loss: float, norm: float) -> None:
+        nonlocal samples, tokens
+        meter.add(batch.num_rows, batch.num_tokens)
+        rates, step = meter.read(), len(records)
+        samples, tokens = samples + batch.num_rows, tokens + batch.num_tokens
         records.append(
             StepRecord(
-                step=len(records) + 1,
-                epoch=(len(records) + 1) / plan.steps_per_epoch(len(data.train)),
+                step=step + 1,
+                epoch=(step + 1) / plan.steps_per_epoch(len(data.train)),
                 loss=loss,
                 grad_norm=norm,
-                learning_rate=learning_rate(recipe.optimizer, recipe.schedule, len(records), total),
-                samples=(before.samples if before else 0) + batch.num_rows,
+                learning_rate=learning_rate(recipe.optimizer, recipe.schedule, step, total),
+                samples=samples,
                 tokens=tokens or None,
-                step_seconds=seconds,
-                samples_per_second=batch.num_rows / seconds,
-                tokens_per_second=batch.num_tokens / seconds if batch.num_tokens else None,
+                step_seconds=rates.step_seconds,
+                samples_per_second=rates.samples_per_second,
+                tokens_per_second=rates.tokens_per_second,
                 peak_memory_bytes=0,
             )
         )
 
-    PEERS[peer](training, train_batches(plan, mesh, data), tell)
+    PEERS[peer].train(training, train_batches(plan, mesh, data), record)
     memory = mesh.agree_each(peak_memory_bytes(mesh.device))
     info = run_info(plan, environment, task, data.train, None, [model], whole(model), mesh, None)
     if mesh.rank == 0:
         file = MetricsFile()
         file.start(info)
-        for record in records:
-            file.step(replace(record, peak_memory_bytes=max(memory), rank_memory_bytes=memory))
+        for one in records:
+            file.step(replace(one, peak_memory_bytes=max(memory), rank_memory_bytes=memory))
         file.close()

@@ -35,28 +35,18 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Shares:
-    """The parts of a step, which add up to 1, and the bytes of its collectives.
+    """The parts of a step, which add up to 1, and the bytes of its collectives."""
 
-    Args:
-        compute: the share with a running operation or kernel.
-        communication: the share in which a collective runs, or waits for another rank, and nothing is computed.
-        rest: the share of neither: the host's own work, and waiting for rows.
-        sent_bytes: one rank's input or output of each collective, whichever is larger, summed.
-    """
-
-    compute: float
-    communication: float
-    rest: float
-    sent_bytes: int
+    compute: float  # the share with a running operation or kernel
+    communication: float  # the share in which a collective runs, or waits for another rank, and nothing is computed
+    rest: float  # the share of neither: the host's own work, and waiting for rows
+    sent_bytes: int  # one rank's input or output of each collective, whichever is larger, summed
 
 
 class Probe(Observer):
     """Observer of one rank that writes the `Shares` of a step.
 
-    Args:
-        first: the number of steps before the probed ones.
-        rank: this rank.
-        folder: an existing folder.
+    `first` is the number of steps before the probed ones.
     """
 
     def __init__(self, first: int, rank: int, folder: Path) -> None:
@@ -120,10 +110,7 @@ def parts(
 ) -> tuple[float, float, float]:
     """Return the shares of compute, of communication that nothing hides, and of neither.
 
-    Args:
-        whole: begin and end of a step.
-        computes: operations; they may overlap and lie inside of each other.
-        communicates: collectives; the same.
+    Intervals may overlap and lie inside of each other.
     """
     computing, busy = list(_inside(whole, computes)), list(_inside(whole, communicates))
     compute, either = _length(computing), _length([*computing, *busy])

@@ -18,52 +18,13 @@ from trainer.tools.compare.results import Result
 from trainer.tools.compare.turns import first_line
 
 HEADER = (
-    "",
-    "step",
-    "quartiles",
-    "samples/s",
-    "tokens/s",
-    "compute/comm/rest",
-    "sent",
-    "memory of each rank",
-    "planned",
+    "", "step", "quartiles", "samples/s", "tokens/s", "compute/comm/rest", "sent", "memory of each rank", "planned",
     "loss and norm",
-)
-_COLUMNS = (
-    "name",
-    "overrides",
-    "processes",
-    "layout",
-    "kind",
-    "reason",
-    "step_seconds",
-    "step_seconds_low",
-    "step_seconds_high",
-    "samples_per_second",
-    "tokens_per_second",
-    "compute_share",
-    "communication_share",
-    "rest_share",
-    "sent_bytes",
-    "peak_memory_bytes",
-    "loss_difference",
-    "grad_norm_difference",
-    "leaves_tolerance_at_step",
-    "last_loss",
-    "planned_peak_bytes",
-    "planned_sent_bytes",
-    "planned_seconds",
-)
+)  # fmt: skip
 
 
 def table(results: Sequence[Result], is_cpu: bool, width: int) -> Iterator[str]:
-    """Yield the lines of a table, in parts if it is too wide, then the remarks.
-
-    Args:
-        results: the results.
-        is_cpu: whether the ranks ran on a CPU, where memory is that of the whole process.
-        width: the width of the terminal in characters.
-    """
+    """Yield the lines of a table, in parts if it is too wide, then the remarks."""
     rows = [HEADER, *(cells(result) for result in results if result.records)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for columns in _fitting(widths, width) if len(rows) > 1 else ():
@@ -120,24 +81,18 @@ def cells(result: Result) -> tuple[str, ...]:
     assert result.step_seconds is not None
     assert result.samples_per_second is not None
     low, middle, high = result.step_seconds
-    shares = result.shares
-    tokens = "" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}"
-    planned = ""
-    if result.plan is not None:
-        seconds = "" if result.plan.seconds is None else f", {1e3 * result.plan.seconds:,.0f} ms"
-        planned = format_bytes(result.plan.peak_bytes) + seconds
+    shares, plan, tokens = result.shares, result.plan, result.tokens_per_second
+    planned_seconds = "" if plan is None or plan.seconds is None else f", {1e3 * plan.seconds:,.0f} ms"
     return (
         result.name,
         f"{1e3 * middle:,.0f} ms",
         f"{1e3 * low:,.0f}-{1e3 * high:,.0f}",
         f"{result.samples_per_second:,.1f}",
-        tokens,
-        ""
-        if shares is None
-        else "/".join(f"{100 * part:.0f}" for part in (getattr(shares, name) for name in PARTS)) + " %",
+        "" if tokens is None else f"{tokens:,.0f}",
+        "" if shares is None else "/".join(f"{100 * getattr(shares, name):.0f}" for name in PARTS) + " %",
         "" if shares is None else format_bytes(shares.sent_bytes),
         " ".join(map(format_bytes, result.rank_memory_bytes)),
-        planned,
+        "" if plan is None else format_bytes(plan.peak_bytes) + planned_seconds,
         verdict(result),
     )
 
@@ -161,19 +116,13 @@ def _power(value: float) -> str:
 
 
 def write(results: Sequence[Result], folder: Path, facts: dict[str, Any]) -> None:
-    """Write `compare.json` and `compare.csv` into a folder.
-
-    Args:
-        results: the results.
-        folder: an existing folder.
-        facts: further values of the JSON object.
-    """
+    """Write `compare.json` and `compare.csv` into a folder."""
     content = _finite({**facts, "results": [result.as_object() for result in results]})
     replace_text(folder / "compare.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    rows, text = [_row(result) for result in results], io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(map(_row, results))
+    writer.writerows(rows)
     replace_text(folder / "compare.csv", text.getvalue())
 
 
@@ -186,27 +135,27 @@ def _finite(value: Any) -> Any:
 
 
 def _row(result: Result) -> dict[str, Any]:
-    row: dict[str, Any] = {
+    """Return the values of a result by the columns of the CSV file; None where there is no value."""
+    low, middle, high = result.step_seconds or (None, None, None)
+
+    def values(prefix: str, owner: Any, *names: str) -> dict[str, Any]:
+        return {f"{prefix}{name}": getattr(owner, name, None) for name in names}
+
+    return {
         "name": result.name,
         "overrides": " ".join(result.overrides),
-        "processes": result.processes,
-        "layout": result.layout,
-        "kind": result.kind,
+        **values("", result, "processes", "layout", "kind"),
         "reason": result.reason and first_line(result.reason),
-        "samples_per_second": result.samples_per_second,
-        "tokens_per_second": result.tokens_per_second,
+        "step_seconds": middle,
+        "step_seconds_low": low,
+        "step_seconds_high": high,
+        **values("", result, "samples_per_second", "tokens_per_second"),
+        **{f"{name}_share": getattr(result.shares, name, None) for name in PARTS},
+        **values("", result.shares, "sent_bytes"),
         "peak_memory_bytes": " ".join(map(str, result.rank_memory_bytes)),
+        "loss_difference": getattr(result.likeness, "loss", None),
+        "grad_norm_difference": getattr(result.likeness, "grad_norm", None),
+        "leaves_tolerance_at_step": getattr(result.likeness, "leaves", None),
+        "last_loss": result.records[-1].loss if result.records else None,
+        **values("planned_", result.plan, "peak_bytes", "sent_bytes", "seconds"),
     }
-    if result.step_seconds is not None:
-        row["step_seconds_low"], row["step_seconds"], row["step_seconds_high"] = result.step_seconds
-        row["last_loss"] = result.records[-1].loss
-    if result.shares is not None:
-        row |= {f"{name}_share": getattr(result.shares, name) for name in PARTS}
-        row["sent_bytes"] = result.shares.sent_bytes
-    if result.likeness is not None:
-        row["loss_difference"], row["grad_norm_difference"] = result.likeness.loss, result.likeness.grad_norm
-        row["leaves_tolerance_at_step"] = result.likeness.leaves
-    if result.plan is not None:
-        row["planned_peak_bytes"], row["planned_sent_bytes"] = result.plan.peak_bytes, result.plan.sent_bytes
-        row["planned_seconds"] = result.plan.seconds
-    return row

@@ -8,14 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from trainer.base.errors import TrainerError
 from trainer.observe.metrics_file import Metrics
 from trainer.observe.records import StepRecord
+from trainer.parallel.kernels.kernel_support import obstacle
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
 from trainer.tools.compare.contestants import Kind, kind_of
 from trainer.tools.compare.probe import Shares
 from trainer.tools.compare.turns import Trial
+from trainer.tools.plan.hardware import parse_devices
+from trainer.tools.plan.pipeline_plan import plan_steps
+from trainer.tools.plan.recipe_plan import plan_recipe, traffic_by_axis
 
 TOLERANCES: Mapping[str, tuple[float, float]] = {
     "fp32": (1e-5, 1e-4),
@@ -30,17 +36,11 @@ _MOST_WARM_UP = 5
 
 @dataclass(frozen=True)
 class Likeness:
-    """The differences of a trial from the reference, relative to it.
+    """The differences of a trial from the reference, relative to it."""
 
-    Args:
-        loss: the largest difference of the loss of a step.
-        grad_norm: that of the gradient norm.
-        leaves: the first step beyond the tolerance; None: all steps are within it.
-    """
-
-    loss: float
-    grad_norm: float
-    leaves: int | None
+    loss: float  # the largest difference of the loss of a step
+    grad_norm: float  # that of the gradient norm
+    leaves: int | None  # the first step beyond the tolerance; None: all steps are within it
 
 
 @dataclass(frozen=True)
@@ -54,45 +54,26 @@ class Plan:
 
 @dataclass(frozen=True)
 class Result:
-    """The numbers of a trial; times are of the steps after the warm-up, over all turns.
+    """The numbers of a trial; times are of the steps after the warm-up, over all turns."""
 
-    Args:
-        name: of the contestant.
-        overrides: its overrides.
-        processes: its ranks.
-        kind: the keys in which it differs from the reference.
-        peer: the peer that trained it; None: the trainer.
-        is_reference: whether it is the first one that trained.
-        layout: its mesh; None if it did not start.
-        reason: the cause of its failure; None if it trained.
-        step_seconds: the quartiles of the seconds of a step; the second one is the median.
-        turn_seconds: the median of each turn.
-        samples_per_second: of all ranks, the median of the steps.
-        tokens_per_second: the same, without padding; None: rows have no tokens.
-        rank_memory_bytes: the peak of each rank.
-        records: the steps of the first turn.
-        shares: the parts of a step; None if none was probed.
-        likeness: None for the reference, or another training.
-        plan: None if the step cannot be planned.
-    """
-
-    name: str
+    name: str  # of the contestant
     overrides: tuple[str, ...]
     processes: int
-    kind: Kind
-    peer: str | None = None
-    is_reference: bool = False
-    layout: str | None = None
-    reason: str | None = None
+    kind: Kind  # the keys in which it differs from the reference
+    peer: str | None = None  # the peer that trained it; None: the trainer
+    is_reference: bool = False  # whether it is the first one that trained
+    layout: str | None = None  # its mesh; None if it did not start
+    reason: str | None = None  # the cause of its failure; None if it trained
+    # the quartiles of the seconds of a step; the second one is the median
     step_seconds: tuple[float, float, float] | None = None
-    turn_seconds: tuple[float, ...] = ()
-    samples_per_second: float | None = None
-    tokens_per_second: float | None = None
-    rank_memory_bytes: tuple[int, ...] = ()
-    records: tuple[StepRecord, ...] = ()
-    shares: Shares | None = None
-    likeness: Likeness | None = None
-    plan: Plan | None = None
+    turn_seconds: tuple[float, ...] = ()  # the median of each turn
+    samples_per_second: float | None = None  # of all ranks, the median of the steps
+    tokens_per_second: float | None = None  # the same, without padding; None: rows have no tokens
+    rank_memory_bytes: tuple[int, ...] = ()  # the peak of each rank
+    records: tuple[StepRecord, ...] = ()  # the steps of the first turn
+    shares: Shares | None = None  # the parts of a step; None if none was probed
+    likeness: Likeness | None = None  # None for the reference, or another training
+    plan: Plan | None = None  # None if the step cannot be planned
 
     @property
     def is_complete(self) -> bool:
@@ -194,18 +175,8 @@ def difference(value: float, reference: float) -> float:
 def with_plan(result: Result, trial: Trial, hardware: str | None) -> Result:
     """Return a result with its plan, or unchanged if the step cannot be planned.
 
-    Args:
-        result: of the trial.
-        trial: the trial.
-        hardware: a device or a hardware file as `trainer plan --gpus` takes it, for the time; None: memory alone.
+    `hardware` is a device or a file as of `trainer plan --gpus`, for the time; None: memory alone.
     """
-    import torch
-
-    from trainer.parallel.kernels.kernel_support import obstacle
-    from trainer.tools.plan.hardware import parse_devices
-    from trainer.tools.plan.pipeline_plan import plan_steps
-    from trainer.tools.plan.recipe_plan import plan_recipe, traffic_by_axis
-
     if trial.resolved is None or result.peer is not None:
         return result
     recipe = trial.resolved.recipe

@@ -35,15 +35,10 @@ _OUTPUT, _COMPLETE = "output.txt", "complete.json"
 
 @dataclass(frozen=True)
 class _Measurement:
-    """The work of a rank: the training without checkpoints, with its output in a file.
-
-    Args:
-        output: the file.
-        probed: the number of steps before those of the probe; None: no probe.
-    """
+    """The work of a rank: the training without checkpoints, with its output in a file."""
 
     output: Path
-    probed: int | None
+    probed: int | None  # the number of steps before those of the probe; None: no probe
 
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         from trainer.training.run import train
@@ -68,12 +63,7 @@ class Trial:
 class Comparison:
     """All trials of a comparison.
 
-    Args:
-        recipe: the name or path of the recipe.
-        common: overrides of all contestants.
-        contestants: the first is the reference.
-        steps: the steps of each turn.
-        folder: the folder of the comparison; each turn has a folder in it.
+    The first contestant is the reference. `common` are overrides of all of them.
 
     Raises:
         UsageError: the folder cannot be made.
@@ -101,11 +91,8 @@ class Comparison:
         if all(trial.resolved is None for trial in self.trials):
             raise UsageError(self.trials[0].reason or "")
 
-    def run(self, tell: Callable[[str], None]) -> None:
+    def run(self, show: Callable[[str], None]) -> None:
         """Train all turns that are not complete.
-
-        Args:
-            tell: shows a line of progress.
 
         Raises:
             KeyboardInterrupt: a signal; complete turns are kept.
@@ -115,34 +102,37 @@ class Comparison:
         for index, (turn, trial) in enumerate(left):
             if trial.reason is not None or trial.resolved is None:
                 continue
-            complete = self._read(trial, turn)
+            folder = self._place(trial, turn)
+            complete = self._metrics(trial, folder) if (folder / _COMPLETE).exists() else None
             if complete is None:
-                complete = self._train(trial, turn)
+                complete = self._train(trial, folder, probes=turn == TURNS - 1)
                 trained += 1
             if complete is None:
-                tell(f"{index + 1}/{len(left)} {trial.contestant.name}: {first_line(trial.reason)}")
+                show(f"{index + 1}/{len(left)} {trial.contestant.name}: {first_line(trial.reason)}")
                 continue
             trial.turns.append(complete)
-            trial.shares = read_shares(self._place(trial, turn)) or trial.shares
+            trial.shares = read_shares(folder) or trial.shares
             seconds = (time.monotonic() - started) / max(1, trained) * (len(left) - index - 1)
             rest = f"; about {seconds / 60:.0f} min left" if trained and seconds > 60 else ""
-            tell(f"{index + 1}/{len(left)} {trial.contestant.name}: {complete.steps[-1].step} steps{rest}")
+            show(f"{index + 1}/{len(left)} {trial.contestant.name}: {complete.steps[-1].step} steps{rest}")
 
-    def _train(self, trial: Trial, turn: int) -> Metrics | None:
+    def _train(self, trial: Trial, folder: Path, probes: bool) -> Metrics | None:
         """Train one turn, and return its records, or None if it failed.
 
         Raises:
             KeyboardInterrupt: a signal arrived.
         """
-        folder = self._place(trial, turn)
+        assert trial.resolved is not None
+        last, peer, output = self._last_step(trial), trial.contestant.peer, folder / _OUTPUT
+        most = trial.resolved.recipe.training.max_steps or math.inf
+        probed = last if probes and peer is None and most >= self._steps + STEPS else None
+        stop = last if probed is None else last + STEPS
         shutil.rmtree(folder, ignore_errors=True)  # of a turn that was interrupted
         try:
             folder.mkdir(parents=True)
-            probed = self._last_step(trial) if turn == TURNS - 1 and self._may_probe(trial) else None
-            measured = dict(word.split("=", 1) for word in self._measured(trial, folder, probed))
+            measured = dict(_measured(folder, stop))
             kept = [word for word in self._words(trial) if word.partition("=")[0] not in measured]
             resolved = load_recipe(self._recipe, [*kept, *(f"{key}={text}" for key, text in measured.items())])
-            peer, output = trial.contestant.peer, folder / _OUTPUT
             job = _Measurement(output, probed) if peer is None else PeerMeasurement(peer, output)
             code = run_on_fresh_ranks(resolved, trial.contestant.processes, job)
         except TrainerError as error:
@@ -153,17 +143,11 @@ class Comparison:
         except OSError as error:
             raise storage_error(f"`--output` is {self.folder}, which cannot be written: {error}", error) from error
         written = read_metrics(folder / METRICS_FILE_NAME).steps
-        if code == ExitCode.STOPPED and (written[-1].step if written else 0) < self._last_step(trial) + (
-            0 if probed is None else STEPS
-        ):
+        if code == ExitCode.STOPPED and (written[-1].step if written else 0) < stop:
             raise KeyboardInterrupt
         metrics = self._metrics(trial, folder)
         replace_text(folder / _COMPLETE, json.dumps({"overrides": self._words(trial)}) + "\n")
         return metrics
-
-    def _read(self, trial: Trial, turn: int) -> Metrics | None:
-        folder = self._place(trial, turn)
-        return self._metrics(trial, folder) if (folder / _COMPLETE).exists() else None
 
     def _metrics(self, trial: Trial, folder: Path) -> Metrics:
         """Return the records of a turn, without the steps of the probe."""
@@ -177,18 +161,6 @@ class Comparison:
         assert trial.resolved is not None
         return min(self._steps, trial.resolved.recipe.training.max_steps or self._steps)
 
-    def _may_probe(self, trial: Trial) -> bool:
-        assert trial.resolved is not None
-        most = trial.resolved.recipe.training.max_steps or math.inf
-        return trial.contestant.peer is None and most >= self._steps + STEPS
-
-    def _measured(self, trial: Trial, folder: Path, probed: int | None) -> Iterator[str]:
-        """Yield overrides that end a turn after its steps, log each step, and leave out all else."""
-        yield f"training.stop_at_step={self._last_step(trial) if probed is None else probed + STEPS}"
-        yield f"checkpoint.folder={folder.resolve()}"
-        yield from (f"{key}=null" for key in _UNUSED)
-        yield from ("logging.every=1 steps", 'logging.to=["jsonl"]')
-
     def _place(self, trial: Trial, turn: int) -> Path:
         """Return the folder of a turn; other recipes, steps, numbers of ranks and versions have other folders."""
         assert trial.resolved is not None
@@ -197,6 +169,14 @@ class Comparison:
         facts = digest_of([recipe, one.peer, one.processes, self._steps, versions(), source_digest()])
         name = re.sub(r"[^\w.=-]+", "_", trial.contestant.name)[:60]
         return self.folder / "turns" / f"{name}-{facts[:8]}" / str(turn + 1)
+
+
+def _measured(folder: Path, stop: int) -> Iterator[tuple[str, str]]:
+    """Yield overrides that end a turn after its steps, log each step, and leave out all else."""
+    yield "training.stop_at_step", str(stop)
+    yield "checkpoint.folder", str(folder.resolve())
+    yield from ((key, "null") for key in _UNUSED)
+    yield from (("logging.every", "1 steps"), ("logging.to", '["jsonl"]'))
 
 
 def first_line(text: str | None) -> str:

@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -120,7 +121,7 @@ def bars(
     return figure
 
 
-def ranges(title: str, found: Sequence[tuple[str, tuple[float, float, float]]], unit: str) -> go.Figure:
+def ranges(title: str, found: Sequence[tuple[str, Sequence[float]]], unit: str) -> go.Figure:
     """Draw a bar for each name, with a line from the first to the last of its quartiles; the first name is on top."""
     middle = [values[1] for _, values in found]
     figure = bars(title, [name for name, _ in found], [("median", middle)], unit)
@@ -136,11 +137,7 @@ def ranks(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> g
     """Draw the ranks of a mesh: stages and tensor ranks from left to right, replicas and shards from top to bottom.
 
     Ranks of one colour hold the same parameters: only those of the other replicas do.
-
-    Args:
-        title: the quantity.
-        header: `rank` or `ranks`, then the axes of the mesh.
-        rows: the cells of each rank.
+    `header` is `rank` or `ranks`, then the axes of the mesh.
     """
 
     def place(row: Sequence[str], *axes: str) -> str:
@@ -157,55 +154,48 @@ def ranks(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> g
         return [[value(found[line, column]) if (line, column) in found else None for column in x] for line in y]
 
     scale = [[number / max(1, len(numbers) - 1), COLOURS[number % len(COLOURS)]] for number in range(len(numbers))]
-    figure = go.Figure(
-        go.Heatmap(
-            x=x,
-            y=y,
-            z=cells(lambda row: numbers.index(parts[row])),
-            text=cells(lambda row: f"{header[0]} {rows[row][0]}"),
-            texttemplate="%{text}",
-            textfont={"color": "white"},
-            hovertemplate="%{text}: %{x} %{y}<extra></extra>",
-            colorscale=scale if len(scale) > 1 else [[0, COLOURS[0]], [1, COLOURS[0]]],
-            showscale=False,
-            xgap=3,
-            ygap=3,
-        )
+    figure = _heat_map(
+        x=x,
+        y=y,
+        z=cells(lambda row: numbers.index(parts[row])),
+        text=cells(lambda row: f"{header[0]} {rows[row][0]}"),
+        texttemplate="%{text}",
+        textfont={"color": "white"},
+        hovertemplate="%{text}: %{x} %{y}<extra></extra>",
+        colorscale=scale if len(scale) > 1 else [[0, COLOURS[0]], [1, COLOURS[0]]],
+        xgap=3,
+        ygap=3,
     )
     _lay_out_bars(figure, title, 1.6 * len(y), "")
-    figure.update_xaxes(type="category", side="top", automargin=True, showgrid=False, ticks="")
-    figure.update_yaxes(type="category", ticks="")
+    figure.update_xaxes(side="top", showgrid=False, ticks="")
+    figure.update_yaxes(ticks="")
     return figure
 
 
 def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> go.Figure:
-    """Draw a matrix of rows: a line for each true class, a column for each predicted one.
-
-    Args:
-        title: the quantity.
-        classes: the names of the classes.
-        counts: the rows of each true class by their predicted class.
-    """
+    """Draw a matrix of rows: a line for each true class, a column for each predicted one."""
     names = [label(name) for name in classes]
     shares = [[count / max(1, sum(row)) for count in row] for row in counts]
-    cells = "%{y}: %{text} rows predicted as %{x}<extra></extra>"
-    figure = go.Figure(
-        go.Heatmap(
-            x=names,
-            y=names,
-            z=shares,
-            text=[list(map(str, row)) for row in counts],
-            texttemplate="%{text}" if len(names) <= 15 else "",
-            hovertemplate=cells,
-            colorscale="Blues",
-            zmin=0,
-            zmax=1,
-            showscale=False,
-        )
+    figure = _heat_map(
+        x=names,
+        y=names,
+        z=shares,
+        text=[list(map(str, row)) for row in counts],
+        texttemplate="%{text}" if len(names) <= 15 else "",
+        hovertemplate="%{y}: %{text} rows predicted as %{x}<extra></extra>",
+        colorscale="Blues",
+        zmin=0,
+        zmax=1,
     )
     _lay_out_bars(figure, title, len(names), "predicted")
+    figure.update_yaxes(title="true")
+    return figure
+
+
+def _heat_map(**cells: Any) -> go.Figure:
+    figure = go.Figure(go.Heatmap(showscale=False, **cells))
     figure.update_xaxes(type="category", automargin=True)
-    figure.update_yaxes(type="category", title="true")
+    figure.update_yaxes(type="category")
     return figure
 
 

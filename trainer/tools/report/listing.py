@@ -19,27 +19,16 @@ _HEADER = ("run", "state", "step", "best", "time", "size")
 
 @dataclass(frozen=True)
 class Listed:
-    """A run of a listing.
-
-    Args:
-        folder: the run folder.
-        state: `running`, `finished`, `stopped`, `failed`, `killed`, or `unreadable`.
-        message: the reason of the state; None if it needs none.
-        step: the last logged step.
-        total_steps: the steps of the whole training; None if unknown.
-        best: the best evaluation as text.
-        seconds: the time of the logged steps.
-        num_bytes: the size of all files of the folder.
-    """
+    """A run of a listing."""
 
     folder: str
-    state: str
-    message: str | None
-    step: int
-    total_steps: int | None
-    best: str
-    seconds: float
-    num_bytes: int
+    state: str  # `running`, `finished`, `stopped`, `failed`, `killed`, or `unreadable`
+    message: str | None  # the reason of the state; None if it needs none
+    step: int  # the last logged step
+    total_steps: int | None  # the steps of the whole training; None if unknown
+    best: str  # the best evaluation as text
+    seconds: float  # the time of the logged steps
+    num_bytes: int  # the size of all files of the folder
 
 
 def find_runs(folder: Path) -> list[Listed]:

@@ -18,9 +18,6 @@ class LiveReport(Observer):
     """Observer that writes `report.html`: once a minute, after each evaluation, and at the end.
 
     It reads `metrics.jsonl`, so its place is behind the observer that writes this file.
-
-    Args:
-        clock: the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

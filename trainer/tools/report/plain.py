@@ -15,12 +15,7 @@ _TICKS = 4
 
 
 def plain_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
-    """Yield the state of each run, then the curves of the loss and of the deciding metric.
-
-    Args:
-        runs: the runs.
-        width: the width of the curves in characters.
-    """
+    """Yield the state of each run, then the curves of the loss and of the deciding metric."""
     for run in runs:
         step = f"step {run.last_step} of {run.info.get('total_steps', '?')}"
         yield for_terminal(f"{run.name}: {run.state}, {step}, best {best_text(run)}")
@@ -30,11 +25,7 @@ def plain_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
     yield from _curves("loss", losses, width)
     names = dict.fromkeys(best_metric(run) for run in runs if run.metrics.evaluations)
     for name in names:
-        found = [
-            (run.name, [(one.step, one.metrics[name]) for one in run.metrics.evaluations if name in one.metrics])
-            for run in runs
-        ]
-        yield from _curves(f"validation {name}", found, width)
+        yield from _curves(f"validation {name}", [(run.name, run.evaluated(name)) for run in runs], width)
 
 
 def _curves(title: str, found: Sequence[tuple[str, Sequence[tuple[int, float]]]], width: int) -> Iterator[str]:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import plotly.graph_objects as go
@@ -18,6 +19,7 @@ import plotly.graph_objects as go
 from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError, storage_error
 from trainer.base.owned_lock import OwnedLock
+from trainer.base.text import leaves
 from trainer.checkpoint.owner import OWNER_FILE
 from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
@@ -55,6 +57,10 @@ class Run:
         """The reason of the last end; None if it needs none."""
         message = (self.metrics.end or {}).get("message")
         return None if message is None or self.state == "running" else str(message)
+
+    def evaluated(self, metric: str) -> list[tuple[int, float]]:
+        """Return the steps of evaluations, and the values of a metric in them."""
+        return [(one.step, one.metrics[metric]) for one in self.metrics.evaluations if metric in one.metrics]
 
 
 def read_run(folder: Path, name: str | None = None, state: str | None = None) -> Run:
@@ -101,10 +107,7 @@ def read_runs(folders: Sequence[Path], state: str | None = None) -> list[Run]:
 def write_report(folders: Sequence[Path], output: Path | None, state: str | None = None) -> Path:
     """Write the HTML page of the runs, and return its path: `report.html` in the first folder if none is given.
 
-    Args:
-        folders: the run folders.
-        output: the file of the page.
-        state: as in `read_run`.
+    `state` is as in `read_run`.
 
     Raises:
         UsageError: a folder is no run, or the page cannot be written.
@@ -134,19 +137,9 @@ def page_of(runs: Sequence[Run]) -> str:
 
 def _overview(runs: Sequence[Run]) -> Table:
     header = (
-        "",
-        "state",
-        "step",
-        "epoch",
-        "loss",
-        "best",
-        "step time",
-        "samples/s",
-        "peak memory",
-        "ranks",
-        "layout",
+        "", "state", "step", "epoch", "loss", "best", "step time", "samples/s", "peak memory", "ranks", "layout",
         "precision",
-    )
+    )  # fmt: skip
     return Table(header, [(run.name, *_cells(run)) for run in runs])
 
 
@@ -158,15 +151,11 @@ def _cells(run: Run) -> Iterator[str]:
     yield f"{last.epoch:.2f}" if last else MISSING
     yield format_decimal(last.loss) if last else MISSING
     yield best_text(run)
-    yield f"{_median([one.step_seconds for one in steps]):.3g} s" if last else MISSING
-    yield format_rate(_median([one.samples_per_second for one in steps])) if last else MISSING
+    yield f"{median_high(one.step_seconds for one in steps):.3g} s" if last else MISSING
+    yield format_rate(median_high(one.samples_per_second for one in steps)) if last else MISSING
     yield format_bytes(max(one.peak_memory_bytes for one in steps)) if last else MISSING
     for name in ("world_size", "layout", "precision"):
         yield str(info.get(name, MISSING))
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _best(run: Run, metric: str) -> tuple[int, float] | None:
@@ -199,7 +188,9 @@ def best_text(run: Run) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> Table | str:
-    flat = [dict(_flat(run.info.get("recipe", {}))) for run in runs]
+    # Without keys that are null: an earlier version may not have had them.
+    recipes = [leaves(run.info.get("recipe", {})) for run in runs]
+    flat = [{".".join(path): _text(one) for path, one in recipe if path and one is not None} for recipe in recipes]
     names = sorted({name for values in flat for name in values})
     rows = [
         (name, *cells)
@@ -209,18 +200,13 @@ def _differences(runs: Sequence[Run]) -> Table | str:
     return Table(("key", *(run.name for run in runs)), rows) if rows else "The recipes are equal."
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted keys and values as text, without keys that are null: an earlier version may not have had them."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            yield prefix + name, value if isinstance(value, str) else json.dumps(value)
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _training(runs: Sequence[Run]) -> Section:
     def of(value: Callable[[StepRecord], float | None], marks: bool = False) -> list[Curve]:
-        return [_curve(run, value, _marks(run) if marks else ()) for run in runs]
+        return [_step_curve(run, value, _marks(run) if marks else ()) for run in runs]
 
     blocks = [
         curves("loss", of(lambda one: one.loss, True), smooths=True),
@@ -235,25 +221,20 @@ def _evaluation(runs: Sequence[Run]) -> Section:
     names = dict.fromkeys(name for run in runs for one in run.metrics.evaluations for name in one.metrics)
     blocks: list[Any] = []
     if max((len(run.metrics.evaluations) for run in runs), default=0) < 2:
-        rows = [(name, *(_last(run, name) for run in runs)) for name in names]
+        points = {name: [run.evaluated(name) for run in runs] for name in names}
+        rows = [(name, *(format_decimal(one[-1][1]) if one else MISSING for one in points[name])) for name in names]
         blocks += [Table(("metric", *(run.name for run in runs)), rows)] if rows else []
     else:
         blocks += [_metric(runs, name) for name in names]
     return Section("Evaluation", [*blocks, *(block for run in runs for block in _pictures(run, len(runs) > 1))])
 
 
-def _last(run: Run, name: str) -> str:
-    values = [one.metrics[name] for one in run.metrics.evaluations if name in one.metrics]
-    return format_decimal(values[-1]) if values else MISSING
-
-
 def _metric(runs: Sequence[Run], name: str) -> go.Figure:
     found = []
     for run in runs:
-        points = [(one.step, one.metrics[name]) for one in run.metrics.evaluations if name in one.metrics]
         best = _best(run, name)
         marks = [Mark("best", [best[0]], "star")] if best else []
-        found.append(Curve(run.name, [step for step, _ in points], [value for _, value in points], marks))
+        found.append(_curve(run, run.evaluated(name), marks))
     return curves(f"validation {name}", found)
 
 
@@ -272,7 +253,7 @@ def _pictures(run: Run, is_named: bool) -> Iterator[Table | go.Figure]:
 
 def _costs(runs: Sequence[Run]) -> Section:
     blocks = [
-        curves(title, [_curve(run, value) for run in runs], unit, smooths, from_zero=True)
+        curves(title, [_step_curve(run, value) for run in runs], unit, smooths, from_zero=True)
         for title, value, unit, smooths in (
             ("throughput", lambda one: one.samples_per_second, "samples/s", True),
             ("throughput in tokens", lambda one: one.tokens_per_second, "tokens/s", True),
@@ -314,9 +295,12 @@ def _rank_bars(title: str, found: Sequence[tuple[str, Sequence[float]]], unit: s
     return bars(title, ranks, found, unit)
 
 
-def _curve(run: Run, value: Callable[[StepRecord], float | None], marks: Sequence[Mark] = ()) -> Curve:
-    points = [(one.step, found) for one in run.metrics.steps if (found := value(one)) is not None]
-    return Curve(run.name, [step for step, _ in points], [found for _, found in points], marks)
+def _step_curve(run: Run, value: Callable[[StepRecord], float | None], marks: Sequence[Mark] = ()) -> Curve:
+    return _curve(run, [(one.step, found) for one in run.metrics.steps if (found := value(one)) is not None], marks)
+
+
+def _curve(run: Run, points: Sequence[tuple[int, float]], marks: Sequence[Mark]) -> Curve:
+    return Curve(run.name, [step for step, _ in points], [value for _, value in points], marks)
 
 
 def _marks(run: Run) -> list[Mark]:
@@ -336,21 +320,17 @@ def _has_points(figure: go.Figure) -> bool:
     return any(len(trace.x) for trace in figure.data)
 
 
+_KNOWN_FACTS = {
+    "launcher": "launcher", "device": "device", "ranks": "world_size", "strategy": "strategy", "layout": "layout",
+    "batch": "batch", "training rows": "num_train_rows", "validation rows": "num_validation_rows",
+}  # fmt: skip
+
+
 def _facts(run: Run, title: str) -> Section:
     info = run.info
-    known = {
-        "launcher": "launcher",
-        "device": "device",
-        "ranks": "world_size",
-        "strategy": "strategy",
-        "layout": "layout",
-        "batch": "batch",
-        "training rows": "num_train_rows",
-        "validation rows": "num_validation_rows",
-    }
     facts = [
         ("folder", str(run.folder)),
-        *((name, str(info.get(key) or MISSING)) for name, key in known.items()),
+        *((name, str(info.get(key) or MISSING)) for name, key in _KNOWN_FACTS.items()),
         *(("" if number else "pipeline", line) for number, line in enumerate(info.get("stages", ()))),
         ("starts", str(len(run.metrics.runs))),
         ("time of the logged steps", format_seconds(seconds_of(run))),
