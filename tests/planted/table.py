@@ -1511,8 +1511,28 @@ _COMPARING = [
     ),
 ]
 
+_CLI = [
+    Defect(
+        "local_rank_reaches_the_verb",
+        "The `--local_rank N` that the deepspeed launcher adds leaves its number to the verb.",
+        "cli/program.py",
+        "            next(arguments, None)",
+        "            pass",
+        ("test_cli.py::test_the_rank_that_deepspeed_adds_is_taken_anywhere",),
+    ),
+    Defect(
+        "unknown_options_refused",
+        "An unknown option is an error of the command line, which names no key of a recipe.",
+        "cli/program.py",
+        '"overrides" in signature(_verb).parameters',
+        "False",
+        ("test_cli.py",),
+    ),
+]
+
 DEFECTS: tuple[Defect, ...] = (
     *_BASE,
+    *_CLI,
     *_RANKS,
     *_RECIPE,
     *_FOREIGN,
