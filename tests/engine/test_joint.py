@@ -129,6 +129,7 @@ def test_scores_of_all_ranks_are_ordered(ranks: RankPools):
         assert_same_curve(curve, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence": True, "offload": "parameters"}])
 def test_selective_recomputations_of_zero3_may_gather_other_weights(ranks: RankPools, parallel):
     """The first pass, without gradients, changes the order in which DeepSpeed gathers weights."""

@@ -156,7 +156,13 @@ def working_bytes(strategy: str, measured: Measured, world_size: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", RANK_STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=() if name in ("ddp", "fsdp", "zero3") else pytest.mark.slow)
+        for name in RANK_STRATEGIES
+    ],
+)
 def test_a_rank_holds_what_the_summary_says(ranks: RankPools, strategy, world_size):
     outcomes = ranks(world_size).run(measure, strategy, world_size)
     padding = padding_bytes(strategy, world_size)
@@ -180,6 +186,7 @@ def test_weights_in_bf16_hold_what_the_summary_says(ranks: RankPools, weights: s
     assert measured.planned.total == fp32 if weights == "bf16_compensated" else measured.planned.total < 0.95 * fp32
 
 
+@pytest.mark.slow
 def test_each_strategy_holds_less_than_the_one_before(ranks: RankPools):
     """In bytes, not in words: ZeRO's three stages, then fully_shard, which needs no master copy."""
     held = {

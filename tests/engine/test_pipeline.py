@@ -68,7 +68,11 @@ def test_the_same_stages_go_on_bit_for_bit(ranks: RankPools, tmp_path):
 
 @pytest.mark.parametrize(
     ("num_ranks", "parallel"),
-    [(2, pipeline(2)), (4, {"strategy": "fsdp", **pipeline(2)}), (4, {"tensor": 2, **pipeline(2)})],
+    [
+        (2, pipeline(2)),
+        pytest.param(4, {"strategy": "fsdp", **pipeline(2)}, marks=pytest.mark.slow),
+        pytest.param(4, {"tensor": 2, **pipeline(2)}, marks=pytest.mark.slow),
+    ],
 )
 def test_what_was_not_trained_is_exported_bit_for_bit(ranks: RankPools, tmp_path, num_ranks, parallel):
     ranks(num_ranks).run(export, tiny_recipe(parallel=parallel), tmp_path / "parts")
@@ -168,6 +172,7 @@ def idle_shares(recipe: Recipe) -> float | None:
         return training.engine.idle_share()
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_one_microbatch_leaves_ranks_idle_for_longer(ranks: RankPools):
     """Which is what pipelining is for: with one microbatch, one stage works at a time."""

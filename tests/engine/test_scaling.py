@@ -143,7 +143,12 @@ def overflow_in_the_third_step(recipe: Recipe) -> Story:
         return Story(results, mesh.share(_equal(before, after)), mesh.share(not _equal(after, last)))
 
 
-@pytest.mark.parametrize("strategy", RANK_STRATEGIES)
+STRATEGIES = [
+    pytest.param(name, marks=() if name in ("ddp", "fsdp", "zero2") else pytest.mark.slow) for name in RANK_STRATEGIES
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: RankPools, strategy, world_size):
     stories = ranks(world_size).run(overflow_in_the_third_step, fp16(strategy, world_size))
@@ -172,7 +177,7 @@ def collapse(recipe: Recipe) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("strategy", RANK_STRATEGIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_collapse_ends_the_run_on_every_rank(ranks: RankPools, strategy):
     for found in ranks(2).run(collapse, fp16(strategy, 2)):
         assert found.startswith("16 skipped: the loss scale of fp16 fell below 1 after 17 skipped steps")
@@ -199,7 +204,9 @@ def scale_does_not_matter(recipe: Recipe) -> list[tuple[float, float]]:
         return [(result.loss, result.grad_norm) for result in training.steps(2)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "zero1", "zero3"))]
+)
 def test_loss_and_norm_are_unscaled(ranks: RankPools, strategy):
     found = ranks(2).run(scale_does_not_matter, fp16(strategy, 2))[0]
     exact = ranks(2).run(overflow_in_the_third_step, fp16(strategy, 2))[0].results[:2]
@@ -221,7 +228,7 @@ def resume_the_scaler(recipe: Recipe) -> tuple[dict[str, float], list[StepResult
         return found, expected, [other.engine.train_step(batch) for batch in rest]
 
 
-@pytest.mark.parametrize("strategy", RANK_STRATEGIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_scaler_is_part_of_the_state(ranks: RankPools, strategy):
     for state, expected, found in ranks(2).run(resume_the_scaler, fp16(strategy, 2)):
         assert state == scaler_of(2.0**15, good_steps=1, skipped_steps=1).state()

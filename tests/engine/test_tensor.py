@@ -97,7 +97,7 @@ def collectives(layers: int, sequence: bool) -> Counter[str]:
     return counted
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_all_tensor_ranks_hold_is_equal_after_fifty_steps(ranks: RankPools, sequence):
     recipe = tiny_recipe(
         model={"dropout": 0.1}, parallel={"tensor": 2, "sequence": sequence}, training={"max_steps": 50}
@@ -111,7 +111,11 @@ def test_what_all_tensor_ranks_hold_is_equal_after_fifty_steps(ranks: RankPools,
 
 @pytest.mark.parametrize(
     ("num_ranks", "parallel"),
-    [(2, {"tensor": 2}), (4, {"strategy": "hsdp", "tensor": 2}), (4, {"strategy": "zero2", "tensor": 2})],
+    [
+        (2, {"tensor": 2}),
+        pytest.param(4, {"strategy": "hsdp", "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"strategy": "zero2", "tensor": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_what_was_not_trained_is_exported_bit_for_bit(ranks: RankPools, tmp_path, num_ranks, parallel):
     ranks(num_ranks).run(export, tiny_recipe(parallel=parallel), tmp_path / "parts")

@@ -25,7 +25,7 @@ def refusal(folder: Path, strategy: str, **variables: str) -> str:
     return ended.stderr
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
 def test_without_deepspeed(tmp_path, strategy):
     package = tmp_path / "path" / "deepspeed"
     package.mkdir(parents=True)

@@ -20,6 +20,7 @@ import termios
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -35,12 +36,12 @@ class WarmProcess:
     """The subset of `subprocess.Popen`, with stdout and stderr as text pipes, that tests use."""
 
     def __init__(
-        self, arguments: Sequence[str], environment: dict[str, str], faulty: bool, node: Node | None = None
+        self, arguments: Sequence[str], environment: dict[str, str], program: str, node: Node | None = None
     ) -> None:
         self.args = list(arguments)
         context = forking()
         (out, write_out), (err, write_err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(self.args, environment, faulty, node, write_out, write_err))
+        self._process = context.Process(target=_run, args=(self.args, environment, program, node, write_out, write_err))
         self._process.start()
         write_out.close()
         write_err.close()
@@ -84,9 +85,20 @@ class WarmProcess:
         return texts[0], texts[1]
 
 
-def start(arguments: Sequence[object], faulty: bool = False, node: Node | None = None, **variables: str) -> WarmProcess:
-    """Start `trainer` with these arguments, on a node if one is given. `faulty` selects those of `faulty_run.py`."""
-    return WarmProcess([str(word) for word in arguments], processes.environment(**variables), faulty, node)
+def start(
+    arguments: Sequence[object], faulty: bool = False, node: Node | None = None, program: str = "", **variables: str
+) -> WarmProcess:
+    """Start `trainer` with these arguments, on a node if one is given.
+
+    Args:
+        arguments: the arguments of the program.
+        faulty: start `faulty_run.py` instead of `trainer`.
+        node: the node of the process.
+        program: another program, as `MODULE:FUNCTION`; the function takes the arguments and returns the exit code.
+        variables: further environment variables.
+    """
+    words = [str(word) for word in arguments]
+    return WarmProcess(words, processes.environment(**variables), program or _program(faulty), node)
 
 
 def start_on_terminal(arguments: Sequence[object], columns: int = 120, faulty: bool = False) -> tuple[BaseProcess, int]:
@@ -98,21 +110,17 @@ def start_on_terminal(arguments: Sequence[object], columns: int = 120, faulty: b
         variables.pop(name, None)
     end = Connection(child_end)
     words = [str(word) for word in arguments]
-    process = forking().Process(target=_run_on_terminal, args=(words, variables, faulty, end))
+    process = forking().Process(target=_run_on_terminal, args=(words, variables, _program(faulty), end))
     process.start()
     end.close()
     return process, terminal
 
 
-def _run_on_terminal(arguments: list[str], environment: dict[str, str], faulty: bool, end: Connection) -> None:
+def _run_on_terminal(arguments: list[str], environment: dict[str, str], program: str, end: Connection) -> None:
     _become([Connection(os.dup(end.fileno())) for _ in range(3)], environment, processes.ROOT)
     end.close()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches all processes of this session
-    from tests.helpers import faulty_run
-    from trainer.cli import main
-
-    sys.argv = ["trainer", *arguments]
-    sys.exit(faulty_run.main_with_fault(arguments) if faulty else main(arguments))
+    _call(program, arguments)
 
 
 def _text(connection: Connection) -> TextIO:
@@ -124,7 +132,7 @@ def _text(connection: Connection) -> TextIO:
 def _run(
     arguments: list[str],
     environment: dict[str, str],
-    faulty: bool,
+    program: str,
     node: Node | None,
     out: Connection,
     err: Connection,
@@ -133,11 +141,18 @@ def _run(
         node.enter()
     nothing = Connection(os.open(os.devnull, os.O_RDONLY))
     _become([nothing, out, err], environment, processes.ROOT)
-    from tests.helpers import faulty_run
-    from trainer.cli import main
+    _call(program, arguments)
 
+
+def _program(faulty: bool) -> str:
+    return "tests.helpers.faulty_run:main_with_fault" if faulty else "trainer.cli:main"
+
+
+def _call(program: str, arguments: list[str]) -> None:
+    """Run a program, and exit with its code."""
+    module, _, function = program.partition(":")
     sys.argv = ["trainer", *arguments]
-    sys.exit(faulty_run.main_with_fault(arguments) if faulty else main(arguments))
+    sys.exit(getattr(import_module(module), function)(arguments))
 
 
 def _become(streams: Sequence[Connection], environment: dict[str, str], folder: Path | str) -> None:

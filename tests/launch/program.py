@@ -90,8 +90,7 @@ sys.modules["trainer.training.run"] = types.ModuleType("trainer.training.run")
 sys.modules["trainer.training.run"].run = run  # type: ignore[attr-defined]
 
 
-def main() -> int:
-    argv = sys.argv[1:]
+def main(argv: list[str]) -> int:
     if "--spawn" in argv:
         local._start_method = lambda: "spawn"
     processes = int(argv[argv.index("--processes") + 1]) if "--processes" in argv else None
@@ -109,4 +108,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

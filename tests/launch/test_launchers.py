@@ -110,7 +110,7 @@ BARE = ("torchrun", "accelerate", "accelerate --cpu", "deepspeed --no_python", "
 """Cases that a file of `launchers/` starts in the same way."""
 UNDER_ZERO3 = ("accelerate_multi_gpu.yaml", "deepspeed.sh", "slurm.sbatch")
 """Cases that run the recipe with DeepSpeed's engine, which reads its own variables. The others use DDP."""
-QUICK = ("trainer", "torchrun_single_node.sh")
+QUICK = ("trainer",)
 ELSEWHERE = {"kubernetes_job.yaml": "test_two_nodes.py", "pytorchjob.yaml": "test_script.py"}  # needs a cluster
 
 

@@ -14,16 +14,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers import processes
-from tests.helpers.processes import ROOT, finish, start
+from tests.helpers import processes, warm
+from tests.helpers.processes import ROOT, finish
 from tests.observe.test_progress import on_terminal
 
 SPAWNED = ("--spawn",)  # the start method with GPUs; on a CPU, ranks are forks
 PROGRAM = [sys.executable, ROOT / "tests" / "launch" / "program.py"]
 
 
+def start(*arguments: str, **variables: str) -> warm.WarmProcess | subprocess.Popen[str]:
+    """Start `program.py`; as a fork, unless its ranks are to import it anew."""
+    if "--spawn" in arguments:
+        return processes.start([*PROGRAM, *arguments], **variables)
+    return warm.start(arguments, program="tests.launch.program:main", **variables)
+
+
 def program(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return processes.run([*PROGRAM, *arguments], **variables)
+    return finish(start(*arguments, **variables))
 
 
 def wait_for(*files: Path) -> None:
@@ -121,7 +128,7 @@ def test_a_killed_rank_is_named_even_if_another_complains_first():
     ],
 )
 def test_a_signal_lets_the_ranks_save(number, how, tmp_path):
-    process = start([*PROGRAM, "stop", "--processes", "2", *how], PROGRAM_FOLDER=str(tmp_path))
+    process = start("stop", "--processes", "2", *how, PROGRAM_FOLDER=str(tmp_path))
     wait_for(tmp_path / "ready0", tmp_path / "ready1")
     process.send_signal(number)
     ended = finish(process)
@@ -131,7 +138,7 @@ def test_a_signal_lets_the_ranks_save(number, how, tmp_path):
 
 
 def test_a_second_interrupt_kills(tmp_path):
-    process = start([*PROGRAM, "deaf", "--processes", "2"], PROGRAM_FOLDER=str(tmp_path))
+    process = start("deaf", "--processes", "2", PROGRAM_FOLDER=str(tmp_path))
     wait_for(tmp_path / "ready0", tmp_path / "ready1")
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
@@ -146,7 +153,7 @@ def test_a_second_interrupt_kills(tmp_path):
 @pytest.mark.parametrize("processes", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_before_the_first_step_loses_nothing(processes, number, tmp_path):
-    process = start([*PROGRAM, "prepare", "--processes", processes], PROGRAM_FOLDER=str(tmp_path))
+    process = start("prepare", "--processes", processes, PROGRAM_FOLDER=str(tmp_path))
     wait_for(*(tmp_path / f"ready{rank}" for rank in range(int(processes))))
     process.send_signal(number)
     ended = finish(process, 60)
@@ -155,9 +162,9 @@ def test_a_signal_before_the_first_step_loses_nothing(processes, number, tmp_pat
 
 
 def test_ranks_stop_when_their_parent_is_killed(tmp_path):
-    process = start([*PROGRAM, "stop", "--processes", "2"], PROGRAM_FOLDER=str(tmp_path))
+    process = start("stop", "--processes", "2", PROGRAM_FOLDER=str(tmp_path))
     wait_for(tmp_path / "ready0", tmp_path / "ready1")
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     wait_for(tmp_path / "saved0", tmp_path / "saved1")
     finish(process)
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import psutil
+import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
@@ -45,9 +46,11 @@ def test_nobody_outside_can_connect_to_local_ranks(tmp_path):
         assert len(places) >= 3, "the store, and gloo's sockets of two ranks"
         assert all(ipaddress.ip_address(address).is_loopback for address, _ in places), places
         payload = Trap(tmp_path / "marker").pickled()
-        for _, port in places:  # in threads, because gloo never answers a store's client
-            attack = threading.Thread(target=_attack, args=(port, payload), daemon=True)
+        # In threads, because gloo never answers a store's client.
+        attacks = [threading.Thread(target=_attack, args=(port, payload), daemon=True) for _, port in places]
+        for attack in attacks:
             attack.start()
+        for attack in attacks:
             attack.join(5)
     finally:
         process.send_signal(signal.SIGTERM)
@@ -65,6 +68,7 @@ def _attack(port: int, payload: bytes) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_many_ranks_meet_at_every_start():
     """A fork of a process with threads can copy a lock that stays locked. Under load, some starts did."""
     starts = 20

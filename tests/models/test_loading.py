@@ -146,6 +146,7 @@ def test_random_weights_are_parts_of_those_of_one_process(ranks: RankPools, mode
     assert ranks(2).run(differences, recipe, head) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [CLASSIFICATION, "AutoModelForMaskedLM"])
 def test_over_four_ranks(ranks: RankPools, tmp_path, head):
     recipe = save(tmp_path, build("bert", head, 0.0, DropoutKeys(0)))

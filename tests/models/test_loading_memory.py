@@ -139,6 +139,7 @@ def without_elements(shards: Mapping[str, Tensor], folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @needs_peak
 def test_a_rank_of_four_never_holds_the_whole_model(ranks: RankPools, tmp_path):

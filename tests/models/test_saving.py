@@ -43,7 +43,11 @@ def export(recipe: Recipe, folder: Path) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize(
     "parallel",
-    [{"pipeline": {"stages": 2}, "tensor": 2}, {"strategy": "fsdp", "tensor": 2}, {"strategy": "zero3"}],
+    [
+        {"pipeline": {"stages": 2}, "tensor": 2},
+        pytest.param({"strategy": "fsdp", "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "zero3"}, marks=pytest.mark.slow),
+    ],
     ids=["stages x tensor", "fsdp x tensor", "zero3"],
 )
 def test_files_and_index_equal_those_of_one_process(ranks: RankPools, tmp_path: Path, parallel: dict[str, Any]):

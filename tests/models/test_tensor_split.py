@@ -170,8 +170,10 @@ def run_parts_of_stages(model_type: str, sequence: bool) -> None:
 @pytest.mark.parametrize(
     ("model_type", "sequence"),
     [
-        *((model_type, False) for model_type in STAGED),
-        *((model_type, True) for model_type in STAGED if model_type in SEQUENCE),
+        pytest.param(model_type, sequence, marks=() if model_type in ("bert", "t5", "llama") else pytest.mark.slow)
+        for sequence in (False, True)
+        for model_type in STAGED
+        if model_type in SEQUENCE or not sequence
     ],
 )
 def test_stages_over_tensor_ranks_are_the_whole_model(ranks: RankPools, model_type, sequence):
@@ -261,7 +263,9 @@ class TestSequenceParallel:
     def test_on_more_ranks_than_positions(self, ranks: RankPools, length):
         ranks(4).run(compare, "bert", "AutoModelForTokenClassification", 0.1, sequence=True, length=length)
 
-    @pytest.mark.parametrize("model_type", ["albert", "deberta-v2", "olmo"])
+    @pytest.mark.parametrize(
+        "model_type", ["albert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deberta-v2", "olmo"))]
+    )
     def test_is_refused_where_a_family_has_none(self, ranks: RankPools, model_type):
         with pytest.raises(RankError, match=rf"`parallel\.sequence` is true, but the family {model_type} has no"):
             ranks(2).run(compare, model_type, "AutoModelForSequenceClassification", 0.0, sequence=True)

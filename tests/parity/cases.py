@@ -106,8 +106,16 @@ class Case:
 
     @property
     def is_fast(self) -> bool:
-        """Whether `make test` runs the case, which is true for two ranks."""
-        return self.world_size == 2
+        """Whether `make test` runs the case: two ranks, and one fact beside a strategy or beside DDP in fp32."""
+        is_whole = self.tensor == self.context == self.stages == 1 and self.model_type in SGD_FAMILIES
+        is_plain = self.optimizer == "adamw" and self.gradients == self.weights == "fp32"
+        kinds = self.strategy == "ddp" and self.model_type in ("bert", "llama", "t5")
+        return self.world_size == 2 and (
+            (is_whole and (is_plain or self.strategy == "ddp"))
+            or (
+                kinds and self.precision == "fp32" and not (self.task == "masked_lm" and "interleaved" in self.schedule)
+            )
+        )
 
     @property
     def tolerance(self) -> str:

@@ -105,10 +105,12 @@ def reference(case: str) -> tuple[Curve, Curve]:
     return train(case, {})
 
 
+QUICK = {("bert", cut) for cut in ("fsdp-accumulated", "zero3", "pipeline")}
+QUICK.add(("masked-lm", "tensor-sequence-accumulated"))
 # The first case runs under every layout that takes two layers, the others where a layer is cut or gathered.
 CUTS = ("zero3", "tensor-sequence-accumulated", "pipeline", "fsdp-tensor-pipeline")
 PAIRS = [
-    pytest.param(case, layout, marks=pytest.mark.slow if ADAPTER_LAYOUTS[layout][0] > 3 else ())
+    pytest.param(case, layout, marks=() if (case, layout) in QUICK else pytest.mark.slow)
     for case in CASES
     for layout in ADAPTER_LAYOUTS
     if (
@@ -144,9 +146,9 @@ def low_precision_recipe(precision: str, num_layers: int, keys: dict[str, Any]) 
     ("precision", "layout"),
     [
         ("bf16", "fsdp-accumulated"),
-        ("bf16", "interleaved"),
-        ("fp16", "tensor-sequence-accumulated"),
-        ("fp16", "zero2-accumulated"),
+        pytest.param("bf16", "interleaved", marks=pytest.mark.slow),
+        pytest.param("fp16", "tensor-sequence-accumulated", marks=pytest.mark.slow),
+        pytest.param("fp16", "zero2-accumulated", marks=pytest.mark.slow),
     ],
 )
 def test_low_precision_is_that_of_one_process(ranks: RankPools, precision: str, layout: str):
@@ -172,9 +174,9 @@ def test_a_dropout_on_positions_of_a_model_outside_of_the_table_is_refused(ranks
 
 RESUMED = [
     ("bert", "fsdp-accumulated", "zero3"),
-    ("bert", "zero2-accumulated", "tensor-sequence-accumulated"),
-    ("bert", "pipeline", "ddp"),
-    ("frozen", "zero3", "tensor-sequence-accumulated"),
+    pytest.param("bert", "zero2-accumulated", "tensor-sequence-accumulated", marks=pytest.mark.slow),
+    pytest.param("bert", "pipeline", "ddp", marks=pytest.mark.slow),
+    pytest.param("frozen", "zero3", "tensor-sequence-accumulated", marks=pytest.mark.slow),
     ("frozen", "pipeline", "zero2-accumulated"),
 ]
 

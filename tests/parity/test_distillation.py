@@ -141,10 +141,14 @@ def cases() -> list[Any]:
         pytest.param(
             task,
             name,
-            marks=pytest.mark.nightly if task == "token_classification" else pytest.mark.slow if ranks > 2 else (),
+            marks=pytest.mark.nightly
+            if task == "token_classification"
+            else ()
+            if task == "causal_lm" and name in ("pipeline", "tensor-sequence-accumulated")
+            else pytest.mark.slow,
         )
         for task in WITH_LAYOUTS
-        for name, (ranks, _) in {**LAYOUTS, **FURTHER_LAYOUTS}.items()
+        for name in (*LAYOUTS, *FURTHER_LAYOUTS)
     ]
 
 
@@ -161,7 +165,7 @@ def test_any_layout_is_one_process(ranks: RankPools, teachers: dict[str, Path], 
         pytest.param(
             precision,
             layout,
-            marks=() if (precision == "bf16") == (layout in ("zero3", "tensor")) else pytest.mark.nightly,
+            marks=pytest.mark.slow if (precision == "bf16") == (layout in ("zero3", "tensor")) else pytest.mark.nightly,
         )
         for precision in ("bf16", "fp16")
         for layout in IN_16_BITS

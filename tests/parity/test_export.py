@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,11 @@ EXTRAS = [
 ]
 
 
+def marks_of(strategy: str) -> Any:
+    """Return the marks of a strategy: `make test` runs each way to hold the weights once."""
+    return () if strategy in ("ddp", "fsdp", "zero3") else pytest.mark.slow
+
+
 def recipe_of(strategy: str, world_size: int, **sections: object) -> Recipe:
     return tiny_recipe(
         training={"max_steps": STEPS, "micro_batch_size": GLOBAL_BATCH_SIZE // world_size},
@@ -56,7 +62,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=str)
-@pytest.mark.parametrize("strategy", RANK_STRATEGIES)
+@pytest.mark.parametrize("strategy", [pytest.param(name, marks=marks_of(name)) for name in RANK_STRATEGIES])
 def test_the_folder_holds_what_was_trained(ranks: RankPools, tmp_path, strategy, extra):
     trained = ranks(2).run(train_and_export, recipe_of(strategy, 2, **extra), tmp_path / "model")[0]
     weights = exported(tmp_path / "model")
@@ -92,7 +98,7 @@ FOUR_LAYERS = {"model": {"config": {**TINY_BERT, "num_hidden_layers": 4}}}
 IN_BF16 = {"precision": "bf16", "weights": "bf16_stochastic"}
 INTERLEAVED = {"stages": 2, "stages_per_rank": 2, "schedule": "interleaved_1f1b"}
 LAYOUTS = [
-    *[pytest.param(2, {}, parallel_keys(strategy, 2), id=strategy) for strategy in RANK_STRATEGIES],
+    *[pytest.param(2, {}, parallel_keys(name, 2), id=name, marks=marks_of(name)) for name in RANK_STRATEGIES],
     pytest.param(2, {}, {"tensor": 2}, id="tensor parts, with padding"),
     pytest.param(2, {}, {"pipeline": {"stages": 2}}, id="stages"),
     pytest.param(2, RESNET, {"strategy": "fsdp"}, id="buffers"),
@@ -122,7 +128,9 @@ def test_a_checkpoint_of_any_layout_gives_the_same_folder(ranks: RankPools, tmp_
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "zero3"))]
+)
 def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(ranks: RankPools, tmp_path, strategy):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RankError) as error:

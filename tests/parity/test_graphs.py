@@ -53,7 +53,9 @@ def train(recipe: Recipe, graphed: bool, steps: int = STEPS) -> tuple[Curve, int
     return curve, sum(tape.num_captures for tape in tapes), sum(tape.num_replays for tape in tapes)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "fp16"))]
+)
 def test_captured_passes_are_eager_ones_bit_for_bit(precision: str):
     recipe = tiny_recipe(**DROPPED, precision=precision)
     expected, *none = train(recipe, graphed=False)

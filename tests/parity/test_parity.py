@@ -95,7 +95,7 @@ def test_accumulation_on_one_process_changes_nothing(micro_batch_size, dropout):
     assert_same_curve(train_tiny(recipe, num_steps=SHORT), reference("fp32", dropout).curve)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_the_ragged_last_batch_leaves_a_rank_without_rows(ranks: RankPools, strategy):
     """Use 13 rows in batches of 12: the second step has one row, and two of three ranks have only padding rows."""
     keys = {"model": {"dropout": 0.1}}

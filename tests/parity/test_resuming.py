@@ -86,7 +86,10 @@ def tail(curve: Curve) -> Curve:
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [
-        *((strategy, "fp32") for strategy in RANK_STRATEGIES),
+        *(
+            pytest.param(strategy, "fp32", marks=() if strategy in ("ddp", "fsdp", "zero3") else pytest.mark.slow)
+            for strategy in RANK_STRATEGIES
+        ),
         *(pytest.param(strategy, "fp16", marks=pytest.mark.slow) for strategy in ("fsdp", "zero2", "zero3")),
     ],
 )
@@ -125,13 +128,13 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 """Each layout saves for the next one, and the last for the first: each saves once and resumes once."""
 
-_NUM_QUICK = 7
+_QUICK = (0, 2, 5)
 
 
 def change_of_layout(index: int) -> Any:
     (number, saving), (next_number, going_on) = LAYOUTS[index], LAYOUTS[(index + 1) % len(LAYOUTS)]
     name = f"{number} {saving} -> {next_number} {going_on}"
-    marks = () if index < _NUM_QUICK else (pytest.mark.slow,)
+    marks = () if index in _QUICK else (pytest.mark.slow,)
     return pytest.param(number, saving, next_number, going_on, marks=marks, id=name.replace("'", ""))
 
 
@@ -166,7 +169,7 @@ def test_a_lost_moment_would_be_seen(lost):
         assert_same_curve(curve, tail(reference("fp32", 0.1).curve))
 
 
-@pytest.mark.parametrize("weights", ["bf16_compensated", "bf16_stochastic"])
+@pytest.mark.parametrize("weights", ["bf16_compensated", pytest.param("bf16_stochastic", marks=pytest.mark.slow)])
 def test_weights_in_bf16_go_on_bit_for_bit(ranks: RankPools, tmp_path: Path, weights: str):
     recipe = tiny_recipe(
         model={"dropout": 0.1}, precision="bf16", weights=weights, parallel={"strategy": "fsdp", "tensor": 1}
@@ -184,7 +187,15 @@ def model_for(optimizer: str) -> dict[str, Any]:
     return {"dropout": 0.1, **wide}
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor", "schedule_free_adamw", "adamw_8bit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "muon",
+        pytest.param("adafactor", marks=pytest.mark.slow),
+        pytest.param("schedule_free_adamw", marks=pytest.mark.slow),
+        pytest.param("adamw_8bit", marks=pytest.mark.slow),
+    ],
+)
 def test_other_optimizers_resume_in_another_layout(ranks: RankPools, tmp_path: Path, name: str):
     optimizer = {"name": name, "learning_rate": 1e-3, "weight_decay": 0.01}
     one, fsdp, tensor = (
@@ -200,7 +211,7 @@ def test_other_optimizers_resume_in_another_layout(ranks: RankPools, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        ("schedule_free_adamw", "fsdp"),
+        pytest.param("schedule_free_adamw", "fsdp", marks=pytest.mark.slow),
         pytest.param("schedule_free_adamw", "zero2", marks=pytest.mark.slow),
         ("adamw_8bit", "fsdp"),
     ],

@@ -108,6 +108,7 @@ class TestAsTheRun:
         with pytest.raises(UsageError, match=r"must hold the frozen weights of the training"):
             export(tmp_path / "tuned" / "run", tmp_path / "again")
 
+    @pytest.mark.slow
     def test_two_ranks_and_both_verbs_as_a_user_has_them(self, tmp_path):
         recipe = write_tiny_run(tmp_path, task=MASKED_LM, parallel={"strategy": "fsdp"})
         program = [sys.executable, "-m", "trainer"]

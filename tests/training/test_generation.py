@@ -91,12 +91,12 @@ def test_batch_size_and_padding_change_no_text(beams):
 @pytest.mark.parametrize(
     ("world_size", "parallel", "beams"),
     [
-        (3, {"strategy": "ddp"}, True),
+        pytest.param(3, {"strategy": "ddp"}, True, marks=pytest.mark.slow),
         (2, {"strategy": "fsdp"}, True),
-        (3, {"strategy": "fsdp"}, False),
-        (2, {"strategy": "zero1"}, False),
-        (2, {"strategy": "zero3"}, True),
-        (2, {"strategy": "ddp", "tensor": 2}, True),
+        pytest.param(3, {"strategy": "fsdp"}, False, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "zero1"}, False, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "zero3"}, True, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "ddp", "tensor": 2}, True, marks=pytest.mark.slow),
         (2, {"strategy": "ddp", "tensor": 2, "sequence": True}, False),
     ],
     ids=lambda value: value.get("strategy") + "+tensor" * ("tensor" in value) if isinstance(value, dict) else None,
@@ -122,6 +122,7 @@ def bart(**parallel: Any) -> tuple[list[float], list[Texts]]:
         return losses, [evaluate(training, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"strategy": "fsdp"}, {"strategy": "ddp", "tensor": 2, "sequence": True}])
 def test_bart_is_the_same_in_parts(ranks: RankPools, parallel):
     losses, (texts,) = bart(strategy="ddp")

@@ -129,6 +129,7 @@ def test_the_ranks_of_a_measured_machine_share_its_memory(tmp_path: Path):
     assert parse_devices(f"4x{file}").memory_bytes * 4 == parse_devices(f"1x{file}").memory_bytes
 
 
+@pytest.mark.slow
 def test_changes_that_fit_are_shown(recipe: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["plan", str(recipe), "--length", "64", "training.micro_batch_size=16", "--gpus"]
     assert main([*arguments, "1x12GB", "--json"]) == 0
@@ -202,8 +203,8 @@ def test_fsdp_shards_what_ddp_holds():
     ("strategy", "offload", "moved"),
     [
         ("fsdp", "parameters", (PARAMETERS, OPTIMIZER)),
-        ("zero2", "optimizer", (MASTER, OPTIMIZER)),
-        ("zero3", "parameters", (PARAMETERS, MASTER, OPTIMIZER)),
+        pytest.param("zero2", "optimizer", (MASTER, OPTIMIZER), marks=pytest.mark.slow),
+        pytest.param("zero3", "parameters", (PARAMETERS, MASTER, OPTIMIZER), marks=pytest.mark.slow),
     ],
 )
 def test_offload_moves_memory_to_the_host(strategy: str, offload: str, moved: Sequence[str]):
@@ -229,8 +230,8 @@ def sent(operation: str, axis: str, world_size: int = 2, **keys: Any) -> int:
     ("parallel", "operation", "axis"),
     [
         ({"strategy": "ddp"}, "allreduce", "dp"),
-        ({"strategy": "fsdp"}, "reduce_scatter_base", "dp"),
-        ({"strategy": "ddp", "pipeline": {"stages": 2}}, "allreduce", "dp"),
+        pytest.param({"strategy": "fsdp"}, "reduce_scatter_base", "dp", marks=pytest.mark.slow),
+        pytest.param({"strategy": "ddp", "pipeline": {"stages": 2}}, "allreduce", "dp", marks=pytest.mark.slow),
     ],
     ids=["ddp", "fsdp", "pipeline"],
 )
@@ -248,6 +249,7 @@ def test_gradients_of_tied_weights_are_summed_over_stages():
     assert sent("allreduce", "all", **keys) == SMALL_BERT["vocab_size"] * SMALL_BERT["hidden_size"] * 4
 
 
+@pytest.mark.slow
 def test_partial_gradients_of_tensor_ranks_take_half_of_the_bytes():
     whole, halved = (
         sent("allreduce", "tp", parallel={"tensor": 2, "sequence": True, "communication": {"gradients": kind}})
@@ -262,7 +264,9 @@ def test_partial_gradients_of_tensor_ranks_take_half_of_the_bytes():
     ("parallel", "operation", "axis"),
     [
         ({"strategy": "ddp", "pipeline": {"stages": 2}}, "send", "pp"),
-        ({"strategy": "ddp", "tensor": 2, "sequence": True}, "reduce_scatter_base", "tp"),
+        pytest.param(
+            {"strategy": "ddp", "tensor": 2, "sequence": True}, "reduce_scatter_base", "tp", marks=pytest.mark.slow
+        ),
     ],
     ids=["stages", "positions"],
 )

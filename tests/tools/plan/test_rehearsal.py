@@ -64,7 +64,13 @@ def saved(keys: Mapping[str, Any]) -> tuple[int, int]:
     return sum(tensor.nbytes for tensor in tensors.values()), len(tensors)
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(keys, id=name, marks=() if name == "pipeline" else pytest.mark.slow)
+        for name, keys in LAYOUTS.items()
+    ],
+)
 def test_a_checkpoint_has_the_tensors_of_real_ranks(ranks: RankPools, tmp_path: Path, parallel: dict[str, Any]):
     keys = {"parallel": parallel}
     for rank, real in enumerate(ranks(2).run(saved, keys)):
@@ -72,6 +78,7 @@ def test_a_checkpoint_has_the_tensors_of_real_ranks(ranks: RankPools, tmp_path: 
         assert (state.written, state.tensors) == real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp", "pipeline"])
 def test_ranks_read_each_byte_of_the_weights_once(tmp_path: Path, name: str):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -119,6 +126,7 @@ def test_the_ranks_write_the_whole_model(tmp_path: Path):
     assert not second.model_files
 
 
+@pytest.mark.slow
 def test_a_rank_of_many_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["rehearse", written({}, tmp_path), "--ranks", "64", "--rank", "63", "training.global_batch_size=64"]
     assert main([*words, "parallel.strategy=fsdp", "parallel.tensor=2"]) == 0
@@ -132,6 +140,7 @@ def test_a_rank_of_many_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found["checkpoints_in_memory"] == 0
 
 
+@pytest.mark.slow
 def test_checkpoints_in_memory_are_shown(tmp_path: Path):
     keys = {"checkpoint": {"memory": {"every": "2 steps"}}}
     one = rehearsed(keys, tmp_path, 2, 0)

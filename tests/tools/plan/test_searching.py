@@ -79,6 +79,7 @@ def test_a_search_keeps_what_the_user_gave_and_ends_after_its_plans(recipe: Path
     assert not any(word.startswith(("parallel.tensor", "parallel.strategy")) for word in choice.overrides)
 
 
+@pytest.mark.slow
 def test_offload_is_searched_where_nothing_else_fits(recipe: Path):
     words = ["parallel.strategy=fsdp", "parallel.tensor=1", "parallel.pipeline.stages=1"]
     one_row = ["training.micro_batch_size=1", "activation_checkpointing=full"]
@@ -206,6 +207,7 @@ def test_options_without_a_meaning_are_refused(
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_search_changes_precision_on_demand(recipe: Path):
     words = ["training.micro_batch_size=1"]
     devices = parse_devices("1xA100-40")
@@ -215,6 +217,7 @@ def test_a_search_changes_precision_on_demand(recipe: Path):
     assert {choice.made.plan.recipe.precision for choice in given.choices} == {"fp32"}
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_one_row_more_does_not(recipe: Path, capsys: pytest.CaptureFixture[str]):
     given = "training.micro_batch_size=3"
     assert main(["plan", str(recipe), "--gpus", "1x1120MiB", "--largest", "batch", given, "--json"]) == 0
@@ -228,11 +231,13 @@ def test_the_largest_batch_fits_and_one_row_more_does_not(recipe: Path, capsys: 
     assert not answer(capsys, recipe, "--gpus", "1x1120MiB", *more)["fits"]
 
 
+@pytest.mark.slow
 def test_the_longest_texts_of_classes_that_only_the_data_knows(recipe: Path, capsys: pytest.CaptureFixture[str]):
     found = answer(capsys, recipe, "--gpus", "1x80GiB", "--largest", "length")
     assert found["overrides"] == ["data.max_length=64"]  # the positions of the model
 
 
+@pytest.mark.slow
 def test_the_largest_model_has_the_shape_of_the_recipe(recipe: Path, capsys: pytest.CaptureFixture[str]):
     found = answer(capsys, recipe, "--gpus", "1x1120MiB", "--largest", "model")
     assert found["fits"]

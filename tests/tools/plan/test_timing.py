@@ -157,6 +157,7 @@ def test_operations_of_about_one_size_have_one_point():
     assert measuring._kernels([*found, Operation(view, 0, 9.0)]) == {"mm bf16": [(12, 2.5), (16, 8.0)]}
 
 
+@pytest.mark.slow
 def test_a_measured_step_computes_as_its_plan_does():
     training = reference.of_operations()[0]
     seconds, found = reference.operations_of(training)
@@ -172,6 +173,7 @@ def test_a_measured_step_computes_as_its_plan_does():
     assert min(seconds, *(one.seconds for one in found)) > 0
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_measured_step_is_lost_beside_its_collectives(monkeypatch: pytest.MonkeyPatch):
     layouts = dict(training for training in reversed(reference.of_strategies()) if training[0] != SHARDS)
     layouts = dict(reversed(layouts.items()))
@@ -320,6 +322,7 @@ def test_unknown_links_are_refused(arguments: tuple[str, ...], message: str):
         parse_devices(*arguments)
 
 
+@pytest.mark.slow
 def test_hours_and_price_of_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file, picture = tmp_path / "recipe.json", tmp_path / "timeline.svg"
     (tmp_path / "rows.csv").write_text("text,label\ngood,1\n")

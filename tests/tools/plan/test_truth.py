@@ -92,12 +92,13 @@ NIGHTLY = frozenset((
     "pipeline gpipe", "zero2 offload", "8 bits", "fsdp 8 bits", "context packed", "context ring packed",
 ))  # fmt: skip
 """Cases with a near relative that runs each time."""
+QUICK = frozenset(("fp32", "vit", "ddp", "pipeline"))
+"""Cases of `make test`."""
 
 
-def _cases(keys: Mapping[str, dict[str, Any]], mark: Any = ()) -> list[Any]:
-    return [
-        pytest.param(one, id=name, marks=pytest.mark.nightly if name in NIGHTLY else mark) for name, one in keys.items()
-    ]
+def _cases(keys: Mapping[str, dict[str, Any]]) -> list[Any]:
+    marks = [() if name in QUICK else pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow for name in keys]
+    return [pytest.param(one, id=name, marks=mark) for (name, one), mark in zip(keys.items(), marks, strict=True)]
 
 
 @pytest.mark.parametrize("keys", _cases(ALONE))
@@ -112,7 +113,7 @@ def test_the_peak_of_one_process(keys: dict[str, Any]):
         assert plan == pytest.approx(found, rel=most)
 
 
-@pytest.mark.parametrize("keys", [*_cases(TWO), *_cases(DEEPSPEED, pytest.mark.slow)])
+@pytest.mark.parametrize("keys", _cases(TWO | DEEPSPEED))
 def test_peak_and_collectives_of_each_rank(ranks: RankPools, keys: dict[str, Any]):
     measured = ranks(2).run(measure, keys)
     for rank, found in enumerate(measured):
@@ -138,7 +139,13 @@ class TestTheTable:
         assert max(errors) <= 0.05
 
     @pytest.mark.parametrize(
-        ("model", "layout"), [("BERT", "bf16"), ("T5", "fsdp, offload"), ("ViT", "tensor 2"), ("Llama", "zero1")]
+        ("model", "layout"),
+        [
+            ("BERT", "bf16"),
+            pytest.param("T5", "fsdp, offload", marks=pytest.mark.slow),
+            pytest.param("ViT", "tensor 2", marks=pytest.mark.slow),
+            pytest.param("Llama", "zero1", marks=pytest.mark.slow),
+        ],
     )
     def test_it_shows_the_plans_of_today(self, model: str, layout: str):
         (keys,) = (keys for *names, _, keys in layouts() if names == [model, layout])
