@@ -47,8 +47,8 @@ def kill_ranks(process: warm.WarmProcess, most: int, draw: random.Random) -> int
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_rank_is_killed_at_ten_random_moments(tmp_path):
-    kills = 10
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.nightly)])
+def test_a_rank_is_killed_at_random_moments(kills, tmp_path):
     whole = write_tiny_run(tmp_path / "whole")
     assert processes.finish(start(whole)).returncode == ExitCode.DONE
     draw, done, runs = random.Random(kills), 0, 0

@@ -107,7 +107,7 @@ def kill_at(process: Process, folder: Path, step: int, rank: int) -> None:
 @pytest.mark.parametrize(
     ("launcher", "layout"),
     [
-        ("trainer", IN_CI),
+        pytest.param("trainer", IN_CI, marks=pytest.mark.slow),
         *(pytest.param("trainer", layout, marks=pytest.mark.nightly) for layout in LAYOUTS if layout != IN_CI),
         *(pytest.param("torchrun", layout, marks=pytest.mark.nightly) for layout in LAYOUTS),
     ],

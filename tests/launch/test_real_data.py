@@ -49,7 +49,7 @@ def one_process(request, tmp_path_factory) -> tuple[Path, list[float]]:
 
 @pytest.mark.parametrize(
     ("one_process", "launcher"),
-    LAUNCHERS.items(),
+    [pytest.param(*one, marks=pytest.mark.nightly if one[0] == "sst2" else ()) for one in LAUNCHERS.items()],
     indirect=["one_process"],
 )
 def test_each_launcher_gives_the_same_curve(launcher, one_process, tmp_path):

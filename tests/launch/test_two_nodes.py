@@ -222,6 +222,7 @@ def test_a_node_that_was_killed_and_started_again_goes_on(nodes, one_process, tm
     assert_same(recipe, one_process)
 
 
+@pytest.mark.slow
 def test_a_node_that_was_lost_with_its_memory_resumes_from_the_copies(nodes, undisturbed, tmp_path):
     keys = {"every": None, "memory": {"every": "3 steps", "folder": str(tmp_path / "memory")}}
     recipe = write_tiny_run(

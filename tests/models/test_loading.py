@@ -35,12 +35,16 @@ from trainer.recipe.schema import Model, Training
 
 CLASSIFICATION = "AutoModelForSequenceClassification"
 CASES = [
-    (model_type, head)
+    pytest.param(
+        model_type,
+        head,
+        marks=() if model_type in ("bert", "albert", "gpt2", "llama", "t5", "vit") else pytest.mark.slow,
+    )
     for model_type in CONFIGS
     for head in HEADS
     if has_head(model_type, head) and not head.endswith(("QuestionAnswering", "TokenClassification"))
 ]
-IDS = [f"{model_type}-{head.removeprefix('AutoModelFor')}" for model_type, head in CASES]
+IDS = [f"{model_type}-{head.removeprefix('AutoModelFor')}" for model_type, head in (case.values for case in CASES)]
 MAYBE_LABELS = {CLASSIFICATION: {"num_labels": LABELS}, "AutoModelForImageClassification": {"num_labels": LABELS}}
 
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import processes
+from tests.helpers import processes, warm
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.base.errors import RecipeError
 from trainer.recipe.reading.loading import load_recipe
-
-COMMAND = (sys.executable, "-m", "trainer", "run")
 
 
 def test_each_rank_writes_a_trace_of_the_steps(tmp_path: Path):
     recipe = write_tiny_run(tmp_path, logging={"every": "1 step", "to": ["console"], "profile": {"steps": [2, 3]}})
     words = ("--processes", "2", "training.max_steps=4", "evaluation.every=null")
-    ended = processes.finish(processes.start([*COMMAND, recipe, *words]))
+    ended = processes.finish(warm.start(["run", recipe, *words]))
     assert ended.returncode == 0, ended.stderr
     folder = tmp_path / "run" / "profile"
     assert sorted(file.name for file in folder.iterdir()) == [
@@ -40,7 +37,7 @@ def test_each_rank_writes_a_trace_of_the_steps(tmp_path: Path):
 def test_steps_that_never_run_are_named(tmp_path: Path):
     recipe = write_tiny_run(tmp_path, logging={"every": "1 step", "to": ["console"], "profile": {"steps": [5, 6]}})
     words = ("training.stop_at_step=2", "evaluation.every=null")
-    ended = processes.finish(processes.start([*COMMAND, recipe, *words]))
+    ended = processes.finish(warm.start(["run", recipe, *words]))
     assert ended.returncode == 75, ended.stderr
     assert "`logging.profile.steps` is 5 to 6, but none of these steps ran" in ended.stdout
     assert not (tmp_path / "run" / "profile").exists()

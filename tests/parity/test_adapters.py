@@ -242,6 +242,7 @@ def save_run(base: Path, folder: Path, keys: dict[str, Any]) -> None:
         saver.finish()
 
 
+@pytest.mark.slow
 def test_any_layout_exports_the_adapter_of_one_process(ranks: RankPools, tmp_path: Path):
     described = {key: value for key, value in BERT.items() if key != "model_type"}
     torch.manual_seed(0)

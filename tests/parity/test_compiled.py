@@ -40,8 +40,6 @@ def train_compiled(case: Case) -> tuple[Curve, int]:
     "case",
     [
         pytest.param(case, id=str(case), marks=pytest.mark.nightly if case in LONG else pytest.mark.slow)
-        if case is not CASES[0]
-        else pytest.param(case, id=str(case))
         for case in CASES
     ],
 )

@@ -44,8 +44,13 @@ ZERO_VALUES: dict[str, Any] = {
     "use_all_reduce_for_fetch_params": True,
     "use_multi_rank_bucket_allreduce": False,
 }
-QUICK = [("zero1", "reduce_scatter"), ("zero3", "stage3_param_persistence_threshold")]
-SLOW = [("zero2", "overlap_comm"), ("zero2", "contiguous_gradients"), ("zero3", "sub_group_size")]
+QUICK = [("zero1", "reduce_scatter")]
+SLOW = [
+    ("zero3", "stage3_param_persistence_threshold"),
+    ("zero2", "overlap_comm"),
+    ("zero2", "contiguous_gradients"),
+    ("zero3", "sub_group_size"),
+]
 
 
 def strategies_of(key: str) -> tuple[str, ...]:

@@ -52,12 +52,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 
-WITH_ZERO3 = ("causal_lm", "seq2seq_lm", "embedding", "question_answering")
-"""Tasks that every run of the tests trains with ZeRO-3, which sees a scalar loss alone: one of each kind of label."""
+FOUR_RANKS = ("causal_lm", "seq2seq_lm", "embedding", "question_answering")
+"""Tasks that `make test-all` trains on four ranks and more: one of each kind of label."""
 
 
 def _marks(task: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
-    if layout.startswith("zero3") and task not in WITH_ZERO3:
+    if LAYOUTS[layout][0] > 3 and task not in FOUR_RANKS:
         return (pytest.mark.nightly,)
     if layout == ("context" if task == "causal_lm_packed" else "ring"):  # the other one runs each time
         return (pytest.mark.nightly,)

@@ -266,6 +266,7 @@ def test_models_without_one_shape_have_no_largest(recipe: Path, model: dict[str,
         searching.Search(str(recipe), (), parse_devices("1x80GiB")).largest_model()
 
 
+@pytest.mark.slow
 def test_the_fewest_gpus(recipe: Path, capsys: pytest.CaptureFixture[str]):
     needed = answer(capsys, recipe, "--gpus", "1x80GiB", "activation_checkpointing=full", "training.micro_batch_size=1")
     assert answer(capsys, recipe, "--gpus", "autox80GiB")["ranks"][0]["rank"] == 0

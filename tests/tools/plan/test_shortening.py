@@ -26,7 +26,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         {
             "task": TINY_TASKS["seq2seq_lm"].keys,
             "model": {
-                "config": {**TINY_TASKS["seq2seq_lm"].model["config"], "num_layers": 8, "num_decoder_layers": 7},
+                "config": {**TINY_TASKS["seq2seq_lm"].model["config"], "num_layers": 7, "num_decoder_layers": 7},
                 "tokenizer": "none",
             },
         },
@@ -52,7 +52,13 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keys", "world_size"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("keys", "world_size"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.nightly if name.startswith("fsdp") else ())
+        for name, case in CASES.items()
+    ],
+)
 def test_a_shortened_model_gives_the_plan_of_the_whole_one(keys: dict[str, Any], world_size: int):
     def planned() -> StepPlan:
         recipe = recipe_of({"model": DEEP_BERT, "training": FEW_ROWS, **keys})
@@ -69,7 +75,15 @@ def test_a_shortened_model_gives_the_plan_of_the_whole_one(keys: dict[str, Any],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "world_size"), [("muon", 2), ("adafactor", 1), ("schedule_free_adamw", 1)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("muon", 2),
+        pytest.param("adafactor", 1, marks=pytest.mark.nightly),
+        pytest.param("schedule_free_adamw", 1, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_batches_of_tensors_are_those_of_all_layers(name: str, world_size: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(batches, "MOST", 3 * SMALL_BERT["hidden_size"] ** 2)  # fewer than the layers have
     optimizer = {"name": name, "learning_rate": 0.1}
