@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported. With more threads than cores, each operation would wait for threads of other workers.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Some tests start launchers with this folder first. Another version of ninja compiles DeepSpeed's operation again.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 import pytest
 from hypothesis import HealthCheck, settings
