@@ -128,9 +128,9 @@ def test_steps_that_are_read_late_are_those_of_a_host_that_waits(case: str):
 @pytest.mark.parametrize(
     ("case", "parallel"),
     [
-        ("momentum", parallel_keys("fsdp", 2)),
-        ("adamw", {**parallel_keys("fsdp", 2), "reshard_after_forward": False}),
-        ("adamw_8bit", parallel_keys("fsdp", 2)),
+        pytest.param("momentum", parallel_keys("fsdp", 2), marks=pytest.mark.slow),
+        pytest.param("adamw", {**parallel_keys("fsdp", 2), "reshard_after_forward": False}, marks=pytest.mark.slow),
+        pytest.param("adamw_8bit", parallel_keys("fsdp", 2), marks=pytest.mark.slow),
         ("schedule_free", parallel_keys("fsdp", 2)),
         ("fp16", {"pipeline": {"stages": 2}}),
         pytest.param("schedule_free", {"pipeline": {"stages": 2}}, marks=pytest.mark.nightly),

@@ -12,7 +12,7 @@ from trainer.parallel.shards.replicas import check_replicas
 LAYOUTS = [
     (2, {"strategy": "ddp"}),
     (2, {"tensor": 2, "sequence": True}),
-    (4, {"strategy": "hsdp", "shard": 2}),
+    pytest.param(4, {"strategy": "hsdp", "shard": 2}, marks=pytest.mark.slow),
     (2, {"strategy": "zero3"}),
 ]
 
