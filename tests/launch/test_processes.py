@@ -32,6 +32,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
     return [(place.laddr.ip, place.laddr.port) for place in found if place.status == psutil.CONN_LISTEN]
 
 
+@pytest.mark.slow
 def test_nobody_outside_can_connect_to_local_ranks(tmp_path):
     recipe = write_tiny_run(tmp_path, training={"max_steps": 100_000}, evaluation={"every": None})
     process = start([sys.executable, "-m", "trainer", "run", recipe, "--processes", "2"])
