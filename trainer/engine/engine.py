@@ -20,6 +20,7 @@ from trainer.engine.precision import written_dtype
 from trainer.engine.results import EvalResult, StepResult
 from trainer.engine.scaling import LossScaler
 from trainer.engine.state import EngineState, StateSource, buffer_parts, whole_tensors
+from trainer.models.compiled import compile_cache
 from trainer.models.saving import save_model
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
@@ -111,6 +112,15 @@ class Engine(ABC):
     def idle_share(self) -> float | None:
         """Return the share of time in which this rank waited for other pipeline stages; None without stages."""
         return None
+
+    def notes(self) -> list[str]:
+        """Return notes for the user on the optimizer, on CUDA graphs and on compiled layers."""
+        notes = self.optimizer.notes(self._mesh.device)
+        if self._recipe.cuda_graphs:
+            notes.append("each shape of microbatches is captured as a CUDA graph when it comes again")
+        if self._recipe.compile:
+            notes.append(f"layers are compiled after the first microbatch; the code is kept in {compile_cache()}")
+        return notes
 
     @abstractmethod
     def held(self) -> dict[str, Tensor]:

@@ -27,10 +27,8 @@ from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.engine.builders import build_engine, partitioned_loading, planned_cuts
 from trainer.engine.engine import Engine
-from trainer.engine.optimizers.table import optimizer_class
 from trainer.models.attention import attention_notes
 from trainer.models.building import BuiltModel, build_model
-from trainer.models.compiled import compile_cache
 from trainer.models.cutting import ModelCut
 from trainer.models.dropout import dropout_notes
 from trainer.models.generation import set_generation
@@ -150,19 +148,14 @@ class Assembly:
     def notes(self) -> list[str]:
         """Return notes for the user on model, data and engine."""
         recipe, model, device = self.recipe, self.models[0], self.mesh.device
-        notes = [
+        return [
             *([] if self.progress.step else self.built[0].notes),  # a checkpoint has replaced the weights
             *self.data.notes(recipe.data.max_length),
             *context_notes(model.config, recipe.parallel.context),
             *attention_notes(model, device),
             *dropout_notes(model, device),
-            *optimizer_class(recipe.optimizer).notes(device),
+            *self.engine.notes(),
         ]
-        if recipe.cuda_graphs:
-            notes.append("each shape of microbatches is captured as a CUDA graph when it comes again")
-        if recipe.compile:
-            notes.append(f"layers are compiled after the first microbatch; the code is kept in {compile_cache()}")
-        return notes
 
     def saver(
         self,
