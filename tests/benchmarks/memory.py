@@ -31,6 +31,7 @@ from tests.helpers.memory import return_freed_memory, status_bytes
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import tiny_recipe, tiny_training
 from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.deepspeed_package import ready_deepspeed
@@ -124,8 +125,9 @@ def live(recipe: Recipe, folder: Path, without: int | None = None) -> dict[str, 
         _settled()
         training.steps(2)
         found["training"] = status_bytes("VmHWM") - before
-        saver = Saver(CheckpointStore(folder, 1), training.engine, training.mesh, Saved({}), asynchronous=False)
-        training.mesh.on_rank_zero(saver._store.open)
+        disk = Disk(CheckpointStore(folder, 1), training.mesh, asynchronous=False)
+        saver = Saver([disk], training.engine, training.mesh, Saved({}))
+        training.mesh.on_rank_zero(disk.store.open)
         saver.progress = Progress(2, 24)
         for phase, action in (
             ("checkpoint", saver.save),

@@ -17,15 +17,18 @@ from torch import Tensor
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
 from trainer.base.errors import RecipeError, UsageError
-from trainer.checkpoint import handover, host_memory
-from trainer.checkpoint.background import FAILED
+from trainer.checkpoint import handover, host_memory, memory_folder
 from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.format import WrittenFile, share_name, write_share
 from trainer.checkpoint.handover import hand_over
 from trainer.checkpoint.host_memory import HostMemory
+from trainer.checkpoint.identity import identity
+from trainer.checkpoint.memory_folder import complete_in, folder_of_run
 from trainer.checkpoint.mirror import Mirror
-from trainer.checkpoint.saving import Saved, Saver, identity
+from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.tier import FAILED
 from trainer.engine.state import EngineState, StateSource
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
@@ -68,19 +71,24 @@ class ShardedEngine:
         return torch.equal(self.sharded, expected) and torch.equal(self.whole, torch.full((3,), float(step)))
 
 
-def saver(folder: Path, per_host: int, step: int = 0, **recipe: Any) -> Saver:
+def saver(folder: Path, per_host: int, step: int = 0, mirrored: bool = False, **recipe: Any) -> Saver:
     """Return a saver; `per_host` ranks share a host."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = ParallelMesh(torch.device("cpu"), dp_replicate=world_size)
     host = folder / f"host{mesh.rank // per_host}"
     host.mkdir(exist_ok=True)
-    in_memory = HostMemory(host, folder / "run", mesh)
     saved = Saved(identity(tiny_recipe(**recipe), "data"))
     store = CheckpointStore(folder / "run", 2, seconds=2.0)
-    notes: list[str] = []
-    run = Saver(store, ShardedEngine(mesh, step), mesh, saved, memory=in_memory, note=notes.append)
+    notes = []
+    memory, disk = HostMemory(host, store, mesh, notes.append), Disk(store, mesh)
+    mirror = [Mirror(str(folder / "copies"), disk, mesh)] if mirrored else []
+    run = Saver([memory, disk, *mirror], ShardedEngine(mesh, step), mesh, saved)
     run.notes = notes
     return run
+
+
+def memory_of(folder: Path) -> HostMemory:
+    return HostMemory(folder, CheckpointStore(folder / "run", 2), ParallelMesh(torch.device("cpu")))
 
 
 def save(folder: Path, steps: list[int], per_host: int = 1, on_disk: int | None = None, failing: int | None = None):
@@ -100,7 +108,7 @@ def save(folder: Path, steps: list[int], per_host: int = 1, on_disk: int | None 
         finally:
             host_memory.write_share = write_share
     run.finish()
-    return run.notes, [path.name for path in run._memory._store(run._mesh.rank).folder.glob("step-*")]
+    return run.notes, [path.name for path in run.tiers[0]._store(run._mesh.rank).folder.glob("step-*")]
 
 
 def _no_room(folder: Path, name: str, tensors: Any) -> WrittenFile:
@@ -140,16 +148,16 @@ class TestOneHost:
         assert "on the disk; memory holds no newer one" in notes[0]
 
     def test_a_run_of_the_same_path_in_another_container_is_left_alone(self, tmp_path):
-        one, other = (HostMemory(tmp_path, tmp_path / "run", ParallelMesh(torch.device("cpu"))) for _ in range(2))
-        one.open("key-1")
-        other.open("key-2")
+        one, other = (memory_of(tmp_path) for _ in range(2))
+        one.enter("key-1")
+        other.enter("key-2")
         assert {path.name for path in one.folder.iterdir()} == {"key-1", "key-2"}
-        other.clear()
+        other.close()
         assert {path.name for path in one.folder.iterdir()} == {"key-1"}
-        one._use.close()  # as its process ends
-        other.open("key-2")
+        one._lock.close()  # as its process ends
+        other.enter("key-2")
         assert {path.name for path in one.folder.iterdir()} == {"key-2"}
-        other.clear()
+        other.close()
         assert not one.folder.exists()
 
     def test_a_failed_write_is_settled_after_the_writers_of_all_ranks(self, tmp_path):
@@ -160,7 +168,7 @@ class TestOneHost:
         with patch.object(host_memory, "write_share", lambda *args: gate.wait(10) and write_share(*args)):
             run.save_in_memory()
             threading.Timer(0.3, gate.set).start()
-            run._memory._settle(FAILED)  # as after the failure of another rank
+            run.tiers[0]._settle(FAILED)  # as after the failure of another rank
         assert gate.is_set(), "two threads would write"
 
     def test_a_run_that_stops_before_its_first_step_has_its_state_on_the_disk(self, tmp_path):
@@ -169,7 +177,7 @@ class TestOneHost:
         assert not run.has_checkpoint
         run.resume("auto")
         assert run.has_checkpoint
-        run.clear_memory()
+        run.close()
         assert not any(tmp_path.glob("host0/trainer-*"))
         step, is_whole, notes = resume(tmp_path)
         assert (step, is_whole) == (3, True)
@@ -177,24 +185,23 @@ class TestOneHost:
 
     def test_a_mirror_gets_a_checkpoint_that_it_missed_if_the_run_goes_on_from_memory(self, tmp_path):
         save(tmp_path, [3, 6], on_disk=3)
-        run = saver(tmp_path, 1)
-        run._mirror, run._is_mirrored = Mirror(str(tmp_path / "copies"), run._store), True
+        run = saver(tmp_path, 1, mirrored=True)
         run.resume("auto")
         assert run.progress.step == 6
-        run.finish_mirror(None)
-        assert run._mirror.steps() == [3]
+        run.deliver(None)
+        assert run.tiers[2].steps() == [3]
 
     def test_a_mirror_gets_an_older_checkpoint_if_the_newest_on_the_disk_is_damaged(self, tmp_path):
         save(tmp_path, [2], on_disk=2)
         save(tmp_path, [4, 6], on_disk=4)
-        run = saver(tmp_path, 1)
-        damage(run._store.path(4) / share_name(0, 1))
-        run._mirror, run._is_mirrored = Mirror(str(tmp_path / "copies"), run._store), True
+        run = saver(tmp_path, 1, mirrored=True)
+        disk, mirror = run.tiers[1:]
+        damage(disk.store.path(4) / share_name(0, 1))
         notes = run.resume("auto")
         assert run.progress.step == 6
-        assert f"the checkpoint {run._store.path(4)} is not uploaded: it is damaged" in notes[-1]
-        run.finish_mirror(None)
-        assert run._mirror.steps() == [2]
+        assert f"the checkpoint {disk.store.path(4)} is not uploaded: it is damaged" in notes[-1]
+        run.deliver(None)
+        assert mirror.steps() == [2]
 
     def test_failed_writes_are_one_note_and_their_number(self, tmp_path, monkeypatch):
         monkeypatch.setattr(host_memory, "write_share", _no_room)
@@ -203,51 +210,51 @@ class TestOneHost:
         for step in (2, 4, 6):
             run.progress = Progress(step, 12 * step)
             run.save_in_memory()
-        run.clear_memory()
+        run.close()
         first, last = run.notes
         assert "the checkpoint of step 2 could not be written to the memory" in first
         assert last == "3 checkpoints in all could not be written to the memory of the hosts"
 
     def test_a_folder_that_others_may_write_to_is_passed_over(self, tmp_path):
         (tmp_path / "elsewhere").mkdir(mode=0o700)
-        first = host_memory.folder_of_run(tmp_path, tmp_path / "run")
+        first = folder_of_run(tmp_path, tmp_path / "run")
         first.mkdir()
         first.chmod(0o777)
         first.with_name(f"{first.name}-1").symlink_to(tmp_path / "elsewhere")
         for _ in range(2):
-            one = HostMemory(tmp_path, tmp_path / "run", ParallelMesh(torch.device("cpu")))
-            one.open("key")
+            one = memory_of(tmp_path)
+            one.enter("key")
             assert one.folder == first.with_name(f"{first.name}-2")
-            one._use.close()
+            one._lock.close()
         first.rmdir()  # a free name does not hide the folder with the checkpoints
-        assert host_memory.folder_of_run(tmp_path, tmp_path / "run") == one.folder
+        assert folder_of_run(tmp_path, tmp_path / "run") == one.folder
         assert list((tmp_path / "elsewhere").iterdir()) == []
         one.folder.chmod(0o777)
         with pytest.raises(PermissionError, match="others may write to it"):
             one._begin(one._store(0), 1)
 
     def test_a_damaged_name_of_the_host_is_refused_in_words(self, tmp_path):
-        one = HostMemory(tmp_path, tmp_path / "run", ParallelMesh(torch.device("cpu")))
-        one.open("key")
+        one = memory_of(tmp_path)
+        one.enter("key")
         (one.folder / "key" / "host").write_bytes(b"\xff")
         with pytest.raises(UsageError, match="it is damaged; remove its folder"):
-            HostMemory(tmp_path, tmp_path / "run", ParallelMesh(torch.device("cpu"))).open("key")
+            memory_of(tmp_path).enter("key")
 
     @pytest.mark.parametrize("places", [["rank-00001-of-00001"], ["rank-00000-of-00002", "rank-00002-of-00002"]])
     def test_shares_of_ranks_that_cannot_be_are_no_checkpoint(self, places):
-        assert host_memory.complete_in([(0, {place: [3] for place in places})]) == {}
+        assert complete_in([(0, {place: [3] for place in places})]) == {}
 
     def test_the_control_group_limits_the_room(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(host_memory, "is_in_memory", lambda folder: True)
-        monkeypatch.setattr(host_memory.cgroup, "free_memory_bytes", lambda: 5)
-        assert host_memory.room_in(tmp_path) == (5, "in the control group")
+        monkeypatch.setattr(memory_folder, "is_in_memory", lambda folder: True)
+        monkeypatch.setattr(memory_folder.cgroup, "free_memory_bytes", lambda: 5)
+        assert memory_folder.room_in(tmp_path) == (5, "in the control group")
 
     def test_a_look_waits_for_processes_of_an_earlier_start_that_hold_the_lock(self, tmp_path, monkeypatch):
-        one = HostMemory(tmp_path, tmp_path / "run", ParallelMesh(torch.device("cpu")))
-        one.open("key")
-        child = subprocess.Popen(["sleep", "60"], pass_fds=[one._use.fileno()])
+        one = memory_of(tmp_path)
+        one.enter("key")
+        child = subprocess.Popen(["sleep", "60"], pass_fds=[one._lock.fileno()])
         try:
-            one._use.close()  # as its process ends
+            one._lock.close()  # as its process ends
             monkeypatch.setattr(handover, "_USED_SECONDS", 0.1)
             assert handover._look(one.folder / "key").is_used
             handover.free(tmp_path, tmp_path / "run")
@@ -302,11 +309,11 @@ class TestOneHost:
         run.resume("auto")
         run.progress = Progress(2)
         run.save_in_memory()
-        run.clear_memory()
+        run.close()
         assert list((tmp_path / "host0").iterdir()) == []
 
     def test_too_little_room_is_refused(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(host_memory.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 90, 10))
+        monkeypatch.setattr(memory_folder.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100, 90, 10))
         with pytest.raises(
             UsageError, match=r"needs 0.0 MiB in .* two checkpoints of its ranks \(1\), but only .* free in the folder"
         ):
@@ -331,10 +338,10 @@ class TestOneHost:
 
 
 def resolved_tiny(checkpoint: dict[str, Any]) -> None:
-    from trainer.recipe.reading.rules import contradictions, message
+    from trainer.recipe.reading.rules import RULES, message
 
     recipe = tiny_recipe(checkpoint=checkpoint)
-    found = [message(one) for one in contradictions(dict(recipe))]
+    found = [message(one) for sections, rule in RULES for one in rule(*(getattr(recipe, name) for name in sections))]
     if found:
         raise RecipeError(*found)
 

@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.webhdfs import WebHdfs, webhdfs
 from trainer.base.errors import ExitCode, TrainerError, UsageError
 from trainer.checkpoint import mirror
+from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.format import SUMS, verify
 from trainer.checkpoint.mirror import Mirror, open_place
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cli import main
+from trainer.parallel.mesh import ParallelMesh
 
 EVERY_STEP = (
     "checkpoint.every=1 step",
@@ -42,6 +45,11 @@ def run(folder: Path, *words: str, place: str | None = None) -> int:
 
 def steps_of(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+def mirror_of(folder: Path, store: CheckpointStore) -> Mirror:
+    mesh = ParallelMesh(torch.device("cpu"))
+    return Mirror(str(folder / "copies"), Disk(store, mesh), mesh)
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> str:
@@ -129,7 +137,7 @@ def test_a_copy_with_a_file_elsewhere_is_refused(tmp_path: Path, name: str):
     (place / SUMS).write_text(f"{'0' * 64}  {name}\n")
     (place / "state.json").write_text(json.dumps({"format": 2, "files": {name: 1}}))
     with pytest.raises(TrainerError, match="it is damaged: SHA256SUMS holds a line that is no sum"):
-        Mirror(str(tmp_path / "copies"), store).fetch()
+        mirror_of(tmp_path, store).fetch()
     assert store.steps() == []
 
 
@@ -270,7 +278,7 @@ def test_a_place_that_takes_no_files_is_refused_at_the_start(tmp_path: Path):
 
     store = CheckpointStore(tmp_path / "run", keep=2)
     store.open()
-    copies = Mirror(str(tmp_path / "copies"), store)
+    copies = mirror_of(tmp_path, store)
     copies._files = ReadOnly()
     with pytest.raises(UsageError, match="a file could not be written there: only reads"):
         copies.fetch()
@@ -284,9 +292,9 @@ def test_pruning_spares_newer_copies_and_removes_half_ones(tmp_path: Path):
         (place / "state.json").touch()
         if is_whole:
             (place / SUMS).touch()
-    copies = Mirror(str(tmp_path / "copies"), store)
+    copies = mirror_of(tmp_path, store)
     copies.send(5)
-    copies.finish(None)
+    copies.deliver(None)
     assert steps_of(tmp_path / "copies") == ["step-00000005", "step-00000015"]
 
 

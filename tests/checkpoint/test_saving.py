@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -11,18 +12,22 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.memory import needs_peak, peak_growth
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TINY_BERT, tiny_recipe
+from tests.helpers.training import TINY_BERT, tiny_recipe, tiny_training
 from trainer.base.errors import TrainerError, UsageError
-from trainer.checkpoint import saving
+from trainer.checkpoint import disk
 from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.format import WrittenFile, share_name, write_share
-from trainer.checkpoint.saving import Saved, Saver, identity
+from trainer.checkpoint.identity import identity
+from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.state import EngineState, StateSource
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.boxes import whole_part
+from trainer.recipe.schema import Recipe
 
 
 class FakeEngine:
@@ -51,10 +56,11 @@ def saver(
     **recipe: Any,
 ) -> Saver:
     engine = engine or FakeEngine(world_size=world_size)
-    saved = Saved(identity(tiny_recipe(**recipe), content), model_files={"config.json": b"{}"})
+    saved = Saved(identity(tiny_recipe(**recipe), content))
     store = CheckpointStore(folder, 2, seconds=2.0)
     engine.mesh.on_rank_zero(store.open)
-    return Saver(store, engine, engine.mesh, saved, asynchronous)
+    tier = Disk(store, engine.mesh, {"config.json": b"{}"}, asynchronous)
+    return Saver([tier], engine, engine.mesh, saved)
 
 
 def saved(folder: Path, step: int = 4, **recipe: Any) -> None:
@@ -204,39 +210,39 @@ class TestAsynchronous:
         run.progress = Progress(1)
         run.save()
         run.begin_poll()()
-        assert run._store.steps() == []
+        assert run.tiers[0].store.steps() == []
         slow_writes.set()
-        run._share.wait()
+        run.tiers[0]._writing[1].wait()
         run.begin_poll()()
-        assert run._store.steps() == [1]
+        assert run.tiers[0].store.steps() == [1]
 
     def test_the_next_save_waits_for_the_one_before(self, tmp_path):
         run = saver(tmp_path)
         for step in (1, 2, 3):
             run.progress = Progress(step)
             run.save()
-        assert run._store.steps() == [1, 2]
+        assert run.tiers[0].store.steps() == [1, 2]
         run.finish()
-        assert run._store.steps() == [2, 3]
+        assert run.tiers[0].store.steps() == [2, 3]
 
     def test_not_asynchronous_is_complete_at_once(self, tmp_path):
         run = saver(tmp_path, asynchronous=False)
         run.progress = Progress(1)
         run.save()
-        assert run._store.steps() == [1]
+        assert run.tiers[0].store.steps() == [1]
 
     def test_a_failure_comes_with_the_next_step(self, tmp_path, monkeypatch):
         saved(tmp_path, 3)
         run = saver(tmp_path)
         run.progress = Progress(4)
-        monkeypatch.setattr("trainer.checkpoint.saving.write_share", _no_room)
+        monkeypatch.setattr("trainer.checkpoint.disk.write_share", _no_room)
         run.save()
-        run._share.wait()
+        run.tiers[0]._writing[1].wait()
         with pytest.raises(
             TrainerError, match=r"step 4 could not be written .*No space.*last whole one is that of step 3"
         ):
             run.begin_poll()()
-        assert sorted(path.name for path in run._store.folder.iterdir()) == ["latest", "step-00000003"]
+        assert sorted(path.name for path in run.tiers[0].store.folder.iterdir()) == ["latest", "step-00000003"]
 
 
 @pytest.fixture
@@ -248,7 +254,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert may_write.wait(30)
         return write_share(*args)
 
-    monkeypatch.setattr("trainer.checkpoint.saving.write_share", wait_and_write)
+    monkeypatch.setattr("trainer.checkpoint.disk.write_share", wait_and_write)
     return may_write
 
 
@@ -259,7 +265,7 @@ def _no_room(folder: Path, name: str, tensors: Any) -> WrittenFile:
 def save_on_ranks(folder: Path, failing_rank: int | None = None, delete: bool = False) -> str:
     run = saver(folder, world_size=2)
     run.progress = Progress(2, 24)
-    saving.write_share = _no_room if run._mesh.rank == failing_rank else write_share
+    disk.write_share = _no_room if run._mesh.rank == failing_rank else write_share
     if delete:
         run._mesh.on_rank_zero(lambda: shutil.rmtree(folder))
     try:
@@ -268,7 +274,7 @@ def save_on_ranks(folder: Path, failing_rank: int | None = None, delete: bool = 
     except TrainerError as error:
         return str(error)
     finally:
-        saving.write_share = write_share
+        disk.write_share = write_share
     return f"steps {CheckpointStore(folder, 1).steps()}"
 
 
@@ -318,3 +324,51 @@ class TestRanks:
         saved(tmp_path / "shared")
         for message in ranks(2).run(resume_on_ranks, tmp_path / "own", tmp_path / "shared"):
             assert "`checkpoint.folder` must be one folder for all ranks" in message
+
+
+LARGER_BERT = {
+    "model_type": "bert",
+    "vocab_size": 30522,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 64,
+}
+STATE_BYTES = 132.7e6  # weights and two moments in fp32
+MEMORY_LAYOUTS: list[dict[str, Any]] = [
+    {"strategy": "fsdp", "tensor": 2},
+    {"strategy": "ddp"},
+]
+
+
+def save_or_resume(recipe: Recipe, folder: Path, resume: bool) -> int:
+    """Save or resume. Return by how many bytes the memory of this rank grew at its peak."""
+    with tiny_training(recipe) as training:
+        tier = Disk(CheckpointStore(folder, 1), training.mesh, asynchronous=False)
+        run = Saver([tier], training.engine, training.mesh, Saved({}))
+        if not resume:
+            training.steps(1)
+            training.mesh.on_rank_zero(tier.store.open)
+            run.progress = Progress(1, 12)
+        return peak_growth(lambda: run.resume("auto") if resume else run.save())
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@needs_peak
+@pytest.mark.parametrize("parallel", MEMORY_LAYOUTS, ids=str)
+def test_each_rank_writes_and_reads_its_share(ranks: RankPools, tmp_path, parallel):
+    """No rank holds the full state. `SHOW_MEMORY=1 python -m pytest -s` prints the peaks."""
+    recipe = tiny_recipe(model={"config": LARGER_BERT}, parallel=parallel, training={"micro_batch_size": 3})
+    saving = ranks(4).run(save_or_resume, recipe, tmp_path, False)
+    sizes = [file.stat().st_size for file in sorted(tmp_path.rglob("*.safetensors"))]
+    resuming = ranks(4).run(save_or_resume, recipe, tmp_path, True)
+    if os.environ.get("SHOW_MEMORY"):
+        for what, values in (("files", sizes), ("peak of saving", saving), ("peak of resuming", resuming)):
+            print(f"{parallel} {what}: {', '.join(f'{value / 1e6:.1f}' for value in values)} MB")
+    assert sum(sizes) == pytest.approx(STATE_BYTES, rel=0.01)
+    assert max(sizes) < 1.02 * STATE_BYTES / 4
+    assert max(saving) < 0.5 * STATE_BYTES
+    # With ddp, each rank needs all moments (two thirds of the state), and reads them one file at a time.
+    assert max(resuming) < (2 / 3 + 0.28 if parallel["strategy"] == "ddp" else 0.5) * STATE_BYTES

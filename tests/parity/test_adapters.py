@@ -18,6 +18,7 @@ from tests.parity.cases import TOLERANCES, assert_same_curve
 from tests.parity.test_tasks import LAYOUTS, assert_same_training
 from trainer.base.errors import UsageError
 from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.format import SavedState
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
@@ -185,7 +186,7 @@ def save(case: str, keys: dict[str, Any], folder: Path) -> None:
     with tiny_training(recipe_of(case, False, keys)) as training:
         training.steps(STEPS - 2)
         saver = saver_of(case, training, folder)
-        training.mesh.on_rank_zero(saver._store.open)
+        training.mesh.on_rank_zero(CheckpointStore(folder, 1).open)
         saver.progress = Progress(STEPS - 2, 4 * 12)
         saver.save()
         saver.finish()
@@ -202,7 +203,8 @@ def resume(case: str, keys: dict[str, Any], folder: Path, shift: float = 0.0) ->
 
 def saver_of(case: str, training: TinyTraining, folder: Path) -> Saver:
     identity = {"model": {key: CASES[case]["model"].get(key) for key in ("adapter", "freeze")}}
-    return Saver(CheckpointStore(folder, 1), training.engine, training.mesh, Saved(identity))
+    disk = Disk(CheckpointStore(folder, 1), training.mesh)
+    return Saver([disk], training.engine, training.mesh, Saved(identity))
 
 
 @pytest.mark.parametrize(("case", "saved", "resumed"), RESUMED)
@@ -236,7 +238,7 @@ def save_run(base: Path, folder: Path, keys: dict[str, Any]) -> None:
     with tiny_training(recipe) as training:
         training.steps(2)
         saver = training.parts.saver()
-        training.mesh.on_rank_zero(saver._store.open)
+        training.mesh.on_rank_zero(CheckpointStore(folder, 1).open)
         saver.progress = Progress(2, 2 * 12)
         saver.save()
         saver.finish()

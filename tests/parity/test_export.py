@@ -21,6 +21,7 @@ from tests.helpers.training import (
 )
 from tests.parity.cases import GLOBAL_BATCH_SIZE, TOLERANCES
 from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.models.saving import save_configuration
@@ -85,7 +86,7 @@ def train_save_and_export(recipe: Recipe, folder: Path) -> None:
             save_configuration(training.model, folder / "configuration")
             files = {file.name: file.read_bytes() for file in (folder / "configuration").iterdir()}
         store = CheckpointStore(folder, 1)
-        saver = Saver(store, training.engine, training.mesh, Saved({}, {}, files))
+        saver = Saver([Disk(store, training.mesh, files)], training.engine, training.mesh, Saved({}))
         training.mesh.on_rank_zero(store.open)
         saver.progress = Progress(STEPS)
         saver.save()

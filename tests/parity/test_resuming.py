@@ -22,6 +22,7 @@ from tests.helpers.training import (
 )
 from tests.parity.cases import GLOBAL_BATCH_SIZE, WIDE, assert_same_curve, largest_difference, reference
 from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.state import OPTIMIZER_PREFIX
@@ -46,7 +47,7 @@ def first_steps(recipe: Recipe, folder: Path) -> None:
     with tiny_training(recipe) as training:
         training.steps(DONE_STEPS)
         saver = saver_of(training, folder)
-        training.mesh.on_rank_zero(saver._store.open)
+        training.mesh.on_rank_zero(CheckpointStore(folder, 1).open)
         saver.progress = Progress(DONE_STEPS, DONE_SAMPLES)
         saver.save()
         saver.finish()
@@ -61,7 +62,8 @@ def last_steps(recipe: Recipe, folder: Path) -> Curve:
 
 
 def saver_of(training: TinyTraining, folder: Path) -> Saver:
-    return Saver(CheckpointStore(folder, 1), training.engine, training.mesh, Saved({}))
+    disk = Disk(CheckpointStore(folder, 1), training.mesh)
+    return Saver([disk], training.engine, training.mesh, Saved({}))
 
 
 def all_steps(recipe: Recipe) -> Curve:

@@ -1070,14 +1070,14 @@ _CHECKPOINT = [
         "stale_folder_taken",
         "A run resumes from the oldest checkpoint.",
         "checkpoint/saving.py",
-        "(one[0], one[1] is not None), reverse=True):",
-        "(one[0], one[1] is not None)):",
+        "candidates.sort(key=lambda one: one[1].step, reverse=True)",
+        "candidates.sort(key=lambda one: one[1].step)",
         ("checkpoint/test_saving.py::TestResume::test_from_the_newest",),
     ),
     Defect(
         "incomplete_memory_taken",
         "A run resumes from a checkpoint in memory that lacks the share of a rank.",
-        "checkpoint/host_memory.py",
+        "checkpoint/memory_folder.py",
         "if parts.keys() == set(range(key[1]))}",
         "if parts}",
         ("checkpoint/test_host_memory.py::TestSeveralHosts::test_a_share_of_an_incomplete_checkpoint_is_not_used",),
@@ -1093,9 +1093,9 @@ _CHECKPOINT = [
     Defect(
         "another_training_resumed",
         "A checkpoint of another training is resumed.",
-        "checkpoint/saving.py",
-        "if not differences:",
-        "if differences is not None:",
+        "checkpoint/identity.py",
+        "if was.get(key) != now.get(key)\n",
+        "if False\n",
         ("checkpoint/test_saving.py::TestIdentity::test_what_is_learned_may_not",),
     ),
     Defect(
@@ -1125,9 +1125,9 @@ _CHECKPOINT = [
     Defect(
         "one_rank_resumes_alone",
         "A rank that finds its file damaged does not tell the others.",
-        "checkpoint/saving.py",
-        "problems = self._mesh.share(self._mesh.gather(problem))",
-        "problems = [problem]",
+        "checkpoint/disk.py",
+        "problems = [one for one in self._mesh.all_gather(problem) if one]",
+        "problems = [one for one in [problem] if one]",
         ("checkpoint/test_saving.py::TestRanks::test_damage_that_one_rank_finds_is_passed_over_by_all",),
     ),
 ]

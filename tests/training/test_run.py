@@ -297,9 +297,9 @@ class TestResume:
         recipe = write_tiny_run(tmp_path)
         with monkeypatch.context() as patch:
 
-            def disturbed(*arguments: Any) -> Any:
+            def disturbed(*arguments: Any, **named: Any) -> Any:
                 os.kill(os.getpid(), signal.SIGUSR1)
-                return assemble(*arguments)
+                return assemble(*arguments, **named)
 
             patch.setattr("trainer.training.run.assemble", disturbed)
             before_step(patch, 1, fail)

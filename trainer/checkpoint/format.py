@@ -12,8 +12,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -191,6 +191,23 @@ def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
     return names
 
 
+BlockReader = Callable[[str, Sequence[Sequence[int]]], Tensor]
+"""Reads the elements of the tensor with a key between two bounds along each dimension."""
+
+
+@contextmanager
+def open_blocks(file: Path) -> Iterator[BlockReader]:
+    """Open a file of tensors for reading."""
+    with safe_open(file, framework="pt") as opened:
+
+        def read(key: str, bounds: Sequence[Sequence[int]]) -> Tensor:
+            places = tuple(slice(start, stop) for start, stop in bounds)
+            block: Tensor = opened.get_slice(key)[places] if places else opened.get_tensor(key)
+            return block
+
+        yield read
+
+
 @dataclass(frozen=True)
 class SavedBox:
     """A block of a whole tensor in a file, named by `key` there."""
@@ -236,6 +253,11 @@ class SavedBoxes:
         self._refuse_incomplete()
 
     @property
+    def files(self) -> set[Path]:
+        """The files of the blocks."""
+        return {box.file for boxes in self._boxes.values() for box in boxes}
+
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """See `StateSource`."""
         return self.facts.shapes
@@ -263,9 +285,9 @@ class SavedBoxes:
                 if found != box.view.numel():
                     raise ValueError(f"{self.folder} lacks elements of {part.name}")
         for file in sorted(wanted):
-            with self.open_file(file) as opened:
+            with self.open_file(file) as read:
                 for saved, box in wanted[file]:
-                    _copy(opened, saved, box)
+                    _copy(read, saved, box)
 
     def read(self, name: str) -> Tensor:
         """Return one whole tensor in its saved type.
@@ -278,17 +300,14 @@ class SavedBoxes:
         self.fill([TensorPart(name, shape, (Box((0,) * len(shape), whole),))])
         return whole
 
-    def open_file(self, file: Path) -> AbstractContextManager[Any]:
-        """Open a file of tensors for reading, with the methods of safetensors' `safe_open`."""
-        opened: AbstractContextManager[Any] = safe_open(file, framework="pt")
-        return opened
+    def open_file(self, file: Path) -> AbstractContextManager[BlockReader]:
+        """Open one of `files` for reading."""
+        return open_blocks(file)
 
     def _dtype(self, name: str) -> torch.dtype:
         first = self._boxes[name][0]
-        with self.open_file(first.file) as opened:
-            none = opened.get_slice(first.key)[:0] if first.shape else opened.get_tensor(first.key)
-            dtype: torch.dtype = none.dtype
-            return dtype
+        with self.open_file(first.file) as read:
+            return read(first.key, [[0, 0], *([0, size] for size in first.shape[1:])][: len(first.shape)]).dtype
 
     def _refuse_incomplete(self) -> None:
         for name, shape in self.facts.shapes.items():
@@ -385,22 +404,13 @@ def _overlap(saved: SavedBox, box: Box) -> list[tuple[int, int]]:
     return bounds
 
 
-def _copy(opened: Any, saved: SavedBox, box: Box) -> None:
+def _copy(read: BlockReader, saved: SavedBox, box: Box) -> None:
     bounds = _overlap(saved, box)
     target = box.view
     for dim, ((start, stop), first) in enumerate(zip(bounds, box.start, strict=True)):
         target = target.narrow(dim, start - first, stop - start)
     places = [[start - first, stop - first] for (start, stop), first in zip(bounds, saved.start, strict=True)]
-    target.copy_(read_block(opened, saved.key, places))
-
-
-def read_block(opened: Any, key: str, bounds: Sequence[Sequence[int]]) -> Tensor:
-    """Return the elements between two bounds along each dimension of a tensor in an open file."""
-    if not bounds:
-        whole: Tensor = opened.get_tensor(key)
-        return whole
-    block: Tensor = opened.get_slice(key)[tuple(slice(start, stop) for start, stop in bounds)]
-    return block
+    target.copy_(read(saved.key, places))
 
 
 def _regular(path: Path) -> os.stat_result:

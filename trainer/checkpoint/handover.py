@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.checkpoint.format import FACTS, SUMS, share_name, verify
-from trainer.checkpoint.host_memory import (
+from trainer.checkpoint.memory_folder import (
     HOST,
     KEPT,
     claim,

@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints and final model at another place, such as an object store, through fsspec.
+"""The tier of copies at another place, such as an object store, through fsspec.
 
 A thread uploads a checkpoint while the training continues. Its `SHA256SUMS` comes last, so a copy without it is not
 whole. The copies have the names of the files in the run's folder.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,12 @@ from typing import Any, TypeVar
 from trainer.base.disk import sync
 from trainer.base.errors import StoppedError, TrainerError, UsageError
 from trainer.base.text import is_secret_name, without_secrets
-from trainer.checkpoint.background import WRITING, Background
+from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.format import FACTS, SUMS, read_sizes, verify
-from trainer.checkpoint.store import CheckpointStore, steps_of
+from trainer.checkpoint.store import steps_of
+from trainer.checkpoint.tier import WRITING, Background, Tier
+from trainer.engine.state import EngineState
+from trainer.parallel.mesh import ParallelMesh
 
 _CHECKPOINTS = "checkpoints"
 
@@ -95,63 +99,79 @@ def _why(error: Exception) -> str:
     return without_secrets(text)
 
 
-class Mirror:
-    """The copies of one run; used on rank 0 alone.
+class Mirror(Tier):
+    """The copies of one run. Rank 0 alone talks to the place; its errors end all ranks together.
 
     Args:
         url: the place of the copies, such as `s3://bucket/run`.
-        store: the checkpoints of the run's folder.
+        disk: the checkpoints that are copied.
+        mesh: the ranks.
+        note: shows a note on rank 0.
+        is_stopped: returns whether rank 0 has to stop, instead of waiting for an answer before the first upload.
 
     Raises:
-        TrainerError: the place cannot be opened.
+        TrainerError: the place cannot be opened; on every rank.
     """
 
-    def __init__(self, url: str, store: CheckpointStore) -> None:
-        self.is_stopped: Callable[[], bool] = _never
-        """Return whether the run has to stop, instead of waiting for an answer at its start."""
+    def __init__(
+        self,
+        url: str,
+        disk: Disk,
+        mesh: ParallelMesh,
+        note: Callable[[str], None] = warnings.warn,
+        is_stopped: Callable[[], bool] = _never,
+    ) -> None:
         self._url = url
-        self._files, self._root = open_place(url)
-        self._is_lost = False  # whether the connection may be out of step, since a question failed
         self._name = without_secrets(url).rstrip("/")
-        self._store = store
+        self._disk = disk
+        self._store = disk.store
+        self._mesh = mesh
+        self._note = note
+        self._is_stopped = is_stopped
+        self._copied: int | None = None  # the step of the disk's checkpoint that was sent last
+        self._is_lost = False  # whether the connection may be out of step, since a question failed
         self._lock = threading.Lock()
         self._wanted: int | None = None
-        self._sending: int | None = None
+        self._is_working = False  # whether the thread looks at `_wanted` again
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
+        mesh.on_rank_zero(self._connect)
 
-    def needed(self) -> set[int]:
-        """Return the steps of local checkpoints that are being uploaded or wait for it."""
-        with self._lock:
-            return {step for step in (self._wanted, self._sending) if step is not None}
+    def _connect(self) -> None:
+        self._files, self._root = open_place(self._url)
 
-    def send(self, step: int) -> None:
-        """Upload a complete checkpoint in a thread; it takes the place of one that still waits."""
-        with self._lock:
-            self._wanted = step
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
-                self._thread.start()
+    def open(self, resumes: bool) -> list[str]:
+        """See `Tier`. The newest copy is downloaded into a folder without checkpoints.
 
-    def send_missing(self, steps: Sequence[int], verified: int | None = None) -> list[str]:
-        """Upload the newest checkpoint that is not damaged in a thread, unless its copy is whole.
+        Raises:
+            UsageError: there are copies, but the run may not resume.
+            TrainerError: the place does not answer, or all copies are damaged.
+        """
+        return self._mesh.on_rank_zero(lambda: self._open(resumes))
 
-        Args:
-            steps: the checkpoints, oldest first.
-            verified: one that need not be verified.
+    def _open(self, resumes: bool) -> list[str]:
+        with self._store.must_be_writable():
+            self._store.open()
+            if self._store.steps():
+                return []
+            return self.fetch() if resumes else self._refuse_copies()
 
-        Returns:
-            Notes for the user on damaged ones.
+    def begin(self, step: int | None, state: Callable[[], EngineState]) -> list[str]:
+        """See `Tier`. Upload the newest whole checkpoint on the disk up to this step, also if memory has a newer one.
 
         Raises:
             TrainerError: the place does not answer.
         """
+        self._copied = self._disk.last
+        return [] if step is None else self._mesh.on_rank_zero(lambda: self._send_missing(step))
+
+    def _send_missing(self, last: int) -> list[str]:
         copied, notes = self._asked(), []
-        for step in reversed(steps):
+        for step in reversed([step for step in self._store.steps() if step <= last]):
             if step in copied:
                 break
             try:
-                if step != verified:
+                if step != self._disk.last:  # that one was verified when it was loaded
                     verify(self._store.path(step))
             except (OSError, ValueError) as error:
                 notes.append(f"the checkpoint {self._store.path(step)} is not uploaded: {error}")
@@ -160,34 +180,82 @@ class Mirror:
             break
         return notes
 
-    def problem(self) -> str | None:
-        """Return the problem of the last upload, once."""
-        with self._lock:
-            problem, self._problem = self._problem, None
-            return problem
+    def begin_poll(self) -> Callable[[], None]:
+        """See `Tier`. The disk is settled before."""
+        return self.finish
 
-    def finish(self, model: Path | None) -> None:
-        """Wait for uploads, and upload the final model.
+    def finish(self) -> None:
+        """Start to upload the checkpoint that the disk has just completed."""
+        if self._disk.last == self._copied:
+            return
+        self._copied = self._disk.last
+        if self._mesh.rank == 0 and self._copied is not None:
+            if problem := self._last_problem():
+                self._note(f"{problem}; the training goes on, and the next checkpoint is tried")
+            self.send(self._copied)
+
+    def deliver(self, model: Path | None) -> None:
+        """See `Tier`.
 
         Raises:
             TrainerError: the last checkpoint or the model could not be uploaded.
         """
+        self._mesh.on_rank_zero(lambda: self._deliver(model))
+
+    def _deliver(self, model: Path | None) -> None:
+        self._is_stopped = _never
         if self._thread is not None:
             self._thread.join()
-        problem = self.problem()
+        problem = self._last_problem()
         if problem is None and model is not None:
             try:
-                self._send(model, f"{self._root}/{model.name}", "config.json")
+                self._send_folder(model, f"{self._root}/{model.name}", "config.json")
             except Exception as error:
                 problem = self._words(f"the model {model}", error)
         if problem is not None:
             raise TrainerError(f"{problem}. Mend the access, then start the run again: it uploads what is missing")
 
-    def steps(self, is_stopped: Callable[[], bool] = _never) -> list[int]:
-        """Return the steps of the whole copies, oldest first."""
-        return [step for step in self._begun(is_stopped) if self._exists(f"{self._place(step)}/{SUMS}", is_stopped)]
+    def send(self, step: int) -> None:
+        """Upload a complete checkpoint in a thread; it takes the place of one that still waits."""
+        self._is_stopped = _never  # an upload is no start of a run
+        self._store.hold(step)
+        with self._lock:
+            if self._wanted is not None:
+                self._store.release(self._wanted)
+            self._wanted = step
+            if not self._is_working:
+                self._is_working = True
+                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+                self._thread.start()
 
-    def _begun(self, is_stopped: Callable[[], bool] = _never) -> list[int]:
+    def _last_problem(self) -> str | None:
+        """Return the problem of the last upload, once."""
+        with self._lock:
+            problem, self._problem = self._problem, None
+            return problem
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                step, self._wanted = self._wanted, None
+                if step is None:
+                    self._is_working = False
+                    return
+            problem = None
+            try:
+                self._send_folder(self._store.path(step), self._place(step), SUMS)
+                self._prune(step)
+            except Exception as error:
+                problem = self._words(f"the checkpoint of step {step}", error)
+            self._store.release(step)
+            with self._lock:
+                self._problem = problem
+
+    def steps(self) -> list[int]:
+        """Return the steps of the whole copies, oldest first."""
+        return [step for step in self._begun() if self._exists(f"{self._place(step)}/{SUMS}")]
+
+    def _begun(self) -> list[int]:
         """Return the steps of all copies, also of those that are not whole."""
 
         def ask() -> list[str]:
@@ -195,13 +263,13 @@ class Mirror:
             return list(self._files.ls(f"{self._root}/{_CHECKPOINTS}", detail=False))
 
         try:
-            paths = self._ask(ask, is_stopped=is_stopped)
+            paths = self._ask(ask)
         except FileNotFoundError:
             return []
         return steps_of(posixpath.basename(path.rstrip("/")) for path in paths)
 
     def fetch(self) -> list[str]:
-        """Download the newest whole copy into the store, and return notes for the user.
+        """Download the newest whole copy into the run's folder on rank 0, and return notes for the user.
 
         Raises:
             TrainerError: the place does not answer, or has copies, but all are damaged.
@@ -226,13 +294,8 @@ class Mirror:
             )
         return []
 
-    def refuse_copies(self) -> list[str]:
-        """Refuse whole copies, which a run that does not resume from them would remove; return no note.
-
-        Raises:
-            UsageError: there are copies.
-            TrainerError: the place does not answer.
-        """
+    def _refuse_copies(self) -> list[str]:
+        """Refuse whole copies, which a run that does not resume from them would remove; return no note."""
         if steps := self._asked():
             raise UsageError(
                 f"`checkpoint.resume` is never, but {self._name} has a checkpoint of step {steps[-1]}; name another"
@@ -243,10 +306,10 @@ class Mirror:
     def _asked(self) -> list[int]:
         """Return the steps of the whole copies; a place without any must take a file."""
         with self._refusing("its checkpoints", "listed"):
-            steps = self.steps(self.is_stopped)
+            steps = self.steps()
         if not steps:
             with self._refusing("a file", "written there"):
-                self._ask(self._write_and_remove, is_stopped=self.is_stopped)
+                self._ask(self._write_and_remove)
         return steps
 
     @contextmanager
@@ -283,16 +346,14 @@ class Mirror:
         remote, local = f"{self._place(step)}/{name}", folder / name
         local.parent.mkdir(parents=True, exist_ok=True)
         with self._refusing(f"{self._folder(step)}/{name}", "downloaded"):
-            is_there = self._exists(remote, self.is_stopped)
+            is_there = self._exists(remote)
             if is_there:
-                self._ask(partial(self._files.get_file, remote, str(local)), size, self.is_stopped)
+                self._ask(partial(self._files.get_file, remote, str(local)), size)
         if not is_there:
             raise FileNotFoundError(f"it is damaged: it lacks {name}")
         sync(local)
 
-    def _ask(
-        self, question: Callable[[], Answer], num_bytes: int = 0, is_stopped: Callable[[], bool] = _never
-    ) -> Answer:
+    def _ask(self, question: Callable[[], Answer], num_bytes: int = 0) -> Answer:
         """Return the answer of the place; after a failure, over a new connection.
 
         Raises:
@@ -300,53 +361,32 @@ class Mirror:
             Exception: any other problem; the classes differ between file systems.
         """
         if self._is_lost:
-            self._files, self._root = open_place(self._url)
+            self._connect()
         self._is_lost = True
         try:
-            answer = _answer(question, num_bytes, is_stopped)
+            answer = _answer(question, num_bytes, self._is_stopped)
         except FileNotFoundError:
             self._is_lost = False
             raise
         self._is_lost = False
         return answer
 
-    def _exists(self, path: str, is_stopped: Callable[[], bool] = _never) -> bool:
+    def _exists(self, path: str) -> bool:
         """Return whether there is a file; fsspec's `exists` would return False for a server that is away."""
         try:
-            self._ask(lambda: self._files.info(path), is_stopped=is_stopped)
+            self._ask(lambda: self._files.info(path))
         except FileNotFoundError:
             return False
         return True
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                step, self._wanted = self._wanted, None
-                self._sending = step
-                if step is None:
-                    return
-            problem = None
-            try:
-                self._send(self._store.path(step), self._place(step), SUMS)
-                self._prune(step)
-            except Exception as error:
-                problem = self._words(f"the checkpoint of step {step}", error)
-            with self._lock:
-                self._problem = problem
-
-    def _send(self, folder: Path, place: str, last: str) -> None:
+    def _send_folder(self, folder: Path, place: str, last: str) -> None:
         """Upload a folder; the file `last`, which marks a whole copy, is removed first and comes back last."""
         self._remove_mark(f"{place}/{last}")
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
         for name in sorted(names, key=lambda name: (name == last, name)):
-            self._upload(folder / name, f"{place}/{name}")
-
-    def _upload(self, file: Path, remote: str) -> None:
-        def put() -> None:
-            self._files.makedirs(posixpath.dirname(remote), exist_ok=True)
-            self._files.put_file(str(file), remote)
-
-        self._ask(put, file.stat().st_size)
+            remote = f"{place}/{name}"
+            self._ask(partial(self._files.makedirs, posixpath.dirname(remote), exist_ok=True))
+            self._ask(partial(self._files.put_file, str(folder / name), remote), (folder / name).stat().st_size)
 
     def _remove_mark(self, path: str) -> None:
         """Remove the file that marks a whole copy, so that a partly removed one does not look like a damaged one."""

@@ -1,41 +1,69 @@
-"""Messages and files between ranks, in a process group beside that of the training, so that threads can use it."""
+"""Files between ranks, and blocks of them, in a process group beside that of the training, for use by threads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.checkpoint.format import BlockReader
+from trainer.parallel.mesh import ParallelMesh
+from trainer.ranks.messages import decode, encode
+
 _CHUNK_BYTES = 1 << 26
 _ABSENT = -1  # the size of a file that its rank could not write
-_FILES = 3  # a tag of its own, so that files and messages do not mix
+_QUESTION, _ANSWER, _FILES = 1, 2, 3  # tags, so that messages and files do not mix
+Opener = Callable[[Path], AbstractContextManager[BlockReader]]
 
 
 class Peers:
-    """Point-to-point transport over one gloo group of all ranks; the group need not be registered with torch."""
+    """Point-to-point transport over one gloo group of all ranks, which need not be registered with torch."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def send(self, message: bytes, rank: int, tag: int) -> None:
-        """Send a message to a rank, and wait until it is taken."""
-        self._group.send([torch.tensor([len(message)])], rank, tag).wait()
-        if message:
-            self._group.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], rank, tag).wait()
+    @contextmanager
+    def open_blocks(self, file: Path, rank: int) -> Iterator[BlockReader]:
+        """Open a file of another rank for reading, which is `serving` it."""
 
-    def receive(self, rank: int | None, tag: int) -> tuple[int, bytes]:
-        """Wait for a message of a rank, or of any (None); return its sender and the message."""
-        size = torch.zeros(1, dtype=torch.int64)
-        pending = self._group.recv([size], rank, tag) if rank is not None else self._group.recv_anysource([size], tag)
-        pending.wait()
-        sender = pending._source_rank() if rank is None else rank
-        message = torch.empty(int(size), dtype=torch.uint8)
-        if len(message):
-            self._group.recv([message], sender, tag).wait()
-        return sender, message.numpy().tobytes()
+        def read(key: str, bounds: Sequence[Sequence[int]]) -> Tensor:
+            self._send(encode([str(file), key, [list(one) for one in bounds]]), rank, _QUESTION)
+            answer = decode(self._receive(rank, _ANSWER)[1])
+            if not isinstance(answer, Tensor):
+                raise OSError(f"rank {rank} cannot read {file}: {answer}")
+            return answer
+
+        yield read
+
+    @contextmanager
+    def serving(self, open_local: Opener, mesh: ParallelMesh) -> Iterator[None]:
+        """Answer questions of other ranks for blocks of this rank's files in the block; all ranks must enter it."""
+        thread = threading.Thread(target=self._serve, args=(open_local,), name="shares", daemon=True)
+        thread.start()
+        yield
+        mesh.barrier()
+        self._send(b"", (mesh.rank + 1) % mesh.world_size, _QUESTION)  # ends the thread there
+        thread.join()
+
+    def _serve(self, open_local: Opener) -> None:
+        while True:
+            sender, question = self._receive(None, _QUESTION)
+            if not question:
+                return
+            name, key, bounds = decode(question)
+            answer: Any
+            try:
+                with open_local(Path(name)) as read:
+                    answer = read(key, bounds)
+            except Exception as error:
+                answer = str(error)
+            self._send(encode(answer), sender, _ANSWER)
 
     def begin_send(self, files: Sequence[Path], rank: int) -> list[dist.Work]:
         """Begin to send files to a rank, which calls `take` and reports files that are missing; return the sends."""
@@ -80,3 +108,20 @@ class Peers:
     def _received(self, tensor: Tensor, rank: int) -> Tensor:
         self._group.recv([tensor], rank, _FILES).wait()
         return tensor
+
+    def _send(self, message: bytes, rank: int, tag: int) -> None:
+        """Send a message to a rank, and wait until it is taken."""
+        self._group.send([torch.tensor([len(message)])], rank, tag).wait()
+        if message:
+            self._group.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], rank, tag).wait()
+
+    def _receive(self, rank: int | None, tag: int) -> tuple[int, bytes]:
+        """Wait for a message of a rank, or of any (None); return its sender and the message."""
+        size = torch.zeros(1, dtype=torch.int64)
+        pending = self._group.recv([size], rank, tag) if rank is not None else self._group.recv_anysource([size], tag)
+        pending.wait()
+        sender = pending._source_rank() if rank is None else rank
+        message = torch.empty(int(size), dtype=torch.uint8)
+        if len(message):
+            self._group.recv([message], sender, tag).wait()
+        return sender, message.numpy().tobytes()

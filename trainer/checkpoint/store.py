@@ -10,11 +10,12 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Container, Iterable
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.base.disk import UNFINISHED, read_plain, remove, replace_text, sync
+from trainer.base.errors import storage_error
 from trainer.checkpoint.format import Facts, WrittenFile, seal
 
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,15})")
@@ -45,8 +46,7 @@ class CheckpointStore:
         self.folder = folder / "checkpoints"
         self._keep = keep
         self._seconds = seconds
-        self.needed: Callable[[], set[int]] = set
-        """Return steps of checkpoints that must not be removed yet."""
+        self._held: list[int] = []  # steps, one for each `hold`
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
@@ -72,6 +72,22 @@ class CheckpointStore:
             if not os.path.lexists(final):  # killed between the two renames of `complete`
                 os.rename(aside, final)
         self._remove_leftovers()
+
+    @contextmanager
+    def must_be_writable(self) -> Iterator[None]:
+        """Turn an error of the file system in the block into one for the user.
+
+        Raises:
+            TrainerError: the folder cannot be written.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise storage_error(
+                f"`checkpoint.folder` must be a folder that can be written, but {self.folder} is not: {error};"
+                " make room, restore its permissions or name another",
+                error,
+            ) from error
 
     def memory_key(self) -> tuple[str, list[str]]:
         """Return the random name of this run's checkpoints in memory, which goes with the folder, and notes.
@@ -183,7 +199,15 @@ class CheckpointStore:
     def _rotate(self, step: int, best: int | None) -> None:
         steps = self.steps()
         kept = {*[other for other in steps if other <= step][-self._keep :], *({best} if best is not None else ())}
-        self.keep_only(kept | self.needed())
+        self.keep_only(kept.union(self._held))
+
+    def hold(self, step: int) -> None:
+        """Keep a checkpoint until `release`, for example while it is copied."""
+        self._held.append(step)
+
+    def release(self, step: int) -> None:
+        """Let a checkpoint go that `hold` has kept."""
+        self._held.remove(step)
 
     def keep_only(self, kept: Container[int | None]) -> None:
         """Remove the checkpoints of all other steps; errors are ignored."""

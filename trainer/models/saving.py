@@ -100,7 +100,7 @@ def save_model(
             planned.write_index(folder)
         except OSError as raised:
             error = raised
-    failures = [text for text in mesh.share(mesh.gather(str(error) if error else None)) if text]
+    failures = [text for text in mesh.all_gather(str(error) if error else None) if text]
     if failures:
         raise _cannot_write(folder, failures[0]) from error
 

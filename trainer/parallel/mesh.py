@@ -187,6 +187,11 @@ class ParallelMesh:
             values.append(_decoded(received))
         return values
 
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the `value` of every rank, of the types that `gather` takes, in order of rank, on all ranks."""
+        values: list[Any] = self.share(self.gather(value))
+        return values
+
     def gather_distinct(self, value: Any) -> list[Any] | None:
         """Return the different values of all ranks on rank 0; None on the others.
 

@@ -100,7 +100,7 @@ def ranks_of_node(mesh: ParallelMesh) -> Iterator[NodeRanks | None]:
     if mesh.world_size == 1:
         yield None
         return
-    nodes: list[str] = mesh.share(mesh.gather(node_name()))
+    nodes: list[str] = mesh.all_gather(node_name())
     own: Any = None
     for node in dict.fromkeys(nodes):
         ranks = [rank for rank, name in enumerate(nodes) if name == node]

@@ -20,9 +20,13 @@ from trainer.base.disk import UNFINISHED, remove
 from trainer.base.distribution import versions
 from trainer.base.errors import TrainerError
 from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.host_memory import HostMemory
-from trainer.checkpoint.saving import IdleSaver, Saved, Saver, identity
+from trainer.checkpoint.identity import identity
+from trainer.checkpoint.mirror import Mirror
+from trainer.checkpoint.saving import IdleSaver, Saved, Saver
 from trainer.checkpoint.store import FOLDER_SECONDS, CheckpointStore
+from trainer.checkpoint.tier import Tier
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.engine.builders import build_engine, partitioned_loading, planned_cuts
@@ -161,6 +165,7 @@ class Assembly:
         self,
         note: Callable[[str], None] = warnings.warn,
         check_owner: Callable[[], None] = lambda: None,
+        is_stopped: Callable[[], bool] = lambda: False,
         saves: bool = True,
     ) -> Saver:
         """Return the saver of checkpoints in the run's folder, which also resumes from them.
@@ -168,18 +173,19 @@ class Assembly:
         Args:
             note: shows a note on rank 0.
             check_owner: raises an error on rank 0 if the folder no longer belongs to this run.
+            is_stopped: returns whether rank 0 has to stop, while it waits for `checkpoint.mirror`.
             saves: whether to write checkpoints.
         """
-        checkpoint = self.recipe.checkpoint
+        keys = self.recipe.checkpoint
         patience = min(FOLDER_SECONDS, self.recipe.parallel.join_timeout.seconds)
-        store = CheckpointStore(Path(checkpoint.folder), checkpoint.keep, patience)
-        kind = Saver if saves else IdleSaver
-        mirror = checkpoint.mirror if saves else None
-        memory = None
-        if saves and checkpoint.memory is not None:
-            memory = HostMemory(Path(checkpoint.memory.folder), Path(checkpoint.folder), self.mesh)
-        places = (checkpoint.asynchronous, check_owner, mirror, memory)
-        return kind(store, self.engine, self.mesh, self.saved, *places, note, self.progress)
+        store = CheckpointStore(Path(keys.folder), keys.keep, patience)
+        disk = Disk(store, self.mesh, self.saved.model_files, keys.asynchronous, check_owner)
+        tiers: list[Tier] = [disk]
+        if saves and keys.memory is not None:
+            tiers.insert(0, HostMemory(Path(keys.memory.folder), store, self.mesh, note))
+        if saves and keys.mirror:
+            tiers.append(Mirror(keys.mirror, disk, self.mesh, note, is_stopped))
+        return (Saver if saves else IdleSaver)(tiers, self.engine, self.mesh, self.saved, self.progress)
 
     def info(self, environment: LaunchEnvironment) -> RunInfo:
         """Return the facts for the start-up summary. All ranks must call it."""

@@ -44,8 +44,8 @@ def examine(
         if not math.isfinite(engine.eval_step(microbatch).loss_sum):
             bad += [int(row_ids[place]) for place in microbatch.rows.tolist()]
     again = [engine.eval_step(microbatch).loss_sum for microbatch in (last_good.microbatches if last_good else ())]
-    found = mesh.share(mesh.gather(bad))
-    diverged = any(mesh.share(mesh.gather(int(not all(map(math.isfinite, again))))))
+    found = mesh.all_gather(bad)
+    diverged = any(mesh.all_gather(int(not all(map(math.isfinite, again)))))
     return BadStepRecord(
         step=step,
         loss=result.loss,

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trainer.base.errors import Problems
-from trainer.checkpoint.host_memory import KEPT, room_in
+from trainer.checkpoint.memory_folder import KEPT, room_in
 from trainer.checkpoint.mirror import open_place
 from trainer.data.loader import require_fitting_rows
 from trainer.engine.optimizers.table import optimizer_class

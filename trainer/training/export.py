@@ -23,7 +23,7 @@ from transformers.utils import CONFIG_NAME
 from trainer.base.disk import UNFINISHED, remove
 from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint.format import FACTS, MODEL_FOLDER, SavedState, open_verified
-from trainer.checkpoint.saving import FROZEN_WEIGHTS
+from trainer.checkpoint.identity import FROZEN_WEIGHTS
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
 from trainer.engine.state import BUFFER_PREFIX, MODEL_PREFIX

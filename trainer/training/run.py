@@ -94,9 +94,9 @@ def _train(
     observers.preparing("building the model")
     parts = assemble(plan, mesh, data)
     meter = parts.meter()
-    saver = parts.saver(observers.note, session.owner.check, saves)
+    saver = parts.saver(observers.note, session.owner.check, lambda: bool(stop.received), saves)
     try:
-        resumed = saver.resume(recipe.checkpoint.resume, lambda: bool(stop.received))
+        resumed = saver.resume(recipe.checkpoint.resume)
     except StoppedError:
         return Results("signal")
     loop = Loop(
@@ -119,14 +119,14 @@ def _train(
     if mesh.rank == 0:
         stop.watch(session.folder)
     if mesh.agree_max(stop.received):  # it came while the model was built, and there is no new step to save
-        saver.clear_memory()
+        saver.close()
         return Results("signal")
     return _finish(parts, saver, loop.run(), session, saves)
 
 
 def _finish(parts: Assembly, saver: Saver, ending: Ending, session: Session, saves: bool) -> Results:
     """Export and upload the model of a training that is over, and return the results."""
-    saver.clear_memory()  # the checkpoint of the end is on the disk
+    saver.close()  # the checkpoint of the end is on the disk
     recipe, step, folder = parts.recipe, saver.progress.step, None
     idling = parts.idling()
     compilation = Compilation(*compilations()) if recipe.compile else None
@@ -136,5 +136,5 @@ def _finish(parts: Assembly, saver: Saver, ending: Ending, session: Session, sav
         parts.export(folder)
     if saves and recipe.checkpoint.mirror:
         session.observers.doing(step, f"uploading to {without_secrets(recipe.checkpoint.mirror)}")
-        saver.finish_mirror(folder)
+        saver.deliver(folder)
     return Results(ending, folder, idling, compilation)

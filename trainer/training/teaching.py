@@ -135,7 +135,7 @@ def load_teacher(plan: RunPlan, mesh: ParallelMesh, task: Task, padding_token: i
         ]
         buffers = persistent_buffers(teacher.model)
         own = own_digest([*parts, *(whole_part(f"teacher.{name}", b.detach(), mesh) for name, b in buffers.items())])
-    return PlacedTeacher(teacher, joined(mesh.share(mesh.gather(own))))
+    return PlacedTeacher(teacher, joined(mesh.all_gather(own)))
 
 
 def has_teacher(plan: RunPlan, mesh: ParallelMesh) -> bool:

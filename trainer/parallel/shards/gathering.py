@@ -93,7 +93,7 @@ class WholeTensors:
         self._holders = dict.fromkeys(like, mesh.rank)
         if mesh.size(PIPELINE_AXIS) > 1:
             own = {name: (mesh.rank, *_described(one)) for name, one in like.items()} if mesh.is_first_replica else {}
-            for part in mesh.share(mesh.gather(own)):
+            for part in mesh.all_gather(own):
                 for name, (holder, shape, dtype) in part.items():
                     self._holders[name] = holder
                     self._like[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

@@ -13,7 +13,7 @@ from typing import Literal
 
 from trainer.base.errors import TrainerError, UsageError
 from trainer.base.text import dotted_leaves
-from trainer.checkpoint.saving import identity
+from trainer.checkpoint.identity import identity
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy

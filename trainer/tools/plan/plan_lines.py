@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
-from trainer.checkpoint.host_memory import KEPT
+from trainer.checkpoint.memory_folder import KEPT
 from trainer.models.building import load_config
 from trainer.models.tensor_split import context_notes
 from trainer.tools.plan.ledger import COMPONENTS

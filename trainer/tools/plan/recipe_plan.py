@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from trainer.base.errors import TrainerError, UsageError
-from trainer.checkpoint.host_memory import KEPT
+from trainer.checkpoint.memory_folder import KEPT
 from trainer.models.writing import LARGEST_FILE_BYTES
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.base.errors import UsageError
 from trainer.base.text import listed
 from trainer.checkpoint.format import WrittenFile, share_name
-from trainer.checkpoint.host_memory import KEPT
+from trainer.checkpoint.memory_folder import KEPT
 from trainer.data.order import GlobalOrder
 from trainer.data.rank_rows import RowChunk, partition
 from trainer.engine.builders import planned_cuts

@@ -1,0 +1,77 @@
+"""The identity of a training: the facts that are equal for two runs that may share a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.base.text import dotted_leaves, listed
+from trainer.recipe.schema import Recipe
+
+# Keys that do not change the training: a run may resume with other values.
+_HOW = (
+    "name", "parallel", "activation_checkpointing", "compile", "cuda_graphs", "evaluation", "checkpoint", "logging",
+    "data",
+)  # fmt: skip
+_HOW_TRAINING = ("micro_batch_size", "micro_batch_tokens", "stop_at_step", "check_replicas", "max_bad_steps")
+_WHERE_MODEL = ("name_or_path", "tokenizer", "revision")  # the weights are the checkpoint's
+_MEASURED = ("metrics",)
+_MOST, _LONGEST = 20, 200  # differences in a message, and characters of one of their values
+_ROWS = "data.train"  # the key of the hash of rows in an identity
+FROZEN_WEIGHTS = "frozen_weights"
+"""The key of the digest of frozen weights in `model` of an identity, if the recipe freezes weights."""
+
+
+def identity(
+    recipe: Recipe, content_hash: str, beside: Mapping[str, str | None] | None = None, teacher: str | None = None
+) -> dict[str, Any]:
+    """Return the facts that define a training.
+
+    Args:
+        recipe: the recipe of the run.
+        content_hash: the hash of the prepared training split.
+        beside: further facts of the model by name, outside of training and checkpoints; None for a missing one.
+        teacher: the digest of the weights of `distillation.teacher`, which stands for its place.
+    """
+    sections = recipe.model_dump(mode="json", exclude=set(_HOW))
+    for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", _MEASURED)):
+        for key in keys:
+            del sections[section][key]
+    if teacher is not None:
+        sections["distillation"] |= {"teacher": teacher, "revision": None}
+    sections["model"] |= {name: fact for name, fact in (beside or {}).items() if fact is not None}
+    data: dict[str, Any] = {"group_by_length": recipe.data.group_by_length, "train": content_hash}
+    if weights := recipe.data.source_weights:
+        data["mixture"] = weights
+    return {**sections, "data": data}
+
+
+def is_partly_frozen(identity: Mapping[str, Any]) -> bool:
+    """Return whether a training leaves weights as they are, so that its checkpoints do not hold them."""
+    model = identity.get("model")
+    return isinstance(model, Mapping) and bool(model.get("adapter") or model.get("freeze"))
+
+
+def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return the differences between the identity of a checkpoint and that of this run in words; empty if none."""
+    was, now = dotted_leaves(saved), dotted_leaves(own)
+    found = [
+        "the prepared training rows differ (data, tokenizer or `data.max_length`)"
+        if key == _ROWS
+        else f"`{key[:_LONGEST]}` was {was.get(key)!r:.{_LONGEST}} and is {now.get(key)!r:.{_LONGEST}}"
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key)
+    ]
+    return listed(found, _MOST, "; ") if found else ""
+
+
+def remedy(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return the remedy for differences."""
+    was, now = dotted_leaves(saved), dotted_leaves(own)
+    text = "Name another `checkpoint.folder`, or restore the values"
+    if all(was.get(key) == now.get(key) for key in ("training.epochs", "training.max_steps")):
+        return text
+    return (
+        f"{text}. The learning-rate schedule spans the whole training, so a longer one is a new run: set"
+        " `model.name_or_path` to the model of this run and name another folder"
+    )
