@@ -12,7 +12,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.data.chunked_rows import read_chunks
 from trainer.data.sources import Splits, load_splits
 from trainer.recipe.schema import FileData
-from trainer.training.predict import spooled
+from trainer.training.prediction_files import spooled
 
 
 def load(path: Path, content: str | bytes, **keys) -> Splits:

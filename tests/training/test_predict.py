@@ -19,7 +19,7 @@ from transformers import pipeline
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import tiny_recipe
 from trainer.cli import main
-from trainer.training import predict
+from trainer.training import prediction_files
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +107,9 @@ def test_another_template_or_library_is_another_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     def facts() -> dict[str, Any]:
-        request = predict.Request(tmp_path / "in.jsonl", "in.jsonl", str(tmp_path / "model" / "out.jsonl"), 2)
+        request = prediction_files.Request(tmp_path / "in.jsonl", "in.jsonl", str(tmp_path / "model" / "out.jsonl"), 2)
         recipe = tiny_recipe(model={"name_or_path": str(tmp_path / "model")})
-        return predict._Rows(request, recipe, ("text",), lambda rows, first: None)._facts()
+        return prediction_files.Output(request, recipe)._facts()
 
     nested = tmp_path / "model" / "additional_chat_templates"
     nested.mkdir(parents=True)
@@ -122,7 +122,7 @@ def test_another_template_or_library_is_another_prediction(
     if change == "template":
         (nested / "tool_use.jinja").write_text("b")
     else:
-        monkeypatch.setattr(predict, "versions", lambda: {"transformers": "0"})
+        monkeypatch.setattr(prediction_files, "versions", lambda: {"transformers": "0"})
     assert facts() != before
 
 

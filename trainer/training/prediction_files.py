@@ -1,0 +1,411 @@
+"""The files of `trainer predict`, which rank 0 alone reads and writes: rows in chunks, and an output in parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from filelock import FileLock, Timeout
+
+from trainer.base.digests import digest_of, file_digest, source_digest
+from trainer.base.disk import UNFINISHED, no_file, read_plain, remove, replace_text, sync
+from trainer.base.distribution import versions
+from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.data.chunked_rows import (
+    INPUT_FORMATS,
+    OUTPUT_FORMATS,
+    Row,
+    json_line,
+    read_chunks,
+    row_format,
+    write_rows,
+)
+from trainer.data.readers import json_chats
+from trainer.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+STANDARD = "-"
+"""The name of the standard input and output."""
+
+_MANIFEST, _LOCK = "manifest.json", "lock"
+_LOCK_SECONDS = 20.0  # ranks of a killed command leave within this time
+_SMALL_BYTES = 1 << 20
+
+
+@contextmanager
+def spooled(name: str) -> Iterator[Path]:
+    """Yield the input file; the standard input is copied into a file, since ranks have none and a restart needs it.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    if name != STANDARD:
+        path = Path(name)
+        if not path.is_file():
+            raise UsageError(
+                f"`--input` must name a file, but {path} {no_file(path)}; name another, or pass JSON Lines to"
+                " `--input -`"
+            )
+        yield path.absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        path = Path(folder) / "stdin.jsonl"
+        with path.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield path
+
+
+@dataclass(frozen=True)
+class Request:
+    """The files and the options of a prediction.
+
+    Attributes:
+        input: the file of rows.
+        shown_input: its name in messages.
+        output: the file to write, or `STANDARD`.
+        chunk_rows: the number of rows that are read and written at once.
+        keep: which columns of the input the output has: all but binary ones, or none.
+        top: the number of classes with a probability; None: all.
+        overwrite: whether to replace an existing output.
+        skip_bad_rows: whether a bad row becomes a row with its `error`; otherwise it ends the command.
+        columns: the columns of texts to embed; empty: the first one of the recipe.
+    """
+
+    input: Path
+    shown_input: str
+    output: str
+    chunk_rows: int
+    keep: Literal["all", "none"] = "all"
+    top: int | None = None
+    overwrite: bool = False
+    skip_bad_rows: bool = False
+    columns: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The input in messages."""
+        return f"`{self.shown_input}`"
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that change the output."""
+        return {"keep": self.keep, "top": self.top, "chunk_rows": self.chunk_rows, "columns": list(self.columns)}
+
+
+@contextmanager
+def naming_resumption(request: Request, num_done: int) -> Iterator[None]:
+    """Add to the error of a row how to go on after the rows that are written."""
+    try:
+        yield
+    except DataError as error:
+        if not num_done or request.output == STANDARD:
+            raise
+        raise DataError(
+            f"{error}; {num_done:,} rows are done, and the same command with --skip-bad-rows goes on after them"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive rows of the input; `first_row` is the index of the first, `errors` are those of bad rows."""
+
+    first_row: int
+    rows: list[Row]
+    errors: dict[int, DataError]
+
+    @property
+    def sound(self) -> list[int]:
+        """The places in the chunk of rows that are not bad."""
+        return [place for place in range(len(self.rows)) if place not in self.errors]
+
+
+class InputRows:
+    """The rows of the input, in chunks.
+
+    Args:
+        request: the file and the options.
+        columns: the columns that the task reads.
+        check: raises the error of rows that cannot be encoded, given their `columns` and the index of the first.
+    """
+
+    def __init__(self, request: Request, columns: tuple[str, ...], check: Callable[[Dataset, int], None]) -> None:
+        self._request = request
+        self._columns = columns
+        self._check = check
+
+    def chunks(self, num_done: int) -> Iterator[Chunk]:
+        """Yield the chunks after the rows that are done.
+
+        Raises:
+            UsageError: the ending of the file is unknown.
+            DataError: the rows cannot be read, or lack a column.
+        """
+        request, first = self._request, num_done
+        file_format = row_format(request.input, "--input", INPUT_FORMATS)
+        for found in read_chunks(
+            request.input, file_format, request.chunk_rows, num_done, request.where, request.skip_bad_rows
+        ):
+            errors = {place: row for place, row in enumerate(found) if isinstance(row, DataError)}
+            chunk = Chunk(first, [{} if isinstance(row, DataError) else row for row in found], errors)
+            if not (request.skip_bad_rows and (first or not chunk.sound)):
+                self._check_columns(chunk.rows)
+            if request.skip_bad_rows:
+                errors.update(self._find_bad(chunk, 0, len(found)))
+            yield chunk
+            first += len(found)
+        if not first:
+            raise DataError(f"`--input` must hold at least one row, but {request.where} is empty")
+
+    def _check_columns(self, rows: Sequence[Row]) -> None:
+        present = dict.fromkeys(name for row in rows for name in row)
+        for name in self._columns:
+            if name not in present:
+                raise DataError(
+                    f"the task reads the column `{name}`, but {self._request.where} has none of that name; its columns"
+                    f" are {', '.join(f'`{column}`' for column in present) or 'none'}"
+                )
+
+    def _find_bad(self, chunk: Chunk, start: int, end: int) -> dict[int, DataError]:
+        """Return the error of each further bad row of a part of a chunk; halves of a part with a bad row are parts."""
+        if start == end or (end - start == 1 and start in chunk.errors):
+            return {}
+        first = chunk.first_row + start
+        try:
+            if chunk.errors.keys().isdisjoint(range(start, end)):
+                self._check(self.table(chunk.rows[start:end], first), first)
+                return {}
+        except DataError as error:
+            if end - start == 1:
+                named = f"row {first + 1} of {self._request.where}"
+                return {start: error if named in str(error) else DataError(f"{named} is bad: {error}")}
+        half = (start + end) // 2
+        return self._find_bad(chunk, start, half) | self._find_bad(chunk, half, end)
+
+    def table(self, rows: Sequence[Row], first_row: int) -> Dataset:
+        """Return the columns of rows that the task reads.
+
+        Raises:
+            DataError: a column holds values of several types.
+        """
+        import datasets
+        import pyarrow
+
+        try:
+            columns = {name: [row.get(name) for row in rows] for name in self._columns}
+            parts = [
+                # The writer of `datasets` takes exponential time for nested lists.
+                datasets.Dataset.from_dict({name: values}, datasets.Features({name: json_chats()}))
+                if _is_chat(values)
+                else datasets.Dataset(pyarrow.table({name: values}))
+                for name, values in columns.items()
+            ]
+            return datasets.concatenate_datasets(parts, axis=1)
+        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise DataError(
+                f"each column of {self._request.where} must hold values of one type, but rows {first_row + 1} to"
+                f" {first_row + len(rows)} do not: {error}"
+            ) from error
+
+
+class Output:
+    """The output, which is assembled from a part file for each chunk.
+
+    The manifest names the input, the model and the options of the parts; a later call with the same ones goes on after
+    the last part.
+    """
+
+    def __init__(self, request: Request, recipe: Recipe) -> None:
+        self.num_done = 0
+        self.num_bad = 0
+        self._request = request
+        self._recipe = recipe
+        self._path = None if request.output == STANDARD else Path(request.output).absolute()
+        self._num_parts = 0
+        self._lock: FileLock | None = None
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def open(self) -> None:
+        """Find the finished parts.
+
+        Raises:
+            UsageError: the output exists, or another command writes it.
+        """
+        if self._path is None:
+            return
+        row_format(self._path, "--output", OUTPUT_FORMATS)
+        if self._path.exists() and not self._request.overwrite:
+            raise UsageError(
+                f"`--output` must name a new file, but {self._path} exists; name another, or add --overwrite"
+            )
+        with self._must_be_writable():
+            self._find_parts(self._path)
+        self.num_done = self._num_parts * self._request.chunk_rows
+
+    def _find_parts(self, output: Path) -> None:
+        if not output.parent.is_dir():
+            raise UsageError(f"`--output` must lie in a folder that exists, but {output.parent} does not; create it")
+        if self._folder.is_symlink():
+            raise UsageError(
+                f"`--output` must have its parts in a folder of its own, but {self._folder} is a link; remove the link"
+            )
+        self._folder.mkdir(exist_ok=True)
+        self._lock = FileLock(self._folder / _LOCK)
+        try:
+            self._lock.acquire(timeout=_LOCK_SECONDS)
+        except Timeout as error:
+            raise UsageError(f"another command is writing {output}; wait for it, or name another --output") from error
+        manifest = self._folder / _MANIFEST
+        facts = self._facts()
+        before = _read_manifest(manifest)
+        if before != facts:
+            if before is not None:
+                changed = ", ".join(name for name in facts if before.get(name) != facts[name])
+                print_note(f"starts anew: {self._folder} is of a prediction with another {changed}")
+            for path in self._folder.iterdir():
+                if path.name != _LOCK:
+                    path.unlink()
+            replace_text(manifest, json.dumps(facts, indent=2) + "\n")
+        while self._part(self._num_parts).exists():
+            self._num_parts += 1
+        if self._num_parts:
+            print_note(f"goes on after {self._num_parts * self._request.chunk_rows:,} rows of {self._folder}")
+
+    def _facts(self) -> dict[str, Any]:
+        recipe = self._recipe.model_dump(mode="json")
+        return {
+            "input": file_digest(self._request.input),
+            "model": _folder_digest(Path(self._recipe.model.name_or_path or ""), self._folder),
+            "versions": versions() | {"source": source_digest()},
+            "options": {
+                **self._request.options(),
+                "task": recipe["task"],
+                "max_length": recipe["data"].get("max_length"),
+                "precision": recipe["precision"],
+                "seed": recipe["training"]["seed"],
+            },
+        }
+
+    def write(self, chunk: Chunk, found: Sequence[dict[str, Any]]) -> None:
+        """Write the predictions for the sound rows of a chunk, and the errors of bad ones.
+
+        Raises:
+            DataError: a column of the input has the name of a prediction.
+            TrainerError: the file cannot be written.
+        """
+        answers = dict(zip(chunk.sound, found, strict=True))
+        answers |= {place: {"error": str(error)} for place, error in chunk.errors.items()}
+        text = "".join(json_line(self._merged(row, answers[place])) for place, row in enumerate(chunk.rows))
+        with self._must_be_writable():
+            if self._path is None:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            else:
+                replace_text(self._part(self._num_parts), text)
+        self.num_bad += len(chunk.errors)
+        self._num_parts += 1
+        self.num_done += len(chunk.rows)
+
+    def _merged(self, row: Row, answer: dict[str, Any]) -> Row:
+        if self._request.top is not None and isinstance(answer.get("probabilities"), dict):
+            ranked = sorted(answer["probabilities"].items(), key=lambda item: -item[1])
+            answer = {**answer, "probabilities": dict(ranked[: self._request.top])}
+        if self._request.keep == "none":
+            return answer
+        for name in answer:
+            if name in row:
+                raise DataError(
+                    f"column `{name}` of {self._request.where} has the name of a prediction; rename it, or leave the"
+                    " columns of the input out with --keep none"
+                )
+        return {name: value for name, value in row.items() if not _is_binary(value)} | answer
+
+    def finish(self) -> None:
+        """Assemble the output from its parts.
+
+        Raises:
+            DataError: the rows do not fit the format.
+            TrainerError: the file cannot be written.
+        """
+        if self._path is None:
+            return
+        new = self._path.with_name(f"{UNFINISHED}{self._path.name}")
+        with self._must_be_writable():
+            remove(new)  # of a command that was killed here, or a link
+            file_format = row_format(self._path, "--output", OUTPUT_FORMATS)
+            write_rows([self._part(number) for number in range(self._num_parts)], new, file_format)
+            sync(new)
+            os.replace(new, self._path)
+            sync(self._path.parent)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        print_note(f"wrote {self.num_done:,} rows to {self._path}")
+
+    @property
+    def _folder(self) -> Path:
+        assert self._path is not None
+        return self._path.with_name(f"{self._path.name}.parts")
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number:06}.jsonl"
+
+    @contextmanager
+    def _must_be_writable(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise TrainerError(
+                f"the predictions cannot be written to {self._request.output}: {error}; make room there"
+            ) from error
+
+
+def print_note(text: str) -> None:
+    """Write a note to the standard error."""
+    sys.stderr.write(f"{text}\n")
+
+
+def _is_chat(values: Sequence[Any]) -> bool:
+    first = next((value for value in values if value), None)
+    return isinstance(first, list) and isinstance(first[0], dict) and "role" in first[0]
+
+
+def _is_binary(value: Any) -> bool:
+    return isinstance(value, bytes) or (isinstance(value, dict) and isinstance(value.get("bytes"), bytes))
+
+
+def _read_manifest(file: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(read_plain(file))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _folder_digest(folder: Path, left_out: Path) -> str:
+    """Return a digest of names and sizes, and of the content of small files or the time of large ones.
+
+    Chat templates and modules of sentence-transformers lie in folders of the folder.
+    """
+    facts = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.absolute().is_relative_to(left_out.absolute()):
+            state = path.stat()
+            small = state.st_size <= _SMALL_BYTES
+            name = path.relative_to(folder).as_posix()
+            facts.append([name, state.st_size, file_digest(path) if small else state.st_mtime_ns])
+    return digest_of(facts)
