@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import errno
 import itertools
 import os
@@ -212,7 +213,7 @@ def test_a_dead_worker_is_told_with_a_remedy(split, silent_deaths):
 
 def test_an_error_in_a_worker_is_not_called_a_death(split):
     loader = train_loader(split, num_workers=1)
-    loader._batches._order = None
+    loader._batches = dataclasses.replace(loader._batches, order=None)
     with pytest.raises(AttributeError):
         next(iter(loader))
 

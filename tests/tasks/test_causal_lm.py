@@ -27,7 +27,8 @@ from tests.helpers.training import (
 )
 from trainer.base.errors import DataError, UsageError
 from trainer.data import tokenised_split
-from trainer.data.readers import TextOptions, read_files
+from trainer.data.formats.base import Files, TextOptions
+from trainer.data.readers import read_files
 from trainer.data.sources import Split
 from trainer.data.tokenised_split import encode_split
 from trainer.models.heads import chunk_head
@@ -358,7 +359,7 @@ def test_chats_have_the_text_that_the_tokenizer_writes_for_their_json(chatty, tm
     chatty.chat_template, chats = CHATS[name]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    rows, _ = read_files([path], "json", TextOptions(), "data.train")
+    rows, _ = read_files("json", Files([path], TextOptions(), "data.train"))
     encoded = encode(task_of(messages="messages"), rows, chatty, max_length=200)
     joined = [{**ASKED, "content": "a file is read"}, ANSWERED]
     for ids, chat in zip(encoded["input_ids"], [joined] if name == "joined" else chats, strict=True):
@@ -393,7 +394,7 @@ def test_later_messages_with_other_keys_than_the_first_are_read(tmp_path, monkey
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     load = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda *given, **keys: load(*given, **keys, chunksize=100))
-    rows, _ = read_files([path], "json", TextOptions(), "data.train")
+    rows, _ = read_files("json", Files([path], TextOptions(), "data.train"))
     assert rows["messages"][:] == chats
 
 

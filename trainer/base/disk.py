@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 UNFINISHED = ".saving-"
 """Prefix of the name of a file or folder that is still being written; readers ignore it."""
+REPLACED = ".replaced-"
+"""Prefix of the name of a folder that another one is just replacing."""
 
 
 def remove(path: Path) -> None:
@@ -131,11 +133,16 @@ def replace_folder(new: Path, place: Path) -> None:
     """Move the folder `new` to `place`, which may exist, once the disk has stored all files of `new`."""
     for path in (*new.rglob("*"), new):
         sync(path)
-    aside = place.with_name(f".replaced-{place.name}")
+    aside = place.with_name(f"{REPLACED}{place.name}")
     remove(aside)
     if os.path.lexists(place):
         os.rename(place, aside)
-    os.rename(new, place)
+    try:
+        os.rename(new, place)
+    except OSError:
+        with suppress(OSError):
+            os.rename(aside, place)
+        raise
     sync(place.parent)
     with suppress(OSError):  # the new folder is in its place
         remove(aside)

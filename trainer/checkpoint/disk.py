@@ -76,7 +76,6 @@ class Disk(WritingTier[list[WrittenFile]]):
             return self.store.make_marker()
 
     def found(self) -> list[Found]:
-        """See `Tier`."""
         return [Found(step, f"the checkpoint {self.store.path(step)}") for step in self._mesh.share(self.store.steps())]
 
     def read(self, found: Found) -> tuple[SavedBoxes | None, list[str]]:

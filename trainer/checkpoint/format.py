@@ -259,12 +259,10 @@ class SavedBoxes:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See `StateSource`."""
         return self.facts.shapes
 
     @property
     def scalars(self) -> Mapping[str, float]:
-        """See `StateSource`."""
         return self.facts.scalars
 
     def fill(self, parts: Iterable[TensorPart]) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from trainer.checkpoint.format import FACTS, SUMS, share_name, verify
+from trainer.checkpoint.format import share_name
 from trainer.checkpoint.memory_folder import (
     HOST,
     KEPT,
-    claim,
+    begin_share,
     complete_in,
     folder_of_run,
     held_in,
@@ -33,6 +34,7 @@ from trainer.ranks.joining import Rendezvous
 from trainer.ranks.roll_call import wait_until
 
 _USED_SECONDS = 10.0  # for processes of an earlier start to end: data workers outlive a killed rank, with its lock
+_Move = tuple[int, int, int]  # the rank of a share, its sender and its receiver
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,18 @@ class _Look:
     held: dict[str, list[int]]
     is_used: bool = False
     problem: str = ""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The shares of the newest complete checkpoint that move, and the spare ranks that free their host."""
+
+    is_used: bool  # another process uses a host
+    problem: str  # the first one of a host
+    step: int
+    size: int
+    moves: Sequence[_Move]
+    freed: Sequence[int]
 
 
 def hand_over(
@@ -75,33 +89,30 @@ def hand_over(
     Raises:
         TrainerError: a rank has gone.
     """
-    own, acts, rank = folder_of_run(folder, run_folder), environment.local_rank == 0, environment.rank
+    own, rank = folder_of_run(folder, run_folder), environment.rank
     own_key = CheckpointStore(run_folder, KEPT).read_memory_key() if rank == 0 else ""
     key = rendezvous.share(own_key, timeout_seconds)
     root = own / key if key else None
-    look = astuple(_look(root)) if acts else None
-    looks = rendezvous.gather(look, timeout_seconds)
-    # Rank 0 alone reads the looks of all hosts.
-    is_used, problem, step, size, moves, freed = rendezvous.share(looks and _plan(looks, num_training), timeout_seconds)
-    if is_used:
+    look = astuple(_look(root)) if environment.local_rank == 0 else None
+    looks = rendezvous.gather(look, timeout_seconds)  # rank 0 alone reads those of all hosts
+    plan = _Plan(*rendezvous.share(looks and astuple(_plan(looks, num_training)), timeout_seconds))
+    if plan.is_used:
         return [
             f"shares in memory on hosts of spare ranks were not read, because another process still uses {own};"
             " end that process, or resume from the disk"
         ]
-    notes = [f"shares in memory on a host were not read: {problem}"] if problem else []
-    if moves and root is not None:
-        problems = rendezvous.gather(
-            _move(root, step, size, moves, rendezvous, environment, timeout_seconds), timeout_seconds
-        )
+    notes = [f"shares in memory on a host were not read: {plan.problem}"] if plan.problem else []
+    if plan.moves and root is not None:
+        problems = rendezvous.gather(_move(root, plan, rendezvous, environment, timeout_seconds), timeout_seconds)
         problem = rendezvous.share(next(filter(None, problems or []), ""), timeout_seconds)
-        name = f"the checkpoint of step {step} in memory"
-        shares = f"{len(moves)} share{'s' * (len(moves) > 1)}"
-        notes.append(
-            f"{name}: the shares on hosts of spare ranks could not be moved: {problem}"
+        shares = f"{len(plan.moves)} share{'s' * (len(plan.moves) > 1)}"
+        result = (
+            f"the shares on hosts of spare ranks could not be moved: {problem}"
             if problem
-            else f"{name}: {shares} came from hosts of spare ranks"
+            else f"{shares} came from hosts of spare ranks"
         )
-    if rank in freed:
+        notes.append(f"the checkpoint of step {plan.step} in memory: {result}")
+    if rank in plan.freed:
         free(folder, run_folder)
     return notes
 
@@ -126,49 +137,31 @@ def _look(root: Path | None) -> _Look:
         return _Look(host, {}, problem=str(error))
 
 
-_Move = tuple[int, int, int]  # the rank of a share, its sender and its receiver
-
-
-def _plan(looks: list[Any], num_training: int) -> tuple[bool, str, int, int, list[_Move], list[int]]:
-    """Plan from the looks of all ranks, None for one that does not act.
-
-    Returns:
-        Whether a host is used, the first problem, step and size of the newest complete checkpoint, its missing shares,
-        and the spare ranks that free their host.
-    """
+def _plan(looks: list[Any], num_training: int) -> _Plan:
+    """Plan from the looks of all ranks, None for one that does not act."""
     found = {rank: _Look(*look) for rank, look in enumerate(looks) if look is not None}
     problems = [f"rank {rank}: {look.problem}" for rank, look in found.items() if look.problem]
     leaders = [rank for rank in found if rank < num_training]
     training = {found[rank].host for rank in leaders}
-    freed = [rank for rank, look in found.items() if rank >= num_training and look.host not in {"", *training}]
-    is_used = any(look.is_used for look in found.values())
-    return is_used, next(iter(problems), ""), *_moves(found, leaders), freed
-
-
-def _moves(found: dict[int, _Look], leaders: list[int]) -> tuple[int, int, list[_Move]]:
-    """Return step and size of the newest complete checkpoint, and its missing shares."""
-    training = {found[rank].host for rank in leaders}
     complete = complete_in((rank, look.held) for rank, look in found.items())
-    if not complete:
-        return 0, 0, []
-    newest = max(complete)
-    lacking = {
-        part: ranks
-        for part, ranks in sorted(complete[newest].items())
-        if not any(found[rank].host in training for rank in ranks)
-    }
-    moves = [(part, ranks[0], leaders[index % len(leaders)]) for index, (part, ranks) in enumerate(lacking.items())]
-    return *newest, moves
+    step, size = newest = max(complete, default=(0, 0))
+    lacking = [
+        (part, ranks[0])
+        for part, ranks in sorted(complete.get(newest, {}).items())
+        if training.isdisjoint(found[rank].host for rank in ranks)
+    ]
+    return _Plan(
+        is_used=any(look.is_used for look in found.values()),
+        problem=next(iter(problems), ""),
+        step=step,
+        size=size,
+        moves=[(part, sender, leaders[index % len(leaders)]) for index, (part, sender) in enumerate(lacking)],
+        freed=[rank for rank, look in found.items() if rank >= num_training and look.host not in {"", *training}],
+    )
 
 
 def _move(
-    root: Path,
-    step: int,
-    size: int,
-    moves: list[_Move],
-    rendezvous: Rendezvous,
-    environment: LaunchEnvironment,
-    timeout_seconds: float,
+    root: Path, plan: _Plan, rendezvous: Rendezvous, environment: LaunchEnvironment, timeout_seconds: float
 ) -> str:
     """Send and take the shares of this rank, all of them also after an error; return the first problem."""
     problems: list[str] = []
@@ -185,34 +178,16 @@ def _move(
         limit = timedelta(seconds=timeout_seconds)
         group: Any = dist.ProcessGroupGloo(store, environment.rank, environment.world_size, limit)
         peers, sent = Peers(group), []
-        for part, sender, receiver in moves:
-            place = CheckpointStore(root / place_of(part, size), KEPT)
-            files = (FACTS, SUMS, share_name(part, size))
+        for part, sender, receiver in plan.moves:
+            place = CheckpointStore(root / place_of(part, plan.size), KEPT)
+            name = share_name(part, plan.size)
             with noted():
                 if sender == environment.rank:
-                    sent += peers.begin_send([place.path(step) / file for file in files], receiver)
+                    sent += peers.begin_send_share(place.path(plan.step), name, receiver)
                 elif receiver == environment.rank:
-                    _take(peers, root.parent, place, step, files, sender)
+                    begin = partial(begin_share, root.parent, place, plan.step)
+                    peers.take_share(begin, place, plan.step, name, sender)
         for work in sent:
             with noted():
                 work.wait()
     return next(iter(problems), "")
-
-
-def _take(peers: Peers, own: Path, place: CheckpointStore, step: int, files: tuple[str, ...], sender: int) -> None:
-    """Take a share; if its folder cannot be written, drop the files, which the sender sends all the same."""
-    refusal: OSError | None = None
-    try:
-        claim(own)
-        place.folder.mkdir(parents=True, exist_ok=True)
-        place.begin(step)
-    except OSError as error:
-        refusal = error
-    unfinished = place.unfinished_path(step)
-    try:
-        peers.take([unfinished / file for file in files], sender, refusal)
-        verify(unfinished)
-        place.adopt(step)
-    except (OSError, ValueError, RuntimeError):
-        place.discard(step)
-        raise

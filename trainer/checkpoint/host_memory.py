@@ -11,7 +11,7 @@ import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -20,8 +20,6 @@ from torch import Tensor
 
 from trainer.base.errors import UsageError
 from trainer.checkpoint.format import (
-    FACTS,
-    SUMS,
     BlockReader,
     Facts,
     SavedBox,
@@ -36,6 +34,7 @@ from trainer.checkpoint.format import (
 )
 from trainer.checkpoint.memory_folder import (
     KEPT,
+    begin_share,
     claim,
     complete_in,
     enter,
@@ -52,6 +51,8 @@ from trainer.engine.engine import Engine
 from trainer.engine.state import EngineState
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.shards.boxes import own_share
+
+_Share = tuple[list[SavedBox], Facts]
 
 
 @dataclass(frozen=True)
@@ -119,15 +120,6 @@ class _Hosts:
         """Return the ranks with copies that some ranks keep."""
         every = range(len(self.indices)) if self.are_several else ()
         return [rank for rank in every if self.target_of(rank) in ranks]
-
-
-@dataclass
-class _Choice:
-    """The hosts from which the shares of a checkpoint are read, and the problems of others."""
-
-    hosts: dict[int, list[int]]  # of each share, best first
-    opened: dict[int, tuple[list[SavedBox], Facts]] = field(default_factory=dict)  # of this rank, verified
-    problems: list[str] = field(default_factory=list)
 
 
 class HostMemory(WritingTier[None]):
@@ -205,48 +197,51 @@ class HostMemory(WritingTier[None]):
 
     def read(self, found: FoundShares) -> tuple[SavedShares | None, list[str]]:
         """See `Tier`. A share on the host of its rank is preferred; the copy of another host replaces a damaged one."""
-        is_same_size = found.size == self._mesh.world_size
-        choice = _Choice(
-            {
-                part: sorted(hosts, key=lambda host, own=own: host != own)  # type: ignore[misc]
-                for part, hosts in found.holders.items()
-                for own in [self._hosts.indices[part] if is_same_size else -1]
-            }
-        )
-        while all(choice.hosts.values()):
-            mine = [part for part in choice.hosts if self._reader(choice, part) == self._mesh.rank]
-            damaged = [one for some in self._mesh.all_gather(self._verify(found, choice, mine)) for one in some]
+        hosts = {part: self._by_preference(found, part) for part in found.holders}
+        shares: dict[int, _Share] = {}  # verified, of those that this rank reads
+        problems: list[str] = []
+        while all(hosts.values()):
+            damaged = []
+            for part in hosts:
+                if self._reader(part, hosts) == self._mesh.rank and part not in shares:
+                    try:
+                        shares[part] = self._open_share(found, part)
+                    except (OSError, ValueError) as error:
+                        damaged.append((part, f"the share of rank {part} on {self._name}: {error}"))
+            damaged = [one for some in self._mesh.all_gather(damaged) for one in some]
             if not damaged:
                 try:
-                    return self._state(found, choice, mine), choice.problems
+                    return self._state(found, hosts, shares), problems
                 except ValueError as error:  # of the shares together, so on all ranks
-                    return None, [*choice.problems, str(error)]
+                    return None, [*problems, str(error)]
             for part, problem in damaged:
-                choice.hosts[part].pop(0)
-                choice.problems.append(problem)
-        return None, choice.problems
+                hosts[part].pop(0)
+                problems.append(problem)
+        return None, problems
 
-    def _reader(self, choice: _Choice, part: int) -> int:
-        """Return the rank that reads a share for the others."""
-        ranks = self._hosts.ranks_on(choice.hosts[part][0])
+    def _by_preference(self, found: FoundShares, part: int) -> list[int]:
+        own = self._hosts.indices[part] if found.size == self._mesh.world_size else None
+        return sorted(found.holders[part], key=lambda host: host != own)
+
+    def _reader(self, part: int, hosts: Mapping[int, Sequence[int]]) -> int:
+        """Return the rank that reads a share from its first host for the others."""
+        ranks = self._hosts.ranks_on(hosts[part][0])
         return ranks[part % len(ranks)]
 
-    def _verify(self, found: FoundShares, choice: _Choice, parts: Sequence[int]) -> list[tuple[int, str]]:
-        """Open shares on this host, unless they are open; return the damaged ones and their problems."""
-        damaged = []
-        for part in parts:
-            if part in choice.opened:
-                continue
-            folder = self._root / _share_folder(found, part)
-            try:
-                verify(folder)
-                facts = read_facts(folder, found.step)
-                choice.opened[part] = list(saved_boxes(folder, [share_name(part, found.size)])), facts
-            except (OSError, ValueError) as error:
-                damaged.append((part, f"the share of rank {part} on {self._name}: {error}"))
-        return damaged
+    def _open_share(self, found: FoundShares, part: int) -> _Share:
+        """Verify a share on this host, and return its blocks and facts.
 
-    def _state(self, found: FoundShares, choice: _Choice, mine: Sequence[int]) -> SavedShares:
+        Raises:
+            OSError, ValueError: it is missing or damaged.
+        """
+        folder = self._root / _share_folder(found, part)
+        verify(folder)
+        facts = read_facts(folder, found.step)
+        return list(saved_boxes(folder, [share_name(part, found.size)])), facts
+
+    def _state(
+        self, found: FoundShares, hosts: Mapping[int, Sequence[int]], shares: Mapping[int, _Share]
+    ) -> SavedShares:
         """Return the state of verified shares; each rank lists the blocks of its own for the others.
 
         Equal shapes are sent once, and the other facts are those of the first share.
@@ -254,19 +249,18 @@ class HostMemory(WritingTier[None]):
         Raises:
             ValueError: the shares together are not the whole state; on all ranks.
         """
-        own = {part: choice.opened[part] for part in mine}
-        own_shapes = {name: shape for _, facts in own.values() for name, shape in facts.shapes.items()}
+        own_shapes = {name: shape for _, facts in shares.values() for name, shape in facts.shapes.items()}
         shapes = self._mesh.share(gather_shapes(self._mesh, own_shapes))
-        keys = [(part, [(box.key, box.shape) for box in boxes]) for part, (boxes, _) in own.items()]
-        first = replace(own[0][1], shapes={}).to_json() if 0 in own else None
+        keys = [(part, [(box.key, box.shape) for box in boxes]) for part, (boxes, _) in shares.items()]
+        first = replace(shares[0][1], shapes={}).to_json() if 0 in shares else None
         gathered = self._mesh.all_gather((first, keys))
         facts = replace(Facts.from_json(next(one for one, _ in gathered if one is not None)), shapes=shapes)
         boxes, remote = [], {}
         for part, listed in (one for _, some in gathered for one in some):
             file = _share_folder(found, part) / share_name(part, found.size)
             boxes += [SavedBox.of_key(file, key, tuple(shape)) for key, shape in listed]
-            if choice.hosts[part][0] != self._hosts.own:
-                remote[file] = self._reader(choice, part)
+            if hosts[part][0] != self._hosts.own:
+                remote[file] = self._reader(part, hosts)
         return SavedShares(self._root, facts, boxes, remote, self._peers)
 
     def load(self, state: SavedShares, engine: Engine) -> None:
@@ -328,7 +322,6 @@ class HostMemory(WritingTier[None]):
         self._writing = facts, Background(partial(self._write, facts, tensors))
 
     def close(self) -> None:
-        """See `Tier`."""
         self.last = None
         if self._lock is not None:
             self._lock.close()
@@ -368,11 +361,11 @@ class HostMemory(WritingTier[None]):
         except Exception as raised:
             error = raised  # the other ranks still wait for this one
         if self._peers is not None:
-            files = [own.path(step) / file for file in (FACTS, SUMS, name)]
-            sent = self._peers.begin_send(files, self._hosts.target_of(rank))
+            sent = self._peers.begin_send_share(own.path(step), name, self._hosts.target_of(rank))
             for source in self._hosts.sources_of([rank]):
+                store, name = self._store(source), share_name(source, self._mesh.world_size)
                 try:
-                    self._take_copy(self._peers, source, step)
+                    self._peers.take_share(partial(self._begin, store, step), store, step, name, source)
                 except Exception as raised:
                     error = error or raised
             for work in sent:
@@ -380,20 +373,10 @@ class HostMemory(WritingTier[None]):
         if error is not None:
             raise error
 
-    def _take_copy(self, peers: Peers, source: int, step: int) -> None:
-        store, name = self._store(source), share_name(source, self._mesh.world_size)
-        folder = store.unfinished_path(step)
-        with suppress(OSError):  # the files cannot be written either
-            self._begin(store, step)
-        peers.take([folder / file for file in (FACTS, SUMS, name)], source)
-        verify(folder)
-        store.adopt(step)
-
     def _begin(self, store: CheckpointStore, step: int) -> None:
         claim(self.folder)  # again, if a cleaner has removed it
-        store.folder.mkdir(parents=True, exist_ok=True)
         store.keep_only({self.last})
-        store.begin(step)
+        begin_share(self.folder, store, step)
 
     def _complete(self, facts: Facts, writing: Background[None]) -> None:
         if self._leads:

@@ -88,6 +88,17 @@ def claim(folder: Path) -> None:
         raise PermissionError(f"{folder} belongs to another user, or others may write to it")
 
 
+def begin_share(folder: Path, place: CheckpointStore, step: int) -> None:
+    """Create the folder of a run and the temporary folder of a share in it.
+
+    Raises:
+        OSError: one cannot be created, or that of the run belongs to another user.
+    """
+    claim(folder)
+    place.folder.mkdir(parents=True, exist_ok=True)
+    place.begin(step)
+
+
 def remove_unused(folder: Path, kept: str | None = None) -> None:
     """Remove the checkpoints of a run's folder in memory that no process of this host uses, but those of a key."""
     with suppress(FileNotFoundError):

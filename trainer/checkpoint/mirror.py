@@ -154,7 +154,14 @@ class Mirror(Tier):
             self._store.open()
             if self._store.steps():
                 return []
-            return self.fetch() if resumes else self._refuse_copies()
+            if resumes:
+                return self.fetch()
+        if steps := self._asked():  # this run would remove them
+            raise UsageError(
+                f"`checkpoint.resume` is never, but {self._name} has a checkpoint of step {steps[-1]}; name another"
+                " `checkpoint.mirror`, or remove it"
+            )
+        return []
 
     def begin(self, step: int | None, state: Callable[[], EngineState]) -> list[str]:
         """See `Tier`. Upload the newest whole checkpoint on the disk up to this step, also if memory has a newer one.
@@ -294,22 +301,20 @@ class Mirror(Tier):
             )
         return []
 
-    def _refuse_copies(self) -> list[str]:
-        """Refuse whole copies, which a run that does not resume from them would remove; return no note."""
-        if steps := self._asked():
-            raise UsageError(
-                f"`checkpoint.resume` is never, but {self._name} has a checkpoint of step {steps[-1]}; name another"
-                " `checkpoint.mirror`, or remove it"
-            )
-        return []
-
     def _asked(self) -> list[int]:
         """Return the steps of the whole copies; a place without any must take a file."""
+
+        def write_and_remove() -> None:
+            file = f"{self._root}/.trainer-writes"
+            self._files.makedirs(self._root, exist_ok=True)
+            self._files.pipe_file(file, b"removed at once")
+            self._files.rm_file(file)
+
         with self._refusing("its checkpoints", "listed"):
             steps = self.steps()
         if not steps:
             with self._refusing("a file", "written there"):
-                self._ask(self._write_and_remove)
+                self._ask(write_and_remove)
         return steps
 
     @contextmanager
@@ -323,12 +328,6 @@ class Mirror(Tier):
             kind = UsageError if isinstance(error, PermissionError | NotImplementedError) else TrainerError
             raise kind(f"{self._words(subject, error, verb)}; restore the access, or name another place") from error
 
-    def _write_and_remove(self) -> None:
-        file = f"{self._root}/.trainer-writes"
-        self._files.makedirs(self._root, exist_ok=True)
-        self._files.pipe_file(file, b"removed at once")
-        self._files.rm_file(file)
-
     def _download(self, step: int, folder: Path) -> None:
         """Download the files that a copy names: a listing of fsspec leaves out a folder that cannot be read.
 
@@ -337,21 +336,22 @@ class Mirror(Tier):
             FileNotFoundError: the copy lacks a file.
             ValueError: the copy is damaged.
         """
-        for name in (SUMS, FACTS):
-            self._download_file(step, name, folder, 0)
-        for name, size in read_sizes(folder).items():
-            self._download_file(step, name, folder, size)
 
-    def _download_file(self, step: int, name: str, folder: Path, size: int) -> None:
-        remote, local = f"{self._place(step)}/{name}", folder / name
-        local.parent.mkdir(parents=True, exist_ok=True)
-        with self._refusing(f"{self._folder(step)}/{name}", "downloaded"):
-            is_there = self._exists(remote)
-            if is_there:
-                self._ask(partial(self._files.get_file, remote, str(local)), size)
-        if not is_there:
-            raise FileNotFoundError(f"it is damaged: it lacks {name}")
-        sync(local)
+        def download(name: str, num_bytes: int) -> None:
+            remote, local = f"{self._place(step)}/{name}", folder / name
+            local.parent.mkdir(parents=True, exist_ok=True)
+            with self._refusing(f"{self._folder(step)}/{name}", "downloaded"):
+                is_there = self._exists(remote)
+                if is_there:
+                    self._ask(partial(self._files.get_file, remote, str(local)), num_bytes)
+            if not is_there:
+                raise FileNotFoundError(f"it is damaged: it lacks {name}")
+            sync(local)
+
+        download(SUMS, 0)
+        download(FACTS, 0)
+        for name, size in read_sizes(folder).items():
+            download(name, size)
 
     def _ask(self, question: Callable[[], Answer], num_bytes: int = 0) -> Answer:
         """Return the answer of the place; after a failure, over a new connection.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import TracebackType
 
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
@@ -95,14 +94,8 @@ class FolderOwner:
             remedy += f". If that machine is gone for good, {take_over}; a run that still runs stops at its next save"
         return remedy
 
-    def release(self) -> None:
-        """Remove the file and the lock."""
-        self._lock.release()
-
     def __enter__(self) -> FolderOwner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint.format import BlockReader
+from trainer.checkpoint.format import FACTS, SUMS, BlockReader, verify
+from trainer.checkpoint.store import CheckpointStore
 from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.messages import decode, encode
 
@@ -65,8 +66,46 @@ class Peers:
                 answer = str(error)
             self._send(encode(answer), sender, _ANSWER)
 
-    def begin_send(self, files: Sequence[Path], rank: int) -> list[dist.Work]:
-        """Begin to send files to a rank, which calls `take` and reports files that are missing; return the sends."""
+    def begin_send_share(self, folder: Path, name: str, rank: int) -> list[dist.Work]:
+        """Begin to send a share to a rank, which calls `take_share`; return the sends.
+
+        Args:
+            folder: the folder of the share.
+            name: its file of tensors.
+            rank: the receiver.
+        """
+        return self._begin_send([folder / file for file in (FACTS, SUMS, name)], rank)
+
+    def take_share(self, begin: Callable[[], object], place: CheckpointStore, step: int, name: str, rank: int) -> None:
+        """Take a share that a rank sends into its place.
+
+        Args:
+            begin: creates the temporary folder; after an error of it, the files are received and dropped.
+            place: the place of the share.
+            step: the step of the checkpoint.
+            name: the file of tensors.
+            rank: the sender.
+
+        Raises:
+            FileNotFoundError: the rank has sent none.
+            OSError, ValueError: the share cannot be written, or is damaged.
+        """
+        refusal: OSError | None = None
+        try:
+            begin()
+        except OSError as error:
+            refusal = error
+        folder = place.unfinished_path(step)
+        try:
+            self._take([folder / file for file in (FACTS, SUMS, name)], rank, refusal)
+            verify(folder)
+            place.adopt(step)
+        except (OSError, ValueError, RuntimeError):
+            place.discard(step)
+            raise
+
+    def _begin_send(self, files: Sequence[Path], rank: int) -> list[dist.Work]:
+        """Begin to send files, also if some are missing: the receiver waits for all and reports those."""
         parts: list[Tensor] = []
         try:
             sizes = [file.stat().st_size if file.exists() else _ABSENT for file in files]
@@ -77,18 +116,8 @@ class Peers:
             sizes, parts = [_ABSENT] * len(files), []
         return [self._group.send([part], rank, _FILES) for part in (torch.tensor(sizes), *parts)]
 
-    def take(self, files: Sequence[Path], rank: int, refusal: OSError | None = None) -> None:
-        """Write the files that a rank sends. All of them are received, also after an error.
-
-        Args:
-            files: the files.
-            rank: the sender.
-            refusal: why no file can be written; it is raised.
-
-        Raises:
-            FileNotFoundError: the rank has sent none.
-            OSError: a file cannot be written.
-        """
+    def _take(self, files: Sequence[Path], rank: int, refusal: OSError | None) -> None:
+        """Write the files that a rank sends. All of them are received, also after an error, such as `refusal`."""
         sizes = self._received(torch.zeros(len(files), dtype=torch.int64), rank).tolist()
         error = refusal
         for file, size in zip(files, sizes, strict=True):

@@ -14,12 +14,12 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainer.base.disk import UNFINISHED, read_plain, remove, replace_text, sync
+from trainer.base.disk import REPLACED, UNFINISHED, read_plain, remove, replace_folder, replace_text
 from trainer.base.errors import storage_error
 from trainer.checkpoint.format import Facts, WrittenFile, seal
 
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,15})")
-_REPLACED, _REMOVED, _LATEST = ".replaced-", ".removed-", "latest"
+_REMOVED, _LATEST = ".removed-", "latest"
 _MARKER, _MEMORY_KEY = ".seen-", "memory-key"
 _KEY_BYTES = 8
 _KEY = re.compile(rb"[0-9a-f]{%d}" % (2 * _KEY_BYTES))
@@ -67,8 +67,8 @@ class CheckpointStore:
             OSError: the folder cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        for aside in self.folder.glob(f"{_REPLACED}*"):
-            final = self.folder / aside.name.removeprefix(_REPLACED)
+        for aside in self.folder.glob(f"{REPLACED}*"):
+            final = self.folder / aside.name.removeprefix(REPLACED)
             if not os.path.lexists(final):  # killed between the two renames of `complete`
                 os.rename(aside, final)
         self._remove_leftovers()
@@ -172,17 +172,8 @@ class CheckpointStore:
         Raises:
             OSError: it cannot be renamed.
         """
-        temporary, final = self.unfinished_path(step), self.path(step)
-        aside = self.folder / f"{_REPLACED}{final.name}"
-        if final.exists():
-            os.rename(final, aside)
-        try:
-            os.rename(temporary, final)
-        except OSError:
-            with suppress(OSError):
-                os.rename(aside, final)
-            raise
-        sync(self.folder)
+        final = self.path(step)
+        replace_folder(self.unfinished_path(step), final)
         replace_text(self.folder / _LATEST, f"{final.name}\n")
         return final
 
@@ -220,6 +211,6 @@ class CheckpointStore:
 
     def _remove_leftovers(self) -> None:
         """Remove temporary, replaced and removed checkpoints, and markers."""
-        for mark in (UNFINISHED, _REPLACED, _REMOVED, _MARKER):
+        for mark in (UNFINISHED, REPLACED, _REMOVED, _MARKER):
             for path in self.folder.glob(f"{mark}*"):
                 remove(path)

@@ -131,7 +131,6 @@ class WritingTier(Tier, Generic[Result]):
         return settle
 
     def finish(self) -> None:
-        """See `Tier`."""
         if self._writing is not None:
             self._writing[1].wait()
             self._settle(self._mesh.agree_max(self._writing[1].status))

@@ -229,7 +229,7 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
             {name: Ragged(arrays[f"{_OFFSETS}.{name}"], values) for name, values in columns["ragged"].items()},
             meta["texts_per_row"],
             meta["num_cut_targets"],
-            meta["sources"],
+            tuple(meta["sources"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CorruptEntryError(f"{folder}: {error}") from error

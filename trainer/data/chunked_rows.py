@@ -5,19 +5,15 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from trainer.base.errors import DataError, UsageError
-from trainer.data.conll import CONLL_ENDINGS, conll_rows
-from trainer.data.readers import TextOptions, delimiter_of, open_text, reason
+from trainer.data.formats.base import Row, reason
+from trainer.data.formats.table import READERS, Format
 
-Row: TypeAlias = dict[str, Any]
-RowFormat = Literal["json", "csv", "parquet", "conll"]
-
-OUTPUT_FORMATS: dict[str, RowFormat] = {
+OUTPUT_FORMATS: dict[str, Format] = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".json": "json",
@@ -25,13 +21,11 @@ OUTPUT_FORMATS: dict[str, RowFormat] = {
     ".tsv": "csv",
     ".parquet": "parquet",
 }
-_MOST_LEVELS = 100
-_JOINED = "a quotation mark in its text opens a value that joins rows; write the rows as JSON Lines"
-INPUT_FORMATS: dict[str, RowFormat] = {**OUTPUT_FORMATS, **dict.fromkeys(CONLL_ENDINGS, "conll")}
+INPUT_FORMATS: dict[str, Format] = {**OUTPUT_FORMATS, **dict.fromkeys(READERS["conll"].endings, "conll")}
 """The formats by the ending of a file."""
 
 
-def row_format(path: Path, key: str, formats: Mapping[str, RowFormat]) -> RowFormat:
+def row_format(path: Path, key: str, formats: Mapping[str, Format]) -> Format:
     """Return the format of a file by its ending.
 
     Raises:
@@ -44,7 +38,7 @@ def row_format(path: Path, key: str, formats: Mapping[str, RowFormat]) -> RowFor
 
 
 def read_chunks(
-    path: Path, file_format: RowFormat, num_rows: int, skip: int, where: str, keeps_errors: bool = False
+    path: Path, file_format: Format, num_rows: int, skip: int, where: str, keeps_errors: bool = False
 ) -> Iterator[list[Row | DataError]]:
     """Yield lists of at most `num_rows` rows; the values of a CSV file are texts.
 
@@ -59,8 +53,7 @@ def read_chunks(
     Raises:
         DataError: the file cannot be read; the message names the line or the row.
     """
-    readers = {"json": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows, "conll": _conll_rows}
-    rows = iter(readers[file_format](path, where))
+    rows = READERS[file_format].rows(path, where)
     try:
         for _ in itertools.islice(rows, skip):
             pass
@@ -75,110 +68,12 @@ def read_chunks(
         raise DataError(f"{where} must hold {file_format}, but cannot be read: {reason(error)}") from error
 
 
-def _json_rows(path: Path, where: str) -> Iterator[Row | DataError]:
-    with open_text(path, "utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                yield DataError(
-                    f"line {number} of {where} must be a JSON object, but is not JSON: {error.msg} at column"
-                    f" {error.colno}; write one object on each line"
-                )
-                continue
-            except (ValueError, RecursionError):
-                yield _too_much(number, where)
-                continue
-            if not isinstance(value, dict):
-                kind = "a list" if isinstance(value, list) else "another value"
-                value = DataError(
-                    f"line {number} of {where} must be a JSON object, but is {kind}; write one object on each line"
-                )
-            elif line.count("[") + line.count("{") > _MOST_LEVELS and _is_deep(value):
-                value = _too_much(number, where)
-            elif "\\ud" in line.lower() and not _is_text(value):
-                value = DataError(
-                    f"line {number} of {where} must hold Unicode characters, but has half of a surrogate pair; mend it"
-                )
-            yield value
-
-
-def _too_much(number: int, where: str) -> DataError:
-    return DataError(
-        f"line {number} of {where} must have at most {_MOST_LEVELS} levels of lists and objects, and"
-        f" {sys.get_int_max_str_digits()} digits in a number, but has more; shorten it"
-    )
-
-
-def _is_text(value: Any) -> bool:
-    """Return whether UTF-8 can encode all texts in a value."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _is_deep(value: Any) -> bool:
-    """Return whether a value has too many levels. Python may read more, but not write them in deeper calls."""
-    level = [value]
-    for _ in range(_MOST_LEVELS):
-        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, list | dict))
-        level = list(itertools.chain.from_iterable(inner))
-    return any(isinstance(one, list | dict) for one in level)
-
-
-def _csv_rows(path: Path, where: str) -> Iterator[Row | DataError]:
-    with open_text(path, "utf-8-sig") as file:
-        delimiter = delimiter_of(path, TextOptions("utf-8-sig"))
-        lines = csv.reader(file, delimiter=delimiter)
-        names = next((cells for cells in lines if cells), [])
-        if len(set(names)) < len(names):
-            raise DataError(f"the columns of {where} must have different names, but are {', '.join(names)}; rename one")
-        for number, cells in enumerate(_with_empty_rows(lines) if len(names) == 1 else filter(None, lines), start=1):
-            short = len(cells) != len(names)
-            problem = f"row {number} of {where} must have as many values as there are columns; correct it"
-            if not short and delimiter == "\t" and any("\t" in text and "\n" in text for text in cells):
-                problem = f"row {number} of {where} must have one line, but {_JOINED}"
-                short = True
-            yield DataError(problem) if short else dict(zip(names, cells, strict=True))
-
-
-def _with_empty_rows(lines: Iterable[list[str]]) -> Iterator[list[str]]:
-    """Yield the rows of one column, where an empty line is an empty text, except at the end of the file."""
-    num_empty = 0
-    for cells in lines:
-        if cells:
-            yield from [[""]] * num_empty
-            yield cells
-        num_empty = 0 if cells else num_empty + 1
-
-
-def _conll_rows(path: Path, where: str) -> Iterator[Row]:
-    with open_text(path, "utf-8-sig") as file:
-        yield from conll_rows(file, where)
-
-
-def _parquet_rows(path: Path, where: str) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(1000):
-                yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{where} must hold parquet, but cannot be read: {reason(error)}") from error
-
-
 def json_line(row: Row) -> str:
     """Return a row as a line; values that JSON lacks, such as dates, become texts."""
     return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
 
-def write_rows(parts: Sequence[Path], path: Path, file_format: RowFormat) -> None:
+def write_rows(parts: Sequence[Path], path: Path, file_format: Format) -> None:
     """Write the rows of JSON Lines files into one file.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -97,9 +98,7 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
             if split.show is not None:
                 split.show(first_row + len(batch), len(rows))
 
-    encoded = open_or_write(cache, key, write)
-    encoded.sources = split.sources
-    return encoded
+    return replace(open_or_write(cache, key, write), sources=split.sources)
 
 
 def _check_shapes(images: list[NDArray[np.uint8]], shape: tuple[int, ...], where: str, first_row: int) -> None:

@@ -9,6 +9,7 @@ import signal
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -69,6 +70,7 @@ class TrainLoader:
     ) -> None:
         epoch, index = order.position(start_sample)
         self._steps = range(epoch * order.steps_per_epoch + index, total_steps)
+        require_fitting_rows(split, plan)
         self._batches = _TrainBatches(split, order, plan, data_rank, batching, masking)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
@@ -119,7 +121,9 @@ class EvalLoader:
         pin_memory: bool = False,
         masking: TokenMasking | None = None,
     ) -> None:
-        self._batches = _EvalBatches(split, batch_size, data_rank, data_parallel_size, batching, masking)
+        row_ids = np.argsort(-split.lengths, kind="stable")
+        chunks = partition(len(split), data_rank, data_parallel_size, batch_size, filler_place=len(split) - 1)
+        self._batches = _EvalBatches(split, row_ids, chunks, batching, masking)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
 
@@ -148,87 +152,63 @@ def require_fitting_rows(split: EncodedSplit, plan: BatchPlan) -> None:
         )
 
 
+@dataclass(frozen=True)
 class _TrainBatches:
     """This rank's part of each global batch, indexed by the step from 0."""
 
-    def __init__(
-        self,
-        split: EncodedSplit,
-        order: GlobalOrder,
-        plan: BatchPlan,
-        data_rank: int,
-        batching: Batching,
-        masking: TokenMasking | None,
-    ) -> None:
-        self._split = split
-        self._order = order
-        self._plan = plan
-        self._data_rank = data_rank
-        self._batching = batching
-        self._masking = masking
-        require_fitting_rows(split, plan)
+    split: EncodedSplit
+    order: GlobalOrder
+    plan: BatchPlan
+    data_rank: int
+    batching: Batching
+    masking: TokenMasking | None
 
     def row_ids(self, step: int) -> IndexArray:
         """Return the rows of the whole global batch, in order."""
-        return self._order.batch(*divmod(step, self._order.steps_per_epoch))
+        return self.order.batch(*divmod(step, self.order.steps_per_epoch))
 
     def __getitem__(self, step: int) -> RankBatch:
-        epoch = step // self._order.steps_per_epoch
+        epoch = step // self.order.steps_per_epoch
         row_ids = self.row_ids(step)
         chunks = self._chunks(row_ids)
-        together = np.concatenate([row_ids[chunk.places] for chunk in chunks]) if self._plan.equal_widths else None
+        together = np.concatenate([row_ids[chunk.places] for chunk in chunks]) if self.plan.equal_widths else None
         microbatches = [
             collate(
-                self._split,
-                row_ids[chunk.places],
-                self._batching,
-                chunk.places,
-                chunk.filler,
-                self._masking,
-                epoch,
-                together,
+                self.split, row_ids[one.places], self.batching, one.places, one.filler, self.masking, epoch, together
             )
-            for chunk in chunks
+            for one in chunks
         ]
-        return RankBatch(microbatches, num_rows=len(row_ids), num_tokens=self._split.num_tokens(row_ids))
+        return RankBatch(microbatches, num_rows=len(row_ids), num_tokens=self.split.num_tokens(row_ids))
 
     def _chunks(self, row_ids: IndexArray) -> list[RowChunk]:
         """Return this rank's microbatches of a global batch."""
-        plan = self._plan
+        plan = self.plan
         if plan.micro_batch_tokens is not None:
-            widths = self._split.widths(row_ids, padded=not plan.packs)
+            widths = self.split.widths(row_ids, padded=not plan.packs)
             return partition_by_tokens(
-                widths, self._data_rank, plan.data_parallel_size, plan.micro_batch_tokens, plan.packs
+                widths, self.data_rank, plan.data_parallel_size, plan.micro_batch_tokens, plan.packs
             )
-        shortest = int(self._split.lengths_of(row_ids).argmin())  # the cheapest row to repeat
-        return partition(len(row_ids), self._data_rank, plan.data_parallel_size, plan.micro_batch_size, shortest)
+        shortest = int(self.split.lengths_of(row_ids).argmin())  # the cheapest row to repeat
+        return partition(len(row_ids), self.data_rank, plan.data_parallel_size, plan.micro_batch_size, shortest)
 
 
+@dataclass(frozen=True)
 class _EvalBatches:
     """This rank's microbatches of a whole split, indexed from 0."""
 
-    def __init__(
-        self,
-        split: EncodedSplit,
-        batch_size: int,
-        data_rank: int,
-        data_parallel_size: int,
-        batching: Batching,
-        masking: TokenMasking | None,
-    ) -> None:
-        self._split = split
-        self._batching = batching
-        self._masking = masking
-        self._row_ids = np.argsort(-split.lengths, kind="stable")
-        self._chunks = partition(len(split), data_rank, data_parallel_size, batch_size, filler_place=len(split) - 1)
+    split: EncodedSplit
+    row_ids: IndexArray  # the longest first
+    chunks: Sequence[RowChunk]
+    batching: Batching
+    masking: TokenMasking | None
 
     def __len__(self) -> int:
-        return len(self._chunks)
+        return len(self.chunks)
 
     def __getitem__(self, index: int) -> Microbatch:
-        chunk = self._chunks[index]
-        row_ids = self._row_ids[chunk.places]
-        return collate(self._split, row_ids, self._batching, row_ids, chunk.filler, self._masking)
+        chunk = self.chunks[index]
+        row_ids = self.row_ids[chunk.places]
+        return collate(self.split, row_ids, self.batching, row_ids, chunk.filler, self.masking)
 
 
 def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool) -> Iterator[Any]:

@@ -17,18 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
-from trainer.data.readers import (
-    Format,
-    RowPlaces,
-    TextOptions,
-    common_format,
-    files_of,
-    is_large,
-    open_quotes_notes,
-    read_files,
-    reason,
-    refuse_datasets_cache,
-)
+from trainer.data.formats.base import Files, TextOptions, reason
+from trainer.data.formats.csv_files import open_quotes_notes
+from trainer.data.formats.table import Format
+from trainer.data.readers import RowPlaces, common_format, files_of, is_large, read_files, refuse_datasets_cache
 from trainer.recipe.schema import FileData, FolderData, HubData
 
 if TYPE_CHECKING:
@@ -308,8 +300,9 @@ def _load_files(data: FileData, problems: Problems, most_rows: int | None) -> Sp
                 places = RowPlaces(tuple(paths), file_format, text)
                 folders = tuple(dict.fromkeys(path.parent for path in paths))
                 split = replace(split, is_whole=is_whole, places=places, sources=sources, folders=folders)
-                with split.names_lines():
-                    notes.extend(open_quotes_notes(split.rows, places, split.where))
+                if file_format == "csv":
+                    with split.names_lines():
+                        notes.extend(open_quotes_notes(split.rows, paths[0], text, split.where))
                 splits[key] = split
     return _with_train(splits.get("data.train"), splits.get("data.validation"), tuple(notes), problems)
 
@@ -322,11 +315,11 @@ def _read_entries(
     import pyarrow
 
     if len(entries) == 1:
-        rows, notes = read_files(entries[0], file_format, text, key, most_rows)
+        rows, notes = read_files(file_format, Files(entries[0], text, key, most_rows))
         return rows, (), notes
     parts, notes = [], []
     for paths in entries:
-        rows, own = read_files(paths, file_format, text, key, most_rows)
+        rows, own = read_files(file_format, Files(paths, text, key, most_rows))
         notes.extend(own)
         parts.append(_not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), key).rows)
     first = parts[0]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -35,6 +35,7 @@ class Ragged:
         return lengths
 
 
+@dataclass(eq=False)
 class EncodedSplit:
     """A prepared split as columns.
 
@@ -55,36 +56,23 @@ class EncodedSplit:
         texts_per_row: the number of texts of each row, such as the choices of a question.
         num_cut_targets: the number of rows with a target that was longer than `task.max_target_length`.
         sources: the number of rows of each source of a mixture, in order; empty: there is one source.
+        unknown_tokens: the number of unknown tokens, and of ordinary tokens with the unknown ones; None: not counted.
+        num_blank: the number of rows of special tokens only.
     """
 
-    def __init__(
-        self,
-        offsets: IndexArray,
-        tokens: Mapping[str, FlatArray],
-        scalars: Mapping[str, FlatArray],
-        content_hash: str,
-        num_cut: int = 0,
-        reopen: Callable[[], EncodedSplit] | None = None,
-        arrays: Mapping[str, FlatArray] | None = None,
-        ragged: Mapping[str, Ragged] | None = None,
-        texts_per_row: int = 1,
-        num_cut_targets: int = 0,
-        sources: Sequence[int] = (),
-    ) -> None:
-        self.offsets = offsets
-        self.tokens = dict(tokens)
-        self.scalars = dict(scalars)
-        self.arrays = dict(arrays or {})
-        self.ragged = dict(ragged or {})
-        self.texts_per_row = texts_per_row
-        self.content_hash = content_hash
-        self.num_cut = num_cut
-        self.num_cut_targets = num_cut_targets
-        self.sources = tuple(sources)
-        self.reopen = reopen
-        # The number of unknown tokens, and of ordinary tokens with the unknown ones; None: not counted.
-        self.unknown_tokens: tuple[int, int] | None = None
-        self.num_blank = 0  # rows of special tokens only
+    offsets: IndexArray
+    tokens: Mapping[str, FlatArray]
+    scalars: Mapping[str, FlatArray]
+    content_hash: str
+    num_cut: int = 0
+    reopen: Callable[[], EncodedSplit] | None = None
+    arrays: Mapping[str, FlatArray] = field(default_factory=dict)
+    ragged: Mapping[str, Ragged] = field(default_factory=dict)
+    texts_per_row: int = 1
+    num_cut_targets: int = 0
+    sources: tuple[int, ...] = ()
+    unknown_tokens: tuple[int, int] | None = None
+    num_blank: int = 0
 
     def __len__(self) -> int:
         return (len(self.offsets) - 1) // self.texts_per_row
@@ -131,10 +119,7 @@ class EncodedSplit:
         # A pickled memory map would copy the whole data set to each spawned worker.
         if self.reopen is not None:
             return self.reopen, ()
-        return EncodedSplit, (
-            self.offsets, self.tokens, self.scalars, self.content_hash, self.num_cut, None, self.arrays, self.ragged,
-            self.texts_per_row, self.num_cut_targets, self.sources,
-        )  # fmt: skip
+        return EncodedSplit, tuple(getattr(self, one.name) for one in fields(self))
 
 
 def encode_rows(

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -154,13 +155,14 @@ def encode_split(
         if split.is_part:
             return encoded
         raise DataError(f"{split.where} must hold a text with a token, but has none")
-    encoded.unknown_tokens = _count_unknown(encoded.tokens["input_ids"], tokenizer)
-    if not split.is_part:
-        encoded.num_blank = _count_blank(encoded, tokenizer)
-        if encoded.num_blank == len(encoded):
-            raise DataError(f"{split.where} must hold a text with a token, but has special tokens only")
-        _require_known(encoded.unknown_tokens, split, tokenizer)
-    return encoded
+    unknown = _count_unknown(encoded.tokens["input_ids"], tokenizer)
+    if split.is_part:
+        return replace(encoded, unknown_tokens=unknown)
+    num_blank = _count_blank(encoded, tokenizer)
+    if num_blank == len(encoded):
+        raise DataError(f"{split.where} must hold a text with a token, but has special tokens only")
+    _require_known(unknown, split, tokenizer)
+    return replace(encoded, unknown_tokens=unknown, num_blank=num_blank)
 
 
 def _count_blank(encoded: EncodedSplit, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import CONFIG_NAME
@@ -107,8 +106,7 @@ def export(
             return merged.merged(name, lambda one: base[one] if one in base else _read(state, keys[one]))
 
         if adapter:
-            task = state.facts.identity.get("task")
-            task_type = PEFT_TASK_TYPES.get(str(task.get("type"))) if isinstance(task, Mapping) else None
+            task_type = PEFT_TASK_TYPES.get(str(_group(state.facts.identity, "task").get("type")))
             buffers = {name for name, key in keys.items() if key.startswith(BUFFER_PREFIX)}  # those of the base
             own = {name for name in merged.shapes if name not in base} - buffers | drawn
             weights = [
@@ -137,8 +135,7 @@ def export(
 
 def _require_adapter(state: SavedState) -> None:
     """Refuse a checkpoint that a folder of PEFT cannot hold."""
-    model = state.facts.identity.get("model")
-    if not isinstance(model, Mapping) or not model.get("adapter"):
+    if not _group(state.facts.identity, "model").get("adapter"):
         raise UsageError(f"`--adapter` needs a run with `model.adapter`, but {state.folder} has none; leave it out")
     if _origin_model(state).name_or_path is None:
         raise UsageError(
@@ -148,10 +145,8 @@ def _require_adapter(state: SavedState) -> None:
 
 
 def _origin_model(state: SavedState) -> Model:
-    try:
+    with _reading(state, "`model` of its recipe"):
         return Model.model_validate(state.facts.origin["recipe"]["model"])
-    except (KeyError, TypeError, ValidationError) as error:
-        raise _wrong_facts(state, "`model` of its recipe") from error
 
 
 def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> tuple[dict[str, Tensor], set[str]]:
@@ -163,14 +158,12 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
         UsageError: the origin is missing, or its weights are others than those of the training.
     """
     identity = state.facts.identity
-    digest = identity["model"].get(FROZEN_WEIGHTS) if isinstance(identity.get("model"), Mapping) else None
+    digest = _group(identity, "model").get(FROZEN_WEIGHTS)
     if digest is None:
         return {}, set()
     recipe = _origin_model(state)
-    try:
+    with _reading(state, "`training.seed`"):
         seed = int(identity["training"]["seed"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _wrong_facts(state, "`training.seed`") from error
     model, drawn = build_base(described, recipe, seed)
     base = {name: p.detach() for name, p in model.named_parameters() if name not in saved}
     parts = [
@@ -187,21 +180,29 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
 
 def _scaling(state: SavedState) -> float:
     """Return the factor of the products of an adapter; 1 without one."""
-    model = state.facts.identity.get("model")
-    adapter = model.get("adapter") if isinstance(model, Mapping) else None
+    adapter = _group(state.facts.identity, "model").get("adapter")
     if not adapter:
         return 1.0
-    try:
+    with _reading(state, "`model.adapter`"):
         return float(adapter["alpha"]) / int(adapter["rank"])
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise _wrong_facts(state, "`model.adapter`") from error
 
 
-def _wrong_facts(state: SavedState, subject: str) -> UsageError:
-    return UsageError(
-        f"`CHECKPOINT` must hold the facts of its training, but {subject} in {state.folder / FACTS} is missing or"
-        " wrong; name a checkpoint that trainer saved"
-    )
+def _group(facts: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a group of facts; empty where a checkpoint lacks it."""
+    group = facts.get(key)
+    return group if isinstance(group, Mapping) else {}
+
+
+@contextmanager
+def _reading(state: SavedState, subject: str) -> Iterator[None]:
+    """Refuse a checkpoint with facts that the block cannot read."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # pydantic's errors are `ValueError`s
+        raise UsageError(
+            f"`CHECKPOINT` must hold the facts of its training, but {subject} in {state.folder / FACTS} is missing or"
+            " wrong; name a checkpoint that trainer saved"
+        ) from error
 
 
 def _free_place(folder: Path) -> Path:

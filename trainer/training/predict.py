@@ -86,7 +86,7 @@ class Prediction:
                 nonlocal chunk
                 with naming_resumption(request, output.num_done):
                     chunk = next(chunks, None)
-                    return chunk and _shared(chunk, rows)
+                    return None if chunk is None else _shared(chunk, rows)
 
             while (shared := mesh.on_rank_zero(read)) is not None:
                 with naming_resumption(request, shared["first_row"]):

@@ -22,13 +22,12 @@ from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.data.chunked_rows import (
     INPUT_FORMATS,
     OUTPUT_FORMATS,
-    Row,
     json_line,
     read_chunks,
     row_format,
     write_rows,
 )
-from trainer.data.readers import json_chats
+from trainer.data.formats.base import Row, json_chats
 from trainer.recipe.schema import Recipe
 
 if TYPE_CHECKING:

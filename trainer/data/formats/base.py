@@ -1,0 +1,179 @@
+"""The base of the readers of files: text, gzip, and the loader of `datasets`."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import gzip
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
+
+from trainer.base.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+Row: TypeAlias = dict[str, Any]
+Loaded: TypeAlias = "tuple[Dataset | None, list[str]]"
+DAMAGED = (OSError, EOFError, zlib.error)
+"""Errors of files that cannot be read or unpacked."""
+_LONGEST_REASON = 400  # maximum length of a reader's message, in characters
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How text files are read.
+
+    Attributes:
+        encoding: their encoding.
+        delimiter: the delimiter of CSV files; None: found in each file's first lines.
+        quotes: whether quotation marks enclose values of CSV files; otherwise they are text.
+    """
+
+    encoding: str = "utf-8"
+    delimiter: str | None = None
+    quotes: bool = True
+
+    def cells(self, lines: Iterable[str], delimiter: str) -> Any:
+        """Return the reader of the rows of a CSV file, as of `csv.reader`."""
+        return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if self.quotes else csv.QUOTE_NONE)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of one format, and how they are read.
+
+    Attributes:
+        paths: the files.
+        text: how text files are read.
+        key: the key of the recipe, for messages.
+        most_rows: the number of rows to read; None: all.
+    """
+
+    paths: Sequence[Path]
+    text: TextOptions
+    key: str
+    most_rows: int | None = None
+
+
+class Reader:
+    """The reader of one format: of whole files to train, of row after row to predict."""
+
+    endings: tuple[str, ...] = ()
+    is_text = True
+
+    def load(self, files: Files) -> Loaded:
+        """Return the rows of files, or None without a row, and notes for the user.
+
+        Raises:
+            DataError, DatasetsError, OSError, ValueError: a file has the wrong format or encoding.
+            UsageError: a package for the format is missing.
+        """
+        raise NotImplementedError
+
+    def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
+        """Yield the rows of a file, or the error of a bad one; `where` is the name of the file in messages.
+
+        Raises:
+            DataError, OSError, ValueError: the file cannot be read.
+        """
+        raise NotImplementedError
+
+    def first_lines(self, path: Path, text: TextOptions) -> Iterator[int]:
+        """Yield the first line of each row, from 1; nothing if rows have no lines."""
+        return iter(())
+
+    def fault(self, paths: Sequence[Path]) -> str | None:
+        """Describe the first fault of files that could not be loaded, with its place; None: it is not found."""
+        return None
+
+
+def load_with_datasets(
+    name: str, files: Files, load_all: Callable[[Callable[..., Any]], Dataset] | None = None, **options: Any
+) -> Dataset | None:
+    """Return the rows that a reader of `datasets` finds.
+
+    Args:
+        name: of the reader.
+        files: the files.
+        load_all: loads all rows by the function that it gets; None: calls it.
+        options: of the reader.
+    """
+    import datasets
+
+    data_files = [str(path.absolute()) for path in files.paths]
+    load = functools.partial(datasets.load_dataset, name, split="train", data_files=data_files, **options)
+    if files.most_rows is None:
+        dataset: Dataset = load_all(load) if load_all else load()
+        return dataset
+    rows = load(streaming=True)
+    if chats := chat_features(rows.features or {}):
+        rows = load(streaming=True, features=chats)
+    # `datasets` would open the files that rows name, even if a row has the bytes of its image.
+    first = list(rows.decode(False).take(files.most_rows))
+    return datasets.Dataset.from_list(first, features=_undecoded(rows.features)) if first else None
+
+
+def json_chats() -> Any:
+    """Return the type of a column of chats whose messages keep their own keys."""
+    import datasets
+
+    return datasets.List(datasets.Json())
+
+
+def chat_features(features: Mapping[str, Any], of_any_keys: bool = False) -> Features | None:
+    """Return the types of columns, with messages as JSON; None if no column holds messages that need it.
+
+    Arrow gives each object of a column the keys of all others. `datasets` would read a text such as "42" as a number if
+    other texts of its column are lists.
+
+    Args:
+        features: the types of the columns.
+        of_any_keys: whether messages of a role and a text need it too.
+    """
+    import datasets
+
+    found = {}
+    for name, feature in features.items():
+        message = getattr(feature, "feature", None)
+        if isinstance(message, Mapping) and "role" in message:
+            texts = [getattr(message.get(key), "dtype", None) == "string" for key in message]
+            if of_any_keys or not message.keys() <= {"role", "content"} or not all(texts):
+                found[name] = json_chats()
+    return datasets.Features({**features, **found}) if found else None
+
+
+def _undecoded(features: Features | None) -> Features | None:
+    """Return the features with images as bytes and paths."""
+    import datasets
+
+    if features is None:
+        return None
+    image = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    return datasets.Features(
+        {name: image if isinstance(feature, datasets.Image) else feature for name, feature in features.items()}
+    )
+
+
+def open_text(path: Path, encoding: str) -> IO[str]:
+    """Open a text file for reading, also one that gzip compressed."""
+    if path.name.lower().endswith(".gz"):
+        return gzip.open(path, "rt", encoding=encoding, newline="")
+    return path.open(encoding=encoding, newline="")
+
+
+def ending(path: Path) -> str:
+    """Return the ending in small letters, without `.gz`."""
+    name = path.name.lower()
+    return Path(name.removesuffix(".gz")).suffix
+
+
+def reason(error: BaseException) -> str:
+    """Return the message of the first error in the chain, on one line: `datasets` wraps errors of its readers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."

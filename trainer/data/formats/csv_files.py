@@ -1,0 +1,173 @@
+"""The reader of CSV: files of rows whose values commas, semicolons, tabs or vertical bars separate."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.base.errors import DataError
+from trainer.data.formats.base import (
+    Files,
+    Loaded,
+    Reader,
+    Row,
+    TextOptions,
+    ending,
+    load_with_datasets,
+    open_text,
+)
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_SNIFFED_LINES = 20
+_CELLS_LOOKED_AT = 1000
+_JOINED = "a quotation mark in its text opens a value that joins rows; write the rows as JSON Lines"
+
+
+class CsvReader(Reader):
+    """CSV with a line of names; the values of rows to predict are texts."""
+
+    endings = (".csv", ".tsv", ".tab")
+
+    def load(self, files: Files) -> Loaded:
+        paths, text, key = files.paths, files.text, files.key
+        delimiters = [text.delimiter or delimiter_of(path, text) for path in paths]
+        first, notes = delimiters[0], []
+        for path, delimiter in zip(paths, delimiters, strict=True):
+            _require_names(path, text, delimiter, key)
+        if text.delimiter is None and first != "," and ending(paths[0]) == ".csv":
+            notes.append(f"`{key}`: `{paths[0].name}` is read with {_DELIMITERS[first]} between its columns")
+        if len(set(delimiters)) > 1:
+            other = paths[next(index for index, delimiter in enumerate(delimiters) if delimiter != first)]
+            raise DataError(
+                f"`{key}` must name files with one delimiter, but `{paths[0]}` has {_DELIMITERS[first]} and"
+                f" `{other}` has others; set `data.delimiter` if a guess is wrong"
+            )
+        # "None" and "NA" may be names of classes.
+        options: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "sep": first}
+        if text.encoding != "utf-8":
+            options["encoding"] = text.encoding
+        if not text.quotes:
+            options["quoting"] = csv.QUOTE_NONE
+        return load_with_datasets("csv", files, **options), notes
+
+    def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
+        with open_text(path, "utf-8-sig") as file:
+            delimiter = delimiter_of(path, TextOptions("utf-8-sig"))
+            lines = csv.reader(file, delimiter=delimiter)
+            names = next((cells for cells in lines if cells), [])
+            if len(set(names)) < len(names):
+                raise DataError(
+                    f"the columns of {where} must have different names, but are {', '.join(names)}; rename one"
+                )
+            for number, cells in enumerate(
+                _with_empty_rows(lines) if len(names) == 1 else filter(None, lines), start=1
+            ):
+                short = len(cells) != len(names)
+                problem = f"row {number} of {where} must have as many values as there are columns; correct it"
+                if not short and delimiter == "\t" and any("\t" in text and "\n" in text for text in cells):
+                    problem = f"row {number} of {where} must have one line, but {_JOINED}"
+                    short = True
+                yield DataError(problem) if short else dict(zip(names, cells, strict=True))
+
+    def first_lines(self, path: Path, text: TextOptions) -> Iterator[int]:
+        with open_text(path, text.encoding) as file:
+            rows = text.cells(file, text.delimiter or delimiter_of(path, text))
+            is_header, last = True, 0
+            for cells in rows:
+                if cells and not is_header:
+                    yield last + 1
+                is_header, last = is_header and not cells, rows.line_num
+
+
+def delimiter_of(path: Path, text: TextOptions) -> str:
+    """Return the delimiter that gives the same number of columns, and the most, in the first lines of a CSV file."""
+    if ending(path) in (".tsv", ".tab"):
+        return "\t"
+    with open_text(path, text.encoding) as file:
+        lines = [line for _, line in zip(range(_SNIFFED_LINES), file, strict=False)]
+    best, most = ",", 1
+    for delimiter in _DELIMITERS:
+        widths = [len(row) for row in text.cells(lines, delimiter) if row]
+        if widths and widths[0] > most and widths[0] == widths[min(1, len(widths) - 1)]:
+            best, most = delimiter, widths[0]
+            if delimiter == ",":
+                break
+    return best
+
+
+def _with_empty_rows(lines: Iterable[list[str]]) -> Iterator[list[str]]:
+    """Yield the rows of one column, where an empty line is an empty text, except at the end of the file."""
+    num_empty = 0
+    for cells in lines:
+        if cells:
+            yield from [[""]] * num_empty
+            yield cells
+        num_empty = 0 if cells else num_empty + 1
+
+
+def _require_names(path: Path, text: TextOptions, delimiter: str, key: str) -> None:
+    """Require a name of its own for each column of a CSV file.
+
+    pandas renames the second of two equal names, and moves all columns by one if the rows have one value more than
+    there are names.
+
+    Raises:
+        DataError: two columns have one name, or the first row has more values than there are names.
+    """
+    with open_text(path, text.encoding) as file:
+        rows = (cells for cells in text.cells(file, delimiter) if cells)
+        names = [name.lstrip("\ufeff") for name in next(rows, [])]
+        first: list[str] = next(rows, [])
+    twice = sorted({name for name in names if names.count(name) > 1 and name.strip()})
+    if twice:
+        raise DataError(
+            f"`{key}` must name files with a name of its own for each column, but `{path}` names `{twice[0]}` more than"
+            " once; rename one"
+        )
+    if len(first) > len(names):
+        raise DataError(
+            f"`{key}` must name files with a name for each column, but `{path}` has {len(names)} names and {len(first)}"
+            " values in its first row; add the missing name, or remove the delimiter at the end of the lines"
+        )
+
+
+def open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str) -> list[str]:
+    """Return a note on a cell of a CSV file that looks like several rows, because a quotation mark in a text opened it.
+
+    Args:
+        rows: the rows.
+        path: the first file.
+        text: how the files are read.
+        where: the name of the split in messages.
+
+    Raises:
+        DataError: a cell holds a line break and the tab that separates the columns.
+    """
+    import pyarrow.compute as pc
+
+    if not text.quotes or len(rows.features) < 2:
+        return []
+    delimiter = text.delimiter or delimiter_of(path, text)
+    for name, feature in rows.features.items():
+        if "string" not in str(getattr(feature, "dtype", "")):
+            continue
+        column = rows.data.column(name)
+        held = pc.and_(pc.match_substring(column, "\n"), pc.match_substring(column, delimiter))
+        for row in pc.indices_nonzero(pc.fill_null(held, False)).to_pylist()[:_CELLS_LOOKED_AT]:
+            lines = column[row].as_py().split("\n")[:-1]
+            if delimiter == "\t":
+                raise DataError(
+                    f"column `{name}`, row {row + 1} of {where} holds a tab and a line break, because a quotation mark"
+                    " opens a value and joins rows; set `data.quotes` to false if quotation marks are part of texts"
+                )
+            if any(line.count(delimiter) == len(rows.features) - 1 for line in lines):
+                return [
+                    f"column `{name}`, row {row + 1} of {where} holds lines that look like rows; set `data.quotes` to"
+                    " false if quotation marks are part of texts"
+                ]
+    return []

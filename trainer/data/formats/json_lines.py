@@ -1,0 +1,166 @@
+"""The reader of JSON Lines and JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.base.errors import DataError
+from trainer.base.text import is_shallow
+from trainer.data.formats.base import (
+    DAMAGED,
+    Files,
+    Loaded,
+    Reader,
+    Row,
+    TextOptions,
+    chat_features,
+    load_with_datasets,
+    open_text,
+)
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_MOST_LEVELS = 100
+
+
+class JsonReader(Reader):
+    """JSON Lines, or a file of one list."""
+
+    endings = (".json", ".jsonl", ".ndjson")
+
+    def load(self, files: Files) -> Loaded:
+        encoding = files.text.encoding
+        _require_objects(files)
+        options = {} if encoding == "utf-8" else {"encoding": encoding}
+        return load_with_datasets("json", files, _load_all, **options), []
+
+    def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
+        with open_text(path, "utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    value = json.loads(line)
+                except json.JSONDecodeError as error:
+                    yield DataError(
+                        f"line {number} of {where} must be a JSON object, but is not JSON: {error.msg} at column"
+                        f" {error.colno}; write one object on each line"
+                    )
+                    continue
+                except (ValueError, RecursionError):
+                    yield _too_much(number, where)
+                    continue
+                if not isinstance(value, dict):
+                    kind = "a list" if isinstance(value, list) else "another value"
+                    value = DataError(
+                        f"line {number} of {where} must be a JSON object, but is {kind}; write one object on each line"
+                    )
+                elif line.count("[") + line.count("{") > _MOST_LEVELS and not is_shallow(value, _MOST_LEVELS + 1):
+                    value = _too_much(number, where)
+                elif "\\ud" in line.lower() and not _is_text(value):
+                    value = DataError(
+                        f"line {number} of {where} must hold Unicode characters, but has half of a surrogate pair; mend"
+                        " it"
+                    )
+                yield value
+
+    def first_lines(self, path: Path, text: TextOptions) -> Iterator[int]:
+        with open_text(path, text.encoding) as file:
+            for number, line in enumerate(file, start=1):
+                if row := line.strip("\ufeff \t\r\n"):
+                    if not row.startswith("{") or not row.endswith("}"):
+                        return  # not JSON Lines
+                    yield number
+
+    def fault(self, paths: Sequence[Path]) -> str | None:
+        """See `Reader`; None if every line is an object or the file is a list, or it cannot be read."""
+        for path in paths:
+            try:
+                with open_text(path, "utf-8") as file:
+                    text = file.read()
+            except (UnicodeError, *DAMAGED):
+                return None
+            lines = [text] if text.lstrip().startswith("[") else text.split("\n")  # a text may hold U+2028
+            for number, line in enumerate(lines, start=1):
+                try:
+                    value = json.loads(line, parse_float=_finite) if line.strip() else {}
+                except json.JSONDecodeError as error:
+                    return (
+                        f"line {number - 1 + error.lineno} of `{path}` is not JSON: {error.msg} at column {error.colno}"
+                    )
+                except (ValueError, RecursionError):
+                    place = f"line {number} of `{path}`" if len(lines) > 1 else f"`{path}`"
+                    return f"{place} has a number that is too large, or too many levels of lists and objects"
+                if not isinstance(value, dict | list):
+                    return f"line {number} of `{path}` is not a JSON object"
+        return None
+
+
+def _too_much(number: int, where: str) -> DataError:
+    return DataError(
+        f"line {number} of {where} must have at most {_MOST_LEVELS} levels of lists and objects, and"
+        f" {sys.get_int_max_str_digits()} digits in a number, but has more; shorten it"
+    )
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether UTF-8 can encode all texts in a value."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _load_all(load: Callable[..., Any]) -> Dataset:
+    """Return the rows of JSON files; messages with more than a role and a text keep their own keys and nulls.
+
+    The reader takes the types of columns from the first 10 MB, and refuses later messages with other keys.
+    """
+    import datasets
+
+    try:
+        rows: Dataset = load()
+        chats = chat_features(rows.features)
+    except datasets.exceptions.DatasetsError:
+        chats = chat_features(load(streaming=True).features or {}, of_any_keys=True)
+        if not chats:
+            raise
+    if chats:
+        rows = load(features=chats)
+    rows.data.table.validate(full=True)  # the reader does not check the encoding
+    return rows
+
+
+def _require_objects(files: Files) -> None:
+    """Refuse lines of `null` in JSON Lines: as the first row, one ends the process of the reader with a fault.
+
+    Raises:
+        DataError: there is such a line.
+    """
+    for path in files.paths:
+        with open_text(path, files.text.encoding) as file:
+            before = "}"
+            for number, line in enumerate(itertools.islice(file, files.most_rows), start=1):
+                row = line.strip("\ufeff \t\r\n")
+                if row.startswith("["):
+                    break  # a file of one list
+                if row == "null" and before.endswith("}"):
+                    raise DataError(
+                        f"`{files.key}` must hold json, but line {number} of `{path}` is null, not a JSON object;"
+                        " remove the line"
+                    )
+                before = row or before
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError
+    return value

@@ -1,0 +1,135 @@
+"""The table of formats, with the readers of Parquet, Excel and CoNLL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from trainer.base.errors import DataError, UsageError
+from trainer.data.formats.base import Files, Loaded, Reader, Row, ending, load_with_datasets, open_text, reason
+from trainer.data.formats.csv_files import CsvReader
+from trainer.data.formats.json_lines import JsonReader
+
+
+class ParquetReader(Reader):
+    """Parquet."""
+
+    endings = (".parquet",)
+    is_text = False
+
+    def load(self, files: Files) -> Loaded:
+        return load_with_datasets("parquet", files), []
+
+    def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches(1000):
+                    yield from batch.to_pylist()
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{where} must hold parquet, but cannot be read: {reason(error)}") from error
+
+
+class ExcelReader(Reader):
+    """The first sheet of each file; its first row holds the names of the columns."""
+
+    endings = (".xlsx",)
+    is_text = False
+
+    def load(self, files: Files) -> Loaded:
+        import datasets
+        import pandas
+
+        try:
+            import openpyxl  # noqa: F401
+        except ImportError as error:
+            raise UsageError(
+                f"`{files.key}` names Excel files, which need openpyxl: pip install openpyxl; or save the sheet as CSV"
+            ) from error
+        frames = [pandas.read_excel(path, keep_default_na=False, na_values=[""]) for path in files.paths]
+        frame = pandas.concat(frames, ignore_index=True)
+        return (datasets.Dataset.from_pandas(frame, preserve_index=False) if len(frame) else None), []
+
+
+class ConllReader(Reader):
+    """CoNLL: a row for each sentence."""
+
+    endings = (".conll", ".bio", ".iob")
+
+    def load(self, files: Files) -> Loaded:
+        import datasets
+
+        encoding = "utf-8-sig" if files.text.encoding == "utf-8" else files.text.encoding
+        rows = [row for path in files.paths for row in _rows(path, encoding, f"`{path}`")]
+        return (datasets.Dataset.from_list(rows) if rows else None), []
+
+    def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
+        return _rows(path, "utf-8-sig", where)
+
+
+def _rows(path: Path, encoding: str, where: str) -> Iterator[Row]:
+    with open_text(path, encoding) as file:
+        yield from conll_rows(file, where)
+
+
+def conll_rows(lines: Iterable[str], where: str) -> Iterator[dict[str, list[str]]]:
+    """Yield a row for each sentence: `words` from the first column and, if there are several, `tags` from the last.
+
+    Tabs separate the columns of a line with a tab, and spaces those of other lines. Lines that begin with `-DOCSTART-`
+    are left out.
+
+    Args:
+        lines: the lines of the file.
+        where: the name of the file in messages.
+
+    Raises:
+        DataError: lines differ in their number of columns, or a word or a tag is empty.
+    """
+    sentence: list[list[str]] = []
+    width = first = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            if sentence:
+                yield _row(sentence)
+            sentence = []
+            continue
+        if line.startswith("-DOCSTART-"):
+            continue
+        text = line.rstrip("\r\n")
+        columns = [column.strip() for column in text.split("\t")] if "\t" in text else text.split()
+        if not width:
+            width, first = len(columns), number
+        if len(columns) != width:
+            raise DataError(
+                f"line {number} of {where} must have {width} columns, as line {first} has, but has {len(columns)}:"
+                f" {text!r}; correct or remove it"
+            )
+        if not columns[0] or not columns[-1]:
+            raise DataError(f"line {number} of {where} must have a word and a tag, but one is empty: {text!r}")
+        sentence.append(columns)
+    if sentence:
+        yield _row(sentence)
+
+
+def _row(sentence: list[list[str]]) -> dict[str, list[str]]:
+    words = {"words": [columns[0] for columns in sentence]}
+    return words | ({"tags": [columns[-1] for columns in sentence]} if len(sentence[0]) > 1 else {})
+
+
+Format = Literal["json", "csv", "parquet", "excel", "conll"]
+READERS: Mapping[Format, Reader] = {
+    "json": JsonReader(),
+    "csv": CsvReader(),
+    "parquet": ParquetReader(),
+    "excel": ExcelReader(),
+    "conll": ConllReader(),
+}
+FORMAT_OF_ENDING: Mapping[str, Format] = {end: name for name, reader in READERS.items() for end in reader.endings}
+
+
+def format_of(path: Path) -> Format | None:
+    """Return the format that the ending of a file names, without `.gz`; None: it is unknown."""
+    return FORMAT_OF_ENDING.get(ending(path))
