@@ -52,7 +52,7 @@ def assert_failed_whole(finished: subprocess.CompletedProcess[str], run: Path, w
     assert finished.returncode == ExitCode.FAILED, finished.stderr
     assert "the checkpoint of step 4 could not be written" in finished.stderr
     assert words in finished.stderr
-    assert "the last whole one is that of step 2" in finished.stderr
+    assert "the last complete one is that of step 2" in finished.stderr
     assert "Traceback" not in finished.stderr
     assert finished.stderr.count("could not be written") == 1, "one message"
     state, problems = newest(CheckpointStore(run, 1))

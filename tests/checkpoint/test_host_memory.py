@@ -256,12 +256,12 @@ class TestOneHost:
         try:
             one._lock.close()  # as its process ends
             monkeypatch.setattr(handover, "_USED_SECONDS", 0.1)
-            assert handover._look(one.folder / "key").is_used
+            assert handover._inspect(one.folder / "key").is_used
             handover.free(tmp_path, tmp_path / "run")
             assert (one.folder / "key").exists()
             monkeypatch.setattr(handover, "_USED_SECONDS", 30.0)
             threading.Timer(0.3, child.kill).start()
-            look = handover._look(one.folder / "key")
+            look = handover._inspect(one.folder / "key")
         finally:
             child.kill()
             child.wait()
@@ -278,12 +278,12 @@ class TestOneHost:
         damage(share_of(tmp_path, 0, 0, 1, 6))
         step, is_whole, notes = resume(tmp_path)
         assert (step, is_whole) == (4, True)
-        assert "passed over the checkpoint of step 6 in memory: the share of rank 0 on" in notes[0]
+        assert "skipped the checkpoint of step 6 in memory: the share of rank 0 on" in notes[0]
         assert "does not match its sum" in notes[0]
         damage(share_of(tmp_path, 0, 0, 1, 4))
         step, is_whole, notes = resume(tmp_path)
         assert (step, is_whole) == (2, True)
-        assert "passed over the checkpoint of step 4 in memory" in notes[0]
+        assert "skipped the checkpoint of step 4 in memory" in notes[0]
 
     def test_another_training_is_passed_over(self, tmp_path):
         save(tmp_path, [2])
@@ -329,7 +329,7 @@ class TestOneHost:
         notes, names = save(tmp_path, [2, 4], failing=0)
         assert names == ["step-00000002"]
         assert "step 4 could not be written to the memory" in notes[0]
-        assert "No space left on device; the training goes on" in notes[0]
+        assert "No space left on device; training continues" in notes[0]
         assert resume(tmp_path)[0] == 2
 
     def test_rarer_than_on_the_disk_is_a_contradiction(self):
@@ -368,7 +368,7 @@ class TestSeveralHosts:
         damage(share_of(tmp_path, 0, 0, 2, 4))
         for step, is_whole, notes in ranks(2).run(resume, tmp_path):
             assert (step, is_whole) == (4, True)
-            assert "passed over a part of the checkpoint of step 4 in memory: the share of rank 0" in notes[0]
+            assert "skipped a part of the checkpoint of step 4 in memory: the share of rank 0" in notes[0]
 
     def test_damage_of_share_and_copy_is_passed_over(self, ranks: RankPools, tmp_path):
         ranks(2).run(save, tmp_path, [2, 4])
@@ -440,7 +440,7 @@ class TestSeveralHosts:
         (note,) = notes
         assert "the checkpoint of step 4 could not be written to the memory" in note
         assert f"rank {failing} on" in note
-        assert "No space left on device; the training goes on" in note
+        assert "No space left on device; training continues" in note
         assert others == []
         assert [found[:2] for found in ranks(2).run(resume, tmp_path)] == [(2, True)] * 2
 

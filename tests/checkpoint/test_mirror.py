@@ -102,7 +102,7 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFix
     (copy / "state.json").write_text("{}")
     assert run(tmp_path) == ExitCode.DONE
     text = shown(capsys)
-    assert "passed over the checkpoint" in text
+    assert "skipped the checkpoint" in text
     assert "the checkpoint of step 2 was downloaded" in text
 
 
@@ -164,8 +164,8 @@ def test_an_upload_that_fails_is_noted_and_ends_the_run(
     monkeypatch.setattr(mirror, "open_place", lambda url: (Broken(), url.removeprefix("file://")))
     assert run(tmp_path) == ExitCode.FAILED
     text = shown(capsys)
-    assert "could not be uploaded: no route to the store; the training goes on" in text
-    assert "Mend the access" in text
+    assert "could not be uploaded: no route to the store; training continues" in text
+    assert "Restore the access" in text
     assert steps_of(tmp_path / "run") == ["step-00000003", "step-00000004"]
     whole = [path.parent.name for path in (tmp_path / "copies" / "checkpoints").glob(f"*/{SUMS}")]
     assert whole in ([], ["step-00000001"])
@@ -197,7 +197,7 @@ def test_a_server_that_goes_away_in_a_download_has_no_damaged_copies(
     assert run(tmp_path, place=place) == ExitCode.FAILED
     text = shown(capsys)
     assert "could not be downloaded: 503 Server Error" in text
-    assert "passed over" not in text
+    assert "skipped" not in text
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
@@ -246,7 +246,7 @@ def test_a_server_that_falls_silent_at_the_end_is_waited_for_no_longer(
     monkeypatch.setattr(mirror, "SILENT_SECONDS", 0.3)
     server.heard = fall_silent
     assert run(tmp_path, place=server.url("")) == ExitCode.FAILED
-    assert "it did not answer within 0.3 seconds. Mend the access, then start the run again" in shown(capsys)
+    assert "it did not answer within 0.3 seconds. Restore the access, then start the run again" in shown(capsys)
     assert steps_of(tmp_path / "run") == ["step-00000003", "step-00000004"]
 
     monkeypatch.undo()

@@ -92,7 +92,7 @@ class TestResume:
         (tmp_path / "checkpoints" / "step-00000004" / "state.json").write_text("{")
         run = saver(tmp_path)
         (note,) = run.resume("auto")
-        assert "passed over" in note
+        assert "skipped" in note
         assert run.progress.step == 3
 
     def test_never_refuses_a_folder_that_holds_one(self, tmp_path):
@@ -239,7 +239,7 @@ class TestAsynchronous:
         run.save()
         run.tiers[0]._writing[1].wait()
         with pytest.raises(
-            TrainerError, match=r"step 4 could not be written .*No space.*last whole one is that of step 3"
+            TrainerError, match=r"step 4 could not be written .*No space.*last complete one is that of step 3"
         ):
             run.begin_poll()()
         assert sorted(path.name for path in run.tiers[0].store.folder.iterdir()) == ["latest", "step-00000003"]

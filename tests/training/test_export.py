@@ -161,7 +161,7 @@ class TestWhich:
             file.write_bytes(file.read_bytes()[:-1] + b"?")
         done = export(tmp_path / "run", tmp_path / "out")
         assert done.step == 12
-        assert [note.count("passed over") for note in done.notes] == [1, 1]
+        assert [note.count("skipped") for note in done.notes] == [1, 1]
         assert "step-00000030 is not: it is damaged: model/config.json does not match its sum" in done.notes[0]
         assert "step-00000020 is not: it is damaged: state-00001-of-00002" in done.notes[1]
 

@@ -274,7 +274,7 @@ class TestResume:
         capsys.readouterr()
         assert train(recipe, 'logging.to=["console"]') == ExitCode.DONE
         shown = " ".join(capsys.readouterr().out.split())
-        assert "passed over the checkpoint" in shown
+        assert "skipped the checkpoint" in shown
         assert "resuming after step 3" in shown
         assert_same_run(recipe, whole)
 

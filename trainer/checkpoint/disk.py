@@ -134,7 +134,7 @@ class Disk(WritingTier[list[WrittenFile]]):
     def _refuse(self, step: int, why: str, error: Exception | None) -> None:
         self.store.discard(step)
         raise TrainerError(
-            f"the checkpoint of step {step} could not be written to {self.store.folder}: {why}; the last whole one is"
-            f" {self.store.name_of_last()}. Make room or restore the folder and its permissions, then start the run"
-            " again"
+            f"the checkpoint of step {step} could not be written to {self.store.folder}: {why}; the last complete"
+            f" one is {self.store.name_of_last()}. Make room or restore the folder and its permissions, then start the"
+            " run again"
         ) from error

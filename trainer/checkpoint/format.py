@@ -350,13 +350,13 @@ def _facts_of(described: Mapping[str, Any], step: int | None) -> Facts:
     try:
         facts = Facts.from_json(described)
     except ValueError as error:
-        raise ValueError(f"it is damaged: {FACTS} holds a wrong value: {_why(error)}") from error
+        raise ValueError(f"it is damaged: {FACTS} holds a wrong value: {_reason(error)}") from error
     if step not in (None, facts.progress.step):
         raise ValueError(f"it is damaged: {FACTS} is that of step {facts.progress.step}")
     return facts
 
 
-def _why(error: ValueError) -> str:
+def _reason(error: ValueError) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         return f"{'.'.join(map(str, first['loc'])) or 'a group'}: {first['msg']}"[:_LONGEST_REASON]

@@ -38,7 +38,7 @@ _Move = tuple[int, int, int]  # the rank of a share, its sender and its receiver
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Inspection:
     """The memory of a host: name, steps by place, whether another process uses it, and why it cannot be read.
 
     The name is empty if it is unknown.
@@ -93,8 +93,8 @@ def hand_over(
     own_key = CheckpointStore(run_folder, KEPT).read_memory_key() if rank == 0 else ""
     key = rendezvous.share(own_key, timeout_seconds)
     root = own / key if key else None
-    look = astuple(_look(root)) if environment.local_rank == 0 else None
-    looks = rendezvous.gather(look, timeout_seconds)  # rank 0 alone reads those of all hosts
+    own_look = astuple(_inspect(root)) if environment.local_rank == 0 else None
+    looks = rendezvous.gather(own_look, timeout_seconds)  # rank 0 alone reads those of all hosts
     plan = _Plan(*rendezvous.share(looks and astuple(_plan(looks, num_training)), timeout_seconds))
     if plan.is_used:
         return [
@@ -123,23 +123,23 @@ def free(folder: Path, run_folder: Path) -> None:
         remove_unused(folder_of_run(folder, run_folder))
 
 
-def _look(root: Path | None) -> _Look:
+def _inspect(root: Path | None) -> _Inspection:
     """Look at the memory of this host, once no process of an earlier start uses it."""
     host = ""
     try:
         if root is None or not (root / HOST).exists():
-            return _Look(secrets.token_hex(8), {})
+            return _Inspection(secrets.token_hex(8), {})
         if not wait_until(lambda: not is_used(root), time.monotonic() + _USED_SECONDS):
-            return _Look(host, {}, is_used=True)
+            return _Inspection(host, {}, is_used=True)
         host = host_name(root)
-        return _Look(host, held_in(root))
+        return _Inspection(host, held_in(root))
     except (OSError, ValueError) as error:
-        return _Look(host, {}, problem=str(error))
+        return _Inspection(host, {}, problem=str(error))
 
 
 def _plan(looks: list[Any], num_training: int) -> _Plan:
     """Plan from the looks of all ranks, None for one that does not act."""
-    found = {rank: _Look(*look) for rank, look in enumerate(looks) if look is not None}
+    found = {rank: _Inspection(*look) for rank, look in enumerate(looks) if look is not None}
     problems = [f"rank {rank}: {look.problem}" for rank, look in found.items() if look.problem]
     leaders = [rank for rank in found if rank < num_training]
     training = {found[rank].host for rank in leaders}

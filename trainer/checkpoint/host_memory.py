@@ -399,7 +399,7 @@ class HostMemory(WritingTier[None]):
         if failures and self._num_failed == 1:  # `close` shows the number of all
             self._note(
                 f"the checkpoint of step {step} could not be written to the memory in {self.folder}:"
-                f" {failures[0][1]}; the training goes on, and the next one is tried"
+                f" {failures[0][1]}; training continues, and the next one will be tried"
             )
 
 

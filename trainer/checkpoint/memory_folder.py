@@ -41,7 +41,7 @@ _HOST_BYTES = 8
 def folder_of_run(folder: Path, run_folder: Path) -> Path:
     """Return the folder of a run's checkpoints in memory, or a free place for it.
 
-    Any user may create a folder there, so one that another user has, or may write to, is passed over.
+    Any user may create a folder there, so one that another user has, or may write to, is skipped.
     """
     run = hashlib.sha256(os.fsencode(run_folder.absolute())).hexdigest()[:16]
     name = f"trainer-{os.getuid()}-{run}"

@@ -54,10 +54,10 @@ def open_place(url: str) -> tuple[Any, str]:
         files, path = _answer(lambda: url_to_fs(url, skip_instance_cache=True))
     except (ImportError, ValueError) as error:
         raise UsageError(
-            f"{problem}: {_why(error)}; install its package, such as s3fs for s3:// and gcsfs for gs://"
+            f"{problem}: {_reason(error)}; install its package, such as s3fs for s3:// and gcsfs for gs://"
         ) from error
     except Exception as error:  # the classes differ between file systems
-        raise TrainerError(f"{problem}: {_why(error)}; restore the access, or name another") from error
+        raise TrainerError(f"{problem}: {_reason(error)}; restore the access, or name another") from error
     if files.protocol == "memory":
         raise UsageError(
             f"`checkpoint.mirror` must be a place that outlives the run, but is {without_secrets(url)}, the memory of"
@@ -87,7 +87,7 @@ def _answer(question: Callable[[], Answer], num_bytes: int = 0, is_stopped: Call
     return asked.result  # type: ignore[return-value]  # there is one, if there is no error
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Return the message of an error on one line, without the secrets of fsspec's configuration."""
     from fsspec.config import conf
 
@@ -156,7 +156,7 @@ class Mirror(Tier):
                 return []
             if resumes:
                 return self.fetch()
-        if steps := self._asked():  # this run would remove them
+        if steps := self._whole_copies():  # this run would remove them
             raise UsageError(
                 f"`checkpoint.resume` is never, but {self._name} has a checkpoint of step {steps[-1]}; name another"
                 " `checkpoint.mirror`, or remove it"
@@ -173,7 +173,7 @@ class Mirror(Tier):
         return [] if step is None else self._mesh.on_rank_zero(lambda: self._send_missing(step))
 
     def _send_missing(self, last: int) -> list[str]:
-        copied, notes = self._asked(), []
+        copied, notes = self._whole_copies(), []
         for step in reversed([step for step in self._store.steps() if step <= last]):
             if step in copied:
                 break
@@ -198,7 +198,7 @@ class Mirror(Tier):
         self._copied = self._disk.last
         if self._mesh.rank == 0 and self._copied is not None:
             if problem := self._last_problem():
-                self._note(f"{problem}; the training goes on, and the next checkpoint is tried")
+                self._note(f"{problem}; training continues, and the next checkpoint will be tried")
             self.send(self._copied)
 
     def deliver(self, model: Path | None) -> None:
@@ -218,9 +218,9 @@ class Mirror(Tier):
             try:
                 self._send_folder(model, f"{self._root}/{model.name}", "config.json")
             except Exception as error:
-                problem = self._words(f"the model {model}", error)
+                problem = self._describe(f"the model {model}", error)
         if problem is not None:
-            raise TrainerError(f"{problem}. Mend the access, then start the run again: it uploads what is missing")
+            raise TrainerError(f"{problem}. Restore the access, then start the run again: it uploads what is missing")
 
     def send(self, step: int) -> None:
         """Upload a complete checkpoint in a thread; it takes the place of one that still waits."""
@@ -253,16 +253,16 @@ class Mirror(Tier):
                 self._send_folder(self._store.path(step), self._place(step), SUMS)
                 self._prune(step)
             except Exception as error:
-                problem = self._words(f"the checkpoint of step {step}", error)
+                problem = self._describe(f"the checkpoint of step {step}", error)
             self._store.release(step)
             with self._lock:
                 self._problem = problem
 
     def steps(self) -> list[int]:
         """Return the steps of the whole copies, oldest first."""
-        return [step for step in self._begun() if self._exists(f"{self._place(step)}/{SUMS}")]
+        return [step for step in self._started_copies() if self._exists(f"{self._place(step)}/{SUMS}")]
 
-    def _begun(self) -> list[int]:
+    def _started_copies(self) -> list[int]:
         """Return the steps of all copies, also of those that are not whole."""
 
         def ask() -> list[str]:
@@ -283,14 +283,14 @@ class Mirror(Tier):
             OSError: the run's folder cannot be written.
         """
         notes = []
-        for step in reversed(self._asked()):
+        for step in reversed(self._whole_copies()):
             temporary = self._store.begin(step)
             try:
                 self._download(step, temporary)
                 verify(temporary)
             except (FileNotFoundError, ValueError) as error:
                 self._store.discard(step)
-                notes.append(f"passed over the checkpoint {self._name}/{_CHECKPOINTS}/{self._folder(step)}: {error}")
+                notes.append(f"skipped the checkpoint {self._name}/{_CHECKPOINTS}/{self._folder(step)}: {error}")
                 continue
             self._store.adopt(step)
             return [*notes, f"the checkpoint of step {step} was downloaded from {self._name}"]
@@ -301,7 +301,7 @@ class Mirror(Tier):
             )
         return []
 
-    def _asked(self) -> list[int]:
+    def _whole_copies(self) -> list[int]:
         """Return the steps of the whole copies; a place without any must take a file."""
 
         def write_and_remove() -> None:
@@ -326,7 +326,7 @@ class Mirror(Tier):
             raise
         except Exception as error:  # the classes differ between file systems
             kind = UsageError if isinstance(error, PermissionError | NotImplementedError) else TrainerError
-            raise kind(f"{self._words(subject, error, verb)}; restore the access, or name another place") from error
+            raise kind(f"{self._describe(subject, error, verb)}; restore the access, or name another place") from error
 
     def _download(self, step: int, folder: Path) -> None:
         """Download the files that a copy names: a listing of fsspec leaves out a folder that cannot be read.
@@ -396,7 +396,7 @@ class Mirror(Tier):
     def _prune(self, newest: int) -> None:
         """Remove the copies of earlier checkpoints that the run's folder no longer has."""
         kept = self._store.steps()
-        for step in self._begun():
+        for step in self._started_copies():
             if step < newest and step not in kept:
                 self._remove_mark(f"{self._place(step)}/{SUMS}")
                 self._ask(partial(self._files.rm, self._place(step), recursive=True))
@@ -407,5 +407,5 @@ class Mirror(Tier):
     def _folder(self, step: int) -> str:
         return self._store.path(step).name
 
-    def _words(self, subject: str, error: Exception, verb: str = "uploaded") -> str:
-        return f"`checkpoint.mirror` is {self._name}, but {subject} could not be {verb}: {_why(error)}"
+    def _describe(self, subject: str, error: Exception, verb: str = "uploaded") -> str:
+        return f"`checkpoint.mirror` is {self._name}, but {subject} could not be {verb}: {_reason(error)}"

@@ -80,9 +80,9 @@ class Saver:
         for tier, found in candidates:
             state, problems = self._read(tier, found)
             if state is None:
-                notes.append(f"passed over {found.name}: {problems[0]}")
+                notes.append(f"skipped {found.name}: {problems[0]}")
                 continue
-            notes += [f"passed over a part of {found.name}: {problem}" for problem in problems]
+            notes += [f"skipped a part of {found.name}: {problem}" for problem in problems]
             if mode == "never":
                 raise UsageError(
                     f"`checkpoint.resume` is never, but {found.name} exists; name another `checkpoint.folder`, or"
@@ -170,7 +170,7 @@ class Saver:
     def _read(self, tier: Tier, found: Found) -> tuple[SavedBoxes | None, list[str]]:
         """Return a checkpoint with the problems of its parts; None if it is damaged.
 
-        Nothing is lost if a place that does not last is passed over, so another training is no error there.
+        Nothing is lost if a place that does not last is skipped, so another training is no error there.
         """
         state, problems = tier.read(found)
         if (

@@ -216,7 +216,7 @@ def _free_place(folder: Path) -> Path:
 
 
 def _open(checkpoint: Path) -> tuple[SavedState, list[str]]:
-    """Return the verified checkpoint, and notes on those that were passed over."""
+    """Return the verified checkpoint, and notes on those that were skipped."""
     store = CheckpointStore(checkpoint, keep=1)
     if (checkpoint / FACTS).exists() or not store.folder.is_dir():
         return _verified(checkpoint), []
@@ -225,7 +225,7 @@ def _open(checkpoint: Path) -> tuple[SavedState, list[str]]:
         try:
             return _verified(store.path(step)), notes
         except UsageError as error:
-            notes.append(f"passed over a checkpoint: {error}")
+            notes.append(f"skipped a checkpoint: {error}")
     problems = "".join(f"; {note}" for note in notes)
     raise UsageError(
         f"`CHECKPOINT` must hold a whole checkpoint, but {checkpoint} holds none{problems}. Name another run, or train"
