@@ -65,41 +65,42 @@ def _card(
     trained += f", {progress.tokens:,} tokens" if progress.tokens else ""
     architecture = config["architectures"][0]
     model = f"A `{architecture}` in `{config['dtype']}`"
-    use = _use(architecture, task_type, tag, _part(recipe, "task").get("prefix") or "")
+    lines = _use(architecture, task_type, tag, _part(recipe, "task").get("prefix") or "")
+    packages = "\n".join(f"- {_plain(package)} {_plain(version)}" for package, version in sorted(versions.items()))
+    as_json = json.dumps(recipe, indent=2).replace("\x7f", "\\u007f")
     if adapter is not None:
         model = f"A LoRA adapter of PEFT in `{config['dtype']}` for the `{architecture}` of its base model"
-        use = _use_adapter(architecture, adapter)
-    lines = [
-        "---",
-        _head(recipe, task_type, tag, adapter is not None).to_yaml().strip(),
-        "---",
-        "",
-        f"# {name}",
-        "",
-        f"{model}, trained with `trainer`.",
-        "",
-        f"- task: {f'`{task_type}`' if tag else 'unknown'}",
-        f"- trained for: {trained}",
-        f"- best evaluation: {_best(progress)}",
-        f"- layout: {_layout(recipe, layout)}",
-        "",
-        "## Use",
-        "",
-        "```python",
-        *use,
-        "```",
-        "",
-        "## Recipe",
-        "",
-        "```json",
-        json.dumps(recipe, indent=2).replace("\x7f", "\\u007f"),
-        "```",
-        "",
-        "## Versions",
-        "",
-        *(f"- {_plain(package)} {_plain(version)}" for package, version in sorted(versions.items())),
-    ]
-    return "\n".join(lines).rstrip() + "\n"
+        lines = _use_adapter(architecture, adapter)
+    use = "\n".join(lines)
+    text = f"""---
+{_head(recipe, task_type, tag, adapter is not None).to_yaml().strip()}
+---
+
+# {name}
+
+{model}, trained with `trainer`.
+
+- task: {f"`{task_type}`" if tag else "unknown"}
+- trained for: {trained}
+- best evaluation: {_best(progress)}
+- layout: {_layout(recipe, layout)}
+
+## Use
+
+```python
+{use}
+```
+
+## Recipe
+
+```json
+{as_json}
+```
+
+## Versions
+
+{packages}"""
+    return text.rstrip() + "\n"
 
 
 def _part(values: Any, key: str) -> Mapping[str, Any]:
