@@ -35,7 +35,7 @@ class Ragged:
         return lengths
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class EncodedSplit:
     """A prepared split as columns.
 
