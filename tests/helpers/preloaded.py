@@ -1,6 +1,6 @@
 """Imports of the fork server, which its forks share: `trainer`, and the packages that most runs and ranks need.
 
-It also fills the caches that each of them would fill again. It starts no thread, because a fork has none.
+It also fills the caches that each of them would fill again. It computes nothing: a fork has no threads of torch.
 """
 
 from contextlib import suppress
@@ -26,6 +26,13 @@ with importing():
         import_module(name)
     with suppress(ImportError):
         import_deepspeed()
-
+        for name in (
+            "deepspeed.module_inject.auto_ep_layer",
+            "deepspeed.ops.op_builder.all_ops",
+            "deepspeed.runtime.superoffload.superoffload_stage3",
+            "deepspeed.runtime.zero.muon.muon_optimizer",
+            "torch._inductor.compile_fx",  # which DeepSpeed's engine imports
+        ):
+            import_module(name)
     import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("bert")  # a thousand patterns
 source_digest()
