@@ -60,6 +60,7 @@ def assert_failed_whole(finished: subprocess.CompletedProcess[str], run: Path, w
     assert state.facts.progress.step == 2
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(tmp_path):
     """The write fails in the middle, as on a full disk."""
     recipe = write_tiny_run(tmp_path)
@@ -69,6 +70,7 @@ def test_a_limit_on_the_size_of_files(tmp_path):
     assert again.returncode == ExitCode.DONE, again.stderr
 
 
+@pytest.mark.slow
 def test_permission_that_is_lost(tmp_path):
     recipe = write_tiny_run(tmp_path)
     assert_failed_whole(run_limited("permission", recipe), tmp_path / "run", "Permission denied")

@@ -228,6 +228,7 @@ encode_split(split_of(1500), TASK, tokenizer, 32, Path({cache!r}))
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_while_tokenising_is_no_obstacle(tokenizer, tmp_path):
     script = KILLED.format(root=str(ROOT), cache=str(tmp_path))
     killed = subprocess.run([sys.executable, "-c", script], timeout=90, capture_output=True)

@@ -45,7 +45,7 @@ FURTHER = [
     ("strategy", "precision", "how"),
     [
         ("fsdp", "bf16", "none"),
-        ("zero3", "fp16", "selective"),
+        pytest.param("zero3", "fp16", "selective", marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER),
     ],
 )

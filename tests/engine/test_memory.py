@@ -177,6 +177,7 @@ def test_a_rank_holds_what_the_summary_says(ranks: RankPools, strategy, world_si
 
 
 @pytest.mark.parametrize("weights", ["bf16_compensated", pytest.param("bf16_stochastic", marks=pytest.mark.nightly)])
+@pytest.mark.slow
 def test_weights_in_bf16_hold_what_the_summary_says(ranks: RankPools, weights: str):
     measured = ranks(2).run(measure, "ddp", 2, precision="bf16", weights=weights)[0]
     (fp32,) = {found.planned.total for found in ranks(2).run(measure, "ddp", 2)}

@@ -54,6 +54,7 @@ class TestPasses:
         assert (one.num_rows, one.rows_of_each) == (0, 1)
 
 
+@pytest.mark.slow
 def test_the_same_stages_go_on_bit_for_bit(ranks: RankPools, tmp_path):
     recipe = tiny_recipe(
         model={"config": FOUR_LAYERS, "dropout": 0.1}, parallel=pipeline(2, schedule="interleaved_1f1b")

@@ -110,6 +110,7 @@ class TestPlans:
         layers, heads = SMALL_BERT["num_hidden_layers"], SMALL_BERT["num_attention_heads"]
         return self.RECIPE.training.micro_batch_size * layers * heads * self.LENGTH**2
 
+    @pytest.mark.slow
     def test_of_a_gpu_store_no_probabilities(self):
         """The eager function keeps 9 bytes for each query, key and head of all layers, and computes with more."""
         fused, eager, on_cpu = (

@@ -147,11 +147,12 @@ def low_precision_recipe(precision: str, num_layers: int, keys: dict[str, Any]) 
     ("precision", "layout"),
     [
         ("bf16", "fsdp-accumulated"),
-        pytest.param("bf16", "interleaved", marks=pytest.mark.slow),
-        pytest.param("fp16", "tensor-sequence-accumulated", marks=pytest.mark.slow),
-        pytest.param("fp16", "zero2-accumulated", marks=pytest.mark.slow),
+        ("bf16", "interleaved"),
+        ("fp16", "tensor-sequence-accumulated"),
+        ("fp16", "zero2-accumulated"),
     ],
 )
+@pytest.mark.slow
 def test_low_precision_is_that_of_one_process(ranks: RankPools, precision: str, layout: str):
     world_size, keys = ADAPTER_LAYOUTS[layout]
     num_layers = 4 if layout == "interleaved" else 2
@@ -175,9 +176,9 @@ def test_a_dropout_on_positions_of_a_model_outside_of_the_table_is_refused(ranks
 
 RESUMED = [
     ("bert", "fsdp-accumulated", "zero3"),
-    pytest.param("bert", "zero2-accumulated", "tensor-sequence-accumulated", marks=pytest.mark.slow),
-    pytest.param("bert", "pipeline", "ddp", marks=pytest.mark.slow),
-    pytest.param("frozen", "zero3", "tensor-sequence-accumulated", marks=pytest.mark.slow),
+    ("bert", "zero2-accumulated", "tensor-sequence-accumulated"),
+    ("bert", "pipeline", "ddp"),
+    ("frozen", "zero3", "tensor-sequence-accumulated"),
     ("frozen", "pipeline", "zero2-accumulated"),
 ]
 
@@ -208,6 +209,7 @@ def saver_of(case: str, training: TinyTraining, folder: Path) -> Saver:
 
 
 @pytest.mark.parametrize(("case", "saved", "resumed"), RESUMED)
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_trained_weights_and_resumes_anywhere(
     ranks: RankPools, tmp_path: Path, case: str, saved: str, resumed: str
 ):

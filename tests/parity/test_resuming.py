@@ -171,7 +171,8 @@ def test_a_lost_moment_would_be_seen(lost):
         assert_same_curve(curve, tail(reference("fp32", 0.1).curve))
 
 
-@pytest.mark.parametrize("weights", ["bf16_compensated", pytest.param("bf16_stochastic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weights", ["bf16_compensated", "bf16_stochastic"])
+@pytest.mark.slow
 def test_weights_in_bf16_go_on_bit_for_bit(ranks: RankPools, tmp_path: Path, weights: str):
     recipe = tiny_recipe(
         model={"dropout": 0.1}, precision="bf16", weights=weights, parallel={"strategy": "fsdp", "tensor": 1}
@@ -213,11 +214,12 @@ def test_other_optimizers_resume_in_another_layout(ranks: RankPools, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        pytest.param("schedule_free_adamw", "fsdp", marks=pytest.mark.slow),
-        pytest.param("schedule_free_adamw", "zero2", marks=pytest.mark.slow),
+        ("schedule_free_adamw", "fsdp"),
+        ("schedule_free_adamw", "zero2"),
         ("adamw_8bit", "fsdp"),
     ],
 )
+@pytest.mark.slow
 def test_other_optimizers_go_on_bit_for_bit(ranks: RankPools, tmp_path: Path, name: str, strategy: str):
     recipe = tiny_recipe(
         model=model_for(name),

@@ -169,7 +169,8 @@ def planned_ranks(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[d
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.slow
 def test_a_plan_counts_the_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str):
     recipe, teacher = write_student(tmp_path), tmp_path / "teacher"
     arguments = ["plan", str(recipe), "--gpus", "2x80GiB", "--json", f"parallel.strategy={strategy}", LABELS]

@@ -310,6 +310,7 @@ class TestPlans:
         }
     )
 
+    @pytest.mark.slow
     def test_count_one_pass_over_memory_where_the_kernel_runs(self):
         """The eager functions compute a piece of 2**20 elements in fp32, in some temporary tensors."""
         fused, eager = (plan_step(plan_run(self.RECIPE, 1), 0, 8, True, how) for how in (True, False))

@@ -57,6 +57,7 @@ def test_its_code_reads_vectors_shares_no_memory_and_rounds_each_operation():
     assert compiled.metadata.shared == 0
 
 
+@pytest.mark.slow
 def test_a_plan_has_one_operation_for_each_call_and_keeps_no_mask():
     rows, length, hidden, microbatches = 4, 64, SMALL_BERT["hidden_size"], 4
     sites = 2 * SMALL_BERT["num_hidden_layers"] + 1  # and one of the head, on vectors

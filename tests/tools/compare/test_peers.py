@@ -21,8 +21,8 @@ from trainer.training.process_group import open_mesh
 from trainer.training.run_data import prepare_data
 
 STEPS = 2
-MARKS = {"bert_sample_mlm": (), "qa_sample": pytest.mark.slow}
-SAMPLES = (*MARKS, "ner_sample", "choice_sample", "gpt2_sample", "sft_sample", "t5_sample", "vit_sample")
+IN_CI = ("bert_sample_mlm", "qa_sample")
+SAMPLES = (*IN_CI, "ner_sample", "choice_sample", "gpt2_sample", "sft_sample", "t5_sample", "vit_sample")
 
 
 def losses(sample: str, folder: Path, peers: tuple[str, ...]) -> dict[str, list[float]]:
@@ -45,7 +45,10 @@ def losses(sample: str, folder: Path, peers: tuple[str, ...]) -> dict[str, list[
     return found
 
 
-@pytest.mark.parametrize("sample", [pytest.param(name, marks=MARKS.get(name, pytest.mark.nightly)) for name in SAMPLES])
+@pytest.mark.parametrize(
+    "sample", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.nightly) for name in SAMPLES]
+)
+@pytest.mark.slow
 def test_all_learn_the_same(sample: str, ranks: RankPools, tmp_path: Path):
     further = {"bert_sample_mlm": ("transformers", "accelerate"), "qa_sample": ("accelerate_fsdp2",)}
     peers = ("pytorch", *further.get(sample, ()))

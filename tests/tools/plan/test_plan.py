@@ -103,6 +103,7 @@ def test_the_host_has_a_verdict(recipe: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+@pytest.mark.slow
 def test_checkpoints_in_memory_count_on_the_host(strategy: str, recipe: Path, capsys: pytest.CaptureFixture[str]):
     keys = [f"parallel.strategy={strategy}", "model.config.num_hidden_layers=8", "--gpus", "2x12GB", "--nodes", "2"]
     words = ["plan", str(recipe), *keys, 'checkpoint.memory={"every": "3 steps"}', "--host-memory"]
@@ -151,6 +152,7 @@ def test_changes_that_fit_are_shown(recipe: Path, capsys: pytest.CaptureFixture[
         assert "It fits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_many_microbatches_cost_no_more_time_but_all_count():
     few, many = (
         plan_step(plan_run(recipe_of({"training": {"global_batch_size": rows, "micro_batch_size": 2}}), 1), 0, LENGTH)
@@ -264,12 +266,11 @@ def test_partial_gradients_of_tensor_ranks_take_half_of_the_bytes():
     ("parallel", "operation", "axis"),
     [
         ({"strategy": "ddp", "pipeline": {"stages": 2}}, "send", "pp"),
-        pytest.param(
-            {"strategy": "ddp", "tensor": 2, "sequence": True}, "reduce_scatter_base", "tp", marks=pytest.mark.slow
-        ),
+        ({"strategy": "ddp", "tensor": 2, "sequence": True}, "reduce_scatter_base", "tp"),
     ],
     ids=["stages", "positions"],
 )
+@pytest.mark.slow
 def test_hidden_states_in_16_bits_take_half_of_the_bytes(parallel: dict[str, Any], operation: str, axis: str):
     whole, halved = (sent(operation, axis, parallel=parallel, precision=kind) for kind in ("fp32", "bf16"))
     assert halved * 2 == whole

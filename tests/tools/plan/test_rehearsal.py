@@ -104,6 +104,7 @@ def test_ranks_read_each_byte_of_the_weights_once(tmp_path: Path, name: str):
     assert any("from the first rank of its machine" in line for line in lines(second))
 
 
+@pytest.mark.slow
 def test_data_ranks_share_the_rows_of_the_loader(tmp_path: Path):
     training = {"global_batch_size": 8, "micro_batch_size": 2, "max_steps": 1}
     keys = {"data": {"group_by_length": False}, "training": training}
@@ -118,6 +119,7 @@ def test_data_ranks_share_the_rows_of_the_loader(tmp_path: Path):
     assert [rows[place] for place in range(8)] == GlobalOrder(50, None, 8, seed).batch(0, 0).tolist()
 
 
+@pytest.mark.slow
 def test_the_ranks_write_the_whole_model(tmp_path: Path):
     keys = {"task": TINY_TASKS["causal_lm"].keys, "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"}}
     first, second = (rehearsed(keys, tmp_path, 2, rank) for rank in range(2))

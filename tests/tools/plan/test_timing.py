@@ -105,6 +105,7 @@ def test_tf32_multiplies_at_its_own_rate():
         step_time(fast, steps, parse_devices("V100-32").machine)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_plan_of_cuda_graphs_adds_to_gradients_in_place():
     plans = [plan_run(recipe_of({"cuda_graphs": graphs}), 1) for graphs in (False, True)]
     (eager,), (graphed,) = (plan_steps(plan, 16) for plan in plans)
@@ -122,6 +123,7 @@ def test_a_plan_of_cuda_graphs_adds_to_gradients_in_place():
     assert found[1] < 0.3 * found[0]  # the host issues the update
 
 
+@pytest.mark.slow
 def test_the_measured_times_of_a_gpu():
     work = MEASURED[0]
     found = work.plan()
@@ -199,6 +201,7 @@ def test_the_rest_of_a_measured_step_is_lost_beside_its_collectives(monkeypatch:
     assert measuring._waiting(machine, list(measured.values())) == pytest.approx(lost)
 
 
+@pytest.mark.slow
 def test_a_shift_of_a_ring_waits_once():
     """A ring of two sends keys and values once in the forward pass and once in the backward, then their gradients."""
     keys = {

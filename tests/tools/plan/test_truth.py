@@ -92,7 +92,7 @@ NIGHTLY = frozenset((
     "pipeline gpipe", "zero2 offload", "8 bits", "fsdp 8 bits", "context packed", "context ring packed",
 ))  # fmt: skip
 """Cases with a near relative that runs each time."""
-QUICK = frozenset(("fp32", "pipeline"))
+QUICK = frozenset(("fp32", "ddp"))
 """Cases of `make test`."""
 
 
