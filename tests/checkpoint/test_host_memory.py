@@ -338,10 +338,10 @@ class TestOneHost:
 
 
 def resolved_tiny(checkpoint: dict[str, Any]) -> None:
-    from trainer.recipe.reading.rules import RULES, message
+    from trainer.recipe.reading.rules import contradictions, message
 
     recipe = tiny_recipe(checkpoint=checkpoint)
-    found = [message(one) for sections, rule in RULES for one in rule(*(getattr(recipe, name) for name in sections))]
+    found = [message(one) for one in contradictions(dict(recipe))]
     if found:
         raise RecipeError(*found)
 
