@@ -318,7 +318,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, rounds):
     assert last > rounds
 
 
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_kill_before_each_change_of_the_file_system_leaves_a_whole_one(tmp_path, step):
     """In each phase of a save, also of an existing step, the old checkpoint stays or the new one is complete."""
     program = Path(__file__).with_name("killed_saver.py")

@@ -198,11 +198,12 @@ def test_what_contradicts_is_refused_before_anything_starts(arguments, variables
     ("flags", "ranks"),
     [
         (["--num_processes", "2"], 2),
-        pytest.param(["--num-processes=2"], 2, marks=pytest.mark.slow),
-        pytest.param(["--num_processes", "1"], 1, marks=pytest.mark.slow),
-        pytest.param([], 1, marks=pytest.mark.slow),
+        (["--num-processes=2"], 2),
+        (["--num_processes", "1"], 1),
+        ([], 1),
     ],
 )
+@pytest.mark.slow
 def test_accelerate_on_cpu_gets_the_ranks_it_was_asked_for(flags, ranks):
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", *flags]
     ended = processes.run([*launch, ROOT / "tests" / "launch" / "program.py", "report"])
@@ -211,6 +212,7 @@ def test_accelerate_on_cpu_gets_the_ranks_it_was_asked_for(flags, ranks):
     assert ("starting them here" in ended.stderr) == (ranks == 2)
 
 
+@pytest.mark.slow
 def test_accelerate_on_several_machines_without_ranks_is_refused():
     flags = ["--cpu", "--num_machines", "2", "--num_processes", "2", "--machine_rank", "0"]
     meeting = ["--main_process_ip", "127.0.0.1", "--main_process_port", "29511"]

@@ -52,6 +52,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 
+VARIANTS = ("embedding_duplicates", "seq2seq_lm_bart", "weighted_classification", "multi_label", "sequence_regression")
+"""Tasks that differ from another one by a key or a family."""
 FOUR_RANKS = ("causal_lm", "seq2seq_lm", "embedding", "question_answering")
 """Tasks that `make test-all` trains on four ranks and more: one of each kind of label."""
 
@@ -65,9 +67,11 @@ def _marks(task: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
 
 
 def _quick(task: str) -> tuple[str, ...]:
-    """Return the layouts in which `make test` trains a task: each task in one, each layout with several tasks."""
-    if task.startswith("seq2seq"):
-        return ("pipeline",) if task == "seq2seq_lm" else ("tensor-sequence-accumulated",)
+    """Return the layouts in which `make test` trains a task: each kind of label in one, each layout with a task."""
+    if task in VARIANTS:
+        return ()
+    if task == "seq2seq_lm":
+        return ("pipeline",)
     if task == "causal_lm_packed":
         return ("ring",)
     cuts = ("fsdp-accumulated", "tensor-sequence-accumulated", "context", "pipeline")
@@ -100,7 +104,9 @@ def assert_same_training(found: tuple[Curve, Curve], expected: tuple[Curve, Curv
     assert largest_difference(found[1], expected[1]) <= TOLERANCES["fp32"].sgd_weights
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=pytest.mark.slow if task in VARIANTS else ()) for task in TASKS]
+)
 def test_accumulation_on_one_process_changes_nothing(task: str):
     assert_same_curve(train_tiny(recipe_of(task, training={"micro_batch_size": 5})), reference(task)[0])
 
