@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.models.building import build_on_meta
+from trainer.models.describe import ModelUse, describe
 from trainer.models.families.family import TensorPlan, matches, relative_name
 from trainer.models.families.table import FAMILIES
 from trainer.models.stage_split import split_stages, stage_sizes
@@ -40,7 +40,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 def model_of(name: str) -> nn.Module:
     """Build a model of `MODELS` on the meta device."""
     recipe = Model.model_validate({"config": dict(MODELS[name]), "tokenizer": "none"})
-    return build_on_meta(recipe, Training(), "AutoModelForSequenceClassification", {"num_labels": 2})
+    return describe(recipe, Training(), ModelUse("AutoModelForSequenceClassification", {"num_labels": 2})).on_meta()
 
 
 def num_parameters(name: str) -> int:

@@ -21,7 +21,7 @@ from tests.helpers.processes import ROOT
 from tests.helpers.ranks import RankPools
 from tests.helpers.turns import once
 from tests.models.test_tensor_split import compare
-from trainer.models.building import build_on_meta
+from trainer.models.describe import ModelUse, describe
 from trainer.models.families.family import ModelFamily
 from trainer.models.families.table import FAMILIES, layers_of
 from trainer.models.stage_split import split_stages
@@ -222,6 +222,6 @@ def test_the_family_of_the_page_is_cut_into_stages(monkeypatch: pytest.MonkeyPat
     assert model_type not in FAMILIES, "the page adds a family that is there"
     monkeypatch.setitem(FAMILIES, model_type, family)
     recipe = Model.model_validate({"config": {"model_type": model_type, **CONFIGS["bert"]}, "tokenizer": "none"})
-    model = build_on_meta(recipe, Training(), "AutoModelForSequenceClassification", {"num_labels": 2})
+    model = describe(recipe, Training(), ModelUse("AutoModelForSequenceClassification", {"num_labels": 2})).on_meta()
     assert list(layers_of(model)) == ["encoder.layer.0", "encoder.layer.1"]
     assert split_stages(model, 2, None).num_stages == 2

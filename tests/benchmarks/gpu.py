@@ -37,7 +37,9 @@ from torch.profiler import ProfilerActivity, profile
 from trainer.engine.builders import build_engine, partitioned_loading
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
-from trainer.models.building import build_model, freeze
+from trainer.models.describe import ModelUse, describe
+from trainer.models.fill import build_model
+from trainer.models.place import planned_cuts
 from trainer.observe.meter import peak_flops
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.parallel.microbatch import Microbatch, RankBatch
@@ -46,7 +48,7 @@ from trainer.recipe.schema import AdamW, AdamW8bit, OptimizerSection, Recipe
 from trainer.recipe.strategies import STRATEGIES
 from trainer.tools.compare.peers import PEERS, PeerTraining
 from trainer.tools.plan.shape_batch import blank_batch
-from trainer.tools.plan.simulated_step import plan_step, planned_task
+from trainer.tools.plan.simulated_step import plan_step, planned_model, planned_task
 
 WARM_UP, STEPS = 4, 12
 CLASSIFICATION = {"type": "sequence_classification", "text": "text"}
@@ -209,8 +211,7 @@ def train(case: Case, device: Device, planned: Mapping[str, Any] | None) -> dict
     mesh = ParallelMesh(device.device)
     device.clear()
     loading = partial(partitioned_loading, plan, device.device)
-    built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), loading)
-    freeze(built.model, task.unused_modules)
+    built = build_model(planned_model(plan), *planned_cuts(plan, mesh), loading)
     config: Any = built.model.config
     engine: Any = build_engine([built], task, mesh, plan, 1000)
     batches = random_batches(case, recipe, task, config)
@@ -259,7 +260,8 @@ def train_by_peer(case: Case, device: Device, peer: str) -> dict[str, Any]:
     plan, task = plan_run(recipe, 1), planned_task(plan_run(recipe, 1))
     device.clear()
     torchs = recipe.training.model_copy(update={"layout_invariant_dropout": False})
-    model = build_model(recipe.model, torchs, task.auto_class_name, task.model_options()).model.to(device.device)
+    use = ModelUse(task.auto_class_name, task.model_options())
+    model = build_model(describe(recipe.model, torchs, use)).model.to(device.device)
     batches = random_batches(case, recipe, task, model.config)
     times: list[float] = []
 

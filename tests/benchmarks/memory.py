@@ -35,8 +35,8 @@ from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.deepspeed_package import ready_deepspeed
-from trainer.models import saving
-from trainer.models.writing import plan_files
+from trainer.models import save
+from trainer.models.weight_files import plan_files
 from trainer.parallel.shards.gathering import local_part
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
@@ -149,7 +149,7 @@ def drawing(recipe: Recipe) -> int:
 def measure(layout: Mapping[str, Any], num_layers: int, weights: str, folder: Path) -> Peaks:
     """Measure one layout on this rank."""
     return_freed_memory()
-    saving.plan_files = partial(plan_files, largest_file_bytes=FILE_BYTES)
+    save.plan_files = partial(plan_files, largest_file_bytes=FILE_BYTES)
     small = {**BERT, "num_hidden_layers": 4, "vocab_size": 400, "hidden_size": 64, "intermediate_size": 128}
     live(recipe_of(layout, {"config": small, "tokenizer": "none"}), folder / "small")  # imports, threads and buffers
     found = live(recipe_of(layout, {"name_or_path": weights}), folder / "large")

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 
-from trainer.models.building import BuiltModel, build_model
+from trainer.models.fill import build_model
+from trainer.models.place import PlacedModel
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
-from trainer.training.assembly import train_batches
+from trainer.training.assembly import describe_model, train_batches
 from trainer.training.process_group import open_mesh
 from trainer.training.run_data import PreparedData, prepare_data
 
@@ -88,16 +89,9 @@ class Setting:
         """The batches of an epoch without its last rows, which do not fill a batch."""
         return len(self.data.train) // self.plan.batch.global_batch_size
 
-    def model(self) -> BuiltModel:
+    def model(self) -> PlacedModel:
         """Build the model with its initial weights, the same at each call."""
-        return build_model(
-            self.recipe.model,
-            self.recipe.training,
-            self.task.auto_class_name,
-            self.task.model_options(),
-            pad_token_id=self.data.preparation.padding_token,
-            unused=self.task.unused_modules,
-        )
+        return build_model(describe_model(self.recipe, self.data))
 
     def batches(self) -> Iterator[RankBatch]:
         """Yield this rank's part of each global batch; iteration collates them.

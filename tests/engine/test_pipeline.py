@@ -19,8 +19,9 @@ from trainer.data.collate import Padding
 from trainer.engine.pipelined import passes_of
 from trainer.engine.results import StepResult
 from trainer.models import attention
-from trainer.models.building import build_model
-from trainer.models.cutting import ModelCut, StageChoice
+from trainer.models.describe import ModelUse, describe
+from trainer.models.fill import build_model
+from trainer.models.place import ModelCut, StageChoice
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
@@ -100,14 +101,14 @@ def test_a_rank_reads_and_draws_its_own_stage_only(tmp_path):
     recipe = tiny_recipe(model={"config": FOUR_LAYERS})
     task = build_task(recipe.task)
     options = {"num_labels": 3}
-    whole = build_model(recipe.model, recipe.training, task.auto_class_name, options).model
+    whole = build_model(describe(recipe.model, recipe.training, ModelUse(task.auto_class_name, options))).model
     whole.save_pretrained(tmp_path)  # type: ignore[operator]
     pretrained = recipe.model.model_copy(update={"config": None, "name_or_path": str(tmp_path)})
     sizes = []
     for model in (recipe.model, pretrained):
         for stage in (0, 1):
             cut = ModelCut(None, choice=StageChoice(stage, 2))
-            built = build_model(model, recipe.training, task.auto_class_name, options, cut=cut)
+            built = build_model(describe(model, recipe.training, ModelUse(task.auto_class_name, options)), cut)
             assert not any("every rank held the whole model" in note for note in built.notes)
             for name, parameter in built.model.named_parameters():
                 assert torch.equal(parameter, whole.get_parameter(name))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.format import MODEL_FOLDER, SUMS, Facts, share_name, write_bytes, write_share
 from trainer.checkpoint.store import CheckpointStore
-from trainer.models.saving import save_configuration
+from trainer.models.save import save_configuration
 from trainer.models.statistics import persistent_buffers
 from trainer.observe.records import BestMetric
 

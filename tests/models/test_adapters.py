@@ -16,7 +16,7 @@ from tests.helpers.training import NUM_CLASSES, TINY_BERT, tiny_recipe, tiny_tra
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.adapters import adapt
-from trainer.models.cutting import ModelCut, StageChoice
+from trainer.models.place import ModelCut, StageChoice, place
 from trainer.recipe.schema import Model, Recipe
 
 BERT = {**TINY_BERT, "initializer_range": 0.2}
@@ -115,4 +115,4 @@ def test_a_frozen_pipeline_stage_is_refused():
         model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("bert", **described))
     adapt(model, Model.model_validate({"config": BERT, "freeze": ["embeddings", "layer.0"]}), seed=0)
     with pytest.raises(UsageError, match=r"all parameters of stage 0 \(encoder.layer.0\) are frozen"):
-        ModelCut(None, choice=StageChoice(1, num_stages=2))(model)
+        place(model, ModelCut(choice=StageChoice(1, num_stages=2)))

@@ -14,9 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers.training import VOCABULARY
 from trainer.engine.precision import cast_forward
-from trainer.models.building import BuiltModel, build_model
 from trainer.models.checkpointing import checkpoint_layers
+from trainer.models.describe import ModelUse, describe
 from trainer.models.families.table import layers_of
+from trainer.models.fill import build_model
+from trainer.models.place import PlacedModel
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.recipe.schema import Model, Training
 
@@ -34,14 +36,11 @@ CONFIG = {
 
 def build(
     how: str, dropout: float = 0.1, keyed: bool = True, precision: str = "fp32", model_type: str = "bert"
-) -> BuiltModel:
+) -> PlacedModel:
     config = {**CONFIG, "model_type": model_type}
-    built = build_model(
-        Model.model_validate({"config": config, "tokenizer": "none", "dropout": dropout}),
-        Training(layout_invariant_dropout=keyed),
-        "AutoModelForSequenceClassification",
-        {"num_labels": 3},
-    )
+    recipe = Model.model_validate({"config": config, "tokenizer": "none", "dropout": dropout})
+    use = ModelUse("AutoModelForSequenceClassification", {"num_labels": 3})
+    built = build_model(describe(recipe, Training(layout_invariant_dropout=keyed), use))
     layers = layers_of(built.model).values()
     assert checkpoint_layers(layers, how, built.dropout_keys) == (len(layers) if how != "none" else 0)
     cast_forward(built.model, precision, torch.device("cpu"))
@@ -55,7 +54,7 @@ def inputs(index: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def loss_of(built: BuiltModel, index: int) -> Tensor:
+def loss_of(built: PlacedModel, index: int) -> Tensor:
     """Of one microbatch, whose dropout is that of its rows."""
     rows = torch.arange(4) + 4 * index
     keyed: AbstractContextManager[Any] = nullcontext()
@@ -65,11 +64,11 @@ def loss_of(built: BuiltModel, index: int) -> Tensor:
         return built.model(**inputs(index)).logits.float().square().sum()
 
 
-def gradients(built: BuiltModel) -> dict[str, Tensor]:
+def gradients(built: PlacedModel) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in built.model.named_parameters()}
 
 
-def one_after_the_other(built: BuiltModel) -> list[float]:
+def one_after_the_other(built: PlacedModel) -> list[float]:
     losses = []
     for index in range(2):
         loss = loss_of(built, index)
@@ -78,7 +77,7 @@ def one_after_the_other(built: BuiltModel) -> list[float]:
     return losses
 
 
-def interleaved(built: BuiltModel) -> list[float]:
+def interleaved(built: PlacedModel) -> list[float]:
     """As a pipeline does it: both forward passes, then both backward passes."""
     losses = [loss_of(built, index) for index in range(2)]
     for loss in losses:
@@ -86,7 +85,7 @@ def interleaved(built: BuiltModel) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def assert_same_results(one: BuiltModel, other: BuiltModel, run: Callable[[BuiltModel], list[float]]) -> None:
+def assert_same_results(one: PlacedModel, other: PlacedModel, run: Callable[[PlacedModel], list[float]]) -> None:
     torch.manual_seed(0)
     losses = run(one)
     torch.manual_seed(0)

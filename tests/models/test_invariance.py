@@ -14,8 +14,9 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
 from trainer.base.errors import UsageError
 from trainer.engine.zero import partitioned_loading
-from trainer.models.building import build_model
+from trainer.models.describe import ModelUse, describe
 from trainer.models.dropout import set_probabilities
+from trainer.models.fill import build_model
 from trainer.models.invariance import check_invariance, sample_of
 from trainer.parallel.dropout import KeyedDropPath, MicrobatchKey
 from trainer.recipe.plan import plan_run
@@ -50,7 +51,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9, 11], [5, 6, 7, 12, 0, 0]])
 
 def build(model_type: str, keys: dict, head: str = TEXTS, model: dict | None = None, **training):
     recipe = Model.model_validate({"config": {"model_type": model_type, **keys}, **(model or {})})
-    return build_model(recipe, Training.model_validate(training), head, {"num_labels": 3})
+    return build_model(describe(recipe, Training.model_validate(training), ModelUse(head, {"num_labels": 3})))
 
 
 def logits(model: nn.Module, rows: slice, columns: slice = slice(None)) -> torch.Tensor:
@@ -102,7 +103,8 @@ DECODERS = {
 @pytest.mark.parametrize(("model_type", "refused"), [("gpt_neox", ""), ("gemma", ""), ("bloom", "change its logits")])
 def test_a_decoder_that_keeps_packed_documents_apart_is_found(model_type, refused):
     recipe = Model.model_validate({"config": {"model_type": model_type, **DECODERS[model_type]}})
-    build = partial(build_model, recipe, Training(), "AutoModelForCausalLM", {}, packed=True)
+    described = describe(recipe, Training(), ModelUse("AutoModelForCausalLM", packed=True))
+    build = partial(build_model, described)
     if not refused:
         assert build().model.training
         return

@@ -13,8 +13,9 @@ from transformers import AutoModelForImageClassification, ResNetConfig
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_RESNET, parallel_keys, tiny_recipe, tiny_training
 from trainer.base.errors import UsageError
-from trainer.models.building import build_model
+from trainer.models.describe import ModelUse, describe
 from trainer.models.families.table import layers_of
+from trainer.models.fill import build_model
 from trainer.models.statistics import buffers_hash, fix_statistics, persistent_buffers
 from trainer.models.tensor_split import split_model
 from trainer.parallel.mesh import ParallelMesh
@@ -38,7 +39,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(folder: Path):
-    return build_model(Model(name_or_path=str(folder)), Training(), HEAD, OPTIONS)
+    return build_model(describe(Model(name_or_path=str(folder)), Training(), ModelUse(HEAD, OPTIONS)))
 
 
 def hash_of(model: nn.Module) -> str | None:

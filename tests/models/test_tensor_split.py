@@ -27,8 +27,8 @@ from tests.helpers.families import (
 from tests.helpers.ranks import RankError, RankPools
 from tests.helpers.training import TINY_BART, TINY_BERT, tiny_recipe
 from trainer.base.errors import UsageError
-from trainer.models.cutting import ModelCut, StageChoice
 from trainer.models.families.table import FAMILIES
+from trainer.models.place import ModelCut, StageChoice, place
 from trainer.models.tensor_split import split_model
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.placement import Placements, Split
@@ -143,9 +143,9 @@ def run_parts_of_stages(model_type: str, sequence: bool) -> None:
     parts = []
     for stage in (0, 1):
         module: Any = build(model_type, head, 0.0, DropoutKeys(seed=0))
-        made = ModelCut(group, sequence, choice=StageChoice(stage, 2))(module)
-        assert made.part is not None
-        received = made.part.run(module.forward, received, inputs)
+        made = place(module, ModelCut(group, sequence, choice=StageChoice(stage, 2)))
+        assert made.stage is not None
+        received = made.stage.run(module.forward, received, inputs)
         parts.append((module, made))
     assert_close(received.logits, expected)
     received.logits.square().sum().backward()

@@ -24,7 +24,7 @@ from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
-from trainer.models.saving import save_configuration
+from trainer.models.save import save_configuration
 from trainer.recipe.schema import Recipe
 from trainer.training.export import export
 

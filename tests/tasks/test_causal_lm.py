@@ -31,7 +31,7 @@ from trainer.data.formats.base import Files, TextOptions
 from trainer.data.readers import read_files
 from trainer.data.sources import Split
 from trainer.data.tokenised_split import encode_split
-from trainer.models.heads import chunk_head
+from trainer.models.chunked_head import chunk_head
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import CausalLM, Generation

@@ -27,7 +27,7 @@ from tests.helpers.tiny_run import WORDS, write_tiny_image_run, write_tiny_run
 from tests.helpers.training import TINY_RESNET
 from trainer.base import disk
 from trainer.base.errors import ExitCode, TrainerError, UsageError
-from trainer.models.writing import WeightFiles
+from trainer.models.weight_files import WeightFiles
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
 from trainer.training.export import export

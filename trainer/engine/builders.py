@@ -12,16 +12,14 @@ from trainer.engine.pipelined import build_pipelined
 from trainer.engine.replicated import build_replicated
 from trainer.engine.sharded import build_sharded
 from trainer.engine.zero import build_zero, partitioned_loading
-from trainer.models.building import BuiltModel
-from trainer.models.cutting import ModelCut, ShardChoice, model_cuts
-from trainer.models.heads import chunk_head
+from trainer.models.chunked_head import chunk_head
+from trainer.models.place import PlacedModel
 from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.placement import PIPELINE_AXIS
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
-EngineBuilder = Callable[[BuiltModel, Task, ParallelMesh, RunPlan, int], Engine]
+EngineBuilder = Callable[[PlacedModel, Task, ParallelMesh, RunPlan, int], Engine]
 """A builder of the engine of a strategy, for a model without pipeline stages."""
 
 BUILDERS: dict[str, EngineBuilder] = {
@@ -36,7 +34,7 @@ BUILDERS: dict[str, EngineBuilder] = {
 
 
 def build_engine(
-    built: Sequence[BuiltModel],
+    built: Sequence[PlacedModel],
     task: Task,
     mesh: ParallelMesh,
     plan: RunPlan,
@@ -81,26 +79,4 @@ def refuse_generation_in_parts(task: Task, plan: RunPlan) -> None:
             raise UsageError(f"`{key}` must be 1 to generate texts, for which {needed}, but is {degree}; add {key}=1")
 
 
-def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -> list[ModelCut | None]:
-    """Return the cut of each of this rank's models: one for each of its pipeline stages, or one for the whole.
-
-    Args:
-        plan: the plan of the run.
-        mesh: the ranks.
-        loads_shards: whether a rank loads only its shards of the parameters under FSDP and ZeRO-3.
-    """
-    parallel, pipeline = plan.recipe.parallel, plan.pipeline
-    stages = pipeline.stages_of(mesh.index(PIPELINE_AXIS)) if pipeline else (0,)
-    num_stages = pipeline.num_stages if pipeline else 1
-    keys = parallel.pipeline
-    zero = plan.strategy.zero_stage
-    is_sharded = loads_shards and plan.strategy.cuts_parameters and not (zero and plan.layout.tp > 1)
-    shard = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), flat=zero == 3) if is_sharded else None
-    cuts = model_cuts(
-        mesh, parallel.sequence, parallel.context > 1, stages, num_stages, keys.split, keys.schedule, shard
-    )
-    # A model that transformers loads lies in mapped files, which stay in memory until DeepSpeed has copied all of it.
-    return [ModelCut(None)] if zero in (1, 2) and cuts == [None] else cuts
-
-
-__all__ = ["BUILDERS", "build_engine", "partitioned_loading", "planned_cuts", "refuse_generation_in_parts"]
+__all__ = ["BUILDERS", "build_engine", "partitioned_loading", "refuse_generation_in_parts"]

@@ -20,7 +20,7 @@ from trainer.engine.graphs import CudaCapture, GraphedSchedule, replay_eagerly
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import sent_dtype, stored_in_bf16
 from trainer.engine.rounded_weights import rounded_weights
-from trainer.models.building import BuiltModel
+from trainer.models.place import PlacedModel
 from trainer.parallel.gradients import OverlappedSums, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.simulated_device import simulated
@@ -79,7 +79,7 @@ def _refuse_unused_parameters(model: nn.Module) -> None:
         )
 
 
-def build_ddp(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
+def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
     """Return the engine of `ddp`; one data rank runs the model without a wrapper.
 
     Raises:

@@ -21,7 +21,7 @@ from trainer.engine.results import EvalResult, StepResult
 from trainer.engine.scaling import LossScaler
 from trainer.engine.state import EngineState, StateSource, buffer_parts, whole_tensors
 from trainer.models.compiled import compile_cache
-from trainer.models.saving import save_model
+from trainer.models.save import save_model
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.placement import Placements

@@ -16,13 +16,13 @@ from trainer.engine.precision import cast_forward, store_in_bf16
 from trainer.engine.results import EvalResult
 from trainer.engine.rounded_weights import RoundedWeights
 from trainer.models.attention import PACKED, padding_known
-from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.compiled import CompiledLayers
 from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.models.families.table import layers_of
 from trainer.models.generation import generate
-from trainer.models.joined_rows import pack_layers
+from trainer.models.layer_hooks import pack_layers
+from trainer.models.place import PlacedModel
 from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.joined_rows import PackedTokens
@@ -35,7 +35,7 @@ from trainer.tasks.task import Task
 ModelCall = Callable[..., Any]
 
 
-def prepare_model(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan) -> None:
+def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> None:
     """Apply the recipe's precision, recomputation and compilation to the model, before a strategy wraps it.
 
     Raises:
@@ -103,7 +103,7 @@ class ModelForward:
 
     def __init__(
         self,
-        built: BuiltModel,
+        built: PlacedModel,
         task: Task,
         mesh: ParallelMesh,
         plan: RunPlan,

@@ -17,13 +17,13 @@ from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.precision import sent_dtype
 from trainer.engine.results import StepResult
 from trainer.engine.state import MODEL_PREFIX, OPTIMIZER_PREFIX, EngineState, StateSource, optimizer_keys
-from trainer.models.building import BuiltModel
+from trainer.models.place import PlacedModel
 from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
-from trainer.parallel.placement import TENSOR_AXIS, Placements, whole
+from trainer.parallel.placement import TENSOR_AXIS, Placements
 from trainer.parallel.shards.boxes import TensorPart, tensor_part
 from trainer.parallel.shards.gathering import local_part
 from trainer.parallel.tensor.partial_gradients import sum_partial_gradients_
@@ -152,7 +152,7 @@ class NativeEngine(Engine):
         return at_least_fp32(self.parameters[label].detach())
 
 
-def placements_of(built: BuiltModel, mesh: ParallelMesh) -> Placements:
+def placements_of(built: PlacedModel, mesh: ParallelMesh) -> Placements:
     """Return the placements of a model, which is cut when it is built: autocast and recomputation wrap the parts."""
-    assert built.placements is not None or mesh.size(TENSOR_AXIS) == 1, "the model is built in the parts of its mesh"
-    return whole(built.model) if built.placements is None else built.placements
+    assert built.cut.group is not None or mesh.size(TENSOR_AXIS) == 1, "the model is built in the parts of its mesh"
+    return built.placements

@@ -24,7 +24,7 @@ from trainer.engine.precision import COMPUTE_DTYPES, sent_dtype
 from trainer.engine.rounded_weights import RoundedWeights, rounded_weights
 from trainer.engine.sharded import shard_built
 from trainer.models.attention import padding_known
-from trainer.models.building import BuiltModel
+from trainer.models.place import PlacedModel
 from trainer.models.stage_split import StagePart
 from trainer.parallel.copying import to_device
 from trainer.parallel.dropout import MicrobatchKey
@@ -103,7 +103,7 @@ class PipelinedForward(ModelForward):
 
     def __init__(
         self,
-        built: Sequence[BuiltModel],
+        built: Sequence[PlacedModel],
         task: Task,
         mesh: ParallelMesh,
         plan: RunPlan,
@@ -187,7 +187,7 @@ class PipelinedForward(ModelForward):
 
     def _run_stage(
         self,
-        built: BuiltModel,
+        built: PlacedModel,
         part: StagePart,
         forward: Callable[..., Any],
         *received: Tensor,
@@ -241,9 +241,9 @@ class PipelinedForward(ModelForward):
                 stage.model.train(mode)
 
 
-def _part(built: BuiltModel) -> StagePart:
-    assert built.part is not None, "the model is no stage"
-    return built.part
+def _part(built: PlacedModel) -> StagePart:
+    assert built.stage is not None, "the model is no stage"
+    return built.stage
 
 
 class PipelinedSchedule(Schedule):
@@ -296,7 +296,7 @@ class PipelinedSchedule(Schedule):
 
 
 def build_pipelined(
-    built: Sequence[BuiltModel], task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int
+    built: Sequence[PlacedModel], task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int
 ) -> NativeEngine:
     """Return the engine of `ddp`, `fsdp` and `hsdp` with pipeline stages."""
     assert plan.pipeline is not None
@@ -304,7 +304,6 @@ def build_pipelined(
     placements: Placements = {}
     is_sharded, sent_in = plan.strategy.cuts_parameters, sent_dtype(plan.recipe.parallel.communication)
     for stage in built:
-        assert stage.placements is not None
         prepare_model(stage, mesh, plan)
         if is_sharded:
             placed = shard_built(stage, mesh, plan)
@@ -332,7 +331,7 @@ def build_pipelined(
 
 
 def _tied_gradients(
-    built: Sequence[BuiltModel], placements: Placements, mesh: ParallelMesh, plan: RunPlan
+    built: Sequence[PlacedModel], placements: Placements, mesh: ParallelMesh, plan: RunPlan
 ) -> TiedGradients:
     """Return the parameters with copies on several stages, and the groups of their ranks."""
     pipeline = plan.pipeline

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import UsageError
-from trainer.models.building import BuiltModel
+from trainer.models.place import PlacedModel
 from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.tensor.low_rank import LowRank
 from trainer.recipe.schema import Communication, Recipe
@@ -82,14 +82,13 @@ def products(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if type(module) in _PRODUCTS)
 
 
-def store_in_bf16(built: BuiltModel) -> None:
+def store_in_bf16(built: PlacedModel) -> None:
     """Round the trained weights of matrix products to bf16, in place; their gradients are fp32.
 
     Tied weights, embeddings and norms compute in fp32 and stay so, on stages of a pipeline too. Frozen weights stay as
     their checkpoint has them.
     """
-    placements = built.placements or {}
-    tied = {name for name, placement in placements.items() if placement.stages}
+    tied = {name for name, placement in built.placements.items() if placement.stages}
     rounded = rounded_by_autocast(built.model) - tied
     for name, parameter in built.model.named_parameters():
         if name in rounded and parameter.requires_grad:

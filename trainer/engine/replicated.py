@@ -16,7 +16,7 @@ from trainer.base.errors import UsageError
 from trainer.engine.accumulation import AccumulationSchedule
 from trainer.engine.forward import ModelForward, prepare_model, without_cache
 from trainer.engine.native import NativeEngine
-from trainer.models.building import BuiltModel
+from trainer.models.place import PlacedModel
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
@@ -45,7 +45,7 @@ class LossReplica(nn.Module):
 class ReplicatedForward(ModelForward):
     """The forward pass with each microbatch split over the GPUs; evaluations run on the first GPU."""
 
-    def __init__(self, built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan) -> None:
+    def __init__(self, built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan) -> None:
         super().__init__(built, task, mesh, plan)
         self._replicas = nn.DataParallel(LossReplica(built.model, task, built.dropout_keys))
 
@@ -60,7 +60,7 @@ class ReplicatedForward(ModelForward):
 
 
 def build_replicated(
-    built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int
+    built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int
 ) -> NativeEngine:
     """Return the engine of `dp`.
 

@@ -33,8 +33,8 @@ from trainer.engine.accumulation import AccumulationSchedule
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, rounded_by_autocast, sent_dtype
-from trainer.models.building import BuiltModel
 from trainer.models.families.table import layers_of
+from trainer.models.place import PlacedModel
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import Placements, Split
 from trainer.recipe.plan import RunPlan
@@ -181,7 +181,7 @@ def defer_all_reduce(model: nn.Module) -> Iterator[None]:
         model.set_requires_all_reduce(True)
 
 
-def shard_built(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan) -> Placements:
+def shard_built(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Placements:
     """Shard a built model as its recipe says, and return the placements of its parameters."""
     parallel = plan.recipe.parallel
     if parallel.offload == "none" and built.shards is None:
@@ -195,7 +195,7 @@ def shard_built(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan) -> Placeme
     return shard(built.model, placements_of(built, mesh), mesh, how, built.shards)
 
 
-def build_sharded(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
+def build_sharded(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
     """Return the engine of `fsdp` and `hsdp`."""
     prepare_model(built, mesh, plan)
     placements = shard_built(built, mesh, plan)

@@ -35,14 +35,13 @@ from trainer.engine.state import (
     StateSource,
     optimizer_keys,
 )
-from trainer.models.building import BuiltModel
 from trainer.models.checkpointing import not_recorded
-from trainer.models.cutting import ShardChoice
-from trainer.models.initialising import Gather, whole_already
-from trainer.models.names import aliases
+from trainer.models.draw import Gather, whole_already
+from trainer.models.names import aliases, replace_in
+from trainer.models.place import PlacedModel, ShardChoice
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
 from trainer.parallel.microbatch import RankBatch
-from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
+from trainer.parallel.placement import TENSOR_AXIS, Placements, Split
 from trainer.parallel.shards.boxes import TensorPart, flat_part, tensor_part, whole_part
 from trainer.parallel.tensor.partial_gradients import is_partial, sum_while_backward
 from trainer.ranks.environment import set_local_rank
@@ -84,7 +83,7 @@ def partitioned_loading(plan: RunPlan, device: torch.device) -> Iterator[Gather]
             del alive
 
 
-def _partition(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan, deepspeed: Any) -> None:
+def _partition(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan, deepspeed: Any) -> None:
     """Replace the parameters on `meta` by DeepSpeed's partitions, made of this rank's rows, one at a time."""
     assert built.shards is not None
     choice = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), flat=True)
@@ -97,8 +96,7 @@ def _partition(built: BuiltModel, mesh: ParallelMesh, plan: RunPlan, deepspeed: 
             (whole[slice(*choice.bounds(empty.shape))] if empty.dim() else whole).copy_(rows)
             parameter: Any = nn.Parameter(whole.to(zero.local_device), requires_grad=empty.requires_grad)
             for name in names:
-                owner, _, attribute = name.rpartition(".")
-                setattr(built.model.get_submodule(owner), attribute, parameter)
+                replace_in(built.model, name, parameter)
                 del built.shards[name]
             zero._convert_to_deepspeed_param(parameter)
             parameter.partition()
@@ -410,18 +408,16 @@ def _gather_rounded(model: nn.Module, dtype: torch.dtype) -> None:
             setattr(parameter, _GATHERED_IN, dtype)
 
 
-def build_zero(built: BuiltModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> ZeroEngine:
+def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> ZeroEngine:
     """Return the engine of `zero1`, `zero2` and `zero3`."""
     deepspeed = load_deepspeed(mesh.device)
     model = built.model
     if built.shards is not None:
         _partition(built, mesh, plan, deepspeed)
-    placements = built.placements
-    if placements is None:
-        placements = {
-            name: ParameterPlacement(name, tuple(getattr(p, "ds_shape", p.shape)), trainable=p.requires_grad)
-            for name, p in model.named_parameters()
-        }
+    placements = {  # DeepSpeed keeps the shape of a parameter that it has partitioned
+        name: replace(placement, shape=tuple(getattr(model.get_parameter(name), "ds_shape", placement.shape)))
+        for name, placement in built.placements.items()
+    }
     for name, parameter in model.named_parameters():
         # DeepSpeed's norm counts sharded parameters on every tensor rank, replicated ones once.
         parameter.model_parallel = TENSOR_AXIS in placements[name].split_axes  # type: ignore[attr-defined]

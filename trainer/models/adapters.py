@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
 from trainer.models.families.table import layers_of
-from trainer.models.names import tied_names
+from trainer.models.names import prefixes, tied_names
 from trainer.parallel.tensor.low_rank import ATTRIBUTE, LowRank, attach, drawn_factor
 from trainer.recipe.schema import Adapter, Model
 
@@ -26,7 +26,6 @@ def adapt(model: nn.Module, recipe: Model, seed: int, drawn: Collection[str] = (
 
     Args:
         model: the whole model of transformers, before dropout is keyed and before it is cut.
-        recipe: the recipe's `model`.
         seed: the seed of the adapters' weights.
         drawn: the parameters with random weights in a pretrained model. An adapter trains them whole by default.
 
@@ -143,18 +142,13 @@ def _matched_parameters(model: nn.Module, patterns: Sequence[str], key: str) -> 
     found: set[str] = set()
     problems = Problems()
     for pattern in patterns:
-        names = {name for name in parameters if any(_names(pattern, part) for part in _prefixes(name))}
+        names = {name for name in parameters if any(_names(pattern, part) for part in prefixes(name))}
         with problems.collect():
             if not names:
-                raise _nothing(key, pattern, [part for name in parameters for part in _prefixes(name)])
+                raise _nothing(key, pattern, [part for name in parameters for part in prefixes(name)])
         found |= names
     problems.raise_all()
     return found
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def _last_parts(names: Iterable[str]) -> list[str]:

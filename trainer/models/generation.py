@@ -35,7 +35,6 @@ def set_generation(
     """Set the generation configuration of a transformers model, which an export includes.
 
     Args:
-        model: the model.
         settings: the settings of the recipe, which replace those of a checkpoint.
         end_tokens: the tokens at which a text ends; none: those of the model.
         first_tokens: the tokens with which a text starts, by key; missing: those of the model.

@@ -1,4 +1,4 @@
-"""Names of a model's parameters; a tied parameter has several names."""
+"""Names of a model's parameters and modules; a tied parameter has several names."""
 
 from __future__ import annotations
 
@@ -16,3 +16,20 @@ def aliases(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 def tied_names(model: nn.Module) -> list[list[str]]:
     """Return the names of each tied parameter, in the order of the model."""
     return [names for names in aliases(model).values() if len(names) > 1]
+
+
+def owner_of(name: str) -> str:
+    """Return the name of the module that has the parameter or submodule `name`; empty for the model itself."""
+    return name.rpartition(".")[0]
+
+
+def replace_in(model: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
+    """Replace the parameter or submodule `name` of a model."""
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, value)
+
+
+def prefixes(name: str) -> list[str]:
+    """Return the names of the modules around a module, the outermost first, and its own name."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]

@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.base.disk import save_tensors
 from trainer.base.errors import UsageError
-from trainer.models.names import aliases
-from trainer.models.writing import transformers_class
+from trainer.models.names import aliases, owner_of, prefixes
+from trainer.models.weight_files import transformers_class
 from trainer.parallel.tensor.low_rank import ATTRIBUTE
 from trainer.recipe.schema import Adapter, Model
 
@@ -110,10 +110,9 @@ def _whole_modules(model: nn.Module, own: Collection[str], layers: Collection[st
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found: set[str] = set()
     for name in sorted(own):
-        parts = name.split(".")[:-1]
-        holders = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+        holders = prefixes(name)[:-1]
         whole = [one for one in holders if all(p in own for p in parameters if p.startswith(f"{one}."))]
-        module = whole[0] if whole else ".".join(parts)
+        module = whole[0] if whole else owner_of(name)
         if not module or any(f"{layer}.".startswith(f"{module}.") for layer in layers):
             raise UsageError(
                 f"`--adapter` needs trained weights in modules of their own, but PEFT cannot save {name} without"

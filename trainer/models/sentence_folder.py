@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
-from trainer.models.loading import find_file
+from trainer.models.hub_files import find_file
 from trainer.recipe.schema import Embedding, Model, Recipe
 
 _MODULES = "modules.json"

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
@@ -19,9 +19,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from trainer.base.errors import UsageError
 from trainer.models.families.family import LayerStack, StagePlan, matches, relative_name
 from trainer.models.families.table import FAMILIES, family_of, layers_of
-from trainer.models.names import tied_names
-from trainer.models.sequence_split import change_inputs
-from trainer.models.shapes import Crossing, CrossingShapes, multiplications
+from trainer.models.layer_hooks import change_inputs
+from trainer.models.names import owner_of, prefixes, replace_in, tied_names
+from trainer.models.stage_shapes import Crossing, CrossingShapes, multiplications
 from trainer.models.statistics import persistent_buffers
 from trainer.parallel.pipeline.stand_ins import (
     Absent,
@@ -241,50 +241,42 @@ def _within(name: str, outer: str) -> bool:
     return name == outer or name.startswith(f"{outer}.")
 
 
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-
-
 def _stands_before(stack: LayerStack, name: str) -> bool:
-    return any(matches(pattern, prefix) for pattern in stack.before for prefix in _prefixes(name))
+    return any(matches(pattern, prefix) for pattern in stack.before for prefix in prefixes(name))
 
 
 def _stands_after(stack: LayerStack, name: str) -> bool:
-    return any(matches(pattern, prefix) for pattern in stack.after for prefix in _prefixes(name))
+    return any(matches(pattern, prefix) for pattern in stack.after for prefix in prefixes(name))
 
 
-def _is_group(stack: LayerStack, name: str) -> bool:
-    """Return whether a module only calls some layers of its stack in order."""
-    parts = stack.layers.split(".")
-    first = next((number for number, part in enumerate(parts, 1) if "*" in part), len(parts))
-    return any(matches(".".join(parts[:length]), name) for length in range(first, len(parts)))
+class _StagedModel:
+    """A whole model and its split: the stacks of the layers, and the stages of modules."""
 
-
-class _Owners:
-    """The stage of each module with parameters."""
-
-    def __init__(self, model: nn.Module, plan: StagePlan, split: StageSplit) -> None:
-        self._model = model
-        self._plan = plan
-        self._split = split
-        self._numbers = [
-            [number for number, layer in enumerate(split.layers) if matches(stack.layers, layer)]
-            for stack in plan.stacks
+    def __init__(self, model: nn.Module, split: StageSplit) -> None:
+        self.model = model
+        self.split = split
+        self.plan = plan_of(model)
+        self.stack_of = [
+            next(stack for stack in self.plan.stacks if matches(stack.layers, layer)) for layer in split.layers
         ]
+
+    def relative(self, name: str) -> str:
+        """Return the name of a module as in patterns."""
+        return relative_name(self.model, name)
 
     def stage(self, name: str) -> int:
         """Return the stage of the module with this name in the model."""
-        relative = relative_name(self._model, name)
-        for number, layer in enumerate(self._split.layers):
+        relative = self.relative(name)
+        for number, layer in enumerate(self.split.layers):
             if _within(relative, layer):
-                return self._split.stage_of(number)
-        for stack, numbers in zip(self._plan.stacks, self._numbers, strict=True):
+                return self.split.stage_of(number)
+        for stack in self.plan.stacks:
+            numbers = [number for number, own in enumerate(self.stack_of) if own is stack]
             if numbers and _stands_before(stack, relative):
-                return self._split.stage_of(numbers[0])
+                return self.split.stage_of(numbers[0])
             if numbers and _stands_after(stack, relative):
-                return self._split.stage_of(numbers[-1])
-        return self._split.num_stages - 1
+                return self.split.stage_of(numbers[-1])
+        return self.split.num_stages - 1
 
     def stages(self, name: str, module: nn.Module) -> set[int]:
         """Return the stages of all modules with direct parameters in `module`, including itself."""
@@ -293,6 +285,36 @@ class _Owners:
             for inner, part in module.named_modules()
             if next(part.parameters(recurse=False), None) is not None
         }
+
+    def is_group(self, name: str) -> bool:
+        """Return whether a module only calls some layers of its stack in order."""
+        relative = self.relative(name)
+        for stack in self.plan.stacks:
+            parts = stack.layers.split(".")
+            first = next((number for number, part in enumerate(parts, 1) if "*" in part), len(parts))
+            if any(matches(".".join(parts[:length]), relative) for length in range(first, len(parts))):
+                return True
+        return False
+
+    def crossing(self, layer: int) -> Crossing:
+        """Return the crossing from the stage that ends before this layer to the stage that begins with it."""
+        if not 0 < layer < len(self.stack_of):
+            return Crossing(hidden=False, result=False)
+        stack = self.stack_of[layer]
+        return Crossing(hidden=stack is self.stack_of[layer - 1], result=stack is not self.stack_of[0])
+
+    def copied_module(self, stage: int) -> tuple[str, str, str] | None:
+        """Return the module that only the first layer of a stack has, if this stage's first layer needs a copy.
+
+        These are the names of the module and of its copy in the base model, and the attribute that marks its presence.
+        """
+        start = self.split.starts[stage]
+        stack = self.stack_of[start]
+        original = self.split.layers[self.stack_of.index(stack)]
+        if stack.first_layer is None or self.split.layers[start] == original:
+            return None
+        inner, flag = stack.first_layer
+        return f"{original}.{inner}", f"{self.split.layers[start]}.{inner}", flag
 
 
 def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
@@ -303,78 +325,112 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
         split: the assignment of its layers to stages.
         stage: the number of the stage, from 0.
     """
-    plan = plan_of(model)
-    owners = _Owners(model, plan, split)
-    traffic = StageTraffic()
-    stack_of = [next(stack for stack in plan.stacks if matches(stack.layers, layer)) for layer in split.layers]
-    first = split.starts[stage]
-    following = first + len(split.layers_of(stage))
+    staged, traffic = _StagedModel(model, split), StageTraffic()
+    first, layers = split.starts[stage], split.layers_of(stage)
+    receives, sends = staged.crossing(first), staged.crossing(first + len(layers))
+    later = split.starts[1:]
     shapes = CrossingShapes(
-        model,
-        [split.layers[start] for start in split.starts[1:]],
-        [_crossing(plan, stack_of, start) for start in split.starts[1:]],
-        plan.changes_shape,
+        model, [split.layers[start] for start in later], list(map(staged.crossing, later)), staged.plan.changes_shape
     )
-    origins = {name: names[0] for names in tied_names(model) for name in names}
-    holders: dict[str, set[int]] = {}
-    for name, origin in origins.items():
-        holders.setdefault(origin, set()).add(owners.stage(name.rpartition(".")[0]))
-    for name, origin, holder in _copy_first_layers(model, split, stack_of, stage):
-        origins[name] = origin
-        holders.setdefault(origin, {split.stage_of(stack_of.index(stack_of[split.starts[holder]]))}).add(holder)
-
-    def stand_in(name: str, module: nn.Module, stages: set[int]) -> nn.Module:
-        relative = relative_name(model, name)
-        original = on_meta(module)
-        if min(stages) > stage:
-            # A layer's input is hidden states; modules before a later stack run before there are hidden states.
-            return Later(original, takes_hidden=relative in split.layers)
-        if relative in split.layers:
-            return Passing(original, stack_of[split.layers.index(relative)].num_results)
-        if any(_stands_before(stack, relative) for stack in plan.stacks):
-            return Received(original, traffic)
-        return Absent(original)
-
-    def prune(owner: nn.Module, path: str) -> None:
-        for attribute, child in list(owner.named_children()):
-            name = f"{path}.{attribute}" if path else attribute
-            stages = owners.stages(name, child)
-            # A module that only calls layers stays, because the stand-ins of its layers must be called.
-            is_group = any(_is_group(stack, relative_name(model, name)) for stack in plan.stacks)
-            if stage in stages or is_group:
-                prune(child, name)
-            elif stages:
-                setattr(owner, attribute, stand_in(name, child, stages))
-
-    prune(model, "")
+    origins, holders = _shared_parameters(staged)
+    _copy_first_layer(staged, stage)
+    _stand_in(staged, stage, traffic)
     if stage < split.num_stages - 1:  # like a head, such a buffer belongs to the last stage
         for name in [name for name in persistent_buffers(model) if "." not in name]:
             model._buffers[name] = None
-    receives, sends = _crossing(plan, stack_of, first), _crossing(plan, stack_of, following)
-    base: Any = model.base_model
-    if receives.hidden:
-        _give_hidden(base.get_submodule(split.layers[first]), traffic)
-    for stack in plan.stacks:
-        if stack.result is not None and sends.result and not receives.result:
-            _keep_result(base.get_submodule(stack.result), traffic)
+    _connect(staged, traffic, split.layers[first] if receives.hidden else None, sends.result and not receives.result)
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return StagePart(
-        split.layers_of(stage),
+        layers,
         traffic,
         {name: origin for name, origin in origins.items() if name in own and name != origin},
         {origin: tuple(sorted(stages)) for origin, stages in holders.items() if len(stages) > 1},
         receives,
         sends,
         shapes,
-        next((stack.result_as for stack in plan.stacks if stack.result_as), None) if receives.result else None,
+        next((stack.result_as for stack in staged.plan.stacks if stack.result_as), None) if receives.result else None,
     )
+
+
+def _shared_parameters(staged: _StagedModel) -> tuple[dict[str, str], dict[str, set[int]]]:
+    """Return the first name of each parameter that is tied or copied, and the stages with it, by its first name."""
+    model, base = staged.model, cast(Any, staged.model.base_model)
+    origins = {name: names[0] for names in tied_names(model) for name in names}
+    held = [(origin, staged.stage(owner_of(name))) for name, origin in origins.items()]
+    path = next(name for name, module in model.named_modules() if module is base)
+    at = f"{path}." if path else ""
+    for stage in range(staged.split.num_stages):
+        if copied := staged.copied_module(stage):
+            source, target, _ = copied
+            for name, _ in base.get_submodule(source).named_parameters():
+                origin = origins[f"{at}{target}.{name}"] = f"{at}{source}.{name}"
+                held += [(origin, staged.stage(owner_of(origin))), (origin, stage)]
+    holders: dict[str, set[int]] = {}
+    for origin, stage in held:
+        holders.setdefault(origin, set()).add(stage)
+    return origins, holders
+
+
+def _copy_first_layer(staged: _StagedModel, stage: int) -> None:
+    """Copy the module that only the first layer of a stack has into the first layer of this stage."""
+    base: Any = staged.model.base_model
+    if copied := staged.copied_module(stage):
+        source, target, flag = copied
+        replace_in(base, target, copy.deepcopy(base.get_submodule(source)))
+        setattr(base.get_submodule(owner_of(target)), flag, True)
+
+
+def _stand_in(staged: _StagedModel, stage: int, traffic: StageTraffic) -> None:
+    """Replace the modules of other stages by stand-ins."""
+    split, stack_of = staged.split, staged.stack_of
+
+    def stand_in(name: str, module: nn.Module, stages: set[int]) -> nn.Module:
+        relative, original = staged.relative(name), on_meta(module)
+        if min(stages) > stage:
+            # A layer's input is hidden states; modules before a later stack run before there are hidden states.
+            return Later(original, takes_hidden=relative in split.layers)
+        if relative in split.layers:
+            return Passing(original, stack_of[split.layers.index(relative)].num_results)
+        if any(_stands_before(stack, relative) for stack in staged.plan.stacks):
+            return Received(original, traffic)
+        return Absent(original)
+
+    def prune(owner: nn.Module, path: str) -> None:
+        for attribute, child in list(owner.named_children()):
+            name = f"{path}.{attribute}" if path else attribute
+            stages = staged.stages(name, child)
+            # A module that only calls layers stays, because the stand-ins of its layers must be called.
+            if stage in stages or staged.is_group(name):
+                prune(child, name)
+            elif stages:
+                setattr(owner, attribute, stand_in(name, child, stages))
+
+    prune(staged.model, "")
+
+
+def _connect(staged: _StagedModel, traffic: StageTraffic, first_layer: str | None, keeps_result: bool) -> None:
+    """Give received hidden states to the first layer, and keep the output of a stack that this stage ends."""
+    base: Any = staged.model.base_model
+
+    def received(name: str, _: Tensor) -> Tensor:
+        assert traffic.hidden is not None, "nothing was received"
+        return traffic.hidden
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        traffic.result = output[0]
+
+    if first_layer is not None:
+        change_inputs(base.get_submodule(first_layer), received)
+    for stack in staged.plan.stacks:
+        if stack.result is not None and keeps_result:
+            base.get_submodule(stack.result).register_forward_hook(keep)
 
 
 def trainable_stages(model: nn.Module, split: StageSplit) -> set[int]:
     """Return the stages with a parameter that is not frozen; `model` is whole."""
-    owners = _Owners(model, plan_of(model), split)
+    staged = _StagedModel(model, split)
     names = (name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
-    return {owners.stage(name.rpartition(".")[0]) for name in names}
+    return {staged.stage(owner_of(name)) for name in names}
 
 
 def stage_sizes(model: nn.Module, split: StageSplit) -> list[int]:
@@ -390,53 +446,3 @@ def stage_sizes(model: nn.Module, split: StageSplit) -> list[int]:
         cut_stage(part, split, stage)
         sizes.append(sum(parameter.numel() for parameter in part.parameters()))
     return sizes
-
-
-def _crossing(plan: StagePlan, stack_of: Sequence[LayerStack], layer: int) -> Crossing:
-    """Return the crossing from the stage that ends before this layer to the stage that begins with it."""
-    if not 0 < layer < len(stack_of):
-        return Crossing(hidden=False, result=False)
-    stack = stack_of[layer]
-    return Crossing(hidden=stack is stack_of[layer - 1], result=stack is not stack_of[0])
-
-
-def _copy_first_layers(
-    model: nn.Module, split: StageSplit, stack_of: Sequence[LayerStack], stage: int
-) -> Iterator[tuple[str, str, int]]:
-    """Copy modules that only the first layer of a stack has into the first layer of this stage.
-
-    Yields:
-        The names of each copied parameter and of its original, and the stage with the copy, for all stages.
-    """
-    base: Any = model.base_model
-    prefix = next(name for name, module in model.named_modules() if module is base)
-    for holder, start in enumerate(split.starts):
-        stack = stack_of[start]
-        original = split.layers[stack_of.index(stack)]
-        if stack.first_layer is None or split.layers[start] == original:
-            continue
-        inner, flag = stack.first_layer
-        source, target = f"{original}.{inner}", f"{split.layers[start]}.{inner}"
-        owner, _, attribute = target.rpartition(".")
-        module = base.get_submodule(source)
-        if holder == stage:
-            setattr(base.get_submodule(owner), attribute, copy.deepcopy(module))
-            setattr(base.get_submodule(owner), flag, True)
-        at = f"{prefix}." if prefix else ""
-        for name, _ in module.named_parameters():
-            yield f"{at}{target}.{name}", f"{at}{source}.{name}", holder
-
-
-def _give_hidden(layer: nn.Module, traffic: StageTraffic) -> None:
-    def received(name: str, _: Tensor) -> Tensor:
-        assert traffic.hidden is not None, "nothing was received"
-        return traffic.hidden
-
-    change_inputs(layer, received)
-
-
-def _keep_result(module: nn.Module, traffic: StageTraffic) -> None:
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        traffic.result = output[0]
-
-    module.register_forward_hook(keep)

@@ -95,7 +95,6 @@ def buffers_hash(models: Iterable[nn.Module], mesh: ParallelMesh) -> str | None:
 
     Args:
         models: this rank's model, or its pipeline stages.
-        mesh: the mesh of all ranks.
     """
     digests = {name: _digest(buffer) for model in models for name, buffer in _persistent(model)}
     if mesh.size("pp") > 1:  # each rank has the buffers of its own stages only

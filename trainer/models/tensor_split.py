@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -25,12 +25,12 @@ from trainer.models.dropout import move_site
 from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
 from trainer.models.families.table import FAMILIES, family_of, layers_of
 from trainer.models.forward_context import run_within
-from trainer.models.names import tied_names
-from trainer.models.sequence_split import HIDDEN_STATES, Stacks, change_inputs, cut_rotations
+from trainer.models.layer_hooks import HIDDEN_STATES, Stacks, change_inputs, cut_rotations
+from trainer.models.names import prefixes, replace_in, tied_names
 from trainer.parallel.communication import Group, copy_to_group, group_size, in_product_type, index_in_group
-from trainer.parallel.dropout import DropoutSite, KeyedDropout
+from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.pipeline.stand_ins import Absent
-from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split, whole
 from trainer.parallel.sharded_sequence import SEQUENCE_DIM, ContextCut, ContextSplit, SequenceCut
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
@@ -38,6 +38,7 @@ from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLine
 from trainer.parallel.tensor.low_rank import LowRank
 
 _INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # named arguments that are inputs
+_Part = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding
 _HEADS_DIM = 1  # in attention probabilities `[batch, heads, queries, keys]`
 
 
@@ -146,7 +147,6 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False, context:
 
     Args:
         model: the whole model, equal on every rank of the group, or on the meta device.
-        group: the group of the tensor axis.
         sequence: whether the hidden states between the matrices of a layer are sharded by position.
         context: whether all hidden states in layers are; attention then shares the heads.
 
@@ -156,46 +156,18 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False, context:
     Raises:
         UsageError: `check_split` refuses the model.
     """
-    parts = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding
-    assert not any(isinstance(module, parts) for module in model.modules()), "the model is cut already"
+    assert not any(isinstance(module, _Part) for module in model.modules()), "the model is cut already"
     check_split(model, group_size(group), sequence, context)
-    family = family_of(model)
-    plan = _of_context(_plan_of(family, context)) if context else _plan_of(family)
+    plan = _plan_of(family_of(model), context)
     tied = tied_names(model)
-    places = list(_places(model))
-    shared = [place.name for place in places if _any(plan.shared_inputs, place)]
-    kind: Callable[[Group], SequenceCut] = SequenceCut
-    if context:
-        split = context_split(model.config, group_size(group))
-        assert split is not None, "the check refuses other families"
-        kind = partial(ContextCut, split=split)
-        if split.ring > 1:
-            cast(Any, model.config)._attn_implementation = RING_ATTENTION
-    stacks = _stacks(model, group, kind) if sequence or context else None
-    placements: Placements = {}
-    replaced: set[str] = set()
-    for place in places:
-        if place.name.rpartition(".")[0] in replaced:  # a product for LoRA, which its layer has cut
-            replaced.add(place.name)
-            continue
-        cut = stacks.cut_of(place.name) if stacks else None
-        part = _part(place, plan, group, shared, cut)
-        if part is not None:
-            setattr(place.owner, place.attribute, part)
-            replaced.add(place.name)
-            placements |= part.placements(f"{place.name}.")
-        elif _any(plan.shared_inputs, place):
-            _sum_input_gradients(place.module, group, cut)
-        for pattern, attributes in plan.divided.items():
-            if matches(pattern, place.relative):
-                for attribute in attributes:
-                    setattr(place.module, attribute, getattr(place.module, attribute) // group_size(group))
-        _cut_dropout(place, plan, group, cut)
-        if isinstance(cut, ContextCut) and _any(plan.attention, place):
-            share_heads(place.module, cut)
-            cut_rotations(place.module, cut)
-        if _any(plan.partial, place) or (cut and part is None):
-            placements |= _partial(place)
+    stacks = _stacks(model, group, context) if sequence or context else None
+    cutting = _Cutting(model, _of_context(plan) if context else plan, group, stacks)
+    placements = cutting.replace_matrices()
+    cutting.sum_input_gradients()
+    cutting.divide_attributes()
+    cutting.cut_dropouts()
+    cutting.share_heads()
+    placements |= cutting.partial_placements()
     if stacks:
         stacks.cut_ends()
     if buffers := [name for name in plan.vocabulary_buffers if model._buffers.get(name) is not None]:
@@ -204,7 +176,126 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False, context:
     for names in tied:  # a tied parameter has one placement, under its first name
         placed = next((placements[name] for name in names if name in placements), None)
         placements |= {names[0]: replace(placed, name=names[0])} if placed else {}
-    return {name: placements.get(name) or _whole(model, name) for name, _ in model.named_parameters()}
+    return whole(model) | {name: placements[name] for name, _ in model.named_parameters() if name in placements}
+
+
+class _Cutting:
+    """The cut of a model over the ranks of the tensor axis, one concern at a time.
+
+    Args:
+        stacks: the stacks of layers, if positions are sharded.
+    """
+
+    def __init__(self, model: nn.Module, plan: TensorPlan, group: Group, stacks: Stacks | None) -> None:
+        self._plan = plan
+        self._group = group
+        self._stacks = stacks
+        self._replaced: dict[str, nn.Module] = {}
+        places = list(_places(model))
+        matrices = (*plan.columns, *plan.rows, *plan.embeddings, *plan.head_embeddings, *plan.vocabulary_heads)
+        cut = {place.name for place in places if _any(matrices, place)}
+        # A module inside of a matrix is a product for LoRA, which its layer cuts.
+        self._places = [place for place in places if cut.isdisjoint(prefixes(place.name)[:-1])]
+        self._cut = cut
+
+    def _cut_of(self, place: _Place) -> SequenceCut | None:
+        return self._stacks.cut_of(place.name) if self._stacks else None
+
+    def _matching(self, patterns: Iterable[str]) -> list[_Place]:
+        return [place for place in self._places if _any(patterns, place)]
+
+    def replace_matrices(self) -> Placements:
+        """Replace embeddings and matrices by this rank's parts, and return the placements of the parts."""
+        shared = [place.name for place in self._matching(self._plan.shared_inputs)]
+        placements: Placements = {}
+        for place in self._places:
+            if place.name in self._cut:
+                part = self._part(place, not set(shared).isdisjoint(prefixes(place.name)[:-1]))
+                setattr(place.owner, place.attribute, part)
+                placements |= part.placements(f"{place.name}.")
+        return placements
+
+    def _part(self, place: _Place, has_sharer: bool) -> _Part:
+        """Return the replacement of a module; `has_sharer`: a module around it sums the gradient of its input."""
+        plan, group, cut = self._plan, self._group, self._cut_of(place)
+        module: Any = place.module
+        transposed = isinstance(module, Conv1D)
+
+        def column(blocks: int) -> ColumnParallelLinear:
+            copies_input = not has_sharer and cut is None
+            part = ColumnParallelLinear(module, group, blocks=blocks, transposed=transposed, copies_input=copies_input)
+            if cut and not has_sharer:
+                change_inputs(part, lambda _, hidden: cut.gather(hidden))
+            return part
+
+        makers: list[tuple[Iterable[str], Callable[[], _Part]]] = [
+            *(((pattern,), partial(column, blocks)) for pattern, blocks in plan.columns.items()),
+            (plan.rows, lambda: RowParallelLinear(module, group, transposed=transposed, sequence_parallel=bool(cut))),
+            (plan.embeddings, lambda: VocabParallelEmbedding(module, group, scale=_scale(module))),
+            (plan.head_embeddings, lambda: FeatureParallelEmbedding(module, group)),
+            (plan.vocabulary_heads, lambda: ColumnParallelLinear(module, group, copies_input=True, pads=True)),
+        ]
+        return next(make() for patterns, make in makers if _any(patterns, place))
+
+    def sum_input_gradients(self) -> None:
+        """Insert `f` before the modules that share inputs: it keeps them, and sums their gradients over the group.
+
+        Hidden states that are sharded by position are gathered instead. A decoder's input from the encoder is whole on
+        every rank.
+        """
+        group = self._group
+
+        def shared(cut: SequenceCut | None, name: str, tensor: Tensor) -> Tensor:
+            if cut and name == HIDDEN_STATES:
+                return cut.gather(tensor)
+            return copy_to_group(in_product_type(tensor), group)
+
+        for place in self._matching(self._plan.shared_inputs):
+            change_inputs(place.module, partial(shared, self._cut_of(place)), _INPUTS)
+
+    def divide_attributes(self) -> None:
+        """Divide sizes by the number of ranks."""
+        size = group_size(self._group)
+        for pattern, attributes in self._plan.divided.items():
+            for place in self._matching([pattern]):
+                for attribute in attributes:
+                    setattr(place.module, attribute, getattr(place.module, attribute) // size)
+
+    def cut_dropouts(self) -> None:
+        """Set the part of each dropout that works on this rank's heads, features or positions."""
+        plan, index = self._plan, index_in_group(self._group)
+        for place in self._places:
+            cut, module = self._cut_of(place), place.module
+            of_heads = cut.head_part if isinstance(cut, ContextCut) else index
+            if _any(plan.attention, place):
+                move_site(module, partial(replace, cut_dim=_HEADS_DIM, part=of_heads))
+            if not isinstance(module, KeyedDropout):
+                continue
+            if _any(plan.split_dropouts, place):
+                module.site = replace(module.site, cut_dim=-1, part=index)
+            elif _any(plan.head_dropouts, place):
+                module.site = replace(module.site, cut_dim=_HEADS_DIM, part=of_heads)
+            elif cut:
+                module.site = replace(module.site, cut_dim=SEQUENCE_DIM, sequence=cut)
+
+    def share_heads(self) -> None:
+        """Let attention exchange positions for heads, if layers have this rank's positions only."""
+        for place in self._matching(self._plan.attention):
+            cut = self._cut_of(place)
+            if isinstance(cut, ContextCut):
+                share_heads(place.module, cut)
+                cut_rotations(place.module, cut)
+
+    def partial_placements(self) -> Placements:
+        """Return the placements of replicated parameters that are applied to this rank's part only."""
+        return {
+            name: ParameterPlacement(
+                name, tuple(parameter.shape), partial_over=("dp", TENSOR_AXIS), trainable=parameter.requires_grad
+            )
+            for place in self._places
+            if _any(self._plan.partial, place) or (self._cut_of(place) and place.name not in self._cut)
+            for name, parameter in place.module.named_parameters(place.name, recurse=False)
+        }
 
 
 def _of_context(plan: TensorPlan) -> TensorPlan:
@@ -226,7 +317,16 @@ def _plan_of(family: ModelFamily, context: bool = False) -> TensorPlan:
     return family.tensor
 
 
-def _stacks(model: nn.Module, group: Group, kind: Callable[[Group], SequenceCut]) -> Stacks:
+def _stacks(model: nn.Module, group: Group, context: bool) -> Stacks:
+    """Return the stacks of layers with their sequence cuts; context ranks may form a ring for attention."""
+    kind: Callable[[Group], SequenceCut] = SequenceCut
+    config: Any = model.config
+    if context:
+        split = context_split(config, group_size(group))
+        assert split is not None, "the check refuses other families"
+        kind = partial(ContextCut, split=split)
+        if split.ring > 1:
+            config._attn_implementation = RING_ATTENTION
     layers = {id(layer) for layer in layers_of(model).values()}
     return Stacks({name: module for name, module in model.named_modules() if id(module) in layers}, group, kind)
 
@@ -275,74 +375,12 @@ def _without(plan: TensorPlan, dropouts: Collection[str]) -> TensorPlan:
     return replace(plan, split_dropouts=kept)
 
 
-def _part(
-    place: _Place, plan: TensorPlan, group: Group, shared: list[str], cut: SequenceCut | None
-) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding | None:
-    """Return the replacement of a module, or None if it stays."""
-    module, transposed = place.module, isinstance(place.module, Conv1D)
-    for pattern, blocks in plan.columns.items():
-        if matches(pattern, place.relative):
-            has_sharer = any(place.name.startswith(f"{name}.") for name in shared)
-            part = ColumnParallelLinear.from_whole(
-                module, group, blocks=blocks, transposed=transposed, copies_input=not has_sharer and cut is None
-            )
-            if cut and not has_sharer:
-                change_inputs(part, lambda _, hidden: cut.gather(hidden))
-            return part
-    if _any(plan.rows, place):
-        return RowParallelLinear.from_whole(
-            module, group, transposed=transposed, sequence_parallel=cut is not None, sequence_dim=SEQUENCE_DIM
-        )
-    if _any(plan.embeddings, place):
-        assert isinstance(module, nn.Embedding)
-        return VocabParallelEmbedding.from_whole(module, group, scale=_scale(module))
-    if _any(plan.head_embeddings, place):
-        assert isinstance(module, nn.Embedding)
-        return FeatureParallelEmbedding.from_whole(module, group)
-    if _any(plan.vocabulary_heads, place):
-        return ColumnParallelLinear.from_whole(module, group, copies_input=True, pads=True)
-    return None
-
-
 def _scale(embedding: nn.Embedding) -> float | None:
     """Return the factor of an embedding that multiplies its vectors; transformers has such a class for each model."""
     scale = getattr(embedding, "embed_scale", None)
     return (
         scale if type(embedding).__name__.endswith("ScaledWordEmbedding") and isinstance(scale, int | float) else None
     )
-
-
-def _sum_input_gradients(module: nn.Module, group: Group, cut: SequenceCut | None) -> None:
-    """Insert `f` before a module: it keeps the inputs, and sums their gradients over the group.
-
-    Hidden states that are sharded by position are gathered instead. A decoder's input from the encoder is whole on
-    every rank.
-    """
-
-    def copy(name: str, tensor: Tensor) -> Tensor:
-        return cut.gather(tensor) if cut and name == HIDDEN_STATES else copy_to_group(in_product_type(tensor), group)
-
-    change_inputs(module, copy, _INPUTS)
-
-
-def _cut_dropout(place: _Place, plan: TensorPlan, group: Group, cut: SequenceCut | None) -> None:
-    """Set the part of a dropout that works on this rank's heads, features or positions."""
-    part = cut.head_part if isinstance(cut, ContextCut) else index_in_group(group)
-
-    def on_heads(site: DropoutSite) -> DropoutSite:
-        return replace(site, cut_dim=_HEADS_DIM, part=part)
-
-    if _any(plan.attention, place):
-        move_site(place.module, on_heads)
-    if not isinstance(place.module, KeyedDropout):
-        return
-    site = place.module.site
-    if _any(plan.split_dropouts, place):
-        place.module.site = replace(site, cut_dim=-1, part=index_in_group(group))
-    elif _any(plan.head_dropouts, place):
-        place.module.site = on_heads(site)
-    elif cut:
-        place.module.site = replace(site, cut_dim=SEQUENCE_DIM, sequence=cut)
 
 
 @contextmanager
@@ -365,20 +403,4 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
         # A parameter outside the replaced modules is still whole; the part is the smaller one.
         part = min(parts, key=lambda parameter: parameter.numel())
         for name in group:
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, part)
-
-
-def _whole(model: nn.Module, name: str) -> ParameterPlacement:
-    parameter = model.get_parameter(name)
-    return ParameterPlacement(name, tuple(parameter.shape), trainable=parameter.requires_grad)
-
-
-def _partial(place: _Place) -> Placements:
-    """Return the placements of replicated parameters that are applied to this rank's part only."""
-    return {
-        name: ParameterPlacement(
-            name, tuple(parameter.shape), partial_over=("dp", TENSOR_AXIS), trainable=parameter.requires_grad
-        )
-        for name, parameter in place.module.named_parameters(place.name, recurse=False)
-    }
+            replace_in(model, name, part)

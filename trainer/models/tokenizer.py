@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from trainer.base.errors import UsageError
-from trainer.models.building import CANNOT_READ, not_found
+from trainer.models.configuration import CANNOT_READ, not_found
 from trainer.recipe.schema import Model
 
 _FEWEST_TOKENS = 3  # without special tokens
@@ -108,7 +108,6 @@ def tokenizer_notes(recipe: Model, tokenizer: Any, vocab_size: int | None) -> li
     """Compare a tokenizer with the model's embedding.
 
     Args:
-        recipe: the recipe's `model`.
         tokenizer: the loaded tokenizer.
         vocab_size: the number of tokens with an embedding, or None if it is unknown.
 

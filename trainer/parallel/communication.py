@@ -64,7 +64,7 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
 
     `x`, y and the gradients have one shape; `x` is equal on all ranks.
     """
-    return _apply(_CopyToGroup, x, group)
+    return _apply(x, group, "copy_to_group")
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
@@ -72,7 +72,7 @@ def reduce_from_group(x: Tensor, group: Group) -> Tensor:
 
     `x`, y and the gradients have one shape; y and dy are equal on all ranks.
     """
-    return _apply(_ReduceFromGroup, x, group)
+    return _apply(x, group, "reduce_from_group")
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
@@ -80,14 +80,13 @@ def gather_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
 
     Args:
         x: this rank's positions, `[..., part of total, ...]`; dx has this shape.
-        group: the tensor axis.
         dim: the dimension of the positions.
         total: the number of positions of the whole sequence.
 
     Returns:
         y, `[..., total, ...]`; dy has this shape and differs between the ranks.
     """
-    return _apply(_GatherSequence, x, group, dim, total)
+    return _apply(x, group, "gather_sequence", dim, total)
 
 
 def scatter_sum_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -97,13 +96,12 @@ def scatter_sum_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
 
     Args:
         x: partial sums of the whole sequence, `[..., total, ...]`; dx has this shape.
-        group: the tensor axis.
         dim: the dimension of the positions.
 
     Returns:
         y, `[..., part of total, ...]`; dy has this shape.
     """
-    return _apply(_ScatterSumSequence, x, group, dim)
+    return _apply(x, group, "scatter_sum_sequence", dim, x.shape[dim])
 
 
 def split_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -111,13 +109,12 @@ def split_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
 
     Args:
         x: equal on all ranks, `[..., total, ...]`; dx has this shape.
-        group: the tensor axis.
         dim: the dimension of the positions.
 
     Returns:
         y, `[..., part of total, ...]`, a view of `x`; dy has this shape.
     """
-    return _apply(_SplitSequence, x, group, dim)
+    return _apply(x, group, "split_sequence", dim, x.shape[dim])
 
 
 def join_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
@@ -128,14 +125,13 @@ def join_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
 
     Args:
         x: this rank's positions, `[..., part of total, ...]`; dx has this shape.
-        group: the tensor axis.
         dim: the dimension of the positions.
         total: the number of positions of the whole sequence.
 
     Returns:
         y, `[..., total, ...]`; dy has this shape.
     """
-    return _apply(_JoinSequence, x, group, dim, total)
+    return _apply(x, group, "join_sequence", dim, total)
 
 
 def positions_to_heads(x: Tensor, group: Group, degree: int) -> Tensor:
@@ -147,13 +143,12 @@ def positions_to_heads(x: Tensor, group: Group, degree: int) -> Tensor:
 
     Args:
         x: all heads of this rank's positions, `[batch, heads, positions, head_dim]`; dx has this shape.
-        group: the ranks.
         degree: the number of ranks that exchange; it divides the heads and the ranks.
 
     Returns:
         y, `[batch, heads / degree, positions * degree, head_dim]`; dy has this shape.
     """
-    return x if degree == 1 else _apply(_PositionsToHeads, x, group, degree)
+    return x if degree == 1 else _apply(x, group, "positions_to_heads", degree)
 
 
 def heads_to_positions(x: Tensor, group: Group, degree: int) -> Tensor:
@@ -161,7 +156,7 @@ def heads_to_positions(x: Tensor, group: Group, degree: int) -> Tensor:
 
     It is the inverse of `positions_to_heads`, with the same shapes in the other order.
     """
-    return x if degree == 1 else _apply(_HeadsToPositions, x, group, degree)
+    return x if degree == 1 else _apply(x, group, "heads_to_positions", degree)
 
 
 def begin_shift(tensors: Sequence[Tensor], group: Group, distance: int, tag: int = 0) -> Callable[[], list[Tensor]]:
@@ -171,7 +166,6 @@ def begin_shift(tensors: Sequence[Tensor], group: Group, distance: int, tag: int
 
     Args:
         tensors: tensors of the same shapes and types on all ranks; they must not change before the returned call.
-        group: the ranks.
         distance: the distance of the neighbours.
         tag: a number that tells apart shifts that run at the same time, on gloo; NCCL keeps their order.
 
@@ -198,105 +192,32 @@ def begin_shift(tensors: Sequence[Tensor], group: Group, distance: int, tag: int
     return wait
 
 
-def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group, *args: int) -> Tensor:
+def _apply(x: Tensor, group: Group, name: str, *args: int) -> Tensor:
     if group is None or group_size(group) == 1:
         return x
-    return cast(Tensor, function.apply(x, group, *args))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Collective.apply(x, group, name, *args))  # type: ignore[no-untyped-call]
 
 
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Collective(torch.autograd.Function):
+    """A collective of `_FORWARD_AND_BACKWARD`; both passes have the same further arguments."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(grad, ctx.group), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, name: str, *args: int) -> Tensor:
+        ctx.group, ctx.name, ctx.args = group, name, args
+        return _FORWARD_AND_BACKWARD[name][0](x, group, *args)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
+        return _FORWARD_AND_BACKWARD[ctx.name][1](grad, ctx.group, *ctx.args), None, None, *[None] * len(ctx.args)
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gather(x, group, dim, total)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _scatter_sum(grad, ctx.group, ctx.dim), None, None, None
+def _view(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)  # autograd needs another tensor than the input
 
 
-class _ScatterSumSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.total = group, dim, x.shape[dim]
-        return _scatter_sum(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grad, ctx.group, ctx.dim, ctx.total), None, None
-
-
-class _SplitSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.total = group, dim, x.shape[dim]
-        return _slice(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grad, ctx.group, ctx.dim, ctx.total), None, None
-
-
-class _JoinSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gather(x, group, dim, total)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _slice(grad, ctx.group, ctx.dim), None, None, None
-
-
-class _PositionsToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
-        ctx.group, ctx.degree = group, degree
-        return _to_heads(x, group, degree)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_positions(grad, ctx.group, ctx.degree), None, None
-
-
-class _HeadsToPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
-        ctx.group, ctx.degree = group, degree
-        return _to_positions(x, group, degree)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_heads(grad, ctx.group, ctx.degree), None, None
+def _same(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return grad
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -306,8 +227,8 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def _slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    start, stop = bounds_of_part(x.shape[dim], index_in_group(group), group_size(group))
+def _slice(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
+    start, stop = bounds_of_part(total, index_in_group(group), group_size(group))
     return x.narrow(dim, start, stop - start)
 
 
@@ -335,8 +256,8 @@ def _gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor
     )
 
 
-def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    size, dim, total = group_size(group), dim % x.dim(), x.shape[dim]
+def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
+    size, dim = group_size(group), dim % x.dim()
     shape = _part_shape(x, dim, total, size)
     make = x.new_empty if total == size * shape[dim] else x.new_zeros
     sent = make(size, *shape)
@@ -376,6 +297,19 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         sizes = [sent[0].numel() if first <= rank < first + degree else 0 for rank in range(size)]
     dist.all_to_all_single(received.view(-1), sent.view(-1), sizes, sizes, group=group)
     return received
+
+
+_FORWARD_AND_BACKWARD: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "copy_to_group": (_view, _sum),
+    "reduce_from_group": (_sum, _same),
+    "gather_sequence": (_gather, _scatter_sum),
+    "scatter_sum_sequence": (_scatter_sum, _gather),
+    "split_sequence": (_slice, _gather),
+    "join_sequence": (_gather, _slice),
+    "positions_to_heads": (_to_heads, _to_positions),
+    "heads_to_positions": (_to_positions, _to_heads),
+}
+"""The two passes of each function of the table above."""
 
 
 def all_gather_single() -> Callable[..., Any]:

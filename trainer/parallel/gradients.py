@@ -25,7 +25,6 @@ class OverlappedSums:
 
     Args:
         parameters: the parameters, in the order of the forward pass. The same ones get gradients on all ranks.
-        group: the ranks.
         sent_in: the type in which gradients are sent; None: their own.
         run_wait: a function that runs each wait for a bucket; a clock may leave out its time.
     """

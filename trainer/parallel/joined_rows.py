@@ -101,7 +101,6 @@ class PackedTokens:
         Args:
             lengths: the tokens of each row, padded on the right, `[batch]`.
             width: the positions of the padded rows.
-            device: the device of the model.
         """
         order = np.argsort([-length for length in lengths], kind="stable")
         ordered = np.asarray(lengths)[order]

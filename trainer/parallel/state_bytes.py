@@ -42,7 +42,6 @@ def state_bytes(
     """Return the bytes on the rank that holds the most.
 
     Args:
-        placements: the placements of the parameters.
         sizes: the size of each mesh axis.
         cut_gradients: whether gradients are sharded over the shard group.
         cut_optimizer: whether the optimizer state is sharded over the shard group.

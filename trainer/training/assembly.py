@@ -29,14 +29,15 @@ from trainer.checkpoint.store import FOLDER_SECONDS, CheckpointStore
 from trainer.checkpoint.tier import Tier
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import GlobalOrder
-from trainer.engine.builders import build_engine, partitioned_loading, planned_cuts
+from trainer.engine.builders import build_engine, partitioned_loading
 from trainer.engine.engine import Engine
 from trainer.models.attention import attention_notes
-from trainer.models.building import BuiltModel, build_model
-from trainer.models.cutting import ModelCut
+from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.models.dropout import dropout_notes
+from trainer.models.fill import build_model
 from trainer.models.generation import set_generation
-from trainer.models.saving import save_configuration
+from trainer.models.place import PlacedModel, planned_cuts
+from trainer.models.save import save_configuration
 from trainer.models.statistics import buffers_hash
 from trainer.models.tensor_split import context_notes
 from trainer.observe.meter import Meter
@@ -68,7 +69,7 @@ class Assembly:
     plan: RunPlan
     mesh: ParallelMesh
     data: PreparedData
-    built: list[BuiltModel]
+    built: list[PlacedModel]
     engine: Engine
     saved: Saved
     progress: Progress
@@ -243,7 +244,7 @@ class Assembly:
             return ()
         stages = pipeline.stages_of(self.mesh.index("pp"))
         sizes = [sum(p.numel() for p in model.parameters()) for model in self.models]
-        layers = [part.part.layers if part.part else () for part in self.built]
+        layers = [part.stage.layers if part.stage else () for part in self.built]
         own = list(zip(stages, layers, sizes, strict=True)) if self.mesh.is_first_replica else []
         gathered = self.mesh.gather(own)
         texts = [str(pipeline)]
@@ -274,6 +275,19 @@ def train_batches(plan: RunPlan, mesh: ParallelMesh, data: PreparedData, start_s
     )
 
 
+def describe_model(recipe: Recipe, data: PreparedData) -> ModelDescription:
+    """Describe the model of a recipe for its task and data."""
+    task = data.task
+    use = ModelUse(
+        task.auto_class_name,
+        task.model_options(),
+        data.preparation.padding_token,
+        task.unused_modules,
+        task.packs_documents,
+    )
+    return describe(recipe.model, recipe.training, use)
+
+
 def assemble(
     plan: RunPlan,
     mesh: ParallelMesh,
@@ -297,21 +311,9 @@ def assemble(
     recipe, task = plan.recipe, data.task
     reading = ranks_of_node(mesh) if recipe.parallel.load == "broadcast" else nullcontext()
     with reading as node:
-        built = [
-            build_model(
-                recipe.model,
-                recipe.training,
-                task.auto_class_name,
-                task.model_options(),
-                partial(partitioned_loading, plan, mesh.device),
-                cut if node is None else cut or ModelCut(None),
-                data.preparation.padding_token,
-                task.unused_modules,
-                task.packs_documents,
-                node,
-            )
-            for cut in planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
-        ]
+        described, loading = describe_model(recipe, data), partial(partitioned_loading, plan, mesh.device)
+        cuts = planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
+        built = [build_model(described, cut, loading, node) for cut in cuts]
     placed = load_teacher(plan, mesh, task, data.preparation.padding_token)
     models = [part.model for part in built]
     for model in models:

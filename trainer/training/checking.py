@@ -24,9 +24,11 @@ from trainer.data.loader import require_fitting_rows
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.engine.precision import rounded_by_autocast
 from trainer.models.adapters import adapt
-from trainer.models.building import build_on_meta, check_weights, load_config
+from trainer.models.configuration import load_config
+from trainer.models.describe import ModelUse, describe
 from trainer.models.families.table import FAMILIES
-from trainer.models.joined_rows import check_packing
+from trainer.models.fill import check_weights
+from trainer.models.layer_hooks import check_packing
 from trainer.models.sentence_folder import embedding_notes
 from trainer.models.stage_split import split_stages, stage_sizes
 from trainer.models.tensor_split import check_split, context_notes
@@ -127,7 +129,7 @@ def _memory_notes(recipe: Recipe, has_model: bool) -> list[str]:
     task = build_task(recipe.task)
     is_known = not isinstance(task, NamedClasses) or task.class_names is not None
     options = task.model_options() if is_known else {}
-    model = build_on_meta(recipe.model, recipe.training, task.auto_class_name, options)
+    model = describe(recipe.model, recipe.training, ModelUse(task.auto_class_name, options)).on_meta()
     in_bf16 = set() if recipe.weights == "fp32" else rounded_by_autocast(model)
     needed = KEPT * sum(
         parameter.numel() * (_BF16_BYTES if name in in_bf16 else _FP32_BYTES)
@@ -231,11 +233,14 @@ def check_model(
     if not isinstance(recipe.task, ImageKeys):
         with problems.collect():
             require_fit(recipe, load_config(recipe.model, {}))
+    stages = described = model = None
     with problems.collect():
-        check_weights(recipe.model, task.auto_class_name, known)
-    stages = model = None
-    with problems.collect():
-        model = build_on_meta(recipe.model, recipe.training, task.auto_class_name, options or {})
+        described = describe(recipe.model, recipe.training, ModelUse(task.auto_class_name, options or {}))
+    if described is not None:
+        with problems.collect():
+            check_weights(described, has_options=known is not None)
+        with problems.collect():
+            model = described.on_meta()
     if model is not None:
         with problems.collect():
             adapt(model, recipe.model, recipe.training.seed)

@@ -12,7 +12,7 @@ import numpy as np
 from trainer.base.text import listed
 from trainer.data.order import Mixture
 from trainer.data.split import EncodedSplit
-from trainer.models.building import rotary_positions
+from trainer.models.configuration import rotary_positions
 from trainer.recipe.schema import FileData, Recipe
 from trainer.tasks.classes import plain_name
 from trainer.tasks.task import Task, TextTask

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from trainer.base.errors import ExitCode, UsageError
-from trainer.models.building import load_config
+from trainer.models.configuration import load_config
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan, plan_run

@@ -27,9 +27,9 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
 from trainer.engine.state import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.models.adapters import MergedWeights
-from trainer.models.building import build_base
+from trainer.models.fill import build_base
 from trainer.models.peft_folder import write_adapter
-from trainer.models.writing import LARGEST_FILE_BYTES, UnknownModelError, described_model, plan_files
+from trainer.models.weight_files import LARGEST_FILE_BYTES, UnknownModelError, described_model, plan_files
 from trainer.parallel.shards.boxes import Box, TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.schema import Model

@@ -17,7 +17,7 @@ from trainer.data.image_split import encode_images
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenised_split import encode_split
-from trainer.models.building import (
+from trainer.models.configuration import (
     checkpoint_labels,
     load_config,
     max_positions,

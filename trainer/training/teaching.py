@@ -14,23 +14,17 @@ from trainer.base.errors import Problems, RecipeError, UsageError
 from trainer.engine.forward import without_cache
 from trainer.engine.precision import cast_forward
 from trainer.engine.sharded import Sharding, shard
-from trainer.models.building import (
-    BuiltModel,
-    build_model,
-    build_on_meta,
-    check_weights,
-    load_config,
-    max_positions,
-    vocabulary_size,
-)
-from trainer.models.cutting import ModelCut, model_cuts
+from trainer.models.configuration import load_config, max_positions, vocabulary_size
+from trainer.models.describe import ModelDescription, ModelUse, describe
+from trainer.models.fill import build_model, check_weights
 from trainer.models.image_processor import load_image_processor
+from trainer.models.place import PlacedModel, tensor_cut
 from trainer.models.statistics import persistent_buffers
 from trainer.models.teacher import Teacher
 from trainer.models.tensor_split import check_split
 from trainer.models.tokenizer import load_tokenizer
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.placement import PIPELINE_AXIS, Placements, whole
+from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.parallel.shards.boxes import tensor_part, whole_part
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.plan import RunPlan
@@ -61,6 +55,11 @@ def described_teacher(recipe: Recipe) -> Model:
     return Model(name_or_path=recipe.distillation.teacher, revision=recipe.distillation.revision)
 
 
+def describe_teacher(recipe: Recipe, use: ModelUse) -> ModelDescription:
+    """Describe the teacher of a recipe for the use by its task."""
+    return describe(described_teacher(recipe), recipe.training, use)
+
+
 def teacher_classes(recipe: Recipe) -> tuple[str, ...]:
     """Return the class names of the teacher, in the order of its head."""
     with _naming_the_teacher():
@@ -81,12 +80,11 @@ def check_teacher(plan: RunPlan, task: Task, preparation: Preparation | None) ->
         RecipeError: several of these hold.
     """
     recipe, problems = plan.recipe, Problems()
-    described = described_teacher(recipe)
     with _naming_the_teacher():
-        config = load_config(described, {})
-        model = build_on_meta(described, recipe.training, task.auto_class_name, {})
+        described = describe_teacher(recipe, ModelUse(task.auto_class_name))
+        model = described.on_meta()
     with problems.collect(), _naming_the_teacher():
-        _require_all(recipe, check_weights(described, task.auto_class_name, {}))
+        _require_all(recipe, check_weights(described))
     with problems.collect():
         _columns(recipe, task)
     parallel = recipe.parallel
@@ -95,7 +93,7 @@ def check_teacher(plan: RunPlan, task: Task, preparation: Preparation | None) ->
             check_split(model, parallel.tensor_ranks, parallel.sequence, parallel.context > 1)
     if preparation is not None:
         with problems.collect(), _naming_the_teacher():
-            _require_same_inputs(recipe, task, preparation, config)
+            _require_same_inputs(recipe, task, preparation, described.config)
     problems.raise_all()
 
 
@@ -117,16 +115,8 @@ def load_teacher(plan: RunPlan, mesh: ParallelMesh, task: Task, padding_token: i
     teacher, own = None, 0
     if has_teacher(plan, mesh):
         with _naming_the_teacher():
-            built = build_model(
-                described_teacher(recipe),
-                recipe.training,
-                task.auto_class_name,
-                {},
-                cut=teacher_cut(plan, mesh),
-                pad_token_id=padding_token,
-                packed=task.packs_documents,
-                is_trained=False,
-            )
+            use = ModelUse(task.auto_class_name, {}, padding_token, packed=task.packs_documents, is_trained=False)
+            built = build_model(describe_teacher(recipe, use), tensor_cut(plan, mesh))
             _require_all(recipe, built.lacking)
             teacher, placements = place_teacher(built, plan, mesh, task)
         parts = [
@@ -144,19 +134,12 @@ def has_teacher(plan: RunPlan, mesh: ParallelMesh) -> bool:
     return pipeline is None or pipeline.num_stages - 1 in pipeline.stages_of(mesh.index(PIPELINE_AXIS))
 
 
-def teacher_cut(plan: RunPlan, mesh: ParallelMesh) -> ModelCut | None:
-    """Return the cut of the teacher: over tensor or context ranks as the student, but not into stages."""
-    parallel = plan.recipe.parallel
-    (cut,) = model_cuts(mesh, parallel.sequence, parallel.context > 1, (0,), 1, None)
-    return cut
-
-
-def place_teacher(built: BuiltModel, plan: RunPlan, mesh: ParallelMesh, task: Task) -> tuple[Teacher, Placements]:
+def place_teacher(built: PlacedModel, plan: RunPlan, mesh: ParallelMesh, task: Task) -> tuple[Teacher, Placements]:
     """Place a built teacher on the device, sharded under fsdp and hsdp; return it with its placements."""
     recipe = plan.recipe
     assert recipe.distillation is not None
     model = built.model.requires_grad_(False)
-    placements = whole(model) if built.placements is None else built.placements
+    placements = built.placements
     cast_forward(model, recipe.precision, mesh.device)
     model.to(mesh.device)
     if plan.strategy.cuts_parameters and not plan.strategy.zero_stage:

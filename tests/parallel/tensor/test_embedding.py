@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.helpers.ranks import RankPools
 from trainer.base.errors import UsageError
-from trainer.parallel.communication import copy_to_group, index_in_group, join_sequence
+from trainer.parallel.communication import copy_to_group, index_in_group
 from trainer.parallel.placement import Split
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
@@ -38,16 +38,14 @@ def some_ids(vocab: int, *shape: int) -> Tensor:
     return ids
 
 
-def compare(vocab: int, padding_idx: int | None, sequence_parallel: bool, length: int = 7) -> None:
+def compare(vocab: int, padding_idx: int | None, length: int = 7) -> None:
     whole = whole_embedding(vocab, padding_idx)
-    part = VocabParallelEmbedding.from_whole(whole, dist.group.WORLD, sequence_parallel=sequence_parallel)
+    part = VocabParallelEmbedding(whole, dist.group.WORLD)
     assert (part.num_embeddings, part.embedding_dim, part.padding_idx) == (vocab, HIDDEN, whole.padding_idx)
     assert part.weight.shape == (-(-vocab // dist.get_world_size()), HIDDEN)
     assert part.placements("e.")["e.weight"].num_elements({"tp": dist.get_world_size()}) == part.weight.numel()
     ids, slope = some_ids(vocab, 3, length), torch.randn(3, length, HIDDEN)
     expected, found = whole(ids), part(ids)
-    if sequence_parallel:
-        found = join_sequence(found, dist.group.WORLD, 1, length)
     assert torch.equal(found, expected)
     expected.backward(slope)
     found.backward(slope)
@@ -57,11 +55,10 @@ def compare(vocab: int, padding_idx: int | None, sequence_parallel: bool, length
 
 
 def compare_all() -> None:
-    for sequence_parallel in (False, True):
-        for padding_idx in (None, 0, 6, -1):
-            compare(13, padding_idx, sequence_parallel)
-        compare(5, 1, sequence_parallel, length=3)  # on 4 ranks, one that has no id and no position
-    compare(30522, 0, False)
+    for padding_idx in (None, 0, 6, -1):
+        compare(13, padding_idx)
+    compare(5, 1, length=3)  # on 4 ranks, one that has no id
+    compare(30522, 0)
 
 
 @DEGREES
@@ -71,12 +68,12 @@ def test_vectors_are_exact_and_gradients_those_of_the_whole(ranks: RankPools, de
 
 @pytest.mark.slow
 def test_a_vocabulary_of_30522_on_eight_ranks(ranks: RankPools):
-    ranks(8).run(compare, 30522, 0, False)
+    ranks(8).run(compare, 30522, 0)
 
 
 def ids_of_one_rank_only() -> tuple[bool, bool]:
     """All ids are rank 0's, and their slopes are not finite: nothing of it may reach another's row 0."""
-    part = VocabParallelEmbedding.from_whole(whole_embedding(8), dist.group.WORLD)
+    part = VocabParallelEmbedding(whole_embedding(8), dist.group.WORLD)
     part(torch.tensor([[1, 2]])).backward(torch.full((1, 2, HIDDEN), torch.inf))
     return part.weight.grad[0].any().item(), part.weight.grad[1].isinf().any().item()
 
@@ -87,7 +84,7 @@ def test_ids_that_are_elsewhere_give_no_gradient(ranks: RankPools):
 
 def unknown_ids() -> None:
     """9 ids on 4 ranks: 9, 10 and 11 would be padding."""
-    part = VocabParallelEmbedding.from_whole(whole_embedding(9), dist.group.WORLD)
+    part = VocabParallelEmbedding(whole_embedding(9), dist.group.WORLD)
     for id_ in (9, 11, 12, -1):
         with pytest.raises(IndexError):
             part(torch.tensor([[0, id_]]))
@@ -100,7 +97,7 @@ def test_ids_outside_of_the_vocabulary_are_refused_on_every_rank(ranks: RankPool
 def tied_decoder(vocab: int) -> None:
     """The weight is used twice; the gradients of both uses add up."""
     whole = whole_embedding(vocab, padding_idx=1)
-    part = VocabParallelEmbedding.from_whole(copy.deepcopy(whole), dist.group.WORLD)
+    part = VocabParallelEmbedding(copy.deepcopy(whole), dist.group.WORLD)
     ids, labels = some_ids(vocab, 2, 5), some_ids(vocab, 2, 5).flip(0)
     expected = nn.functional.cross_entropy((whole(ids).tanh() @ whole.weight.T).flatten(0, 1), labels.flatten())
     logits = copy_to_group(part(ids).tanh(), dist.group.WORLD) @ part.weight.T
@@ -128,7 +125,7 @@ class TestOneRank:
     def test_is_the_plain_embedding_to_the_last_bit(self, padding_idx):
         assert not dist.is_initialized()  # so nothing can be communicated
         whole = whole_embedding(13, padding_idx)
-        part = VocabParallelEmbedding.from_whole(whole, None)
+        part = VocabParallelEmbedding(whole, None)
         ids = some_ids(13, 3, 7)
         for each in (whole, part):
             (each(ids) * 3.0).sum().backward()
@@ -137,7 +134,7 @@ class TestOneRank:
         assert part.weight.data_ptr() != whole.weight.data_ptr()
 
     def test_where_the_weight_lies(self):
-        part = VocabParallelEmbedding(13, HIDDEN, None, padding_idx=-2, device="meta", dtype=torch.bfloat16)
+        part = VocabParallelEmbedding(nn.Embedding(13, HIDDEN, -2, device="meta", dtype=torch.bfloat16), None)
         assert (part.padding_idx, part.weight.dtype, part.weight.device.type) == (11, torch.bfloat16, "meta")
         placement = part.placements()["weight"]
         assert (placement.shape, placement.splits) == ((13, HIDDEN), (Split(0, "tp"),))
@@ -149,15 +146,15 @@ class TestOneRank:
                 return super().forward(ids) * 2
 
         with pytest.raises(UsageError, match="max_norm and sparse cannot be cut"):
-            VocabParallelEmbedding.from_whole(nn.Embedding(4, 2, max_norm=1.0, sparse=True), None)
+            VocabParallelEmbedding(nn.Embedding(4, 2, max_norm=1.0, sparse=True), None)
         with pytest.raises(UsageError, match="the forward of Scaled"):
-            VocabParallelEmbedding.from_whole(Scaled(4, 2), None)
+            VocabParallelEmbedding(Scaled(4, 2), None)
 
 
 def cut_by_features(features: int) -> None:
     whole = nn.Embedding(5, features, padding_idx=2)
     nn.init.normal_(whole.weight, generator=torch.Generator().manual_seed(7))
-    part = FeatureParallelEmbedding.from_whole(whole, dist.group.WORLD)
+    part = FeatureParallelEmbedding(whole, dist.group.WORLD)
     split = Split(1, "tp")
     placement = part.placements("bias.")["bias.weight"]
     assert (placement.shape, placement.splits, placement.partial_over) == ((5, features), (split,), ("dp",))
@@ -175,4 +172,4 @@ class TestFeatures:
 
     def test_what_the_parts_cannot_do_is_refused(self):
         with pytest.raises(UsageError, match="max_norm cannot be cut"):
-            FeatureParallelEmbedding.from_whole(nn.Embedding(4, 2, max_norm=1.0), None)
+            FeatureParallelEmbedding(nn.Embedding(4, 2, max_norm=1.0), None)

@@ -101,13 +101,13 @@ def parallel_model(kind: str, model: nn.Module, group: Any) -> tuple[nn.Module, 
     options: dict[str, Any] = {"transposed": kind in ("conv1d", "attention of GPT-2")}
     if isinstance(model, Attention):
         model.group = group
-        model.qkv = ColumnParallelLinear.from_whole(model.qkv, group, blocks=3, **options)
-        model.out = RowParallelLinear.from_whole(model.out, group, **options)
+        model.qkv = ColumnParallelLinear(model.qkv, group, blocks=3, **options)
+        model.out = RowParallelLinear(model.out, group, **options)
         return model, model.qkv.placements("qkv.") | model.out.placements("out.")
     along = isinstance(model, SequenceParallel)
     wide = model.wide if along else model
-    wide.up = ColumnParallelLinear.from_whole(wide.up, group, copies_input=not along, **options)
-    wide.down = RowParallelLinear.from_whole(wide.down, group, sequence_parallel=along, **options)
+    wide.up = ColumnParallelLinear(wide.up, group, copies_input=not along, **options)
+    wide.down = RowParallelLinear(wide.down, group, sequence_parallel=along, **options)
     if not along:
         return model, wide.up.placements("up.") | wide.down.placements("down.")
     model.group = group
@@ -185,7 +185,7 @@ def test_gradcheck_passes_with_f_and_fails_without(ranks: RankPools):
 def without_blocks() -> float:
     model = whole_model("attention")
     parallel, _ = parallel_model("attention", model, dist.group.WORLD)
-    parallel.qkv = ColumnParallelLinear.from_whole(model.qkv, dist.group.WORLD)
+    parallel.qkv = ColumnParallelLinear(model.qkv, dist.group.WORLD)
     x = random(2, 5, HIDDEN)
     return (parallel(x) - model(x)).abs().max().item()
 
@@ -248,7 +248,7 @@ def test_one_all_reduce_forward_and_one_backward(ranks: RankPools):
 def padded_head() -> None:
     """7 outputs on the ranks: zero rows follow, whose outputs are zero."""
     model = nn.Linear(HIDDEN, 7)
-    head = ColumnParallelLinear.from_whole(model, dist.group.WORLD, pads=True, copies_input=True)
+    head = ColumnParallelLinear(model, dist.group.WORLD, pads=True, copies_input=True)
     x = random(2, HIDDEN)
     outputs = gathered(head(x).detach().mT.contiguous(), Split(0, "tp"), (7,)).mT
     torch.testing.assert_close(outputs, model(x))
@@ -256,9 +256,9 @@ def padded_head() -> None:
     if dist.get_rank() == 3:
         assert head(x)[:, 1].tolist() == [0.0, 0.0]
     with pytest.raises(AssertionError, match="7 features do not divide by the tensor degree 4"):
-        ColumnParallelLinear.from_whole(model, dist.group.WORLD)
+        ColumnParallelLinear(model, dist.group.WORLD)
     with pytest.raises(AssertionError, match="7 features do not divide by the tensor degree 4"):
-        RowParallelLinear(7, 4, dist.group.WORLD)
+        RowParallelLinear(nn.Linear(7, 4), dist.group.WORLD)
 
 
 def test_outputs_that_do_not_divide_are_padded_on_request_only(ranks: RankPools):
@@ -268,9 +268,10 @@ def test_outputs_that_do_not_divide_are_padded_on_request_only(ranks: RankPools)
 def build_on_meta_and_fill() -> None:
     model = whole_model("attention of GPT-2")
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    empty = copy.deepcopy(model).to("meta")
     shapes = Attention(
-        ColumnParallelLinear(HIDDEN, 3 * HIDDEN, group, blocks=3, transposed=True, device="meta"),
-        RowParallelLinear(HIDDEN, HIDDEN, group, transposed=True, device="meta"),
+        ColumnParallelLinear(empty.qkv, group, blocks=3, transposed=True),
+        RowParallelLinear(empty.out, group, transposed=True),
         group,
     )
     placements = shapes.qkv.placements("qkv.") | shapes.out.placements("out.")
@@ -307,23 +308,23 @@ class TestOneRank:
             assert placement.shape == whole(model)[name].shape
 
     def test_where_the_placements_say_that_parameters_lie(self):
-        column = ColumnParallelLinear(4, 6, None, blocks=3).placements("q.")
+        column = ColumnParallelLinear(nn.Linear(4, 6), None, blocks=3).placements("q.")
         assert column["q.weight"].splits == column["q.bias"].splits == (Split(0, "tp", 3),)
         assert (column["q.weight"].shape, column["q.bias"].shape) == ((6, 4), (6,))
-        transposed = ColumnParallelLinear(4, 6, None, transposed=True, bias=False).placements()
+        transposed = ColumnParallelLinear(nn.Linear(6, 4, bias=False), None, transposed=True).placements()
         assert [*transposed] == ["weight"]
         assert (transposed["weight"].splits, transposed["weight"].shape) == ((Split(1, "tp"),), (4, 6))
-        row = RowParallelLinear(4, 6, None).placements()
+        row = RowParallelLinear(nn.Linear(4, 6), None).placements()
         assert (row["weight"].splits, row["bias"].splits) == ((Split(1, "tp"),), ())
         assert row["bias"].partial_over == ("dp",)
-        along = RowParallelLinear(4, 6, None, transposed=True, sequence_parallel=True).placements()
+        along = RowParallelLinear(nn.Linear(6, 4), None, transposed=True, sequence_parallel=True).placements()
         assert (along["weight"].splits, along["weight"].partial_over) == ((Split(0, "tp"),), ("dp",))
         assert along["bias"].partial_over == ("dp", "tp")
 
     def test_parts_are_as_trainable_as_the_whole_and_in_its_type(self):
         layer = nn.Linear(4, 6, dtype=torch.bfloat16).eval()
         layer.bias.requires_grad_(False)
-        makers: tuple[Callable[..., nn.Module], ...] = (ColumnParallelLinear.from_whole, RowParallelLinear.from_whole)
+        makers: tuple[Callable[..., nn.Module], ...] = (ColumnParallelLinear, RowParallelLinear)
         for make in makers:
             part = make(layer, None)
             assert (part.weight.requires_grad, part.bias.requires_grad, part.training) == (True, False, False)

@@ -12,13 +12,13 @@ from torch import Tensor
 from tests.helpers.training import TINY_DECODERS, TINY_TASKS
 from tests.tools.plan.measured import LENGTH, recipe_of
 from trainer.engine.builders import build_engine
-from trainer.models.building import build_model
+from trainer.models.fill import build_model
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, copied_ahead
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan.ledger import BATCH, Ledger
 from trainer.tools.plan.shape_batch import blank_batch
-from trainer.tools.plan.simulated_step import plan_step, planned_task
+from trainer.tools.plan.simulated_step import plan_step, planned_model, planned_task
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_gpu_holds_two_microbatches(ledger: Ledger, monkeypatch: pytest.Monkey
     recipe = recipe_of({**keys, "training": sizes})
     plan = plan_run(recipe, 1)
     task, mesh = planned_task(plan), ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
-    built = build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options())
+    built = build_model(planned_model(plan))
     engine: Any = build_engine([built], task, mesh, plan, 4)
     batches = [blank_batch(recipe, task, built.model.config, plan.batch, LENGTH) for _ in range(4)]
     with ledger:

@@ -20,14 +20,15 @@ from tests.tools.plan.measured import LENGTH, recipe_of
 from trainer.checkpoint.format import snapshot
 from trainer.cli import main
 from trainer.data.order import GlobalOrder
-from trainer.engine.builders import build_engine, planned_cuts
-from trainer.models.building import build_model
+from trainer.engine.builders import build_engine
+from trainer.models.fill import build_model
+from trainer.models.place import planned_cuts
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.plan.rehearsal import Rehearsal, lines, rehearse
 from trainer.tools.plan.shape_batch import blank_batch
-from trainer.tools.plan.simulated_step import planned_task
+from trainer.tools.plan.simulated_step import planned_model, planned_task
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
@@ -54,10 +55,7 @@ def saved(keys: Mapping[str, Any]) -> tuple[int, int]:
     recipe = recipe_of(keys)
     plan = plan_run(recipe, dist.get_world_size())
     task, mesh = planned_task(plan), ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
-    built = [
-        build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), cut=cut)
-        for cut in planned_cuts(plan, mesh)
-    ]
+    built = [build_model(planned_model(plan), cut) for cut in planned_cuts(plan, mesh)]
     engine = build_engine(built, task, mesh, plan, 2)
     engine.train_step(blank_batch(recipe, task, built[0].model.config, plan.batch, LENGTH))
     tensors = snapshot(engine.state().parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -91,25 +92,27 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
+def _in_table(model: Any) -> ModelFamily | None:
+    return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def _matches_any(patterns: Iterable[str], model: nn.Module, name: str) -> bool:
+    return any(matches(pattern, relative_name(model, name)) for pattern in patterns)
+
+
 def called_dropouts(model: nn.Module, name: str) -> tuple[str, ...]:
     """Return names for the dropouts that the module `name` calls as functions, by the model's family, in order."""
-    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
-    called = family.called_dropouts if family else {}
-    return next((names for pattern, names in called.items() if matches(pattern, relative_name(model, name))), ())
+    called = family.called_dropouts if (family := _in_table(model)) else {}
+    return next((names for pattern, names in called.items() if _matches_any((pattern,), model, name)), ())
 
 
 def is_residual_output(model: nn.Module, name: str) -> bool:
     """Return whether the module `name` drops, adds a residual and normalises, by the model's family."""
-    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
-    patterns = family.residual_outputs if family else ()
-    return any(matches(pattern, relative_name(model, name)) for pattern in patterns)
+    return _matches_any(family.residual_outputs if (family := _in_table(model)) else (), model, name)
 
 
 def first_shared_call(model: nn.Module, name: str) -> int | None:
     """Return the first call of a dropout on a tensor that all rows share, by the model's family; None: none."""
-    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
-    own = relative_name(model, name)
-    for call, patterns in enumerate((family.shared_dropouts, family.shared_second_calls) if family else ()):
-        if any(matches(pattern, own) for pattern in patterns):
-            return call
-    return None
+    family = _in_table(model)
+    calls = (family.shared_dropouts, family.shared_second_calls) if family else ()
+    return next((call for call, patterns in enumerate(calls) if _matches_any(patterns, model, name)), None)

@@ -68,8 +68,6 @@ def tensor_part(name: str, tensor: Tensor, placement: ParameterPlacement, mesh: 
     Args:
         name: the name in the checkpoint.
         tensor: this rank's tensor, perhaps a DTensor.
-        placement: the placement of the parameter.
-        mesh: the ranks.
     """
     if tensor.dim() != len(placement.shape):
         return whole_part(name, tensor, mesh)
@@ -94,8 +92,6 @@ def flat_part(
         name: the name in the checkpoint.
         flat: this rank's elements, `[n]`; n may be 0.
         start: the index of the first one in the flattened tensor of this tensor rank.
-        placement: the placement of the parameter.
-        mesh: the ranks.
         axes: the mesh axes over which the flattened tensor is sharded.
     """
     tensor_splits = [split for split in placement.splits if split.dim is not None]

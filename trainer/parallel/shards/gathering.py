@@ -40,8 +40,6 @@ def gather_on_all(part: Tensor, parameter: Tensor, placement: ParameterPlacement
     Args:
         part: a plain tensor, laid out as this rank's part of `parameter`.
         parameter: the parameter, perhaps a DTensor.
-        placement: the placement of the parameter.
-        mesh: the ranks.
     """
     if isinstance(parameter, DTensor):
         kind, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
@@ -65,7 +63,6 @@ def join_whole(tensor: Tensor, placement: ParameterPlacement | None, mesh: Paral
         tensor: this rank's part. A tensor without a placement, or with fewer dimensions (a count of steps), is not
             split over the tensor axis.
         placement: the placement of the tensor; None for a buffer.
-        mesh: the ranks.
     """
     whole = gather_whole(tensor)
     if placement is not None and whole.dim() == len(placement.shape):
@@ -81,7 +78,6 @@ class WholeTensors:
         joins: for each tensor of this rank's stages, by name, a function that returns it whole on every rank of the
             stage, in a collective of these ranks.
         like: tensors of the same shapes and types as the whole ones, on `meta`.
-        mesh: the ranks.
     """
 
     def __init__(

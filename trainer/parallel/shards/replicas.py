@@ -20,8 +20,6 @@ def check_replicas(held: Mapping[str, Tensor], placements: Placements, mesh: Par
 
     Args:
         held: this rank's part of each parameter, by name.
-        placements: the placements of the parameters.
-        mesh: the ranks.
         step: the number of optimizer steps so far, for the message.
 
     Raises:

@@ -95,7 +95,6 @@ def block_rows(
     """Return the rows of this rank's part of a parameter, as wide as its blocks and its placement permit.
 
     Args:
-        placement: the placement of the parameter.
         shape: the shape of this rank's part, with padding.
         mesh: the ranks; None: the part is the whole parameter.
         device: the device of the blocks.
@@ -134,7 +133,6 @@ def share_maxima(
     Args:
         maxima: the maxima of this rank's elements, `[blocks]` for each parameter, in the same order on all ranks.
         placements: the placements of these parameters.
-        mesh: the ranks.
     """
     shared = list(maxima)
     for axis in dict.fromkeys(axis for placement in placements for axis in placement.split_axes):

@@ -35,13 +35,7 @@ class Piece(NamedTuple):
 
 
 class KeyedRounding:
-    """Stochastic rounding of the elements of parameters.
-
-    Args:
-        placements: the placement of each parameter.
-        mesh: the ranks.
-        seed: the seed of the recipe.
-    """
+    """Stochastic rounding of the elements of parameters."""
 
     def __init__(self, placements: Mapping[nn.Parameter, ParameterPlacement], mesh: ParallelMesh, seed: int) -> None:
         self._placements = placements

@@ -50,7 +50,6 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: this rank's columns `[*, ceil(vocab / tp)]`, not gathered ones.
         labels: integer labels `[*]`, equal on all ranks.
-        group: the tensor axis.
         vocab_size: the number of columns of the whole logits, without padding.
         ignore_index: the label of rows that do not count.
         label_smoothing: the share of the target that is spread evenly over the whole vocabulary.
@@ -89,7 +88,6 @@ def vocab_parallel_argmax(logits: Tensor, group: Group, vocab_size: int) -> Tens
 
     Args:
         logits: this rank's columns `[*, ceil(vocab / tp)]`.
-        group: the tensor axis.
         vocab_size: the number of columns of the whole logits, without padding.
 
     Returns:

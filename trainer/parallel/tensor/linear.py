@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,9 +32,17 @@ from trainer.parallel.tensor.low_rank import LowRank, product_of
 
 
 class _ParallelLinear(nn.Module):
-    """The common part of both layers: a local weight, an optional bias, and their splits.
+    """This rank's part of a whole layer, with copies of its parameters.
 
-    `in_features` and `out_features` are local sizes, those of this rank's `weight`.
+    `in_features` and `out_features` are local sizes, those of this rank's `weight`. The copies keep `requires_grad`.
+    The caller must tie a tied weight again.
+
+    Args:
+        whole: a layer with a `weight` `[out, in]`, or `[in, out]` if `transposed`, and a `bias` `[out]` or None.
+        transposed: whether the weight is `[in, out]`, as in GPT-2's Conv1D.
+        blocks: the number of equal blocks in the sharded features, such as 3 for fused q, k and v; each is sharded by
+            itself.
+        pads: whether to pad with zeros if the degree does not divide the features; else this fails an assertion.
     """
 
     weight: nn.Parameter
@@ -43,96 +50,83 @@ class _ParallelLinear(nn.Module):
     cuts_inputs = False  # else outputs
 
     def __init__(
-        self,
-        whole_shape: tuple[int, int],
-        weight_split: Split,
-        bias_split: Split | None,
-        group: Group,
-        *,
-        bias: bool,
-        transposed: bool,
-        pads: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, whole: nn.Module, group: Group, *, transposed: bool = False, blocks: int = 1, pads: bool = False
     ) -> None:
         super().__init__()
-        size = group_size(group)
-        assert weight_split.dim is not None
-        cut = whole_shape[weight_split.dim]
-        assert cut % weight_split.blocks == 0, f"{cut} features are not {weight_split.blocks} equal blocks"
-        block = cut // weight_split.blocks
-        assert pads or block % size == 0, f"{block} features do not divide by the tensor degree {size}"
-        local_shape = list(whole_shape)
-        local_shape[weight_split.dim] = weight_split.blocks * -(-block // size)
+        weight, bias = whole.weight, whole.bias
+        assert isinstance(weight, Tensor)
+        assert weight.dim() == 2, f"a linear layer's weight has two dimensions, not {weight.dim()}"
+        assert bias is None or isinstance(bias, Tensor)
         self.group = group
-        self.lora: LowRank | None = None
         self.transposed = transposed
-        self.weight_split = weight_split
-        self.bias_split = bias_split
-        self.whole_shape = whole_shape
-        self.in_features, self.out_features = local_shape if transposed else reversed(local_shape)
-        self.weight = nn.Parameter(torch.empty(local_shape, device=device, dtype=dtype))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(self.out_features, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-
-    @torch.no_grad()
-    def _take_part_of(self, whole: nn.Module) -> None:
-        """Replace the parameters by this rank's part of those of `whole`, on the device of `whole`."""
-        for name, split in (("weight", self.weight_split), ("bias", self.bias_split)):
-            tensor = getattr(whole, name)
-            if tensor is not None:
-                part = self._part_of(tensor, split)
-                setattr(self, name, nn.Parameter(part, requires_grad=tensor.requires_grad))
-        if (product := product_of(whole)) is not None:
-            self._take_product(product)
+        self.pads = pads
+        self.whole_shape = tuple(weight.shape)
+        dim = int(self.cuts_inputs != transposed)
+        self.weight_split = Split(dim, TENSOR_AXIS, blocks)
+        self.bias_split = None if self.cuts_inputs else Split(0, TENSOR_AXIS, blocks)
+        features, size = self.whole_shape[dim], group_size(group)
+        assert features % blocks == 0, f"{features} features are not {blocks} equal blocks"
+        block = features // blocks
+        assert pads or block % size == 0, f"{block} features do not divide by the tensor degree {size}"
+        self.weight = self._part_of(weight, self.weight_split)
+        self.register_parameter("bias", None if bias is None else self._part_of(bias, self.bias_split))
+        self.in_features, self.out_features = self.weight.shape if transposed else reversed(self.weight.shape)
+        product = product_of(whole)
+        self.lora = None if product is None else self._part_of_product(product)
         self.train(whole.training)
 
-    def _take_product(self, whole: LowRank) -> None:
-        """Take this rank's part of a product: `B` is cut as the outputs of the layer, or `A` as its inputs."""
+    @property
+    def whole_out_features(self) -> int:
+        """The output size of the whole layer, without padding."""
+        return self.whole_shape[1 if self.transposed else 0]
+
+    def placements(self, prefix: str = "") -> Placements:
+        """Return the placements of the parameters by their names after `prefix`, which is empty or ends in a dot."""
+        placed = [self._placement(f"{prefix}weight", self.weight, self.whole_shape, self.weight_split)]
+        if self.bias is not None:
+            name, bias_shape = f"{prefix}bias", (self.whole_out_features,)
+            placed.append(self._placement(name, self.bias, bias_shape, self.bias_split, self._has_partial_bias))
+        for factor, parameter in self.lora.named_parameters() if self.lora else ():
+            # The gradient of a whole factor is a partial sum on each rank.
+            split, shape = self._factor_split(factor), self._factor_shapes[factor]
+            placed.append(self._placement(f"{prefix}lora.{factor}", parameter, shape, split, is_partial=split is None))
+        return {placement.name: placement for placement in placed}
+
+    _has_partial_bias = False
+
+    def _part_of_product(self, whole: LowRank) -> LowRank:
+        """Return this rank's part of a product: `B` is cut as the outputs of the layer, or `A` as its inputs."""
         dropout = copy.copy(whole.dropout)
         if self.cuts_inputs and isinstance(dropout, KeyedDropout):
             dropout.site = replace(dropout.site, cut_dim=-1, part=index_in_group(self.group))
-        self.lora = LowRank(
-            self._part_of(whole.A, self._factor_split("A")),
-            self._part_of(whole.B, self._factor_split("B")),
-            whole.scaling,
-            dropout,
-        )
         self._factor_shapes = {"A": tuple(whole.A.shape), "B": tuple(whole.B.shape)}
-        for name in ("A", "B"):
-            getattr(self.lora, name).requires_grad_(getattr(whole, name).requires_grad)
+        first, second = (self._part_of(getattr(whole, name), self._factor_split(name)) for name in ("A", "B"))
+        part = LowRank(first, second, whole.scaling, dropout)
+        for name, factor in part.named_parameters():
+            factor.requires_grad_(getattr(whole, name).requires_grad)
+        return part
 
     def _factor_split(self, name: str) -> Split | None:
         if self.cuts_inputs:
             return Split(1, TENSOR_AXIS) if name == "A" else None
         return Split(0, TENSOR_AXIS, self.weight_split.blocks) if name == "B" else None
 
-    def _product_placements(self, prefix: str) -> Placements:
-        """Return the placements of the factors; the gradient of the whole factor is a partial sum on each rank."""
-        if self.lora is None:
-            return {}
-        placed = {}
-        for factor, parameter in self.lora.named_parameters():
-            name, split = f"{prefix}lora.{factor}", self._factor_split(factor)
-            shape = self._factor_shapes[factor]
-            placed[name] = self._placement(name, parameter, shape, split, partial=split is None)
-        return placed
-
-    def _part_of(self, whole: Tensor, split: Split | None) -> Tensor:
+    def _part_of(self, whole: Tensor, split: Split | None) -> nn.Parameter:
+        part = whole.detach()
         if split is None:
-            return whole.detach().clone()
-        return part_of(whole.detach(), split, index_in_group(self.group), group_size(self.group))
+            part = part.clone()
+        else:
+            part = part_of(part, split, index_in_group(self.group), group_size(self.group))
+        return nn.Parameter(part, requires_grad=whole.requires_grad)
 
     def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         output = F.linear(x, self.weight.t() if self.transposed else self.weight, bias)
         return output if self.lora is None else output + self.lora(x)
 
     def _placement(
-        self, name: str, parameter: nn.Parameter, shape: tuple[int, ...], split: Split | None, *, partial: bool = False
+        self, name: str, parameter: nn.Parameter, shape: tuple[int, ...], split: Split | None, is_partial: bool = False
     ) -> ParameterPlacement:
-        partial_over = ("dp", TENSOR_AXIS) if partial else ("dp",)
+        partial_over = ("dp", TENSOR_AXIS) if is_partial else ("dp",)
         splits = () if split is None else (split,)
         return ParameterPlacement(name, shape, splits, partial_over, parameter.requires_grad)
 
@@ -153,95 +147,27 @@ class ColumnParallelLinear(_ParallelLinear):
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 
     Args:
-        in_features: the input size of the whole layer.
-        out_features: the output size of the whole layer.
-        group: the tensor axis.
-        bias: whether the layer has a bias, sharded like the outputs.
-        blocks: the number of equal blocks in the outputs, such as 3 for fused q, k and v; each is sharded by itself.
-        transposed: whether the weight is `[in, out]`, as in GPT-2's Conv1D, and not `[out, in]`.
+        whole, group, transposed, blocks, pads: see `_ParallelLinear`. A head over a vocabulary is padded; the loss must
+            ignore the padding.
         copies_input: whether to sum the gradient of the input over the group.
-        pads: whether to pad with zero rows if the degree does not divide the outputs, as for a head over a vocabulary.
-            The loss must ignore the padding. If false, such a layer fails an assertion.
-        device: the device of the parameters; on `meta` they are filled later, by `slicing.part_of` and `placements`.
-        dtype: the type of the parameters, which are not initialised.
     """
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        whole: nn.Module,
         group: Group,
         *,
-        bias: bool = True,
-        blocks: int = 1,
         transposed: bool = False,
-        copies_input: bool = False,
+        blocks: int = 1,
         pads: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        copies_input: bool = False,
     ) -> None:
-        super().__init__(
-            (in_features, out_features) if transposed else (out_features, in_features),
-            Split(1 if transposed else 0, TENSOR_AXIS, blocks),
-            Split(0, TENSOR_AXIS, blocks),
-            group,
-            bias=bias,
-            transposed=transposed,
-            pads=pads,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(whole, group, transposed=transposed, blocks=blocks, pads=pads)
         self.copies_input = copies_input
-        self.pads = pads
-
-    @property
-    def whole_out_features(self) -> int:
-        """The output size of the whole layer, without padding."""
-        return self.whole_shape[1 if self.transposed else 0]
-
-    @classmethod
-    def from_whole(
-        cls,
-        linear: nn.Module,
-        group: Group,
-        *,
-        blocks: int = 1,
-        transposed: bool = False,
-        copies_input: bool = False,
-        pads: bool = False,
-    ) -> ColumnParallelLinear:
-        """Return this rank's part of `linear`, with copies of the parameters.
-
-        `linear` has a `weight` `[out, in]` (`[in, out]` if `transposed`) and a `bias`. The copies keep `requires_grad`.
-        The caller must tie a tied weight again.
-        """
-        out_features, in_features = _whole_features(linear, transposed)
-        part = cls(
-            in_features,
-            out_features,
-            group,
-            bias=linear.bias is not None,
-            blocks=blocks,
-            transposed=transposed,
-            copies_input=copies_input,
-            pads=pads,
-            device="meta",
-        )
-        part._take_part_of(linear)
-        return part
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs `[..., out / tp]` for `x` `[..., in]`, which is equal on all ranks."""
         return self._linear(copy_to_group(in_product_type(x), self.group) if self.copies_input else x, self.bias)
-
-    def placements(self, prefix: str = "") -> Placements:
-        """Return the placements of the parameters by their names after `prefix`, which is empty or ends in a dot."""
-        name = prefix + "weight"
-        placed = {name: self._placement(name, self.weight, self.whole_shape, self.weight_split)}
-        if self.bias is not None:
-            name = prefix + "bias"
-            placed[name] = self._placement(name, self.bias, (self.whole_out_features,), self.bias_split)
-        return placed | self._product_placements(prefix)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -254,73 +180,25 @@ class RowParallelLinear(_ParallelLinear):
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 
     Args:
-        in_features: the input size of the whole layer, which the degree must divide.
-        out_features: the output size of the whole layer.
-        group: the tensor axis.
-        bias: whether the layer has a bias.
-        transposed: whether the weight is `[in, out]`, as in GPT-2's Conv1D, and not `[out, in]`.
+        whole, group, transposed: see `_ParallelLinear`.
         sequence_parallel: whether to return this rank's positions of the output only.
         sequence_dim: the dimension of the positions in the output.
-        device: the device of the parameters; on `meta` they are filled later, by `slicing.part_of` and `placements`.
-        dtype: the type of the parameters, which are not initialised.
     """
 
     cuts_inputs = True
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        whole: nn.Module,
         group: Group,
         *,
-        bias: bool = True,
         transposed: bool = False,
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            (in_features, out_features) if transposed else (out_features, in_features),
-            Split(0 if transposed else 1, TENSOR_AXIS),
-            None,
-            group,
-            bias=bias,
-            transposed=transposed,
-            pads=False,
-            device=device,
-            dtype=dtype,
-        )
-        self.sequence_parallel = sequence_parallel
+        super().__init__(whole, group, transposed=transposed)
+        self._has_partial_bias = self.sequence_parallel = sequence_parallel
         self.sequence_dim = sequence_dim
-
-    @classmethod
-    def from_whole(
-        cls,
-        linear: nn.Module,
-        group: Group,
-        *,
-        transposed: bool = False,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
-    ) -> RowParallelLinear:
-        """Return this rank's part of `linear`, with copies of the parameters.
-
-        `linear` has a `weight` `[out, in]` (`[in, out]` if `transposed`) and a `bias`. The copies keep `requires_grad`.
-        """
-        out_features, in_features = _whole_features(linear, transposed)
-        part = cls(
-            in_features,
-            out_features,
-            group,
-            bias=linear.bias is not None,
-            transposed=transposed,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device="meta",
-        )
-        part._take_part_of(linear)
-        return part
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output `[..., out]`, or this rank's positions of it, for inputs `x` `[..., in / tp]`."""
@@ -333,22 +211,3 @@ class RowParallelLinear(_ParallelLinear):
             total = reduce_from_group(product, self.group)
         # Under autocast, only the product has the low precision; without the cast, the sum would have another type.
         return total if self.bias is None else total + self.bias.to(total.dtype)
-
-    def placements(self, prefix: str = "") -> Placements:
-        """Return the placements of the parameters by their names after `prefix`, which is empty or ends in a dot."""
-        name = prefix + "weight"
-        placed = {name: self._placement(name, self.weight, self.whole_shape, self.weight_split)}
-        if self.bias is not None:
-            name = prefix + "bias"
-            shape = tuple(self.bias.shape)
-            placed[name] = self._placement(name, self.bias, shape, None, partial=self.sequence_parallel)
-        return placed | self._product_placements(prefix)
-
-
-def _whole_features(linear: nn.Module, transposed: bool) -> tuple[int, int]:
-    """Return the output and input sizes of a whole layer."""
-    weight = linear.weight
-    assert isinstance(weight, Tensor)
-    assert weight.dim() == 2, f"a linear layer's weight has two dimensions, not {weight.dim()}"
-    rows, columns = weight.shape
-    return (columns, rows) if transposed else (rows, columns)

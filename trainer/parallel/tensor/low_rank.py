@@ -68,7 +68,6 @@ def drawn_factor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     Args:
         name: the name of the parameter in the whole model, which ends in A or B; each has its own stream.
         shape: the shape of the whole parameter.
-        seed: the seed of the recipe.
     """
     if name.endswith(".B"):
         return torch.zeros(shape)

@@ -35,8 +35,8 @@ from trainer.engine.learning_rate import learning_rate, learning_rate_factor
 from trainer.engine.optimizers.parameters import TrainedParameters, matrix_names, no_decay_names
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.zero import load_deepspeed
-from trainer.models.building import build_model
 from trainer.models.families.table import layers_of
+from trainer.models.fill import build_model
 from trainer.observe.meter import Meter, peak_memory_bytes
 from trainer.observe.metrics_file import MetricsFile
 from trainer.observe.records import StepRecord
@@ -48,7 +48,7 @@ from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe
 from trainer.recipe.schema import Embedding, Recipe
 from trainer.tasks.task import Task
-from trainer.training.assembly import train_batches
+from trainer.training.assembly import describe_model, train_batches
 from trainer.training.checking import prepare_checked
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
 from trainer.training.run_data import PreparedData
@@ -437,16 +437,8 @@ class PeerMeasurement:
 
 def build_peer_model(recipe: Recipe, data: PreparedData) -> nn.Module:
     """Build the recipe's model with torch's dropout, with the same weights at each call and on each rank."""
-    task = data.task
-    return build_model(
-        recipe.model,
-        recipe.training.model_copy(update={"layout_invariant_dropout": False}),
-        task.auto_class_name,
-        task.model_options(),
-        pad_token_id=data.preparation.padding_token,
-        unused=task.unused_modules,
-        packed=task.packs_documents,
-    ).model
+    torchs = recipe.training.model_copy(update={"layout_invariant_dropout": False})
+    return build_model(describe_model(recipe.model_copy(update={"training": torchs}), data)).model
 
 
 def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, environment: LaunchEnvironment) -> None:

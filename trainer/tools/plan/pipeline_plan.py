@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from trainer.models.building import build_on_meta
 from trainer.models.stage_split import split_stages
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schedules import SCHEDULES
-from trainer.tasks.task import Task
 from trainer.tools.plan.ledger import ACTIVATIONS, BATCH, GRADIENTS, LOSS, TEMPORARY, Peak
-from trainer.tools.plan.simulated_step import plan_step, planned_task
+from trainer.tools.plan.simulated_step import plan_step, planned_model
 from trainer.tools.plan.step_plan import StepPlan
 
 _ONE_BY_ONE = "gpipe"  # the schedule in which a single microbatch runs
@@ -32,7 +30,7 @@ def plan_steps(plan: RunPlan, length: int, cuda: bool = True, fused: bool = True
     """
     size = plan.layout.world_size // plan.layout.pp  # pipeline ranks are outermost
     single = _with_one_microbatch(plan)
-    kinds = range(plan.layout.pp) if single is plan else _kinds(plan, planned_task(plan))
+    kinds = range(plan.layout.pp) if single is plan else _kinds(plan)
     known: dict[object, StepPlan] = {}
     for stage, kind in enumerate(kinds):
         if kind not in known:
@@ -48,11 +46,10 @@ def plan_rank(plan: RunPlan, rank: int, length: int) -> StepPlan:
     return found if single is plan else _repeated(found, plan)
 
 
-def _kinds(plan: RunPlan, task: Task) -> list[tuple[bool, bool, int]]:
+def _kinds(plan: RunPlan) -> list[tuple[bool, bool, int]]:
     """Return the kind of each stage: whether it is the first and the last one, and the number of its layers."""
-    recipe, keys, last = plan.recipe, plan.recipe.parallel.pipeline, plan.layout.pp - 1
-    model = build_on_meta(recipe.model, recipe.training, task.auto_class_name, task.model_options())
-    split = split_stages(model, plan.layout.pp, keys.split, keys.schedule)
+    keys, last = plan.recipe.parallel.pipeline, plan.layout.pp - 1
+    split = split_stages(planned_model(plan).on_meta(), plan.layout.pp, keys.split, keys.schedule)
     return [(stage == 0, stage == last, len(split.layers_of(stage))) for stage in range(plan.layout.pp)]
 
 

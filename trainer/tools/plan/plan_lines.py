@@ -10,7 +10,7 @@ from typing import Any
 from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
 from trainer.checkpoint.memory_folder import KEPT
-from trainer.models.building import load_config
+from trainer.models.configuration import load_config
 from trainer.models.tensor_split import context_notes
 from trainer.tools.plan.ledger import COMPONENTS
 from trainer.tools.plan.recipe_plan import (

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint.memory_folder import KEPT
-from trainer.models.writing import LARGEST_FILE_BYTES
+from trainer.models.weight_files import LARGEST_FILE_BYTES
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.tools.plan.hardware import Devices

@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from trainer.engine.builders import build_engine, planned_cuts
+from trainer.engine.builders import build_engine
 from trainer.engine.engine import Engine
-from trainer.models.building import build_model, freeze
+from trainer.models.fill import build_model
+from trainer.models.place import planned_cuts
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.tools.plan.shape_batch import blank_batch
-from trainer.tools.plan.simulated_step import planned_task
+from trainer.tools.plan.simulated_step import planned_model, planned_task
 from trainer.tools.plan.timing import SHARDS, STAGES, SUMS, TENSOR
 from trainer.tools.plan.work import Kind, work_of
 
@@ -34,12 +35,8 @@ def engine_and_batch(plan: RunPlan, length: int, steps: int) -> tuple[Engine, Ra
     """Return the engine of this rank on its CPU with random weights, and a batch without data."""
     task, recipe = planned_task(plan), plan.recipe
     mesh = ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
-    built = [
-        build_model(recipe.model, recipe.training, task.auto_class_name, task.model_options(), cut=cut)
-        for cut in planned_cuts(plan, mesh)
-    ]
-    for part in built:
-        freeze(part.model, task.unused_modules)
+    described = planned_model(plan)
+    built = [build_model(described, cut) for cut in planned_cuts(plan, mesh)]
     config: Any = built[0].model.config
     batch = blank_batch(recipe, task, config, plan.batch, length)
     return build_engine(built, task, mesh, plan, steps), batch

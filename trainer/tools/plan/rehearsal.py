@@ -14,10 +14,10 @@ from trainer.checkpoint.format import WrittenFile, share_name
 from trainer.checkpoint.memory_folder import KEPT
 from trainer.data.order import GlobalOrder
 from trainer.data.rank_rows import RowChunk, partition
-from trainer.engine.builders import planned_cuts
 from trainer.engine.precision import written_dtype
-from trainer.models.building import build_shapes, count_weight_reads
-from trainer.models.saving import files_of_weights, writer_of
+from trainer.models.fill import count_reads
+from trainer.models.place import ModelCut, place_empty, planned_cuts
+from trainer.models.save import files_of_weights, writer_of
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.shards.boxes import own_share
 from trainer.ranks.messages import encode
@@ -28,7 +28,7 @@ from trainer.tools.plan.pipeline_plan import plan_rank
 from trainer.tools.plan.plan_lines import rank_lines, size
 from trainer.tools.plan.recipe_plan import HOST_RESERVED, RecipePlan, rank_as_object
 from trainer.tools.plan.simulated_rank import simulated_mesh
-from trainer.tools.plan.simulated_step import planned_task, updated_engine
+from trainer.tools.plan.simulated_step import planned_model, updated_engine
 from trainer.tools.plan.step_plan import StepPlan
 
 _USUAL_RANKS = 8  # of a machine
@@ -162,7 +162,7 @@ def _first_rows(plan: RunPlan, rows: int) -> Any:
 
 def _weights_read(plan: RunPlan, mesh: ParallelMesh, is_reader: bool) -> Mapping[str, int] | None:
     """Return the bytes of each file; a rank that reads for its whole machine needs all of them at most."""
-    model, task = plan.recipe.model, planned_task(plan)
+    model = plan.recipe.model
     if model.is_random:
         return {}
     if not any(Path(str(model.name_or_path)).glob("*.safetensors")):
@@ -171,9 +171,9 @@ def _weights_read(plan: RunPlan, mesh: ParallelMesh, is_reader: bool) -> Mapping
     if is_shared and not is_reader:
         return {}
     sums: dict[str, int] = {}
-    for cut in [None] if is_shared else planned_cuts(plan, mesh):
-        read = count_weight_reads(model, plan.recipe.training, task.auto_class_name, task.model_options(), cut)
-        for name, count in read.items():
+    described = planned_model(plan)
+    for cut in [ModelCut()] if is_shared else planned_cuts(plan, mesh):
+        for name, count in count_reads(described, cut).items():
             sums[name] = sums.get(name, 0) + count
     return sums
 
@@ -191,9 +191,8 @@ def _state_files(plan: RunPlan, rank: int, length: int) -> StateFiles:
 
 
 def _model_files(plan: RunPlan) -> dict[str, int]:
-    recipe, task = plan.recipe, planned_task(plan)
-    whole = build_shapes(recipe.model, recipe.training, task.auto_class_name, task.model_options())
-    files = files_of_weights(whole.model, recipe.model.adapter, written_dtype(recipe)).files
+    recipe = plan.recipe
+    files = files_of_weights(place_empty(planned_model(plan)).model, recipe.model.adapter, written_dtype(recipe)).files
     return {file.name: file.num_bytes for file in files}
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from trainer.base.disk import write_new
 from trainer.base.errors import TrainerError, UsageError
-from trainer.models.building import load_config, max_positions
+from trainer.models.configuration import load_config, max_positions
 from trainer.ranks.environment import available_cores
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe

@@ -8,18 +8,20 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
+from math import prod
 from typing import cast
 
 import torch
 from torch import nn
 
 from trainer.base.collector import without_collector
-from trainer.engine.builders import build_engine, planned_cuts
+from trainer.engine.builders import build_engine
 from trainer.engine.native import NativeEngine
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.engine.precision import store_in_bf16
 from trainer.engine.zero import ZeroEngine
-from trainer.models.building import BuiltModel, build_shapes, freeze
+from trainer.models.describe import ModelDescription, ModelUse, describe
+from trainer.models.place import PlacedModel, place_empty, planned_cuts, tensor_cut
 from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
@@ -48,7 +50,7 @@ from trainer.tools.plan.simulated_deepspeed import group_of, label_zero, labelle
 from trainer.tools.plan.simulated_offload import copies_between_host_and_device
 from trainer.tools.plan.simulated_rank import shapes_only, simulated_mesh
 from trainer.tools.plan.step_plan import StepPlan
-from trainer.training.teaching import described_teacher, has_teacher, place_teacher, teacher_classes, teacher_cut
+from trainer.training.teaching import describe_teacher, has_teacher, place_teacher, teacher_classes
 
 _MICROBATCHES = 3
 _FP32_BYTES = 4
@@ -61,6 +63,13 @@ def planned_task(plan: RunPlan) -> Task:
         names = ("0", "1") if plan.recipe.distillation is None else teacher_classes(plan.recipe)
         return task.with_classes(names, None)
     return task
+
+
+def planned_model(plan: RunPlan) -> ModelDescription:
+    """Describe the model of a recipe for its planned task."""
+    recipe, task = plan.recipe, planned_task(plan)
+    use = ModelUse(task.auto_class_name, task.model_options(), unused=task.unused_modules)
+    return describe(recipe.model, recipe.training, use)
 
 
 def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True) -> StepPlan:
@@ -121,15 +130,12 @@ class _Simulation:
     def offload(self) -> Offload:
         return self.plan.recipe.parallel.offload if self.cuda else "none"  # on a CPU, the device is the host
 
-    def build(self) -> list[BuiltModel]:
+    def build(self) -> list[PlacedModel]:
         """Return the parts of the model on this rank, without memory."""
-        recipe, task = self.plan.recipe, self.task
-        return [
-            build_shapes(recipe.model, recipe.training, task.auto_class_name, task.model_options(), cut)
-            for cut in planned_cuts(self.plan, self.mesh)
-        ]
+        described = planned_model(self.plan)
+        return [place_empty(described, cut) for cut in planned_cuts(self.plan, self.mesh)]
 
-    def run(self, built: Sequence[BuiltModel], longer: int | None = None) -> StepPlan:
+    def run(self, built: Sequence[PlacedModel], longer: int | None = None) -> StepPlan:
         """Run two steps, and return the result of the second; see `shorten` for `longer`."""
         with self.opened(built, longer) as (engine, ledger, batch):
             engine.train_step(_smallest(batch, self.plan))  # makes the state of the optimizer
@@ -172,7 +178,7 @@ class _Simulation:
 
     @contextmanager
     def opened(
-        self, built: Sequence[BuiltModel], longer: int | None = None
+        self, built: Sequence[PlacedModel], longer: int | None = None
     ) -> Iterator[tuple[NativeEngine | ZeroEngine, Ledger, RankBatch]]:
         """Open the engine, with its ledger and its batch."""
         plan, task = self.plan, self.task
@@ -190,7 +196,6 @@ class _Simulation:
             for part, own in zip(built, stacks, strict=True):
                 ledger.name_modules(shorten(part.model, own, longer))
                 _allocate(part.model)
-                freeze(part.model, task.unused_modules)
                 if plan.recipe.weights != "fp32":  # before hooks fix the type of the gradients
                     store_in_bf16(part)
                 ledger.follow_gradients(part.model)
@@ -211,8 +216,7 @@ def _teacher(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> T
     recipe = plan.recipe
     if recipe.distillation is None or not has_teacher(plan, mesh):
         return None
-    cut = teacher_cut(plan, mesh)
-    built = build_shapes(described_teacher(recipe), recipe.training, task.auto_class_name, {}, cut)
+    built = place_empty(describe_teacher(recipe, ModelUse(task.auto_class_name)), tensor_cut(plan, mesh))
     with ledger.creating(TEACHER):
         _allocate(built.model)
         teacher, _ = place_teacher(built, plan, mesh, task)
@@ -220,7 +224,7 @@ def _teacher(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> T
     return teacher
 
 
-def _loaded(plan: RunPlan, built: Sequence[BuiltModel]) -> int:
+def _loaded(plan: RunPlan, built: Sequence[PlacedModel]) -> int:
     """Return the bytes of the weights that a rank builds on the host: its shard, but not if ZeRO-3 has tensor ranks."""
     whole = sum(parameter.numel() for part in built for parameter in part.model.parameters()) * _FP32_BYTES
     if not plan.strategy.cuts_parameters or (plan.strategy.zero_stage and plan.layout.tp > 1):
@@ -234,11 +238,8 @@ def _share(engine: NativeEngine | ZeroEngine) -> int:
     return sum(box.view.nbytes // part.num_replicas for part in parts for box in part.boxes)
 
 
-def _saved(built: BuiltModel) -> int:
-    shapes = [p.shape for p in built.model.parameters()]
-    if built.placements is not None:
-        shapes = [torch.Size(p.shape) for p in built.placements.values() if not p.is_copy]
-    return sum(shape.numel() for shape in shapes) * _FP32_BYTES
+def _saved(built: PlacedModel) -> int:
+    return sum(prod(p.shape) for p in built.placements.values() if not p.is_copy) * _FP32_BYTES
 
 
 @contextmanager
@@ -324,7 +325,7 @@ def _allocate(model: nn.Module) -> None:
 
 
 def label_model(
-    ledger: Ledger, engine: NativeEngine | ZeroEngine, built: Sequence[BuiltModel], offload: Offload
+    ledger: Ledger, engine: NativeEngine | ZeroEngine, built: Sequence[PlacedModel], offload: Offload
 ) -> None:
     """Count the tensors of an engine that stay between two steps to their components; `offload` is on the host."""
     parameters = on_host(PARAMETERS) if offload == "parameters" else PARAMETERS

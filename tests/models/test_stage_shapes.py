@@ -11,7 +11,7 @@ from transformers import AutoModelForImageClassification, ResNetConfig
 
 from tests.helpers.training import TINY_RESNET
 from trainer.models.families.table import layers_of
-from trainer.models.shapes import Crossing, CrossingShapes, multiplications
+from trainer.models.stage_shapes import Crossing, CrossingShapes, multiplications
 
 
 def resnet(**keys: Any) -> nn.Module:

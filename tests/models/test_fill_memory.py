@@ -16,9 +16,10 @@ from transformers import AutoConfig, BertForSequenceClassification
 
 from tests.helpers.memory import LARGE_BERT, LARGEST_BYTES, needs_peak, peak_growth
 from tests.helpers.ranks import RankPools
-from trainer.models import loading
-from trainer.models.building import build_model
-from trainer.models.cutting import ModelCut, ShardChoice
+from trainer.models import stored_weights
+from trainer.models.describe import ModelUse, describe
+from trainer.models.fill import build_model
+from trainer.models.place import ModelCut, ShardChoice, place
 from trainer.recipe.schema import Model, Training
 
 WHOLE_BYTES = 47_218_700
@@ -82,22 +83,20 @@ class CountedFile:
         return tensor
 
 
-SAFE_OPEN = loading.safe_open
+SAFE_OPEN = stored_weights.safe_open
 
 
 def read_by_rank(folder: str) -> Reading:
-    def build(recipe: Mapping[str, Any], cut: ModelCut | None) -> Any:
-        options = {"num_labels": 3}
-        return build_model(
-            Model.model_validate(recipe), Training(), "AutoModelForSequenceClassification", options, cut=cut
-        )
+    def build(recipe: Mapping[str, Any], cut: ModelCut) -> Any:
+        use = ModelUse("AutoModelForSequenceClassification", {"num_labels": 3})
+        return build_model(describe(Model.model_validate(recipe), Training(), use), cut)
 
     saved, described = {"name_or_path": folder}, {"config": LARGE_BERT, "tokenizer": "none"}
     cut = ModelCut(dist.group.WORLD)
     tiny = {"config": {**LARGE_BERT, "hidden_size": 16, "intermediate_size": 32}, "tokenizer": "none"}
     build(tiny, cut)  # whatever is imported or allocated once
     CountedFile.total = 0
-    loading.safe_open = CountedFile
+    stored_weights.safe_open = CountedFile
     try:
         parts = build(saved, cut)
         read, CountedFile.total = CountedFile.total, 0
@@ -106,7 +105,7 @@ def read_by_rank(folder: str) -> Reading:
         read_shards, CountedFile.total = CountedFile.total, 0
         flat = build(saved, ModelCut(None, shard=ShardChoice(dist.get_rank(), 4, flat=True)))
     finally:
-        loading.safe_open = SAFE_OPEN
+        stored_weights.safe_open = SAFE_OPEN
     assert not parts.notes
     held = sum(parameter.numel() * parameter.element_size() for parameter in parts.model.parameters())
     del parts
@@ -120,8 +119,8 @@ def read_by_rank(folder: str) -> Reading:
         loaded_parts=peak_growth(lambda: build(saved, cut)),
         drawn_parts=peak_growth(lambda: build(described, cut)),
         # From a file in fp32, transformers maps the weights: cutting them is what first reads them.
-        loaded_whole=peak_growth(lambda: cut(build(saved, None).model)),
-        drawn_whole=peak_growth(lambda: cut(build(described, None).model)),
+        loaded_whole=peak_growth(lambda: place(build(saved, ModelCut()).model, cut)),
+        drawn_whole=peak_growth(lambda: place(build(described, ModelCut()).model, cut)),
         held=held,
     )
 

@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME
 from trainer.base.errors import TrainerError
 from trainer.models.adapters import MergedWeights
 from trainer.models.statistics import persistent_buffers
-from trainer.models.writing import WeightFile, WeightFiles, described_model, plan_files, transformers_class
+from trainer.models.weight_files import WeightFile, WeightFiles, described_model, plan_files, transformers_class
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.shards.gathering import WholeTensors
 from trainer.recipe.schema import Adapter
@@ -66,7 +66,6 @@ def save_model(
         model: the trained model, or this rank's part of it.
         folder: the folder to write to, which all ranks share; it is created if it does not exist.
         tensors: all tensors of the whole model; tied tensors appear once.
-        mesh: the ranks.
         adapter: the recipe's adapter, which is merged into the weights; None without one.
         dtype: the type of the written weights.
 

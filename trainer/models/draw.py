@@ -45,7 +45,6 @@ def draw_weights(
     Args:
         model: the model of transformers.
         names: the names of the parameters, as in `model.named_parameters()`.
-        seed: the recipe's seed.
         gather: the context that makes parameters whole.
         held: a predicate for the parameters that this rank has. All parameters of one stream are drawn, or none,
             because a skipped parameter would change the numbers of the next one.

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertFor
 
 from tests.helpers.families import CONFIGS, HEADS, has_head
 from tests.helpers.training import TINY_BERT
-from trainer.models.initialising import draw_weights, whole_already
+from trainer.models.draw import draw_weights, whole_already
 
 WIDTHS = ("hidden_size", "intermediate_size", "dim", "hidden_dim", "n_embd", "d_model", "d_ff")  # for statistics
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models.test_initialising import fresh
-from trainer.models.initialising import draw_weights, whole_already
+from tests.models.test_draw import fresh
+from trainer.models.draw import draw_weights, whole_already
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

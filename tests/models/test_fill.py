@@ -26,9 +26,10 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from tests.helpers.families import CONFIGS, HEADS, LABELS, build, has_head
 from tests.helpers.ranks import RankPools
 from trainer.base.errors import UsageError
-from trainer.models.building import BuiltModel, build_model, load_config
-from trainer.models.cutting import ModelCut, ShardChoice
-from trainer.models.loading import _weight_files
+from trainer.models.describe import CannotLoadPartsError, ModelUse, describe
+from trainer.models.fill import _place_whole, build_model, load_whole, loading_whole
+from trainer.models.hub_files import pretrained_files
+from trainer.models.place import ModelCut, PlacedModel, ShardChoice
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.shards.slices import part_of
 from trainer.recipe.schema import Model, Training
@@ -50,14 +51,13 @@ MAYBE_LABELS = {CLASSIFICATION: {"num_labels": LABELS}, "AutoModelForImageClassi
 
 def built(
     recipe: Mapping[str, Any], head: str, cut: bool, shard: ShardChoice | None = None, **training: Any
-) -> BuiltModel:
-    return build_model(
-        Model.model_validate(recipe),
-        Training.model_validate(training),
-        head,
-        MAYBE_LABELS.get(head, {}),
-        cut=ModelCut(dist.group.WORLD, shard=shard) if cut else None,
-    )
+) -> PlacedModel:
+    """Without a cut, transformers loads the model whole."""
+    use = ModelUse(head, MAYBE_LABELS.get(head, {}))
+    described = describe(Model.model_validate(recipe), Training.model_validate(training), use)
+    if cut:
+        return build_model(described, ModelCut(dist.group.WORLD, shard=shard))
+    return _place_whole(described, ModelCut(), loading_whole, CannotLoadPartsError())
 
 
 def differences(recipe: Mapping[str, Any], head: str, ignored_notes: int = 0) -> list[str]:
@@ -339,8 +339,8 @@ class TestAnIndexThatNamesAnotherFile:
 
     def test_is_refused_where_the_model_is_built_whole(self, recipe, file):
         with pytest.raises(UsageError, match=r"index.json names the file .*; it may only name safetensors files"):
-            build_model(recipe, Training(), CLASSIFICATION, {"num_labels": 2})
+            load_whole(describe(recipe, Training(), ModelUse(CLASSIFICATION, {"num_labels": 2})))
 
     def test_is_refused_where_it_is_built_in_parts(self, recipe, file):
         with pytest.raises(UsageError, match=re.escape(repr(file))):
-            _weight_files(recipe, load_config(recipe, {}))
+            pretrained_files(describe(recipe, Training(), ModelUse(CLASSIFICATION)))

@@ -117,7 +117,6 @@ def _hidden_shape(config: Any, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return the positions and features of a transformer's hidden states, which are equal between all layers.
 
     Args:
-        config: the configuration of transformers.
         inputs: `input_ids` `[batch, ..., positions]`, or `pixel_values` `[batch, channels, height, width]`.
     """
     if "input_ids" in inputs:

@@ -13,9 +13,9 @@ from transformers import AutoModelForMaskedLM
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe, tiny_training
-from trainer.models import saving
+from trainer.models import save
 from trainer.models.attention import KEYED_ATTENTION
-from trainer.models.writing import WeightFile, plan_files
+from trainer.models.weight_files import WeightFile, plan_files
 from trainer.recipe.schema import Recipe
 
 LARGEST = 6_000
@@ -34,7 +34,7 @@ def export(recipe: Recipe, folder: Path) -> tuple[list[str], int]:
         return write(self, read, place)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "plan_files", partial(plan_files, largest_file_bytes=LARGEST))
+        patch.setattr(save, "plan_files", partial(plan_files, largest_file_bytes=LARGEST))
         patch.setattr(WeightFile, "write", watched)
         with tiny_training(recipe) as training:
             training.engine.export(folder)
@@ -76,9 +76,9 @@ def fail_on_rank_one(recipe: Recipe, folder: Path) -> str:
         return write(self, read, place)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "plan_files", partial(plan_files, largest_file_bytes=LARGEST))
+        patch.setattr(save, "plan_files", partial(plan_files, largest_file_bytes=LARGEST))
         patch.setattr(WeightFile, "write", failing)
-        with tiny_training(recipe) as training, pytest.raises(saving.TrainerError) as error:
+        with tiny_training(recipe) as training, pytest.raises(save.TrainerError) as error:
             training.engine.export(folder)
     return str(error.value)
 

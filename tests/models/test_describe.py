@@ -21,8 +21,10 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
 from trainer.base.errors import UsageError
 from trainer.models.attention import KEYED_ATTENTION
-from trainer.models.building import build_model, checkpoint_labels, load_config, max_positions
-from trainer.models.saving import save_configuration
+from trainer.models.configuration import checkpoint_labels, load_config, max_positions
+from trainer.models.describe import ModelUse, describe
+from trainer.models.fill import build_model
+from trainer.models.save import save_configuration
 from trainer.models.tokenizer import load_tokenizer
 from trainer.parallel.dropout import KeyedDropout
 from trainer.recipe.schema import Model, Training
@@ -32,7 +34,9 @@ OPTIONS = {"num_labels": 3, "problem_type": "single_label_classification"}
 
 
 def build(recipe: dict[str, Any], options: dict[str, Any] = OPTIONS, head: str = HEAD, **training: Any):
-    return build_model(Model.model_validate(recipe), Training.model_validate(training), head, options)
+    return build_model(
+        describe(Model.model_validate(recipe), Training.model_validate(training), ModelUse(head, options))
+    )
 
 
 def weights(recipe: dict[str, Any], seed: int = 42) -> dict[str, torch.Tensor]:
@@ -134,7 +138,9 @@ class TestFromConfig:
         config = {"model_type": "deit", "image_size": 16, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1}
         config |= {"num_attention_heads": 4, "intermediate_size": 64}
         recipe = Model.model_validate({"config": config, "tokenizer": "none"})
-        built = build_model(recipe, Training(), "AutoModelForImageClassification", {"num_labels": 3})
+        built = build_model(
+            describe(recipe, Training(), ModelUse("AutoModelForImageClassification", {"num_labels": 3}))
+        )
         assert type(built.model).__name__ == "DeiTForImageClassification"
 
 
@@ -249,7 +255,7 @@ class TestFromFolder:
         shutil.copytree(pretrained, tmp_path, dirs_exist_ok=True)
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
-        with pytest.raises(UsageError, match=r"some weights are of another size.*; use a checkpoint"):
+        with pytest.raises(UsageError, match=r"6 weights \(bert.* are of another size.*; use a checkpoint"):
             build({"name_or_path": str(tmp_path)})
 
 
@@ -306,7 +312,7 @@ class TestPaddingToken:
 
     def build(self, **keys):
         recipe = Model.model_validate({"config": {**self.GPT2, **keys}})
-        return build_model(recipe, Training(), HEAD, {"num_labels": 2}, pad_token_id=1)
+        return build_model(describe(recipe, Training(), ModelUse(HEAD, {"num_labels": 2}, padding_token=1)))
 
     @pytest.mark.parametrize("keys", [{}, {"pad_token_id": -1}])
     def test_a_decoder_without_one_classifies_batches(self, keys):

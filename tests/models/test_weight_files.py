@@ -17,7 +17,7 @@ from tests.helpers.families import CONFIGS, SHIPPED, VARIANTS, has_head
 from tests.helpers.training import TINY_RESNET
 from trainer.base.errors import UsageError
 from trainer.models.statistics import persistent_buffers
-from trainer.models.writing import UnknownModelError, described_model, plan_files, transformers_class
+from trainer.models.weight_files import UnknownModelError, described_model, plan_files, transformers_class
 
 # Of which transformers keeps each expert apart in files and together in memory, under names that differ.
 EXPERTS = {**CONFIGS["llama"], "num_local_experts": 4}
@@ -201,7 +201,7 @@ class Outsider(PreTrainedModel):
         ({"architectures": [1]}, "must name one class"),
         ({"architectures": ["Nothing"]}, "name 'Nothing', which is no model of transformers"),
         ({"architectures": ["os.system"]}, "which is no model of transformers"),
-        ({"architectures": ["tests.models.test_writing.Outsider"]}, "which is no model of transformers"),
+        ({"architectures": ["tests.models.test_weight_files.Outsider"]}, "which is no model of transformers"),
         ({"architectures": ["Outsider"]}, "which is no model of transformers"),
         ({"architectures": ["Trainer"]}, "which is no model of transformers"),
         ({"architectures": ["PreTrainedModel"]}, "which is no model of transformers"),

@@ -13,7 +13,7 @@ from transformers import AutoConfig, BertForMaskedLM
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, digests_of, tiny_recipe, tiny_training
 from trainer.base.errors import UsageError
-from trainer.models import loading
+from trainer.models import stored_weights
 from trainer.parallel import node
 
 QUICK: list[dict[str, Any]] = [
@@ -29,7 +29,7 @@ MORE: list[dict[str, Any]] = [
     {"strategy": "zero2"},
 ]
 LAYOUTS = [*QUICK, *(pytest.param(keys, marks=pytest.mark.nightly) for keys in MORE)]
-SAFE_OPEN = loading.safe_open
+SAFE_OPEN = stored_weights.safe_open
 
 
 @dataclass
@@ -63,8 +63,8 @@ def load(folder: str, parallel: dict[str, Any], failing: bool = False) -> Load:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node, "node_name", lambda: str(rank // 2))
         patch.setattr(node.NodeRanks, "_broadcast", sent)
-        patch.setattr(loading, "safe_open", opened)
-        patch.setattr(loading, "_CHUNK_BYTES", 1000)
+        patch.setattr(stored_weights, "safe_open", opened)
+        patch.setattr(stored_weights, "_CHUNK_BYTES", 1000)
         try:
             with tiny_training(recipe) as training:
                 found.digests = digests_of(training)

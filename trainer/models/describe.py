@@ -1,0 +1,247 @@
+"""Describe the model of a recipe: its configuration, its class, and the changes to it before it is cut; no weights."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers.models.auto.auto_factory import _get_model_class
+
+from trainer.base.errors import TrainerError, UsageError
+from trainer.models.adapters import adapt
+from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
+from trainer.models.configuration import load_config, not_found, one_line, require_head
+from trainer.models.dropout import key_dropout
+from trainer.models.families.table import FAMILIES
+from trainer.models.invariance import check_invariance, sample_of
+from trainer.models.statistics import fix_statistics
+from trainer.parallel.dropout import DropoutKeys
+from trainer.recipe.schema import Model, Training
+
+_CANNOT_BUILD = (OSError, ValueError, RuntimeError, KeyError, ZeroDivisionError, SafetensorError)
+"""Errors of transformers for models that it cannot build; `RecursionError` is a `RuntimeError`."""
+
+
+class CannotLoadPartsError(Exception):
+    """Error for a model that must be built whole before it is cut; the message completes "because ..."."""
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """The use of a model by a task.
+
+    Args:
+        auto_class_name: the head, as the name of an auto class of transformers.
+        options: the configuration keys that the task sets, such as `num_labels`.
+        padding_token: the id of the tokenizer's padding token, for a model without one; None without a tokenizer.
+        unused: modules of the base model to freeze, because the task does not use them.
+        packed: whether rows hold several documents, which the model must keep apart.
+        is_trained: whether the model learns, and does not only teach.
+    """
+
+    auto_class_name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    padding_token: int | None = None
+    unused: Sequence[str] = ()
+    packed: bool = False
+    is_trained: bool = True
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model of transformers that is not built yet.
+
+    `attention` is the name of its attention function. `is_keyed`: its dropout is independent of the layout.
+    """
+
+    recipe: Model
+    use: ModelUse
+    seed: int
+    config: Any
+    model_class: Any
+    attention: str
+    is_keyed: bool
+
+    @property
+    def auto_class(self) -> Any:
+        """The class of transformers that chooses the model's class."""
+        return getattr(transformers, self.use.auto_class_name)
+
+    @property
+    def keyword_arguments(self) -> dict[str, Any]:
+        """The arguments with which transformers makes the model."""
+        return {"attn_implementation": self.attention, "dtype": torch.float32}
+
+    def new_keys(self) -> DropoutKeys | None:
+        """Return the keys of the dropout of one model; None with torch's dropout."""
+        return DropoutKeys(self.seed) if self.is_keyed else None
+
+    def on_meta(self) -> nn.Module:
+        """Return the whole model on `meta`, without adapters.
+
+        Raises:
+            UsageError: transformers cannot build it.
+        """
+        with self.explained(), torch.device("meta"):
+            return self.made()
+
+    def made(self) -> nn.Module:
+        """Return the whole model as transformers makes it, with random weights."""
+        model: nn.Module = self.auto_class.from_config(copy.deepcopy(self.config), **self.keyword_arguments)
+        return model
+
+    def prepare(self, model: nn.Module, drawn: Sequence[str], keys: DropoutKeys | None) -> list[str]:
+        """Freeze, add adapters, key the dropout and fix statistics of a whole model, and return notes for the user.
+
+        Args:
+            model: the model, perhaps on `meta`, before it is cut; a cut changes the sites of its dropout.
+            drawn: the parameters that a pretrained model does not have.
+            keys: those of `new_keys`.
+        """
+        adapt(model, self.recipe, self.seed, drawn)
+        _freeze(model, self.use.unused)
+        return [*_drawn_notes(model, self.recipe, drawn), *self._make_invariant(model, keys)]
+
+    def check_invariance(self, model: nn.Module | None, keys: DropoutKeys | None) -> list[str]:
+        """Check a model outside of the table of families, and return notes; see `check_invariance`.
+
+        Args:
+            model: the prepared model if this rank holds all of it; None: a sample with random weights is checked.
+            keys: the keys of its dropout.
+        """
+        if self.config.model_type in FAMILIES:
+            return []
+        checked = self._sample(keys) if model is None else model
+        return check_invariance(checked, keys, self.use.packed, self.use.auto_class_name, self.use.is_trained)
+
+    def _sample(self, keys: DropoutKeys | None) -> nn.Module:
+        sample = sample_of(self.model_class, self.config, self.attention)
+        if self.recipe.adapter is not None and self.recipe.adapter.dropout:
+            adapted = self.recipe.model_copy(update={"freeze": None})
+            try:
+                adapt(sample, adapted, self.seed)
+            except UsageError:  # a target is in a layer that the sample lacks
+                sample = sample_of(self.model_class, self.config, self.attention, is_whole=True)
+                adapt(sample, adapted, self.seed)
+        self._make_invariant(sample, keys)
+        return sample
+
+    def _make_invariant(self, model: nn.Module, keys: DropoutKeys | None) -> list[str]:
+        if keys is not None:
+            key_dropout(model, keys)
+        notes = [*fix_statistics(model), *_name_padding(model, self.use.padding_token)]
+        for module in model.modules():
+            if isinstance(module, transformers.PreTrainedModel):
+                module.warn_if_padding_and_no_attention_mask = _warn_of_nothing
+        return notes
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise errors of transformers for a model that it cannot build as errors for the user."""
+        try:
+            yield
+        except _CANNOT_BUILD as error:
+            if not self.recipe.is_random and "ignore_mismatched_sizes" in str(error):
+                raise sizes_differ("some weights") from error
+            raise self.not_described(error) from error
+
+    def not_described(self, error: Exception) -> TrainerError:
+        """Return the error for the user, for an error of a model that cannot be built."""
+        if self.recipe.is_random:
+            name = self.use.auto_class_name
+            return UsageError(f"`model.config` does not describe an {name}: {one_line(error)}")
+        return not_found("model.name_or_path", str(self.recipe.name_or_path), error)
+
+
+def describe(recipe: Model, training: Training, use: ModelUse) -> ModelDescription:
+    """Describe the model of a recipe for a task.
+
+    Args:
+        training: the recipe's `training`, for the seed and the kind of dropout.
+        use: the use by the task.
+
+    Raises:
+        UsageError: the configuration cannot be loaded, or transformers does not have the head for it.
+    """
+    config = load_config(recipe, use.options)
+    auto_class = getattr(transformers, use.auto_class_name)
+    require_head(recipe, config, auto_class)
+    model_class = _get_model_class(config, auto_class._model_mapping)
+    is_keyed = training.layout_invariant_dropout
+    attention = _attention(model_class, is_keyed)
+    return ModelDescription(recipe, use, training.seed, config, model_class, attention, is_keyed)
+
+
+def _attention(model_class: Any, is_keyed: bool) -> str:
+    """Return the name of the attention function for a model class of transformers.
+
+    A class that does not support SDPA computes another formula, such as capped scores or attention sinks.
+
+    A class without transformers' attention interface has its own attention and adds a mask to its scores. It needs the
+    additive mask that transformers makes under "eager". Its dropout modules are keyed like all others.
+    """
+    if not is_keyed:
+        return "sdpa" if model_class._supports_sdpa else "eager"
+    if not model_class._can_set_attn_implementation():
+        return "eager"
+    is_own = not model_class._supports_sdpa and hasattr(sys.modules[model_class.__module__], "eager_attention_forward")
+    return OWN_ATTENTION if is_own else KEYED_ATTENTION
+
+
+def _freeze(model: nn.Module, names: Sequence[str]) -> None:
+    """Freeze the parameters of modules of the base model; names that it does not have are skipped."""
+    base: Any = model.base_model
+    for name, module in base.named_children():
+        if name in names:
+            module.requires_grad_(False)
+
+
+def sizes_differ(which: str) -> UsageError:
+    """Return the error for a checkpoint of another model or another task."""
+    return UsageError(
+        f"`model.name_or_path` is a checkpoint in which {which} are of another size than in this task's model; use a"
+        " checkpoint with the task's number of labels, or one without a head"
+    )
+
+
+def _drawn_notes(model: nn.Module, recipe: Model, drawn: Sequence[str]) -> list[str]:
+    """Return notes on the modules with random weights in a pretrained model that is partly frozen."""
+    if not recipe.is_partly_frozen:
+        return []
+    owners: dict[bool, list[str]] = {True: [], False: []}
+    for name in drawn:
+        owners[model.get_parameter(name).requires_grad].append(name.rpartition(".")[0])
+    trained, frozen = (", ".join(dict.fromkeys(owners[key])) for key in (True, False))
+    notes = [f"drawn and trained whole, beside frozen weights: {trained}"] if trained else []
+    if frozen:
+        key = "`model.freeze` leaves out" if recipe.adapter is None else "`model.adapter.modules_to_save` names"
+        notes.append(f"drawn and never trained, because they are frozen: {frozen}; {key} modules to train")
+    return notes
+
+
+def _name_padding(model: Any, padding_token: int | None) -> list[str]:
+    """Set the tokenizer's padding token in the configuration of a model without a padding token.
+
+    A decoder with a classification head reads the last token before the padding. The token is not set while weights are
+    drawn, because some models would draw a zero vector for it.
+    """
+    if padding_token is None or model.main_input_name != "input_ids":
+        return []
+    config = model.config.get_text_config()
+    named = getattr(config, "pad_token_id", None)
+    if isinstance(named, int) and named >= 0:
+        return []
+    config.pad_token_id = model.config.pad_token_id = padding_token
+    return [f"the model names no padding token, so it takes the tokenizer's, of id {padding_token}"]
+
+
+def _warn_of_nothing(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Replace transformers' warning of padding without a mask: only packed rows have none, and padding ends them."""

@@ -1,0 +1,505 @@
+"""Fill a placed model with weights: read from safetensors, drawn at random, or received from another rank.
+
+A model is described and placed on the `meta` device, where tensors have shapes and no memory. Its parameters are then
+filled one by one. Each comes from the slices that this rank reads from the files, or from a module that is drawn whole
+for a moment. No rank holds more than its part. If data ranks shard the parameters, the model stays on `meta`, and this
+rank's shards lie beside it.
+
+transformers loads the checkpoint into the model once with tensors on `meta`. This load maps tensors of the files to
+parameters, and finds missing and unexpected ones.
+
+A model that cannot be filled in parts (`CannotLoadPartsError`) is loaded whole by transformers before it is placed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
+
+from trainer.base.errors import UsageError
+from trainer.models.adapters import factor_shapes
+from trainer.models.configuration import not_found, one_line
+from trainer.models.describe import CannotLoadPartsError, ModelDescription, ModelUse, sizes_differ
+from trainer.models.draw import Gather, draw_weights, whole_already
+from trainer.models.hub_files import pretrained_files, require_safe_shards
+from trainer.models.names import aliases, replace_in
+from trainer.models.place import ModelCut, PlacedModel, place
+from trainer.models.stored_weights import CountedWeights, SharedWeights, StoredWeights
+from trainer.parallel.node import NodeRanks
+from trainer.parallel.placement import ParameterPlacement
+from trainer.parallel.tensor.low_rank import drawn_factor
+from trainer.recipe.schema import Model
+
+Loading = Callable[[], AbstractContextManager[Gather]]
+
+
+@contextmanager
+def loading_whole() -> Iterator[Gather]:
+    """Let a model be built as it is: the `Loading` of a model that is not partitioned."""
+    yield whole_already
+
+
+def build_model(
+    described: ModelDescription,
+    cut: ModelCut = ModelCut(),  # noqa: B008  # it is frozen
+    loading: Loading = loading_whole,
+    node: NodeRanks | None = None,
+) -> PlacedModel:
+    """Build a model in fp32 on the CPU, with the same weights on every rank and under every layout.
+
+    Args:
+        described: the model.
+        cut: the cut of the model; the result holds this rank's parts only.
+        loading: the context in which a model is built that cannot be filled in parts. It may partition the parameters
+            as they are made, and yields the context that makes them whole.
+        node: the ranks of this node, if one of them reads the weights for all; all of them must call it then.
+
+    Raises:
+        UsageError: the model cannot be loaded, has no safetensors, has a dropout that cannot be keyed, cannot be cut,
+            does not keep documents apart, or adds terms to the loss.
+    """
+    with described.explained():
+        try:
+            return _fill_parts(described, cut, node)
+        except CannotLoadPartsError as reason:
+            if node is not None:
+                raise UsageError(
+                    f"`parallel.load` is broadcast, but each rank must read this model whole, because {reason}; use"
+                    " read"
+                ) from reason
+            return _place_whole(described, cut, loading, reason)
+
+
+def _place_whole(
+    described: ModelDescription, cut: ModelCut, loading: Loading, reason: CannotLoadPartsError
+) -> PlacedModel:
+    """Load a model as transformers does, and place it then."""
+    keys = described.new_keys()
+    with loading() as gather:
+        is_partitioned = gather is not whole_already
+        model, drawn, notes = load_whole(described, gather)
+        lacking = () if described.recipe.is_random else drawn
+        prepared = described.prepare(model, lacking, keys)
+        notes = [*notes, *described.check_invariance(None if is_partitioned else model, keys), *prepared]
+    if not is_partitioned and cut != ModelCut():
+        notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
+    placed = PlacedModel(model) if is_partitioned else place(model, replace(cut, shard=None))
+    return replace(placed, dropout_keys=keys, notes=notes, lacking=lacking)
+
+
+def load_whole(described: ModelDescription, gather: Gather = whole_already) -> tuple[nn.Module, list[str], list[str]]:
+    """Return the model as transformers loads it, the names of weights that are drawn instead, and notes."""
+    recipe, seed = described.recipe, described.seed
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if recipe.is_random:
+            model = described.made()
+            drawn = [name for name, _ in model.named_parameters()]
+            draw_weights(model, drawn, seed, gather)
+            return model, drawn, []
+        require_safe_shards(recipe, described.config)
+        with _without_report():
+            model, loading = described.auto_class.from_pretrained(
+                recipe.name_or_path,
+                config=described.config,
+                revision=recipe.revision or "main",
+                use_safetensors=True,  # a pickle can run code
+                trust_remote_code=False,
+                output_loading_info=True,
+                **described.keyword_arguments,
+            )
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        draw_weights(model, missing, seed, gather)
+    return model, missing, _loading_notes(missing, loading)
+
+
+def _loading_notes(missing: Sequence[str], loading: Mapping[str, Any]) -> list[str]:
+    notes = [f"not in the checkpoint, drawn at random: {', '.join(missing)}"] if missing else []
+    unexpected = sorted(loading["unexpected_keys"])
+    return [*notes, f"in the checkpoint, not in this model: {', '.join(unexpected)}"] if unexpected else notes
+
+
+def build_base(model: Any, recipe: Model, seed: int) -> tuple[nn.Module, list[str]]:
+    """Build the model of a recipe as it was before the training, without adapter, whole and in fp32 on the CPU.
+
+    The second result names the weights that are not loaded, but drawn from the seed.
+
+    Args:
+        model: the model on `meta`, from `described_model`.
+
+    Raises:
+        UsageError: the weights cannot be loaded.
+    """
+    config = copy.deepcopy(model.config)
+    if recipe.is_random and "pad_token_id" not in (recipe.config or {}):
+        config.pad_token_id = type(config)().pad_token_id  # a run sets the tokenizer's after the weights are drawn
+    model_class = type(model)
+    described = ModelDescription(recipe, ModelUse(model_class.__name__), seed, config, model_class, "eager", False)
+    try:
+        return load_whole(described)[:2]
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
+
+
+def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | None) -> PlacedModel:
+    """Build a model in parts that are bit for bit equal to a cut of the whole model.
+
+    Raises:
+        CannotLoadPartsError: the model must be built whole.
+        ValueError: the checkpoint does not fit the model.
+        OSError, RuntimeError, SafetensorError: transformers cannot build the model, or a file cannot be read.
+        UsageError: the model cannot be cut.
+    """
+    files = [] if described.recipe.is_random else pretrained_files(described)
+    stored = StoredWeights(files) if node is None else SharedWeights(files, node)
+    seed = described.seed
+    with torch.random.fork_rng(devices=[]):
+        parts, whole, sources = _empty_parts(described, cut, stored)
+        _rebuild_buffers(parts.model)
+        parts.read(stored, sources.renamed)
+        parts.convert(stored, sources.converted, whole)
+        draw_weights(whole, sources.missing, seed, lambda parameters: parts.drawing(whole, parameters), parts.holds)
+        for name, shape in parts.factors.items():
+            if parts.holds(name):  # other factors are not drawn
+                parts.fill_whole(name, drawn_factor(name, shape, seed))
+    parts.check_filled()
+    placed = replace(parts.placed, shards=parts.shards)
+    keys = placed.dropout_keys
+    checked = described.check_invariance(placed.model if cut == ModelCut() else None, keys)
+    return replace(placed, notes=[*sources.notes, *checked, *placed.notes])
+
+
+def count_reads(described: ModelDescription, cut: ModelCut) -> Mapping[str, int]:
+    """Return the bytes of each file that a rank reads of a pretrained model, from the headers of the files.
+
+    If the model must be built whole, these are all bytes.
+
+    Raises:
+        UsageError: the files are missing, do not fit the model, or it cannot be cut.
+    """
+    require_safe_shards(described.recipe, described.config)
+    with described.explained():
+        try:
+            stored = CountedWeights(pretrained_files(described))
+        except CannotLoadPartsError as error:
+            raise described.not_described(error) from error
+        try:
+            parts, _, sources = _empty_parts(described, cut, stored)
+            parts.read(stored, sources.renamed)
+            keys = [key for keys in sources.converted for key in keys]
+        except CannotLoadPartsError:
+            stored.num_bytes.clear()
+            keys = list(stored.shapes)
+        for key in keys:
+            stored.read(key)
+    return stored.num_bytes
+
+
+def check_weights(described: ModelDescription, has_options: bool = True) -> list[str]:
+    """Check that the files of pretrained weights exist and fit the model; their values are not read.
+
+    Returns the parameters that the files lack, as far as these can be compared.
+
+    Args:
+        described: the model.
+        has_options: whether the task's options are known; if not, sizes are not compared.
+
+    Raises:
+        UsageError: the files are missing, or of other sizes.
+    """
+    if described.recipe.is_random:
+        return []
+    require_safe_shards(described.recipe, described.config)
+    if not has_options:
+        return []
+    with described.explained():
+        try:
+            return _match(described, StoredWeights(pretrained_files(described)))[1].missing
+        except CannotLoadPartsError:
+            return []  # such a model is compared when it is loaded
+
+
+@dataclass
+class _Sources:
+    """The tensors of a checkpoint that fill the parameters and buffers of a model."""
+
+    renamed: dict[str, str] = field(default_factory=dict)  # name in the model: key in the checkpoint
+    converted: list[list[str]] = field(default_factory=list)  # groups of keys that are merged or split together
+    missing: list[str] = field(default_factory=list)  # names in the model
+    notes: list[str] = field(default_factory=list)
+
+
+def _empty_parts(
+    described: ModelDescription, cut: ModelCut, stored: StoredWeights
+) -> tuple[_Parts, nn.Module, _Sources]:
+    """Return the placed model on `meta`, the whole model on `meta`, and where their tensors come from."""
+    if described.recipe.is_random:
+        try:
+            with torch.device("meta"):
+                model = described.made()
+        except RuntimeError as error:
+            raise CannotLoadPartsError(f"transformers cannot make it on meta ({one_line(error)})") from error
+        sources, lacking = _Sources(missing=[name for name, _ in model.named_parameters()]), []
+    else:
+        model, sources = _match(described, stored)
+        _take_origin(model, described.recipe)
+        lacking = sources.missing
+    whole = copy.deepcopy(model)  # its modules are drawn and converted one at a time
+    keys = described.new_keys()
+    notes = described.prepare(model, lacking, keys)
+    factors = factor_shapes(model)
+    placed = replace(place(model, cut), dropout_keys=keys, notes=notes, lacking=lacking)
+    return _Parts(placed, factors, [*aliases(whole).values(), *([name] for name in factors)]), whole, sources
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Hide the report and the bar of transformers for a load, one for each rank: notes of the build say the same."""
+    verbosity, had_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _match(described: ModelDescription, stored: StoredWeights) -> tuple[nn.Module, _Sources]:
+    """Return the model on meta as transformers loads it, with weights tied as in the checkpoint, and its sources.
+
+    Raises:
+        UsageError: the shapes of a tensor and its parameter differ.
+    """
+    with _without_report():
+        model, loading = described.model_class.from_pretrained(
+            None,
+            config=described.config,
+            state_dict={key: torch.empty(shape, device="meta") for key, shape in stored.shapes.items()},
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the error below names them
+            **described.keyword_arguments,
+        )
+    if mismatched := sorted(loading["mismatched_keys"]):
+        shapes = "; ".join(f"{name} is {list(stored)} and not {list(shape)}" for name, stored, shape in mismatched[:3])
+        raise sizes_differ(f"{len(mismatched)} weights ({shapes})")
+    return model, _sources(model, stored, loading)
+
+
+def _sources(model: Any, stored: StoredWeights, loading: Mapping[str, Any]) -> _Sources:
+    """Map tensors of the files to those of the model, and tie weights that the files hold twice with equal values.
+
+    transformers ties such weights, too, when it loads their values.
+    """
+    renamed, converted = _renamed(model, stored)
+    missing = sorted(loading["missing_keys"])
+    notes = []
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target not in renamed or source not in renamed:
+            continue
+        if stored.equal(renamed[target], renamed[source]):
+            replace_in(model, target, model.get_parameter(source))
+            del renamed[target]
+        else:
+            del model.all_tied_weights_keys[target]
+            notes.append(f"differ in the checkpoint, so they are not tied: {source}, {target}")
+    return _Sources(renamed, converted, missing, [*notes, *_loading_notes(missing, loading)])
+
+
+def _renamed(model: Any, stored: StoredWeights) -> tuple[dict[str, str], list[list[str]]]:
+    """Return the fields `renamed` and `converted` of `_Sources`, by transformers' rules for the model class."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    expected, prefix = model.state_dict(), model.base_model_prefix
+    renamed: dict[str, str] = {}
+    converted: dict[str, list[str]] = {}
+    for key in stored.shapes:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
+        if name not in expected and key in expected:  # a current name that matches the rule for an older one
+            name, pattern = rename_source_key(key, [], [], prefix, expected)
+        if name not in expected:
+            continue
+        if pattern is not None:
+            converted.setdefault(name, []).append(key)
+        elif name in renamed:
+            raise CannotLoadPartsError(f"{key} and {renamed[name]} in its files are both {name}")
+        else:
+            renamed[name] = key
+    return renamed, list(converted.values())
+
+
+def _take_origin(model: Any, recipe: Model) -> None:
+    """Set the name of the model's origin, and its generation configuration, as transformers does."""
+    name = str(recipe.name_or_path)
+    model.name_or_path = model.config.name_or_path = name
+    if model.can_generate():
+        with suppress(OSError):  # without one, the generation configuration from the model's configuration stays
+            model.generation_config = GenerationConfig.from_pretrained(name, revision=recipe.revision or "main")
+
+
+class _Parts:
+    """The parameters of a placed model on `meta`, which can be filled in any order.
+
+    Args:
+        placed: the model.
+        factors: the shapes of the factors of its adapters.
+        tied: the names of each parameter of the whole model.
+    """
+
+    def __init__(
+        self, placed: PlacedModel, factors: Mapping[str, tuple[int, ...]], tied: Sequence[Sequence[str]]
+    ) -> None:
+        self.placed, self.factors = placed, factors
+        self.model = placed.model
+        self.shards: dict[str, Tensor] | None = None if placed.cut.shard is None else {}
+        self._placements = placed.placements
+        first = {name: names[0] for names in tied for name in names}  # in the whole model
+        origins = placed.stage.origins if placed.stage else {}
+        own: dict[str, list[str]] = {}  # names in this model, by the first name in the whole model
+        for name, _ in self.model.named_parameters(remove_duplicate=False):
+            own.setdefault(origins.get(name) or first[name], []).append(name)
+        self._own = {name: own[origin] for name, origin in first.items() if origin in own}
+        self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+
+    def holds(self, name: str) -> bool:
+        """Return whether this model has the parameter `name` of the whole model, or a copy of it."""
+        return name in self._own
+
+    def read(self, stored: StoredWeights, renamed: Mapping[str, str]) -> None:
+        """Fill the tensors that need no conversion; tensors of other stages are not read."""
+        wanted = stored.wanted([self.holds(name) or name in self._buffers for name in renamed])
+        for (name, key), is_wanted in zip(renamed.items(), wanted, strict=True):
+            if self.holds(name):
+                self._fill(name, stored.read(key, self._placement(name), self.placed.cut))
+            elif name in self._buffers:
+                self.model.get_buffer(name).copy_(stored.read(key))
+            elif is_wanted:
+                stored.read_along(key)
+
+    def convert(self, stored: StoredWeights, groups: Sequence[Sequence[str]], whole: Any) -> None:
+        """Fill the tensors that must be merged or split; each group is read whole into `whole`, one group at a time."""
+        for keys in groups:
+            empty = dict(whole.named_parameters(remove_duplicate=False))
+            rules = LoadStateDictConfig(
+                dtype=torch.float32, device_map={"": "cpu"}, weight_mapping=get_model_conversion_mapping(whole)
+            )
+            with _without_report():
+                convert_and_load_state_dict_in_model(whole, {key: stored.read(key) for key in keys}, rules)
+            for name, parameter in list(whole.named_parameters(remove_duplicate=False)):
+                if not parameter.is_meta:
+                    self.fill_whole(name, parameter.detach())
+                    replace_in(whole, name, empty[name])
+
+    @contextmanager
+    def drawing(self, whole: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Give `parameters` of the model `whole` memory inside this `Gather`, and keep this rank's parts on exit."""
+        names = aliases(whole)
+        real = {}
+        for empty in parameters:
+            # NaN marks elements that no rule draws.
+            real[empty] = nn.Parameter(torch.full(empty.shape, torch.nan), requires_grad=empty.requires_grad)
+            for name in names[empty]:
+                replace_in(whole, name, real[empty])
+        yield
+        for empty, drawn in real.items():
+            if drawn.isnan().any():
+                raise CannotLoadPartsError(f"{type(whole).__name__} has no rule that draws {names[empty][0]}")
+            self.fill_whole(names[empty][0], drawn.detach())
+            for name in names[empty]:
+                replace_in(whole, name, empty)
+
+    def check_filled(self) -> None:
+        """Refuse a model that still has tensors on meta."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.is_meta if self.shards is None else name not in self.shards:
+                raise CannotLoadPartsError(f"it is not clear where {name} comes from")
+        for path, module in self.model.named_modules():
+            for attribute, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    raise CannotLoadPartsError(f"{path}.{attribute} is a tensor that is made with the model")
+
+    def fill_whole(self, name: str, whole: Tensor) -> None:
+        """Fill the parameter `name` of the whole model with this rank's part of `whole`, if this model has it."""
+        if self.holds(name):
+            cut = self.placed.cut
+            part = cut.part(whole, self._placement(name))
+            if cut.shard is not None and part.dim():
+                first, last = cut.shard.bounds(part.shape)
+                part = part[first:last].clone()  # the other rows can go
+            self._fill(name, part)
+
+    def _placement(self, name: str) -> ParameterPlacement:
+        return next(self._placements[own] for own in self._own[name] if own in self._placements)
+
+    def _fill(self, name: str, part: Tensor) -> None:
+        empty = self.model.get_parameter(self._own[name][0])
+        if self.shards is not None:
+            assert part.shape[1:] == empty.shape[1:], f"{name} is {tuple(part.shape)}, of {tuple(empty.shape)}"
+            self.shards |= dict.fromkeys(self._own[name], part)
+            return
+        assert part.shape == empty.shape, f"{name} is {tuple(part.shape)}, but its place is {tuple(empty.shape)}"
+        parameter = nn.Parameter(part, requires_grad=empty.requires_grad)
+        for own in self._own[name]:
+            replace_in(self.model, own, parameter)
+
+
+@torch.no_grad()
+def _rebuild_buffers(model: PreTrainedModel) -> None:
+    """Set the values of buffers by the model's own rules, which transformers has for models on meta."""
+
+    def rebuild(module: nn.Module, path: str, owner: Any) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner  # the model that has the rules
+        for name, child in module.named_children():
+            rebuild(child, f"{path}{name}.", owner)
+        own = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if not own:
+            return
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # the rules skip it
+        for name in own:
+            setattr(module, name, _unset_like(getattr(module, name)))
+        owner._init_weights(module)
+        for name in own:
+            if _is_unset(getattr(module, name)):
+                raise CannotLoadPartsError(f"{type(owner).__name__} has no rule for the buffer {path}{name}")
+
+    rebuild(model, "", model)
+
+
+def _unset_like(buffer: Tensor) -> Tensor:
+    """Return a buffer on the CPU, filled with a value that no rule sets."""
+    return torch.full_like(buffer, _unset_value(buffer), device="cpu")
+
+
+def _is_unset(buffer: Tensor) -> bool:
+    if buffer.dtype == torch.bool:
+        return False  # both values are valid
+    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset_value(buffer)
+    return bool(unset.any())
+
+
+def _unset_value(buffer: Tensor) -> float:
+    if buffer.is_floating_point() or buffer.dtype == torch.bool:
+        return torch.nan
+    return torch.iinfo(buffer.dtype).min

@@ -1,0 +1,155 @@
+"""Hooks on the layers of an unmodified Hugging Face model: sharded sequences, and tokens without padding.
+
+Sharded sequences: from the entry of a stack's first layer to the exit of its last, each rank has its positions of the
+hidden states. Embeddings, poolers and heads see all positions on every rank.
+
+Tokens without padding: the first layer gets the tokens of all rows of a microbatch as one sequence `[1, tokens,
+hidden]`, and the last layer returns padded rows. Embeddings and heads are those of padded rows, so positions, token
+types and pooling stay as they are. transformers passes the argument `PACKED` of the model on to each layer and to the
+attention function, which finds the rows: tokens see their own row only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.base.errors import UsageError
+from trainer.models.attention import PACKED, PACKED_ATTENTION, RING_ATTENTION
+from trainer.models.families.table import FAMILIES, layers_of
+from trainer.models.names import owner_of, prefixes
+from trainer.parallel.communication import Group
+from trainer.parallel.dropout import KeyedDropout
+from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.sharded_sequence import ContextCut, SequenceCut
+
+HIDDEN_STATES = "hidden_states"  # their keyword in transformers, if they are not the first argument
+_ROTATIONS = "position_embeddings"  # cosines and sines `[batch, positions, head_dim]`, of layers and attention
+
+
+def change_inputs(
+    module: nn.Module, change: Callable[[str, Tensor], Tensor], names: Sequence[str] = (HIDDEN_STATES,)
+) -> None:
+    """Replace the arguments `names` of `module` by `change(name, tensor)` before each call.
+
+    Hidden states that are not a keyword argument are the first argument.
+    """
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        changed = {name: change(name, kwargs[name]) for name in names if isinstance(kwargs.get(name), Tensor)}
+        if HIDDEN_STATES not in changed and args:
+            args = (change(HIDDEN_STATES, args[0]), *args[1:])
+        else:
+            assert changed, f"{type(module).__name__} was called without an input"
+        return args, kwargs | changed
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class Stacks:
+    """The layer stacks of a model, with the sequence cut of each; an encoder has one, an encoder-decoder two.
+
+    Args:
+        layers: all repeated layers of the model in order, by their names in the model.
+        kind: makes the cut of a stack for the group.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, nn.Module], group: Group, kind: Callable[[Group], SequenceCut] = SequenceCut
+    ) -> None:
+        self._layers = dict(layers)
+        self._cuts = {stack: kind(group) for stack in dict.fromkeys(map(owner_of, layers))}
+
+    def cut_of(self, name: str) -> SequenceCut | None:
+        """Return the sequence cut of the stack with the module `name`, or None if the module is in no layer."""
+        layer = next((prefix for prefix in reversed(prefixes(name)) if prefix in self._layers), None)
+        return None if layer is None else self._cuts[owner_of(layer)]
+
+    def cut_ends(self) -> None:
+        """Split the input of the first layer of each stack, and join the output of the last."""
+        for stack, cut in self._cuts.items():
+            layers = [layer for name, layer in self._layers.items() if owner_of(name) == stack]
+            change_inputs(layers[0], partial(_split, cut))
+            layers[-1].register_forward_hook(_change_output(cut.join))
+
+
+def _split(cut: SequenceCut, name: str, hidden: Tensor) -> Tensor:
+    return cut.split(hidden)
+
+
+def _change_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return change(output) if isinstance(output, Tensor) else (change(output[0]), *output[1:])
+
+    return hook
+
+
+def cut_rotations(module: nn.Module, cut: ContextCut) -> None:
+    """Give an attention module the rotations `[batch, positions, width]` of this rank's positions."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return args, _change_rotations(kwargs, cut.own)
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _change_rotations(kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    rotations = kwargs.get(_ROTATIONS)
+    return kwargs if rotations is None else kwargs | {_ROTATIONS: tuple(map(change, rotations))}
+
+
+def check_packing(model: Any) -> None:
+    """Refuse a model whose layers cannot work without padding.
+
+    Raises:
+        UsageError: the family of the model has no unpadded layers.
+    """
+    model_type = model.config.model_type
+    family = FAMILIES.get(model_type)
+    if family is None or not family.packs:
+        able = ", ".join(sorted(name for name, family in FAMILIES.items() if family.packs))
+        raise UsageError(
+            f"`data.packing` is true, which works for the model types {able}, but the model is of type {model_type};"
+            " set it to false, and `data.group_by_length` to true, which needs less padding"
+        )
+
+
+def pack_layers(model: Any) -> None:
+    """Make the layers of a model process tokens without padding, whenever it is called with `PACKED`.
+
+    The model is cut over tensor ranks before, and no strategy has wrapped it.
+
+    Raises:
+        UsageError: `check_packing` refuses the model.
+    """
+    check_packing(model)
+    if model.config._attn_implementation != RING_ATTENTION:
+        model.config._attn_implementation = PACKED_ATTENTION
+    layers = list(layers_of(model).values())
+    for layer in layers:
+        layer.register_forward_pre_hook(_pack_rotations, with_kwargs=True)
+        for module in layer.modules():
+            if isinstance(module, KeyedDropout):
+                module.site = replace(module.site, packed=True)
+    # The input is packed before it is split over tensor or context ranks, and unpacked after the parts are joined.
+    layers[0].register_forward_pre_hook(_pack_input, with_kwargs=True, prepend=True)
+    layers[-1].register_forward_hook(_unpack_output, with_kwargs=True)
+
+
+def _pack_input(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    packed: PackedTokens | None = kwargs.get(PACKED)
+    return (packed.pack(args[0]), *args[1:]) if packed else args, kwargs
+
+
+def _pack_rotations(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    packed: PackedTokens | None = kwargs.get(PACKED)
+    return args, _change_rotations(kwargs, packed.pack) if packed else kwargs
+
+
+def _unpack_output(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+    packed: PackedTokens | None = kwargs.get(PACKED)
+    return packed.unpack(output) if packed else output

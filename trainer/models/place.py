@@ -1,0 +1,196 @@
+"""Place a model: cut it in place to this rank's part, first to a pipeline stage, then over the tensor ranks.
+
+The model may be on `meta`. `PlacedModel` describes the result, which `models/fill.py` fills with weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from torch import Tensor, nn
+
+from trainer.base.errors import UsageError
+from trainer.base.text import listed
+from trainer.models.chunked_head import ChunkedHead
+from trainer.models.compiled import CompiledLayers
+from trainer.models.describe import ModelDescription
+from trainer.models.stage_split import StagePart, StageSplit, cut_stage, split_stages, trainable_stages
+from trainer.models.teacher import Teacher
+from trainer.models.tensor_split import split_model
+from trainer.parallel.communication import Group, group_size, index_in_group
+from trainer.parallel.dropout import DropoutKeys
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import PIPELINE_AXIS, TENSOR_AXIS, ParameterPlacement, Placements, whole
+from trainer.parallel.shards.slices import bounds_of_part, part_of
+from trainer.parallel.tensor.cross_entropy import VocabularyCut
+from trainer.parallel.tensor.linear import ColumnParallelLinear
+from trainer.recipe.plan import RunPlan
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """One stage of a pipeline; `starts` are the first layers of all stages but the first, or None to balance costs."""
+
+    stage: int
+    num_stages: int
+    starts: tuple[str, ...] | None = None
+    schedule: str = "1f1b"
+
+
+@dataclass(frozen=True)
+class ShardChoice:
+    """The share of one data rank in every parameter.
+
+    These are rows `index * ceil(rows / size)` and the next ones, as in FSDP. With `flat`, the elements of a parameter
+    are divided instead, as in ZeRO-3, and the share has all rows with such elements.
+    """
+
+    index: int
+    size: int
+    flat: bool = False
+
+    def bounds(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the first row of the share in a tensor of this shape, and the row after its last one."""
+        num_rows, *columns = shape
+        if not self.flat:
+            return bounds_of_part(num_rows, self.index, self.size)
+        row = prod(columns)
+        first, last = bounds_of_part(num_rows * row, self.index, self.size)
+        return (first // row, -(-last // row)) if first < last else (0, 0)
+
+
+@dataclass(frozen=True)
+class ModelCut:
+    """The cut of a model to a pipeline stage and over the ranks of the tensor axis; by default, it is not cut.
+
+    `group` is None without tensor or context ranks. `sequence` shards the sequences over the tensor ranks, too;
+    `context` shards sequences instead of the matrices of layers. `choice` is None without a pipeline. `shard` is the
+    share of these parts that this rank loads, before FSDP shards them; None: all.
+    """
+
+    group: Group | None = None
+    sequence: bool = False
+    context: bool = False
+    choice: StageChoice | None = None
+    shard: ShardChoice | None = None
+
+    def part(self, tensor: Tensor, placement: ParameterPlacement) -> Tensor:
+        """Return this rank's part of a whole parameter, or the parameter itself if it is replicated."""
+        for split in placement.splits:
+            assert self.group is not None
+            tensor = part_of(tensor, split, index_in_group(self.group), group_size(self.group))
+        return tensor
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """A Hugging Face model, or this rank's part of it.
+
+    `cut_placements` are the placements of its parameters if it was cut over tensor ranks or into stages. `stage` is its
+    pipeline stage. `dropout_keys` is None if the recipe chose torch's dropout. `notes` are messages for the user about
+    the build. `lacking` are the parameters that the pretrained model does not have.
+
+    If data ranks shard the parameters, these stay on `meta`, and `shards` has this rank's rows of each by name.
+    The engine adds the chunked output head, the teacher and the compiled layers, if there are any.
+    """
+
+    model: nn.Module
+    cut: ModelCut = ModelCut()
+    cut_placements: Placements | None = None
+    stage: StagePart | None = None
+    dropout_keys: DropoutKeys | None = None
+    notes: Sequence[str] = ()
+    lacking: Sequence[str] = ()
+    shards: dict[str, Tensor] | None = None
+    head: ChunkedHead | None = None
+    teacher: Teacher | None = None
+    compiled: list[CompiledLayers] = field(default_factory=list)
+
+    @property
+    def placements(self) -> Placements:
+        """The placement of each parameter; those of a whole model are derived, because it may still change."""
+        return whole(self.model) if self.cut_placements is None else self.cut_placements
+
+    @property
+    def vocabulary(self) -> VocabularyCut | None:
+        """The cut of the logits over the vocabulary; None if they are whole, or not over a vocabulary."""
+        heads = [m for m in self.model.modules() if isinstance(m, ColumnParallelLinear) and m.pads]
+        assert len(heads) <= 1, f"a model has one head over its vocabulary, not {len(heads)}"
+        return VocabularyCut(heads[0].group, heads[0].whole_out_features) if heads else None
+
+
+def place(model: nn.Module, cut: ModelCut) -> PlacedModel:
+    """Cut `model` in place.
+
+    Raises:
+        UsageError: the model cannot be cut in this way.
+    """
+    stage = _cut_to_stage(model, cut.choice) if cut.choice else None
+    if cut.group is None and stage is None:
+        return PlacedModel(model, cut)
+    placements = whole(model) if cut.group is None else split_model(model, cut.group, cut.sequence, cut.context)
+    if stage is not None and cut.choice is not None:
+        placements = {name: _of_stage(one, stage, cut.choice.stage) for name, one in placements.items()}
+    return PlacedModel(model, cut, placements, stage)
+
+
+def place_empty(described: ModelDescription, cut: ModelCut = ModelCut()) -> PlacedModel:  # it is frozen
+    """Return the placed model on `meta`; this needs its configuration, and no weights."""
+    model, keys = described.on_meta(), described.new_keys()
+    described.prepare(model, (), keys)
+    return replace(place(model, cut), dropout_keys=keys)
+
+
+def _cut_to_stage(model: nn.Module, choice: StageChoice) -> StagePart:
+    """Cut a model to its stage; refuse a stage with frozen parameters only.
+
+    torch's pipeline needs the output of each stage to have a gradient, and an optimizer needs a parameter.
+
+    Raises:
+        UsageError: there is such a stage, or the model cannot be cut into stages.
+    """
+    split = split_stages(model, choice.num_stages, choice.starts, choice.schedule)
+    _refuse_idle_stages(model, split)
+    return cut_stage(model, split, choice.stage)
+
+
+def _refuse_idle_stages(model: nn.Module, split: StageSplit) -> None:
+    idle = sorted(set(range(split.num_stages)) - trainable_stages(model, split))
+    if idle:
+        raise UsageError(
+            f"`parallel.pipeline.stages` is {split.num_stages}, but all parameters of stage {idle[0]}"
+            f" ({listed(split.layers_of(idle[0]), 3)}) are frozen; freeze fewer, or use fewer stages"
+        )
+
+
+def _of_stage(placement: ParameterPlacement, part: StagePart, stage: int) -> ParameterPlacement:
+    origin = part.origins.get(placement.name, placement.name)
+    holders = part.holders.get(origin, ())
+    return replace(placement, name=origin, stages=holders, is_copy=bool(holders) and holders[0] != stage)
+
+
+def tensor_cut(plan: RunPlan, mesh: ParallelMesh) -> ModelCut:
+    """Return the cut of a plan's model over tensor or context ranks, without its pipeline stages."""
+    parallel, group = plan.recipe.parallel, mesh.group(TENSOR_AXIS)
+    return ModelCut() if group is None else ModelCut(group, parallel.sequence, parallel.context > 1)
+
+
+def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -> list[ModelCut]:
+    """Return the cut of each of this rank's models: one for each of its pipeline stages, or one for the whole.
+
+    Args:
+        loads_shards: whether a rank loads only its shards of the parameters under FSDP and ZeRO-3.
+    """
+    pipeline, keys, zero = plan.pipeline, plan.recipe.parallel.pipeline, plan.strategy.zero_stage
+    is_sharded = loads_shards and plan.strategy.cuts_parameters and not (zero and plan.layout.tp > 1)
+    shard = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), flat=zero == 3) if is_sharded else None
+    cut = replace(tensor_cut(plan, mesh), shard=shard)
+    if pipeline is None:
+        return [cut]
+    starts = None if keys.split is None else tuple(keys.split)
+    return [
+        replace(cut, choice=StageChoice(stage, pipeline.num_stages, starts, keys.schedule))
+        for stage in pipeline.stages_of(mesh.index(PIPELINE_AXIS))
+    ]

@@ -1,0 +1,200 @@
+"""Tensors of safetensors files, read in part: by each rank for itself, or by one rank for all ranks of its node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from trainer.models.place import ModelCut
+from trainer.parallel.communication import group_size, index_in_group
+from trainer.parallel.node import NodeRanks
+from trainer.parallel.placement import ParameterPlacement
+from trainer.parallel.shards.slices import ranges_of_part
+
+_CHUNK_ELEMENTS = 1 << 22  # compared at once
+_CHUNK_BYTES = 1 << 23  # sent at once
+
+Index = tuple[slice, ...]
+
+
+class StoredWeights:
+    """The tensors of safetensors files.
+
+    A file is opened again for each tensor, because pages of a mapped file count as this process's memory until it is
+    closed. Mapped pages therefore never exceed the size of one tensor.
+
+    Raises:
+        SafetensorError: a file is damaged.
+    """
+
+    device = "cpu"
+
+    def __init__(self, files: Sequence[str | Path]) -> None:
+        self._files: dict[str, str | Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118  # `opened` is not a mapping
+                    stored = opened.get_slice(key)
+                    self._files[key] = file
+                    self.shapes[key] = tuple(stored.get_shape())
+                    self.dtypes[key] = (stored[:0] if self.shapes[key] else opened.get_tensor(key)).dtype
+
+    def read(self, key: str, placement: ParameterPlacement | None = None, cut: ModelCut | None = None) -> Tensor:
+        """Return a copy of a tensor, in fp32 if its type is floating.
+
+        With `placement` and `cut`, only this rank's part of it is read, equal to that of `ModelCut.part`; of the part,
+        the own shard.
+        """
+        shape, dtype = self.shapes[key], self.dtypes[key]
+        dtype = torch.float32 if dtype.is_floating_point else dtype
+        if placement is None or cut is None or not shape or (not placement.splits and cut.shard is None):
+            whole = torch.empty(shape, dtype=dtype, device=self.device)
+            self._copy(key, [((), whole)])
+            return whole
+        extent, slices = _slices_of_part(shape, placement, cut)
+        part = torch.zeros(extent, dtype=dtype, device=self.device)
+        self._copy(key, [(index, part.narrow(dim, *place)) for dim, place, index in slices])
+        return part
+
+    def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
+        """Return which tensors of a list must be read, given those that this rank needs."""
+        return needed
+
+    def read_along(self, key: str) -> None:
+        """Take part in the reading of a tensor that another rank needs."""
+        self._copy(key, [])
+
+    def equal(self, key: str, other: str) -> bool:
+        """Return whether two tensors have the same elements; they are read a few rows at a time."""
+        if self.shapes[key] != self.shapes[other]:
+            return False
+        if not self.shapes[key]:
+            return torch.equal(self.read(key), self.read(other))
+        num_rows, *columns = self.shapes[key]
+        step = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(columns).numel()))
+        return all(
+            torch.equal(*(self.rows(name, start, start + step) for name in (key, other)))
+            for start in range(0, num_rows, step)
+        )
+
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
+        """Return a copy of some rows of a tensor, in its own type; a scalar is one row."""
+        with safe_open(self._files[key], framework="pt") as opened:
+            rows: Tensor = opened.get_slice(key)[start:stop] if self.shapes[key] else opened.get_tensor(key)
+            return rows.clone()
+
+    def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
+        """Copy slices of a stored tensor, each to its target; without an index, the whole tensor."""
+        with safe_open(self._files[key], framework="pt") as opened:
+            for index, target in targets:
+                target.copy_(opened.get_slice(key)[index] if index else opened.get_tensor(key))
+
+
+class SharedWeights(StoredWeights):
+    """Stored tensors that one rank of each node reads and sends to the others, in chunks of rows.
+
+    Each byte is read once for a node, and sent in the type of the file. A rank holds a chunk beside its part. All ranks
+    of the node must make the same calls, with the same keys.
+
+    Raises:
+        OSError, SafetensorError: a file is damaged; on every rank of the node.
+    """
+
+    def __init__(self, files: Sequence[str | Path], node: NodeRanks) -> None:
+        self._node = node
+        self._own: StoredWeights | None = None  # of the reader
+
+        def open_files() -> dict[str, tuple[tuple[int, ...], str]]:
+            self._own = own = StoredWeights(files)
+            return {key: (shape, str(own.dtypes[key]).removeprefix("torch.")) for key, shape in own.shapes.items()}
+
+        described = node.read(open_files)
+        self.shapes = {key: tuple(shape) for key, (shape, _) in described.items()}
+        self.dtypes = {key: getattr(torch, name) for key, (_, name) in described.items()}
+
+    def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
+        return self._node.any_of(needed)
+
+    def equal(self, key: str, other: str) -> bool:
+        same: bool = self._node.read(lambda: self._reader.equal(key, other))
+        return same
+
+    @property
+    def _reader(self) -> StoredWeights:
+        assert self._own is not None, "another rank reads"
+        return self._own
+
+    def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
+        num_rows = self.shapes[key][0] if self.shapes[key] else 1
+        for start, chunk in self._chunks(key):
+            for index, target in targets:
+                own, *columns = index or (slice(0, num_rows),)
+                first, last = max(own.start, start), min(own.stop, start + len(chunk))
+                if first < last:
+                    own_rows = (slice(first - start, last - start), *columns)
+                    rows = target if target.dim() else target.view(1)
+                    rows[first - own.start : last - own.start] = chunk[own_rows]
+
+    def _chunks(self, key: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows of a tensor in chunks, each with the index of its first row; a scalar is one row."""
+        num_rows, *columns = self.shapes[key] or (1,)
+        dtype = self.dtypes[key]
+        step = max(1, _CHUNK_BYTES // max(1, torch.Size(columns).numel() * dtype.itemsize))
+        for start in range(0, num_rows, step):
+            stop = min(num_rows, start + step)
+            read = partial(self._rows_of_reader, key, start, stop)
+            yield start, self._node.read_tensor(read, (stop - start, *columns), dtype)
+
+    def _rows_of_reader(self, key: str, start: int, stop: int) -> Tensor:
+        return self._reader.rows(key, start, stop)
+
+
+class CountedWeights(StoredWeights):
+    """Stored tensors that are returned on `meta`; the bytes of each file that would be read are counted."""
+
+    device = "meta"
+
+    def __init__(self, files: Sequence[str | Path]) -> None:
+        super().__init__(files)
+        self.num_bytes: Counter[str] = Counter()
+
+    def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
+        for _, target in targets:
+            self.num_bytes[Path(self._files[key]).name] += target.numel() * self.dtypes[key].itemsize
+
+
+def _slices_of_part(
+    shape: Sequence[int], placement: ParameterPlacement, cut: ModelCut
+) -> tuple[list[int], list[tuple[int, tuple[int, int], Index]]]:
+    """Return the shape of a rank's part of a stored tensor, and the slices of that tensor in it.
+
+    Each slice has its dimension, its start and length there in the part, and its index in the stored tensor.
+    """
+    if placement.splits:
+        assert cut.group is not None
+        (split,) = placement.splits
+        dim, blocks = split.dim or 0, split.blocks
+        width, ranges = ranges_of_part(shape[dim], split, index_in_group(cut.group), group_size(cut.group))
+    else:
+        dim, blocks, width, ranges = 0, 1, shape[0], [(0, shape[0])]
+    extent = [*shape[:dim], blocks * width, *shape[dim + 1 :]]
+    first, last = cut.shard.bounds(extent) if cut.shard is not None else (0, extent[0])
+    extent[0] = last - first
+    slices = []
+    for block, (start, stop) in enumerate(ranges):
+        place = block * width  # of the block in the part
+        if dim == 0:  # only the rows of the shard
+            start, stop = max(start, start + first - place), min(stop, start + last - place)
+            place = max(place - first, 0)
+        if start < stop and first < last:
+            before = [slice(first, last), *[slice(None)] * (dim - 1)] if dim else []
+            slices.append((dim, (place, stop - start), (*before, slice(start, stop))))
+    return extent, slices
