@@ -21,7 +21,7 @@ from trainer.base.errors import TrainerError
 from trainer.checkpoint.owner import OWNER_FILE, FolderOwner
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
-from trainer.training import run
+from trainer.training import run, session
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
@@ -142,7 +142,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 def test_a_second_run_changes_nothing_in_the_folder_of_the_first(tmp_path, monkeypatch):
     recipe, folder = write_tiny_run(tmp_path), tmp_path / "run"
-    monkeypatch.setattr(run, "FolderOwner", partial(FolderOwner, wait_seconds=0.5))
+    monkeypatch.setattr(session, "FolderOwner", partial(FolderOwner, wait_seconds=0.5))
     unfinished = folder / "checkpoints" / ".saving-step-00000004"
     with another_owner(folder):
         unfinished.mkdir(parents=True)
