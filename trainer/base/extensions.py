@@ -86,7 +86,7 @@ def registered(kind: Kind | None = None) -> list[Registration]:
 
 @contextmanager
 def around(kind: Literal["run", "launch"], *arguments: Any) -> Iterator[list[Any]]:
-    """Enter the context managers of a kind, each built from `arguments`; yield what they give."""
+    """Enter the context managers of a kind, each built from `arguments`; yield their values."""
     with ExitStack() as stack:
         yield [stack.enter_context(resolved(row.value)(*arguments)) for row in registered(kind)]
 

@@ -103,7 +103,7 @@ def _change_rotations(kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 
 
 def check_packing(model: Any) -> None:
-    """Refuse a model whose layers cannot work without padding.
+    """Refuse a model with layers that need padding.
 
     Raises:
         UsageError: the family of the model has no unpadded layers.

@@ -103,7 +103,7 @@ class Loss(ABC):
 
 
 class VocabularyLoss(Loss):
-    """The part of a loss over a vocabulary, the tokens of which tensor ranks may share."""
+    """The part of a loss over a vocabulary; tensor ranks may share its tokens."""
 
     chunk_tokens: int | None = None
     """The number of tokens for which the head computes logits at a time; None: logits are computed at once."""

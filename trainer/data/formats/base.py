@@ -118,7 +118,7 @@ def load_with_datasets(
 
 
 def json_chats() -> Any:
-    """Return the type of a column of chats whose messages keep their own keys."""
+    """Return the type of a column of chats in which each message has its own keys."""
     import datasets
 
     return datasets.List(datasets.Json())

@@ -1,4 +1,4 @@
-"""The reader of CSV: files of rows whose values commas, semicolons, tabs or vertical bars separate."""
+"""The reader of CSV: one row on each line, with values between commas, semicolons, tabs or vertical bars."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def require_package(cls) -> None:
-        """Refuse a recipe whose optimizer needs a package that is not installed.
+        """Refuse an optimizer that needs a package that is not installed.
 
         Raises:
             UsageError: the package is not installed.
