@@ -18,7 +18,7 @@ from trainer.base.collector import importing
 from trainer.base.distribution import install_command
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
-from trainer.ranks.environment import extensions_folder, set_local_rank
+from trainer.ranks.environment import extensions_folder, own_programs_first, set_local_rank
 
 CPU_OPERATION = "deepspeed_shm_comm"
 """The operation that DeepSpeed compiles for CPUs; on GPUs the trainer needs none."""
@@ -160,7 +160,8 @@ def _load() -> None:
     from deepspeed.accelerator import get_accelerator
 
     try:
-        with redirect_stdout(io.StringIO()):
+        # Two versions of ninja would each compile again what the other has built.
+        with redirect_stdout(io.StringIO()), own_programs_first():
             get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     except (RuntimeError, ImportError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -188,6 +189,17 @@ def variables_restored(environ: MutableMapping[str, str] = os.environ) -> Iterat
     finally:
         environ.clear()
         environ.update(before)
+
+
+@contextmanager
+def own_programs_first(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Put the programs beside this Python first in the PATH of the block, also where its environment is not active."""
+    before = environ.get("PATH", os.defpath)
+    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])
+    try:
+        yield
+    finally:
+        environ["PATH"] = before
 
 
 def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
